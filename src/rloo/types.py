@@ -1,0 +1,113 @@
+"""The data that travels between the stages, one frozen type per stage, and the two protocols.
+
+Everything here is plain Python: token ids are lists, rewards are floats or `None`. Tensors appear
+only in `batch.py`. This module imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Message = dict[str, Any]
+Text = str | list[Message]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the dataset, tokenised.
+
+    `id` is the row's number in its dataset: stable over epochs, ranks and resumes. `content` is the
+    prompt as the reward functions see it (a string or messages); `columns` every other column.
+    """
+
+    id: int
+    token_ids: list[int]
+    content: Text
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine returns for one sample.
+
+    `token_ids` ends with the end-of-sequence token if and only if `finish == "stop"`.
+    `policy_logprobs` are taken after the temperature and before any filter or penalty;
+    `sampling_logprobs` under the distribution that was really sampled. Natural logarithms, one per
+    token.
+    """
+
+    token_ids: list[int]
+    finish: FinishReason
+    policy_logprobs: list[float]
+    sampling_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw: applied in the order penalty, temperature, top-k, top-p, min-p (transformers').
+
+    `greedy` takes the most likely token and ignores temperature and filters (the log-probs are then
+    those at temperature 1, and `sampling_logprobs` are 0). `stop_token_ids` are all tokens that end
+    a completion.
+    """
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    greedy: bool = False
+
+    @property
+    def filtered(self) -> bool:
+        """Whether the sampled distribution differs from the policy's (and so biases training)."""
+        return (
+            self.top_p < 1.0
+            or self.top_k > 0
+            or self.min_p > 0.0
+            or self.repetition_penalty != 1.0
+            or self.greedy
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt, everything sampled for it, and the rewards. Never inferred from row order or text.
+
+    `rewards[k]` is the weighted sum over the reward functions, `None` where no function scored the
+    completion; `scores[name][k]` is what function `name` returned; `extras` are columns that reward
+    functions logged with `log_extra`.
+    """
+
+    prompt: Prompt
+    completions: list[Completion]
+    texts: list[Text]
+    rewards: list[float | None]
+    scores: dict[str, list[float | None]] = field(default_factory=dict)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """Makes completions. Knows nothing about text, rewards or advantages."""
+
+    name: str
+
+    def load(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Take the current weights, (name, tensor) pairs. Engines that share the policy's module
+        have nothing to copy and ignore them."""
+        ...
+
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
+    ) -> list[list[Completion]]:
+        """`num_samples` completions for each prompt, in the order of `prompts`.
+
+        `noise` is a 64-bit number made of (seed, purpose, step); together with the prompt's id, the
+        sample's index and the token's position it determines every random draw, whatever the batch.
+        """
+        ...
