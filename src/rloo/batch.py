@@ -1,0 +1,171 @@
+"""Completions to micro-batches: the only place where token lists become tensors, and are shifted.
+
+A micro-batch is packed (every prompt once, no padding in the linear layers) or padded (the plain
+form, for models that cannot be packed). Knows nothing of models, losses or rewards beyond carrying
+each completion's numbers along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloo.attention import no_mask
+from rloo.shared_prefix import PackedLayout, Span
+
+# Rows of one attention call: sorted by length, so that a short answer is not padded to the longest.
+ROWS_PER_CALL = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A completion to train on. `key` is (group, index in it); `reward` is never missing here."""
+
+    key: tuple[int, int]
+    prompt_ids: list[int]
+    token_ids: list[int]
+    engine_logprobs: list[float]
+    reward: float
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward pass needs. T completion tokens of N completions, flat (see objective.py).
+
+    `inputs` are keyword arguments of the model; `source_T` says which of its hidden states (batch
+    and time flattened) predicts `target_T`. `group_N` numbers the groups of this batch from 0.
+    """
+
+    keys: list[tuple[int, int]]
+    inputs: dict[str, Any]
+    source_T: Tensor
+    target_T: Tensor
+    sequence_T: Tensor
+    group_N: Tensor
+    reward_N: Tensor
+    truncated_N: Tensor
+    engine_T: Tensor
+    num_input_tokens: int
+
+    @property
+    def size(self) -> int:
+        return len(self.keys)
+
+
+def split(samples: Sequence[Sample], max_tokens: int, *, whole_groups: bool) -> list[list[Sample]]:
+    """Micro-batches of at most `max_tokens` input tokens: a pure function of its arguments.
+
+    Groups stay whole if `whole_groups`; one that alone exceeds the budget is a micro-batch of its
+    own (`exceeds` tells beforehand). Otherwise a group is cut where the budget ends, and its prompt
+    computed once in each part.
+    """
+    batches: list[list[Sample]] = []
+    used = 0
+    for group in _by_group(samples):
+        units = [group] if whole_groups else [[sample] for sample in group]
+        for unit in units:
+            continues = bool(batches) and batches[-1][-1].key[0] == unit[0].key[0]
+            cost = _cost(unit) - (len(unit[0].prompt_ids) if continues else 0)
+            if not batches or used + cost > max_tokens:
+                batches.append([])
+                used, cost = 0, _cost(unit)
+            batches[-1].extend(unit)
+            used += cost
+    return batches
+
+
+def exceeds(samples: Sequence[Sample], max_tokens: int) -> bool:
+    """Whether some group alone is larger than the budget."""
+    return any(_cost(group) > max_tokens for group in _by_group(samples))
+
+
+def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
+    """One row: each prompt once, followed by its completions; position numbers restart."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    spans: list[Span] = []
+    source: list[int] = []
+    for group in _by_group(samples):
+        prompt = group[0].prompt_ids
+        prompt_span = Span(len(tokens), len(tokens) + len(prompt))
+        spans.append(prompt_span)
+        tokens += prompt
+        positions += range(len(prompt))
+        for sample in group:
+            # The last token is predicted but predicts nothing, so it is no input.
+            inner = sample.token_ids[:-1]
+            start = len(tokens)
+            spans.append(Span(start, start + len(inner), prompt_span))
+            source += [prompt_span.stop - 1, *range(start, start + len(inner))]
+            tokens += inner
+            positions += range(len(prompt), len(prompt) + len(inner))
+    inputs = {
+        "input_ids": torch.tensor([tokens], device=device),
+        "position_ids": torch.tensor([positions], device=device),
+        "attention_mask": no_mask(device),
+        "rloo_layout": PackedLayout(spans, positions, ROWS_PER_CALL).to(device),
+    }
+    return _micro_batch(samples, inputs, source, len(tokens), device)
+
+
+def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> MicroBatch:
+    """One row a completion, prompt and all, padded on the right to the longest."""
+    rows = [s.prompt_ids + s.token_ids[:-1] for s in _in_order(samples)]
+    width = max(len(row) for row in rows)
+    source: list[int] = []
+    for number, (sample, row) in enumerate(zip(_in_order(samples), rows, strict=True)):
+        source += range(number * width + len(sample.prompt_ids) - 1, number * width + len(row))
+    inputs = {
+        "input_ids": torch.tensor(
+            [row + [pad_token_id] * (width - len(row)) for row in rows], device=device
+        ),
+        "attention_mask": torch.tensor(
+            [[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device
+        ),
+    }
+    return _micro_batch(samples, inputs, source, len(rows) * width, device)
+
+
+def _micro_batch(
+    samples: Sequence[Sample],
+    inputs: dict[str, Any],
+    source: list[int],
+    num_input_tokens: int,
+    device: torch.device,
+) -> MicroBatch:
+    ordered = _in_order(samples)
+    numbers = {group: i for i, group in enumerate(dict.fromkeys(s.key[0] for s in ordered))}
+    lengths = torch.tensor([len(s.token_ids) for s in ordered])
+    return MicroBatch(
+        keys=[s.key for s in ordered],
+        inputs=inputs,
+        source_T=torch.tensor(source, device=device),
+        target_T=torch.tensor([t for s in ordered for t in s.token_ids], device=device),
+        sequence_T=torch.arange(len(ordered)).repeat_interleave(lengths).to(device),
+        group_N=torch.tensor([numbers[s.key[0]] for s in ordered], device=device),
+        reward_N=torch.tensor([s.reward for s in ordered], dtype=torch.float64).to(device),
+        truncated_N=torch.tensor([s.truncated for s in ordered], device=device),
+        engine_T=torch.tensor([x for s in ordered for x in s.engine_logprobs], device=device),
+        num_input_tokens=num_input_tokens,
+    )
+
+
+def _in_order(samples: Sequence[Sample]) -> list[Sample]:
+    return [sample for group in _by_group(samples) for sample in group]
+
+
+def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.key[0], []).append(sample)
+    return list(groups.values())
+
+
+def _cost(samples: Sequence[Sample]) -> int:
+    """Input tokens of completions of one group: the prompt once."""
+    return len(samples[0].prompt_ids) + sum(len(s.token_ids) - 1 for s in samples)
