@@ -140,3 +140,19 @@ def install(model: PreTrainedModel) -> None:
     AttentionInterface.register(IMPLEMENTATION, _attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
     model.set_attn_implementation(IMPLEMENTATION)
+
+
+def incompatibility(model: PreTrainedModel) -> str | None:
+    """Why layouts cannot work for `model`, or None: known before anything is computed."""
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        return f"{type(model).__name__} is an encoder-decoder model"
+    other = set(getattr(config, "layer_types", None) or []) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if other:
+        return f"{type(model).__name__} has layers of type {', '.join(sorted(other))}"
+    if not model._supports_attention_backend:
+        return f"{type(model).__name__} does not let its attention function be replaced"
+    return None

@@ -50,6 +50,7 @@ class MicroBatch:
     reward_N: Tensor
     truncated_N: Tensor
     engine_T: Tensor
+    lengths: list[int]
     num_input_tokens: int
 
     @property
@@ -151,6 +152,7 @@ def _micro_batch(
         reward_N=torch.tensor([s.reward for s in ordered], dtype=torch.float64).to(device),
         truncated_N=torch.tensor([s.truncated for s in ordered], device=device),
         engine_T=torch.tensor([x for s in ordered for x in s.engine_logprobs], device=device),
+        lengths=lengths.tolist(),
         num_input_tokens=num_input_tokens,
     )
 

@@ -1,0 +1,73 @@
+"""Statistics of a step as pure functions: plain numbers in, a flat dict of named numbers out.
+
+TRL's names where TRL has the metric; docs/metrics.md has the formula of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from rloo.types import Group
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What the rollout shows before any update: rewards (unclipped, without KL), lengths, signal."""
+    rewards = [[r for r in group.rewards if r is not None] for group in groups]
+    flat = [r for group in rewards for r in group]
+    scored = [group for group in rewards if len(group) >= 2]
+    lengths = [len(c.token_ids) for g in groups for c in g.completions]
+    ended = [len(c.token_ids) for g in groups for c in g.completions if c.finish == "stop"]
+    metrics = {
+        "reward": _mean(flat),
+        "reward_std": deviation(flat),
+        "reward/standard_error": standard_error(rewards),
+        "reward/unscored": float(len(lengths) - len(flat)),
+        "groups/signal": _mean([float(max(g) != min(g)) for g in scored]),
+        "frac_reward_zero_std": _mean([float(max(g) == min(g)) for g in scored]),
+        "baseline/variance": deviation([b for g in scored for b in _baselines(g)]) ** 2,
+        "completions/mean_length": _mean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": 1.0 - len(ended) / len(lengths),
+        "completions/mean_terminated_length": _mean(ended),
+        "completions/min_terminated_length": float(min(ended, default=math.nan)),
+        "completions/max_terminated_length": float(max(ended, default=math.nan)),
+    }
+    for name in groups[0].scores:
+        values = [s for g in groups for s in g.scores[name] if s is not None]
+        metrics[f"rewards/{name}/mean"] = _mean(values)
+        metrics[f"rewards/{name}/std"] = deviation(values)
+    return metrics
+
+
+def standard_error(rewards: Sequence[Sequence[float]]) -> float:
+    """Standard error of the mean reward, in its unit. Completions of one prompt are not
+    independent, so the prompts' means are the observations."""
+    means = [fmean(group) for group in rewards if group]
+    return deviation(means) / math.sqrt(len(means)) if len(means) >= 2 else math.nan
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Standard deviation with Bessel's correction; NaN below two values."""
+    if len(values) < 2:
+        return math.nan
+    mean = fmean(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def window_mean(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over several steps, NaN left out."""
+    names = dict.fromkeys(name for line in lines for name in line)
+    means = {n: _mean([x[n] for x in lines if n in x and not math.isnan(x[n])]) for n in names}
+    return {name: value for name, value in means.items() if not math.isnan(value)}
+
+
+def _baselines(rewards: Sequence[float]) -> list[float]:
+    total = math.fsum(rewards)
+    return [(total - r) / (len(rewards) - 1) for r in rewards]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan

@@ -1,0 +1,206 @@
+"""Prompts to scored groups, and groups to what the update needs: samples and their credit.
+
+Rewards are computed here and advantages begin here; the update finishes them where they follow
+from its own forward pass. Knows nothing of optimizers, steps or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from rloo import objective
+from rloo.batch import MicroBatch, Sample, exceeds, split
+from rloo.config import RLOOConfig
+from rloo.policy import Policy
+from rloo.rewards import RewardSet
+from rloo.types import Completion, Engine, Group, Prompt, Sampling, Text
+
+Key = tuple[int, int]
+
+
+def rollout(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    rewards: RewardSet,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    num_samples: int,
+    noise: int,
+    trainer_state: Any = None,
+) -> tuple[list[Group], dict[str, float]]:
+    """Sample and score. Returns one group a prompt, and the metrics that rewards logged."""
+    sampled = engine.sample(prompts, num_samples, sampling, noise)
+    return score(prompts, sampled, rewards, tokenizer=tokenizer, trainer_state=trainer_state)
+
+
+def score(
+    prompts: Sequence[Prompt],
+    sampled: Sequence[Sequence[Completion]],
+    rewards: RewardSet,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    trainer_state: Any = None,
+) -> tuple[list[Group], dict[str, float]]:
+    """Give every completion its rewards: one call of each function for the whole rollout."""
+    repeated = [p for p, completions in zip(prompts, sampled, strict=True) for _ in completions]
+    flat = [c for completions in sampled for c in completions]
+    decoded = tokenizer.batch_decode([c.token_ids for c in flat], skip_special_tokens=True)
+    texts = [_as_text(p, text) for p, text in zip(repeated, decoded, strict=True)]
+    names = list(dict.fromkeys(name for p in prompts for name in p.columns))
+    scores = rewards.score(
+        [p.content for p in repeated],
+        texts,
+        [c.token_ids for c in flat],
+        {name: [p.columns.get(name) for p in repeated] for name in names},
+        trainer_state,
+    )
+    groups, start = [], 0
+    for prompt, completions in zip(prompts, sampled, strict=True):
+        part = slice(start, start + len(completions))
+        groups.append(
+            Group(
+                prompt=prompt,
+                completions=list(completions),
+                texts=texts[part],
+                rewards=scores.totals[part],
+                scores={name: values[part] for name, values in scores.by_function.items()},
+                extras={name: values[part] for name, values in scores.extras.items()},
+            )
+        )
+        start += len(completions)
+    return groups, scores.metrics
+
+
+def _as_text(prompt: Prompt, text: str) -> Text:
+    """Conversations are answered by a message, strings by a string (TRL's convention)."""
+    if isinstance(prompt.content, str):
+        return text
+    last = prompt.content[-1]
+    if last["role"] == "assistant":  # the completion continues the message that was begun
+        text = str(last["content"]) + text
+    return [{"role": "assistant", "content": text}]
+
+
+def countable_samples(groups: Sequence[Group], config: RLOOConfig) -> list[Sample]:
+    """The completions that the loss counts: scored, in groups with at least two scores. Rewards are
+    clipped here, before the KL penalty and the baseline."""
+    low, high = config.reward_clip_range or (-float("inf"), float("inf"))
+    samples = []
+    for number, group in enumerate(groups):
+        scored = [(i, r) for i, r in enumerate(group.rewards) if r is not None]
+        if len(scored) < 2:
+            continue
+        for index, reward in scored:
+            completion = group.completions[index]
+            samples.append(
+                Sample(
+                    key=(number, index),
+                    prompt_ids=group.prompt.token_ids,
+                    token_ids=completion.token_ids,
+                    engine_logprobs=completion.policy_logprobs,
+                    reward=min(max(reward, low), high),
+                    truncated=completion.finish == "length",
+                )
+            )
+    return samples
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What is known before the update. `None` means that the update's own forward pass gives it:
+    there is one optimizer step, so "old" is "now", and no second pass over the policy is made."""
+
+    advantages: dict[Key, float] | None
+    old_logprobs: dict[Key, Tensor] | None
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def old_logprobs_of(self, batch: MicroBatch, now: Tensor) -> Tensor:
+        """(T,): as stored, or `now` where nothing had to be."""
+        if self.old_logprobs is None:
+            return now
+        return torch.cat([self.old_logprobs[key] for key in batch.keys])
+
+
+def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Credit:
+    """Advantages and old log-probs, as far as they must be known before the first step.
+
+    Without a KL penalty advantages follow from the rewards alone. With one, they need log-probs:
+    a pass of their own is made only if the rollout gets several steps, a statistic runs over the
+    batch, or a group exceeds the token budget.
+    """
+    if config.beta == 0 and config.steps_per_rollout == 1:
+        return Credit(_advantages(samples, [0.0] * len(samples), config), None)
+    needs_pass = (
+        config.steps_per_rollout > 1
+        or _whole_batch(config)
+        or exceeds(samples, policy.max_tokens)
+    )
+    if not needs_pass:
+        return Credit(None, None)
+    old: dict[Key, Tensor] = {}
+    kl: dict[Key, float] = {}
+    with torch.no_grad():
+        for part in split(samples, policy.max_tokens, whole_groups=False):
+            batch = policy.batch(part)
+            logprobs = policy.logprobs(batch)[0]
+            old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
+            if config.beta != 0:
+                reference = policy.reference_logprobs(batch)
+                kl_N = objective.sequence_kl(logprobs, reference, batch.sequence_T, batch.size)
+                kl.update(zip(batch.keys, kl_N.tolist(), strict=True))
+    penalties = [config.beta * kl.get(s.key, 0.0) for s in samples]
+    stats = {}
+    if config.beta != 0:
+        num_tokens = sum(len(s.token_ids) for s in samples)
+        stats = {"kl": sum(kl.values()) / num_tokens, "kl/sequence": sum(kl.values()) / len(kl)}
+    return Credit(_advantages(samples, penalties, config), old, stats)
+
+
+def batch_advantages(
+    batch: MicroBatch, logprobs: Tensor, reference: Tensor, config: RLOOConfig
+) -> tuple[Tensor, Tensor]:
+    """Advantages and KL (both (N,)) of a micro-batch of whole groups, from its own forward pass."""
+    kl = objective.sequence_kl(logprobs, reference, batch.sequence_T, batch.size)
+    shaped = batch.reward_N - config.beta * kl.double()
+    values = objective.advantages(shaped, batch.group_N, **_options(config))
+    if config.mask_truncated_completions:
+        values = torch.where(batch.truncated_N, 0.0, values)
+    return values.to(logprobs.dtype), kl
+
+
+def _advantages(
+    samples: Sequence[Sample], penalties: Sequence[float], config: RLOOConfig
+) -> dict[Key, float]:
+    if not samples:
+        return {}
+    shaped = [s.reward - penalty for s, penalty in zip(samples, penalties, strict=True)]
+    values = objective.advantages(
+        torch.tensor(shaped, dtype=torch.float64),
+        torch.tensor([s.key[0] for s in samples]),
+        **_options(config),
+    ).tolist()
+    return {
+        s.key: 0.0 if s.truncated and config.mask_truncated_completions else value
+        for s, value in zip(samples, values, strict=True)
+    }
+
+
+def _whole_batch(config: RLOOConfig) -> bool:
+    return config.normalize_advantages or "batch" in (config.mean_level, config.std_level)
+
+
+def _options(config: RLOOConfig) -> dict[str, Any]:
+    return {
+        "mean_level": config.mean_level,
+        "mean_leave1out": config.mean_leave1out,
+        "std_level": config.std_level,
+        "normalize": config.normalize_advantages,
+        "epsilon": config.advantage_epsilon,
+    }

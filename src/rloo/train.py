@@ -1,0 +1,281 @@
+"""The loop: sample, score, credit, update, and around it logging, evaluation and checkpoints.
+
+Everything it uses is in `Run`; nothing here knows how tokens are made, rewards computed or weights
+stored.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainerControl, TrainerState
+
+from rloo import objective
+from rloo.batch import MicroBatch, Sample, split
+from rloo.config import RLOOConfig
+from rloo.data import PromptSource
+from rloo.engines.sampling import noise_key
+from rloo.metrics import rollout_metrics
+from rloo.monitor import Monitor
+from rloo.policy import Policy
+from rloo.rewards import RewardSet
+from rloo.rollout import Credit, batch_advantages, countable_samples, credit, score
+from rloo.types import Engine, Group, Sampling
+
+MAX_REFUSED_STEPS = 3
+
+
+@dataclass
+class Run:
+    """What a training run consists of. `save` and `evaluate` are given from outside; `state` counts
+    optimizer steps in `global_step`, as transformers does. `resume_point` is the data position from
+    which a checkpoint of this moment must go on: before the rollout that no step was made on yet.
+    """
+
+    config: RLOOConfig
+    policy: Policy
+    engine: Engine
+    prompts: PromptSource
+    rewards: RewardSet
+    sampling: Sampling
+    monitor: Monitor
+    state: TrainerState
+    control: TrainerControl
+    save: Callable[[], None]
+    evaluate: Callable[[], Any]
+    resume_point: dict[str, Any] = field(default_factory=dict)
+    num_tokens: int = 0
+    refused_in_a_row: int = 0
+    times: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.times[f"time/{phase}"] += time.perf_counter() - start
+
+
+def train(run: Run) -> None:
+    """Train until `state.max_steps` or until a callback asks to stop.
+
+    One rollout serves `steps_per_rollout` optimizer steps; checkpoints and evaluations that fall
+    due among them are made at the rollout's end, so that a resumed run repeats nothing.
+    """
+    config, state = run.config, run.state
+    while state.global_step < state.max_steps and not run.control.should_training_stop:
+        run.engine.load(run.policy.weights())
+        groups, metrics = collect(run)
+        samples = countable_samples(groups, config)
+        if state.global_step == 0 and samples:
+            run.policy.check_packing(_first_of_each_group(samples)[:4])
+        with run.timed("credit"):
+            given = credit(samples, run.policy, config)
+        for minibatch in minibatches(samples, config):
+            with uninterrupted():
+                with run.timed("update"):
+                    metrics |= given.stats | update(run.policy, minibatch, given, config)
+                finish_step(run, groups, metrics)
+            metrics = {}
+            if state.global_step >= state.max_steps:
+                break
+        if run.control.should_evaluate:
+            run.evaluate()
+        if run.control.should_save:
+            with uninterrupted():
+                run.save()
+        run.control.should_evaluate = run.control.should_save = False
+
+
+def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
+    """Draw prompts, sample their completions and score them: one rollout and its metrics."""
+    config = run.config
+    run.resume_point = run.prompts.state_dict()
+    prompts = run.prompts.next(config.prompts_per_rollout)
+    noise = noise_key(config.seed, "train", run.state.global_step)
+    with run.timed("sample"), run.policy.autocast():
+        sampled = run.engine.sample(prompts, config.num_generations, run.sampling, noise)
+    with run.timed("reward"):
+        groups, logged = score(
+            prompts,
+            sampled,
+            run.rewards,
+            tokenizer=run.policy.tokenizer,
+            trainer_state=run.state,
+        )
+    sampled_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
+    prompt_tokens = sum(len(g.prompt.token_ids) * len(g.completions) for g in groups)
+    run.num_tokens += sampled_tokens + prompt_tokens
+    speed = {"tokens_per_second/sample": sampled_tokens / run.times["time/sample"]}
+    return groups, rollout_metrics(groups) | logged | speed
+
+
+def minibatches(samples: Sequence[Sample], config: RLOOConfig) -> Iterator[list[Sample]]:
+    """The rollout cut into optimizer steps of `completions_per_step`, `num_iterations` times over.
+
+    The cut is by place in the rollout, so a completion that could not be scored moves no other one.
+    """
+    size = config.completions_per_step
+    num_parts = config.prompts_per_rollout * config.num_generations // size
+    for _ in range(config.num_iterations):
+        for part in range(num_parts):
+            yield [
+                s
+                for s in samples
+                if (s.key[0] * config.num_generations + s.key[1]) // size == part
+            ]
+
+
+def update(
+    policy: Policy, samples: Sequence[Sample], given: Credit, config: RLOOConfig
+) -> dict[str, float]:
+    """One optimizer step on `samples`: micro-batches forward and backward, then the step.
+
+    The loss is divided by what all countable samples make, those without signal included; a sample
+    whose advantage is known to be exactly 0 is counted but not computed.
+    """
+    denominator = objective.loss_denominator(
+        config.loss_aggregation,
+        num_sequences=len(samples),
+        num_tokens=sum(len(s.token_ids) for s in samples),
+        constant=config.loss_constant,
+    )
+    known = given.advantages
+    live = [s for s in samples if known is None or known[s.key] != 0.0]
+    tally: dict[str, float] = defaultdict(float)
+    for part in split(live, policy.max_tokens, whole_groups=known is None):
+        loss, parts = _micro_loss(policy, policy.batch(part), given, config, denominator)
+        policy.backward(loss)
+        for name, value in parts.items():
+            tally[name] = max(tally[name], value) if name.endswith("max") else tally[name] + value
+    computed = {"update/computed_share": len(live) / len(samples) if samples else 0.0}
+    if not live:
+        return computed | {"update/no_signal": 1.0}
+    return computed | _averages(tally) | policy.step()
+
+
+def _micro_loss(
+    policy: Policy, batch: MicroBatch, given: Credit, config: RLOOConfig, denominator: float
+) -> tuple[Any, dict[str, float]]:
+    """The loss of one micro-batch, and sums for the metrics."""
+    logprobs, entropy = policy.logprobs(batch)
+    now = logprobs.detach()
+    sums: dict[str, float] = {}
+    if given.advantages is not None:
+        advantages = now.new_tensor([given.advantages[key] for key in batch.keys])
+    else:
+        reference = policy.reference_logprobs(batch)
+        advantages, kl = batch_advantages(batch, now, reference, config)
+        sums["kl"] = kl.sum().item()
+    result = objective.policy_loss(
+        logprobs,
+        given.old_logprobs_of(batch, now),
+        advantages,
+        batch.sequence_T,
+        denominator=denominator,
+        ratio_level=config.importance_sampling_level,
+        aggregation=config.loss_aggregation,
+        epsilon_low=config.epsilon,
+        epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
+    )
+    mismatch = (now - batch.engine_T).abs()
+    sums |= {
+        "loss": result.loss.item(),
+        "entropy": entropy.sum().item(),
+        "tokens": float(len(now)),
+        "sequences": float(batch.size),
+        "ratios": float(result.clipped_low.numel()),
+        "clipped_low": result.clipped_low.sum().item(),
+        "clipped_high": result.clipped_high.sum().item(),
+        "mismatch": mismatch.sum().item(),
+        "mismatch/max": mismatch.max().item(),
+    }
+    return result.loss, sums
+
+
+def _averages(tally: dict[str, float]) -> dict[str, float]:
+    tokens, sequences, ratios = tally["tokens"], tally["sequences"], tally["ratios"]
+    low, high = tally["clipped_low"] / ratios, tally["clipped_high"] / ratios
+    metrics = {
+        "loss": tally["loss"],
+        "entropy": tally["entropy"] / tokens,
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low + high,
+        "mismatch/mean": tally["mismatch"] / tokens,
+        "mismatch/max": tally["mismatch/max"],
+    }
+    if "kl" in tally:
+        metrics |= {"kl": tally["kl"] / tokens, "kl/sequence": tally["kl"] / sequences}
+    return metrics
+
+
+def finish_step(run: Run, groups: Sequence[Group], metrics: dict[str, float]) -> None:
+    """Count the step, record it, and ask the callbacks what is due."""
+    state = run.state
+    state.global_step += 1
+    run.resume_point = run.prompts.state_dict()
+    state.epoch = run.prompts.epoch
+    run.refused_in_a_row = run.refused_in_a_row + 1 if metrics.get("update/nonfinite") else 0
+    times, run.times = dict(run.times), defaultdict(float)
+    metrics |= times | {
+        "step_time": sum(times.values()),
+        "num_tokens": float(run.num_tokens),
+        "epoch": state.epoch,
+    }
+    run.monitor.step(state.global_step, metrics)
+    if "reward" in metrics:
+        run.monitor.completions(state.global_step, groups)
+    run.monitor.log(state, metrics)
+    _ask_what_is_due(run)
+    if run.refused_in_a_row >= MAX_REFUSED_STEPS:
+        raise FloatingPointError(
+            f"the gradient was not finite in {MAX_REFUSED_STEPS} steps in a row, the last one step "
+            f"{state.global_step}; no such step changed the weights (learning_rate, max_grad_norm)"
+        )
+
+
+def _ask_what_is_due(run: Run) -> None:
+    config, step = run.config, run.state.global_step
+    last = step >= run.state.max_steps
+    if config.eval_strategy == "steps" and step % run.state.eval_steps == 0 and not last:
+        run.control.should_evaluate = True
+    if config.save_strategy == "steps" and (step % run.state.save_steps == 0 or last):
+        run.control.should_save = True
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is done; a second one goes through."""
+    pending: list[Any] = []
+
+    def hold_back(*_: Any) -> None:
+        if pending:
+            raise KeyboardInterrupt
+        pending.append(True)
+
+    try:
+        previous = signal.signal(signal.SIGINT, hold_back)
+    except ValueError:  # not the main thread, which alone receives signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if pending:
+        raise KeyboardInterrupt
+
+
+def _first_of_each_group(samples: Sequence[Sample]) -> list[Sample]:
+    chosen: dict[int, list[Sample]] = {}
+    for sample in samples:
+        members = chosen.setdefault(sample.key[0], [])
+        if len(members) < 2:
+            members.append(sample)
+    return [s for members in chosen.values() for s in members]
