@@ -21,8 +21,9 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from rloo import attention
 from rloo.batch import MicroBatch, Sample, pack, pad
-from rloo.config import RLOOConfig, to_training_arguments
+from rloo.config import RLOOConfig
 from rloo.logprobs import token_logprobs
+from rloo.training_arguments import to_training_arguments
 
 # Largest difference of a log-prob between packed and padded that is still rounding, by precision.
 PACKING_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -245,20 +246,24 @@ class Policy:
             self.notes.append(f"dropout (up to {found:g}) is set to 0 for training")
 
 
-def load_model(config: RLOOConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of `config.model`: a hub id or a folder."""
-    options = dict(config.model_init_kwargs or {})
-    options.setdefault("dtype", torch.float32)
-    revision = options.get("revision", "main")
-    name = str(config.model)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name} has no tokenizer that transformers can load (model): {error}") from error
+def load_model(
+    config: RLOOConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of `config.model`, a hub id or a folder; the model in float32.
+
+    Raises ValueError when there is no tokenizer that transformers can load.
+    """
+    options = {"dtype": torch.float32, **(config.model_init_kwargs or {})}
+    name, trust = str(config.model), config.trust_remote_code
+    if tokenizer is None:
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                name, revision=options.get("revision", "main"), trust_remote_code=trust
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{name} has no tokenizer that can be loaded (model): {error}") from error
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        name, trust_remote_code=config.trust_remote_code, **options
+        name, trust_remote_code=trust, **options
     )
     return model, tokenizer
 

@@ -135,10 +135,10 @@ def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Cre
     a pass of their own is made only if the rollout gets several steps, a statistic runs over the
     batch, or a group exceeds the token budget.
     """
-    if config.beta == 0 and config.steps_per_rollout == 1:
+    if config.beta == 0 and config.steps_per_rollout() == 1:
         return Credit(_advantages(samples, [0.0] * len(samples), config), None)
     needs_pass = (
-        config.steps_per_rollout > 1
+        config.steps_per_rollout() > 1
         or _whole_batch(config)
         or exceeds(samples, policy.max_tokens)
     )

@@ -96,7 +96,7 @@ def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
     """Draw prompts, sample their completions and score them: one rollout and its metrics."""
     config = run.config
     run.resume_point = run.prompts.state_dict()
-    prompts = run.prompts.next(config.prompts_per_rollout)
+    prompts = run.prompts.next(config.prompts_per_rollout())
     noise = noise_key(config.seed, "train", run.state.global_step)
     with run.timed("sample"), run.policy.autocast():
         sampled = run.engine.sample(prompts, config.num_generations, run.sampling, noise)
@@ -120,8 +120,8 @@ def minibatches(samples: Sequence[Sample], config: RLOOConfig) -> Iterator[list[
 
     The cut is by place in the rollout, so a completion that could not be scored moves no other one.
     """
-    size = config.completions_per_step
-    num_parts = config.prompts_per_rollout * config.num_generations // size
+    size = config.completions_per_step()
+    num_parts = config.prompts_per_rollout() * config.num_generations // size
     for _ in range(config.num_iterations):
         for part in range(num_parts):
             yield [

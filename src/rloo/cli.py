@@ -1,0 +1,110 @@
+"""The command `rloo`: train, eval, config. Imports torch only when a command needs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+USAGE = """\
+usage: rloo COMMAND [config.yaml] [--option value ...]
+
+Train language models with REINFORCE Leave-One-Out.
+
+commands:
+  train    train; without a config, a model or a dataset, the embedded task (about two minutes)
+  eval     greedy and sampled pass@1, pass@k and mean reward of a model on a dataset
+  config   every option with its default, meaning and names elsewhere;
+           with a config or options: the resolved configuration
+
+examples:
+  rloo train
+  rloo train examples/gsm8k.yaml --model Qwen/Qwen3-0.6B --beta 0.02 --num_generations 8
+  rloo eval --model runs/gsm8k --dataset openai/gsm8k --dataset_config main --eval_split test \\
+      --prompt_template "{question}" --reward gsm8k
+"""
+
+EMBEDDED = Path(__file__).parent / "tasks" / "countdown.yaml"
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    commands = {"train": _train, "eval": _evaluate, "config": _config}
+    if not given or given[0] in ("-h", "--help", "help") or "--help" in given:
+        print(USAGE, end="")
+        return 0
+    if given[0] == "--version":
+        from rloo import __version__
+
+        print(f"rloo {__version__}")
+        return 0
+    if given[0] not in commands:
+        print(f"rloo: {given[0]} is not a command; there are {', '.join(commands)}", file=sys.stderr)
+        return 2
+    try:
+        return commands[given[0]](given[1:])
+    except ValueError as error:
+        print(f"rloo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("rloo: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _train(arguments: list[str]) -> int:
+    from rloo.config_file import parse_command_line
+
+    config = parse_command_line(_with_embedded(arguments))
+    from rloo.trainer import RLOOTrainer
+
+    RLOOTrainer(args=config).train()
+    return 0
+
+
+def _evaluate(arguments: list[str]) -> int:
+    from dataclasses import replace
+
+    from rloo.config_file import parse_command_line
+
+    config = parse_command_line(_with_embedded(arguments))
+    if config.eval_dataset is None and config.eval_split is None:
+        config = replace(config, eval_split=config.dataset_split)
+    # Neither a reference nor gradients are needed, and nothing is trained on.
+    config = replace(
+        config,
+        beta=0.0,
+        gradient_checkpointing=False,
+        eval_dataset=config.eval_dataset or config.dataset,
+        dataset=None,
+    )
+    from rloo.console import print_evaluation
+    from rloo.trainer import RLOOTrainer
+
+    print_evaluation(RLOOTrainer(args=config).evaluate(metric_key_prefix=""))
+    return 0
+
+
+def _config(arguments: list[str]) -> int:
+    from rloo.config_file import parse_command_line
+    from rloo.config_text import render_options, render_resolved
+
+    if arguments:
+        print(render_resolved(parse_command_line(arguments)), end="")
+    else:
+        print(render_options(), end="")
+    return 0
+
+
+def _with_embedded(arguments: list[str]) -> list[str]:
+    """The embedded task's configuration in front, when the user names no other."""
+    own_file = any(a.endswith((".yaml", ".yml")) and not a.startswith("-") for a in arguments[:1])
+    names = {a.lstrip("-").partition("=")[0].replace("-", "_") for a in arguments if a[:1] == "-"}
+    if own_file or names & {"model", "dataset", "eval_dataset"}:
+        return arguments
+    return [str(EMBEDDED), *arguments]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

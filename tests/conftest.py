@@ -1,0 +1,8 @@
+import os
+import sys
+from pathlib import Path
+
+# Tiny models: a second OpenMP thread costs more in waiting than it computes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent))
