@@ -1,0 +1,206 @@
+"""How one option is declared and how a value for it is read: fields with help, values by type.
+
+Knows nothing of what any option means, nor of files and command lines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import field
+from difflib import get_close_matches
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any
+
+TRUE_WORDS = ("true", "yes", "1")
+FALSE_WORDS = ("false", "no", "0")
+NULL_WORDS = ("none", "null")
+
+
+def _declare(default: Any, help: str, **metadata: bool) -> Any:
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def shared(default: Any, help: str) -> Any:
+    """A field that TRL, Unsloth and ms-swift have under this name, most through transformers."""
+    return _declare(default, help, trl=True, ms_swift=True)
+
+
+def from_trl(default: Any, help: str) -> Any:
+    """A field that TRL's RLOOConfig, and so Unsloth, has under this name."""
+    return _declare(default, help, trl=True, ms_swift=False)
+
+
+def own(default: Any, help: str, *, ms_swift: bool = False) -> Any:
+    """A field that TRL's RLOOConfig lacks; `ms_swift` tells whether ms-swift has this name."""
+    return _declare(default, help, trl=False, ms_swift=ms_swift)
+
+
+def suggest(name: str, known: typing.Iterable[str]) -> str:
+    """`; did you mean X?` for the nearest known name, or nothing when none is near."""
+    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def coerce(name: str, hint: Any, value: Any) -> Any:
+    """`value` as the annotation `hint` wants it; text (from YAML or a shell) is read as that type.
+
+    Raises ValueError naming the option when the value is of another type, not finite, or not one
+    of the choices. A float is never cut to an int, a number is never taken for a switch.
+    """
+    if isinstance(value, Enum):
+        value = value.value
+    kinds = list(typing.get_args(hint)) if _is_union(hint) else [hint]
+    nullable = type(None) in kinds
+    kinds = [kind for kind in kinds if kind is not type(None)]
+    choices = [choice for kind in kinds for choice in _choices(kind)]
+    if choices:
+        return _choose(name, choices, value)
+    if nullable and (value is None or _is_word(value, NULL_WORDS)):
+        return None
+    if value is None:
+        raise ValueError(f"{name} is null; it must be {_describe(kinds)}")
+    if isinstance(value, str) and str in kinds and not value.startswith("["):
+        kinds = [kind for kind in kinds if typing.get_origin(kind) is not list]
+    for kind in sorted(kinds, key=lambda kind: kind is str):
+        result = _read(name, kind, value)
+        if result is not None:
+            return result
+    raise ValueError(f"{name} is {value!r}; it must be {_describe(kinds)}")
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+
+
+def _is_word(value: Any, words: tuple[str, ...]) -> bool:
+    return isinstance(value, str) and value.strip().lower() in words
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+
+
+def _choose(name: str, choices: list[str], value: Any) -> str:
+    if value is None and "none" in choices:
+        return "none"
+    if value is False and "no" in choices:  # YAML 1.1 reads a bare `no` as false
+        return "no"
+    if value in choices:
+        return value
+    shown = ", ".join(choices)
+    near = suggest(value, choices) if isinstance(value, str) else ""
+    raise ValueError(f"{name} is {value!r}; it must be one of {shown}{near}")
+
+
+def _describe(kinds: list[Any]) -> str:
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text (in quotes where YAML reads a number)",
+        dict: "a mapping",
+        list: "a list",
+        tuple: "a pair of numbers",
+    }
+    return " or ".join(words[typing.get_origin(kind) or kind] for kind in kinds)
+
+
+def _read(name: str, kind: Any, value: Any) -> Any:
+    """`value` as `kind`, or None when it is no such thing."""
+    container = typing.get_origin(kind)
+    if container is list:
+        return _read_list(name, typing.get_args(kind)[0], value)
+    if container is tuple:
+        return _read_pair(name, value)
+    if container is dict:
+        return _read_mapping(name, value)
+    if kind is bool:
+        return _read_switch(value)
+    if kind is int:
+        return _read_whole_number(value)
+    if kind is float:
+        return _read_number(name, value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value if isinstance(value, str) else None
+
+
+def _read_switch(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    if _is_word(value, TRUE_WORDS):
+        return True
+    return False if _is_word(value, FALSE_WORDS) else None
+
+
+def _read_whole_number(value: Any) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, Integral | str):
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        return None
+
+
+def _read_number(name: str, value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, Real | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}; it must be a finite number")
+    return number
+
+
+def _from_json(value: Any, opening: str) -> Any:
+    if isinstance(value, str) and value.lstrip().startswith(opening):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value
+    return value
+
+
+def _read_list(name: str, kind: Any, value: Any) -> list[Any] | None:
+    value = _from_json(value, "[")
+    if isinstance(value, Mapping):
+        return None
+    values = value if isinstance(value, list | tuple) else [value]
+    return [coerce(name, kind, item) for item in values]
+
+
+def _read_pair(name: str, value: Any) -> tuple[float, float] | None:
+    value = _from_json(value, "[")
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return None
+    return coerce(name, float, value[0]), coerce(name, float, value[1])
+
+
+def _read_mapping(name: str, value: Any) -> dict[str, Any] | None:
+    value = _from_json(value, "{")
+    return _plain(name, value) if isinstance(value, Mapping) else None
+
+
+def _plain(path: str, value: Any) -> Any:
+    """A copy made of JSON types only, so that the resolved configuration can be written down."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{path}.{key}", item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{path} is {value}; it must be a finite number")
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if str(value).startswith("torch."):  # a dtype: transformers takes its name as well
+        return str(value).removeprefix("torch.")
+    raise ValueError(f"{path} is {value!r}; it must be text, a number, a switch, a list or null")

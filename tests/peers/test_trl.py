@@ -1,0 +1,151 @@
+"""TRL's own RLOOTrainer and ours on the same completions, rewards and weights."""
+
+import math
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+from models import VOCAB_SIZE, make_model
+from text import make_tokenizer
+
+from rloo.config import RLOOConfig
+from rloo.policy import Policy
+from rloo.rollout import countable_samples, credit
+from rloo.update import micro_loss
+from rloo.types import Completion, Group, Prompt
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("default"),  # TRL and accelerate warn about each other
+]
+
+K, PROMPTS = 4, 3
+
+
+def make_rollout(missing: bool):
+    rng = random.Random(1)
+    prompts, completions, rewards = [], [], []
+    for _ in range(PROMPTS):
+        prompts += [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(3, 9))]] * K
+    for _ in range(PROMPTS * K):
+        length = rng.randrange(1, 12)
+        completions.append([rng.randrange(3, VOCAB_SIZE) for _ in range(length)] + [2])
+        rewards.append(rng.random() * 4 - 1)
+    if missing:
+        rewards[1] = None
+    return prompts, completions, rewards
+
+
+def perturb(model, seed: int, scale: float = 0.02) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * scale)
+
+
+def theirs(tmp_path, rollout, options):
+    from trl import RLOOConfig as TRLConfig
+    from trl import RLOOTrainer as TRLTrainer
+
+    prompts, completions, rewards = rollout
+    folder = str(tmp_path / "model")  # TRL loads its reference from where the model came from
+    make_model("qwen3").save_pretrained(folder)
+    arguments = TRLConfig(
+        output_dir=str(tmp_path / "trl"),
+        per_device_train_batch_size=PROMPTS * K,
+        num_generations=K,
+        max_completion_length=16,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+        **options,
+    )
+    trainer = TRLTrainer(
+        model=folder,
+        reward_funcs=lambda completions, **_: rewards,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * PROMPTS}),
+        processing_class=make_tokenizer(),
+    )
+    if trainer.ref_model is not None:
+        perturb(trainer.ref_model, seed=2)
+    trainer._generate = lambda _: (prompts, completions, ["text"] * len(completions))
+    trainer.model.train()
+    inputs = trainer._generate_and_score_completions([{"prompt": "x"}] * (PROMPTS * K))
+    # "old" was taken before this; the update is measured at other weights, so that ratios matter.
+    perturb(trainer.model, seed=3, scale=0.05)
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    gradients = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
+    return inputs["advantages"], loss.item(), gradients
+
+
+def ours(rollout, options, packing):
+    prompts, completions, rewards = rollout
+    model = make_model("qwen3")
+    config = RLOOConfig(
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        num_generations=K,
+        num_prompts=PROMPTS,
+        # Two passes over the rollout: "old" is stored before the first.
+        num_iterations=2,
+        packing=packing,
+        **options,
+    )
+    policy = Policy(model, make_tokenizer(), config, num_training_steps=1)
+    if policy.reference is not None:
+        perturb(policy.reference, seed=2)
+    groups = []
+    for number in range(PROMPTS):
+        part = slice(number * K, (number + 1) * K)
+        groups.append(
+            Group(
+                Prompt(number, prompts[number * K], "x"),
+                [Completion(c, "stop", [0.0] * len(c), [0.0] * len(c)) for c in completions[part]],
+                ["text"] * K,
+                rewards[part],
+            )
+        )
+    samples = countable_samples(groups, config)
+    given = credit(samples, policy, config)
+    perturb(model, seed=3, scale=0.05)
+    batch = policy.batch(samples)
+    loss, _ = micro_loss(policy, batch, given, config, denominator=float(len(completions)))
+    loss.backward()
+    advantages = torch.zeros(len(completions), dtype=torch.float64)
+    for (group, index), value in given.advantages.items():
+        advantages[group * K + index] = value
+    return advantages, loss.item(), {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.05},
+        {"beta": 0.0},
+        {"beta": 0.5, "reward_clip_range": (-0.5, 1.5)},
+        {"beta": 0.05, "normalize_advantages": True},
+        {"beta": 0.05, "temperature": 0.7, "epsilon": 0.05, "epsilon_high": 0.1},
+        {"beta": 0.05, "missing": True},
+    ],
+    ids=str,
+)
+def test_advantages_loss_and_every_gradient_equal_trl(tmp_path, options, packing):
+    options = dict(options)
+    rollout = make_rollout(missing=options.pop("missing", False))
+    their_advantages, their_loss, their_gradients = theirs(tmp_path, rollout, options)
+    advantages, loss, gradients = ours(rollout, options, packing)
+    assert advantages.abs().max() > 0.1
+    assert (advantages - their_advantages).abs().max() < 1e-6 * max(1, advantages.abs().max())
+    assert math.isclose(loss, their_loss, rel_tol=1e-5)
+    assert gradients.keys() == their_gradients.keys()
+    for name, gradient in gradients.items():
+        expected = their_gradients[name]
+        assert expected.norm() > 0, name
+        assert (gradient - expected).norm() <= 1e-5 * expected.norm(), name
