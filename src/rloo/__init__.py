@@ -1,3 +1,23 @@
 """Train language models with REINFORCE Leave-One-Out."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rloo.config import RLOOConfig
+    from rloo.trainer import RLOOTrainer
+
 __version__ = "0.1.0"
+__all__ = ["RLOOConfig", "RLOOTrainer", "__version__"]
+
+_HOMES = {"RLOOConfig": "rloo.config", "RLOOTrainer": "rloo.trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use, so that `rloo --help` does not wait for torch.
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module rloo has no attribute {name}")

@@ -88,7 +88,8 @@ def interval(values: Sequence[float]) -> list[float]:
         n = max(n, round(mean * (1 - mean) / (variance / n)))
     centre = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n)
     half = Z / (1 + Z * Z / n) * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n))
-    return [max(0.0, centre - half), min(1.0, centre + half)]
+    # Rounding must not put the mean outside its own interval.
+    return [max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))]
 
 
 def _passed(group: Group, threshold: float) -> int:

@@ -75,7 +75,8 @@ class RLOOTrainer:
         transformers.set_seed(self.args.seed)
         self.rewards = _make_rewards(reward_funcs, self.args)
         self._load(model, processing_class)
-        train_rows = self._rows(train_dataset or self.args.dataset, self.args.dataset_split)
+        given = self.args.dataset if train_dataset is None else train_dataset
+        train_rows = self._rows(given, self.args.dataset_split)
         eval_rows = self._eval_rows(eval_dataset)
         if train_rows is None and eval_rows is None:
             raise ValueError("there is no dataset; give one to train on (train_dataset, dataset)")
@@ -179,7 +180,7 @@ class RLOOTrainer:
         return rows
 
     def _eval_rows(self, eval_dataset: Dataset | DatasetDict | str | None) -> Dataset | None:
-        spec = eval_dataset or self.args.eval_dataset
+        spec = self.args.eval_dataset if eval_dataset is None else eval_dataset
         if spec is None and self.args.eval_split is not None:
             spec = self.args.dataset
         return self._rows(spec, self.args.eval_split or "train")

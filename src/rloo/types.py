@@ -19,14 +19,17 @@ FinishReason = Literal["stop", "length"]
 class Prompt:
     """One row of the dataset, tokenised.
 
-    `id` is the row's number in its dataset: stable over epochs, ranks and resumes. `content` is the
-    prompt as the reward functions see it (a string or messages); `columns` every other column.
+    `id` is the row's number in its dataset: stable over epochs, ranks and resumes. `epoch` is the
+    pass over the dataset in which it was drawn, so that a row that comes twice in one rollout is
+    sampled anew. `content` is the prompt as the reward functions see it (a string or messages);
+    `columns` every other column.
     """
 
     id: int
     token_ids: list[int]
     content: Text
     columns: dict[str, Any] = field(default_factory=dict)
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,8 @@ class Engine(Protocol):
     ) -> list[list[Completion]]:
         """`num_samples` completions for each prompt, in the order of `prompts`.
 
-        `noise` is a 64-bit number made of (seed, purpose, step); together with the prompt's id, the
-        sample's index and the token's position it determines every random draw, whatever the batch.
+        `noise` is a 64-bit number made of (seed, purpose, step); together with the prompt's id and
+        epoch, the sample's index and the token's position it determines every random draw, whatever
+        the batch.
         """
         ...

@@ -1,0 +1,131 @@
+"""Built-in rewards about the form of a completion: exact text, pattern, length, repetition.
+
+Each `make_...` checks its options once and returns a reward function in the calling convention of
+`rloo.rewards.combine`. Knows nothing about weights, files or the training loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rloo.rewards.text import text_of
+from rloo.types import Text
+
+# One thought, one answer, no tags inside: a second answer cannot hide in the first, and the match
+# takes linear time on any text.
+_INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
+THINK_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
+
+
+def make_exact_match(
+    *, strip: bool = True, casefold: bool = False
+) -> Callable[..., list[float | None]]:
+    """1.0 where the completion equals the column `answer`, else 0.0; `None` does not apply.
+
+    `strip` ignores white space at both ends of both texts, `casefold` the case of letters.
+    """
+
+    def normalise(text: str) -> str:
+        text = text.strip() if strip else text
+        return text.casefold() if casefold else text
+
+    def exact_match_reward(
+        completions: Sequence[Text], answer: Sequence[Any]
+    ) -> list[float | None]:
+        return [
+            None if wanted is None else float(normalise(text_of(given)) == normalise(str(wanted)))
+            for given, wanted in zip(completions, answer, strict=True)
+        ]
+
+    return exact_match_reward
+
+
+def make_format(
+    *, pattern: str = THINK_ANSWER, max_characters: int = 20_000
+) -> Callable[..., list[float]]:
+    """1.0 where the whole completion matches the regular expression, else 0.0.
+
+    A dot matches a line break too. The default is one `<think>...</think>` followed by one
+    `<answer>...</answer>`. A completion of more than `max_characters` does not match: it bounds the
+    time that a pattern of quadratic cost can take on hostile text.
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(
+            f"pattern {pattern!r} is not a regular expression: {error} (option pattern of format)"
+        ) from error
+
+    def format_reward(completions: Sequence[Text]) -> list[float]:
+        texts = [text_of(completion) for completion in completions]
+        return [
+            float(len(text) <= max_characters and compiled.fullmatch(text) is not None)
+            for text in texts
+        ]
+
+    return format_reward
+
+
+def make_length(*, target_min: int = 0, target_max: int) -> Callable[..., list[float]]:
+    """1.0 inside the band `target_min..target_max` of tokens, falling linearly outside it.
+
+    Below the band it falls to 0.0 at no token, above it to 0.0 at twice `target_max`.
+    """
+    if not 0 <= target_min <= target_max or target_max == 0:
+        raise ValueError(
+            f"target_min is {target_min} and target_max {target_max}; the band needs "
+            "0 <= target_min <= target_max and target_max above 0 (options of length)"
+        )
+
+    def length_reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        return [_score_length(len(ids), target_min, target_max) for ids in completion_ids]
+
+    return length_reward
+
+
+def _score_length(length: int, target_min: int, target_max: int) -> float:
+    if length < target_min:
+        return length / target_min
+    return min(1.0, max(0.0, 2.0 - length / target_max))
+
+
+def make_soft_overlong(*, max_tokens: int, cache_tokens: int) -> Callable[..., list[float]]:
+    """0.0 up to `max_tokens - cache_tokens` tokens, then linearly down to -1.0 at `max_tokens`.
+
+    DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13).
+    """
+    if not 0 < cache_tokens <= max_tokens:
+        raise ValueError(
+            f"cache_tokens is {cache_tokens} and max_tokens {max_tokens}; the penalty needs "
+            "0 < cache_tokens <= max_tokens (options of soft_overlong)"
+        )
+
+    def soft_overlong_reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        free = max_tokens - cache_tokens
+        return [min(0.0, max(-1.0, (free - len(ids)) / cache_tokens)) for ids in completion_ids]
+
+    return soft_overlong_reward
+
+
+def make_repetition(*, ngram: int = 3, max_penalty: float = 1.0) -> Callable[..., list[float]]:
+    """Minus `max_penalty` times the share of token n-grams that occurred before in the completion.
+
+    0.0 when all are distinct or the completion has fewer than `ngram` tokens.
+    """
+    if ngram < 1 or max_penalty < 0:
+        raise ValueError(
+            f"ngram is {ngram} and max_penalty {max_penalty}; they need to be at least 1 and at "
+            "least 0 (options of repetition)"
+        )
+
+    def repetition_reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+        rewards = []
+        for ids in completion_ids:
+            grams = [tuple(ids[i : i + ngram]) for i in range(len(ids) - ngram + 1)]
+            repeated = 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+            rewards.append(0.0 - max_penalty * repeated)
+        return rewards
+
+    return repetition_reward

@@ -1,0 +1,261 @@
+"""Calls reward functions in TRL's convention and sums what they return.
+
+A `RewardSet` knows names, weights and the rules of a valid reward. It knows nothing about groups,
+baselines or the loop: one call takes flat lists, one entry per completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rloo.rewards.calling import (
+    RESERVED,
+    Log,
+    Reward,
+    make_arguments,
+    name_of,
+    read_rewards,
+    read_signature,
+)
+from rloo.types import Text
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the reward functions said about N completions; every list has N entries.
+
+    `totals` are weighted sums over the functions that returned a number, `None` where none did.
+    `extras` are columns from `log_extra`; `metrics` the means of what `log_metric` was given.
+    """
+
+    totals: list[float | None]
+    by_function: dict[str, list[float | None]]
+    extras: dict[str, list[Any]]
+    metrics: dict[str, float]
+
+
+class RewardSet:
+    """Reward functions with their names and weights, called together.
+
+    A function gets by name what its signature accepts: `prompts`, `completions`, `completion_ids`,
+    every dataset column, `trainer_state`, `log_extra(column, values)`, `log_metric(name, value)`;
+    with `**kwargs` all of them. It returns one number per completion, `None` or nan where it does
+    not apply. Coroutine functions run together in one event loop that lives as long as the set.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        *,
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """Raises ValueError for no function, something that cannot be called by name, and weights
+        or names that are not one per function. Equal names get `_2`, `_3`, ... appended."""
+        if not functions:
+            raise ValueError("there is no reward function; at least one is needed (reward_funcs)")
+        weights = [1.0] * len(functions) if weights is None else weights
+        names = [name_of(function) for function in functions] if names is None else names
+        for values, option in ((weights, "reward_weights"), (names, "names")):
+            if len(values) != len(functions):
+                raise ValueError(
+                    f"{option} has {len(values)} entries for {len(functions)} reward functions; "
+                    "each function needs one"
+                )
+        if not all(math.isfinite(weight) for weight in weights):
+            raise ValueError(f"reward_weights is {list(weights)}; weights need to be finite")
+        self._rewards = [
+            read_signature(function, name, float(weight))
+            for function, name, weight in zip(
+                functions, _make_distinct(names), weights, strict=True
+            )
+        ]
+        self._loop: _LoopThread | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [reward.name for reward in self._rewards]
+
+    @property
+    def weights(self) -> list[float]:
+        return [reward.weight for reward in self._rewards]
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Raise ValueError for what would fail at the first call.
+
+        That is a required parameter that nobody gives, and a column with a reserved name. A
+        function may add its own `check_columns(columns)`.
+        """
+        columns = list(columns)
+        for column in columns:
+            if column in RESERVED:
+                raise ValueError(
+                    f"the dataset column {column!r} has the name of an argument that every reward "
+                    "function gets; rename the column"
+                )
+        given = {*RESERVED, *columns}
+        for reward in self._rewards:
+            missing = [name for name in reward.requires if name not in given]
+            if missing:
+                raise ValueError(
+                    f"the reward function {reward.name!r} requires the parameter {missing[0]!r}, "
+                    "which nobody gives; it can have "
+                    f"{', '.join(RESERVED)} and the dataset columns "
+                    f"({', '.join(columns) or 'there are none'})"
+                )
+            if hasattr(reward.function, "check_columns"):
+                reward.function.check_columns(columns)
+
+    def score(
+        self,
+        prompts: list[Text],
+        completions: list[Text],
+        completion_ids: list[list[int]],
+        columns: Mapping[str, list[Any]],
+        trainer_state: Any,
+    ) -> Scores:
+        """Score N completions; every list, those of `columns` too, has one entry per completion.
+
+        Every function gets its own copies of the lists and of lists and dictionaries within them.
+        Raises ValueError, with function, row and value, for a wrong number of rewards or one that
+        is not a finite number; what a function raises is passed on with a note that names it.
+        """
+        self.check(columns)
+        given: dict[str, list[Any]] = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            **columns,
+        }
+        for name, values in given.items():
+            if len(values) != len(completions):
+                raise ValueError(
+                    f"{name!r} has {len(values)} rows for {len(completions)} completions"
+                )
+        logs = {reward.name: Log() for reward in self._rewards}
+        arguments = {
+            reward.name: make_arguments(reward, given, trainer_state, logs[reward.name])
+            for reward in self._rewards
+        }
+        results = self._call(arguments)
+        by_function = {
+            name: read_rewards(results[name], name, len(completions)) for name in self.names
+        }
+        totals = [
+            _sum_weighted(row, self.weights) for row in zip(*by_function.values(), strict=True)
+        ]
+        return Scores(totals, by_function, _merge_extras(logs, len(completions)), _mean(logs))
+
+    def close(self) -> None:
+        """End the event loop of the coroutine functions; the next call starts another."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+    def _call(self, arguments: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        results = {}
+        for reward in self._rewards:
+            if not reward.is_async:
+                with _note(reward.name):
+                    results[reward.name] = reward.function(**arguments[reward.name])
+        pending = [reward for reward in self._rewards if reward.is_async]
+        if pending:
+            if self._loop is None:
+                self._loop = _LoopThread()
+                weakref.finalize(self, self._loop.close)
+            answers = self._loop.run(_gather(pending, arguments))
+            results.update(zip((reward.name for reward in pending), answers, strict=True))
+        return results
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, kept between calls.
+
+    The caller may already run a loop (a notebook), and clients that a coroutine function keeps are
+    bound to the loop that they were first used in.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # after Ctrl-C nothing may go on in the background
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+async def _gather(rewards: Sequence[Reward], arguments: Mapping[str, dict[str, Any]]) -> list[Any]:
+    async def call(reward: Reward) -> Any:
+        with _note(reward.name):
+            return await reward.function(**arguments[reward.name])
+
+    tasks = [asyncio.ensure_future(call(reward)) for reward in rewards]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@contextmanager
+def _note(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # any: it goes on its way, with the name of the function added
+        error.add_note(f"raised by the reward function {name!r}")
+        raise
+
+
+def _make_distinct(names: Sequence[str]) -> list[str]:
+    distinct: list[str] = []
+    for name in names:
+        candidate, count = name, 1
+        while candidate in distinct:
+            count += 1
+            candidate = f"{name}_{count}"
+        distinct.append(candidate)
+    return distinct
+
+
+def _sum_weighted(row: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    terms = [w * reward for reward, w in zip(row, weights, strict=True) if reward is not None]
+    return sum(terms) if terms else None
+
+
+def _merge_extras(logs: Mapping[str, Log], count: int) -> dict[str, list[Any]]:
+    merged: dict[str, list[Any]] = {}
+    for name, log in logs.items():
+        for column, values in log.extras.items():
+            if len(values) != count or column in merged:
+                raise ValueError(
+                    f"the reward function {name!r} logged {len(values)} values of {column!r} for "
+                    f"{count} completions; log_extra takes one per completion, and a column comes "
+                    "from one function"
+                )
+            merged[column] = values
+    return merged
+
+
+def _mean(logs: Mapping[str, Log]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for log in logs.values():
+        for name, logged in log.metrics.items():
+            values.setdefault(name, []).extend(logged)
+    return {name: sum(logged) / len(logged) for name, logged in values.items()}

@@ -1,0 +1,77 @@
+r"""The verifiable reward of GSM8K: is the final number right, and is it where it should be.
+
+References are GSM8K's own: a worked solution that ends with `#### 42`. Cobbe et al. 2021, "Training
+Verifiers to Solve Math Word Problems". Knows nothing about how completions are made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from rloo.rewards.text import last_boxed, last_number, only_number, text_of
+from rloo.types import Text
+
+_MARK = "####"
+_ANSWER_IS = re.compile(r"answer is", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\n|\.(?:\s|$)")
+_FINAL_LINE = re.compile(r" -?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?\s*")
+
+
+def gsm8k_reward(
+    completions: Sequence[Text], answer: Sequence[str | float | None]
+) -> list[float | None]:
+    r"""1.0 where the completion's final number equals the reference, else 0.0.
+
+    The final number stands after the last `####`; without that mark, in the last `\boxed{}`;
+    without a box, in the sentence after the last "answer is"; without that, it is the last number
+    of the text. In the first three places there must be exactly one number: "42 or 41" is wrong.
+    Equality is exact, over fractions. A reference of `None` does not apply. Raises ValueError for
+    a reference without exactly one number after its `####` (or in all of it without that mark).
+    """
+    return [
+        None if reference is None else float(_final_number(text_of(completion)) == wanted)
+        for completion, reference, wanted in zip(
+            completions, answer, map(_read_reference, answer, range(len(answer))), strict=True
+        )
+    ]
+
+
+def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
+    """1.0 where the last line is `#### <number>` and that is the only `####`, else 0.0."""
+    return [float(_ends_with_answer(text_of(completion))) for completion in completions]
+
+
+def _final_number(text: str) -> Fraction | None:
+    if _MARK in text:
+        return only_number(text.rpartition(_MARK)[2])
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return only_number(boxed)
+    *_, after = _ANSWER_IS.split(text)
+    if after != text:
+        return only_number(_SENTENCE_END.split(after.lstrip(" :*\n\t"), maxsplit=1)[0])
+    return last_number(text)
+
+
+def _read_reference(reference: str | float | None, row: int) -> Fraction | None:
+    if reference is None:
+        return None
+    number = only_number(str(reference).rpartition(_MARK)[2])
+    if number is None:
+        raise ValueError(
+            f"the GSM8K answer of row {row} is {reference!r}; a reference needs exactly one "
+            f"number, after {_MARK} where it has that mark (column 'answer')"
+        )
+    return number
+
+
+def _ends_with_answer(text: str) -> bool:
+    before, _, after = text.rpartition(_MARK)
+    return (
+        text.count(_MARK) == 1
+        and (before == "" or before.endswith("\n"))
+        and _FINAL_LINE.fullmatch(after) is not None
+        and only_number(after) is not None
+    )

@@ -1,0 +1,87 @@
+"""What a completion says: its text, its last box, its number.
+
+Reads hostile text with linear-time patterns and exact fractions, never by evaluating it. Knows
+nothing about rewards.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from rloo.types import Text
+
+_BOX = "\\boxed{"
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}")
+# ASCII digits only: a digit of another script then counts as text that should not be there. The
+# guards on both sides keep parts of `x2`, `1.2.3` and `2^10` from being read as numbers.
+_NUMBER = re.compile(
+    r"(?<![\w.])(?P<sign>[-\u2212]\s?)?(?:\\?[$\u00a3\u20ac]\s?)?"
+    r"(?P<value>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?![0-9^\u00b2\u00b3])"
+    r"(?:\s?/\s?(?P<denominator>[0-9]+))?"
+)
+_MAX_DIGITS = 40
+
+
+def text_of(completion: Text) -> str:
+    """The text of a completion: the string itself, or the content of the last assistant message.
+
+    Content given in parts is the concatenation of its text parts; messages without an assistant
+    turn, or with an empty one (a tool call), are the empty string.
+    """
+    if isinstance(completion, str):
+        return completion
+    for message in reversed(completion):
+        if message.get("role") == "assistant":
+            content = message.get("content") or ""
+            if isinstance(content, str):
+                return content
+            return "".join(part.get("text") or "" for part in content)
+    return ""
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last `\boxed{...}` holds; `None` without a box, empty when it is not closed."""
+    start = text.rfind(_BOX)
+    if start < 0:
+        return None
+    start += len(_BOX)
+    depth = 1
+    for position in range(start, len(text)):
+        depth += (text[position] == "{") - (text[position] == "}")
+        if depth == 0:
+            return text[start:position]
+    return ""
+
+
+def only_number(text: str) -> Fraction | None:
+    """The one number of `text`, exactly; `None` when it holds none, several or any stray digit.
+
+    Understands a sign, currency, thousands commas, decimals, `3/4` and `\\frac{3}{4}`; words, units
+    and a percent sign around it are ignored: "about $1,200.50 per week." is 2401/2.
+    """
+    text = _simplify(text)
+    match = _NUMBER.search(text)
+    if match is None:
+        return None
+    rest = text[: match.start()] + text[match.end() :]
+    return None if any(character.isdecimal() for character in rest) else _value_of(match)
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number of `text`, exactly, in the notations of `only_number`; `None` without one."""
+    matches = list(_NUMBER.finditer(_simplify(text)))
+    return _value_of(matches[-1]) if matches else None
+
+
+def _simplify(text: str) -> str:
+    return _LATEX_FRACTION.sub(r"\1/\2", text).replace("{,}", ",")
+
+
+def _value_of(match: re.Match[str]) -> Fraction | None:
+    value, denominator = match["value"].replace(",", ""), match["denominator"] or "1"
+    # Python refuses to read thousands of digits, and nobody's answer has that many.
+    if len(value) > _MAX_DIGITS or len(denominator) > _MAX_DIGITS or int(denominator) == 0:
+        return None
+    return Fraction(value) / int(denominator) * (-1 if match["sign"] else 1)

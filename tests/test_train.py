@@ -1,0 +1,360 @@
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from models import CONFIGS, make_model
+from text import WORDS, make_tokenizer
+
+from rloo import RLOOConfig, RLOOTrainer
+
+ROWS = Dataset.from_dict({"prompt": [" ".join(WORDS[i : i + 3 + i % 4]) for i in range(12)]})
+
+
+def count_words(completions, **_):
+    """How many of the words are among w0 ... w19."""
+    return [float(sum(int(word[1:]) < 20 for word in c.split())) for c in completions]
+
+
+def make_config(folder: Path, **options) -> RLOOConfig:
+    defaults = {
+        "output_dir": str(folder / "run"),
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "num_generations": 4,
+        "num_prompts": 3,
+        "max_steps": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "beta": 0.05,
+        "seed": 7,
+        "disable_tqdm": True,
+        "num_threads": 1,
+    }
+    return RLOOConfig(**{**defaults, **options})
+
+
+def make_trainer(config: RLOOConfig, reward=count_words, rows=ROWS, **options) -> RLOOTrainer:
+    return RLOOTrainer(
+        model=make_model("qwen3"),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=rows,
+        processing_class=make_tokenizer(),
+        **options,
+    )
+
+
+def weights(trainer: RLOOTrainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+
+
+def equal(first, second) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def metrics_of(config: RLOOConfig) -> list[dict]:
+    lines = Path(config.output_dir, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "step_time", "tokens_per"))}
+        for row in rows
+    ]
+
+
+def test_reward_rises_and_falls_when_negated(tmp_path):
+    means = {}
+    for sign in (1, -1):
+        config = make_config(tmp_path / str(sign), max_steps=40, num_generations=8, beta=0.0)
+        make_trainer(config, lambda completions, s=sign, **_: [s * r for r in count_words(completions)]).train()
+        rows = metrics_of(config)
+        means[sign] = [sign * sum(r["reward"] for r in part) / 5 for part in (rows[:5], rows[-5:])]
+    assert means[1][1] > means[1][0] + 2
+    assert means[-1][1] < 0.5 * means[-1][0]
+
+
+def test_two_runs_with_equal_configs_are_identical_to_the_last_bit(tmp_path):
+    results = []
+    for number in range(2):
+        config = make_config(tmp_path / str(number))
+        trainer = make_trainer(config)
+        trainer.train()
+        results.append((weights(trainer), without_times(metrics_of(config))))
+    assert equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    other = make_trainer(make_config(tmp_path / "other", seed=8))
+    other.train()
+    assert not equal(results[0][0], weights(other))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beta": 0.0},
+        {"num_iterations": 2},
+        {"steps_per_generation": 2},
+        {"normalize_advantages": True},
+        {"optim": "adafactor"},
+    ],
+    ids=str,
+)
+def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, options):
+    whole_config = make_config(tmp_path / "whole", max_steps=6, **options)
+    whole = make_trainer(whole_config)
+    whole.train()
+    config = make_config(tmp_path / "parts", max_steps=6, save_steps=2, **options)
+    first = make_trainer(config)
+    original = first.monitor.step
+
+    def stop_after_three(step, metrics):
+        original(step, metrics)
+        if step == 3:
+            raise RuntimeError("power cut")
+
+    first.monitor.step = stop_after_three
+    with pytest.raises(RuntimeError, match="power cut"):
+        first.train()
+    second = make_trainer(config)
+    second.train(resume_from_checkpoint=True)
+    assert equal(weights(whole), weights(second))
+    assert without_times(metrics_of(whole_config)) == without_times(metrics_of(config))
+    for name in ("exp_avg", "exp_avg_sq"):
+        for a, b in zip(
+            whole.policy.optimizer.state.values(), second.policy.optimizer.state.values(), strict=True
+        ):
+            assert name not in a or torch.equal(a[name], b[name])
+
+
+def test_the_budget_of_a_micro_batch_does_not_change_the_result(tmp_path):
+    results = []
+    for budget in (10_000, 60, 12):
+        # SGD, since Adam makes steps of the full rate out of rounding errors.
+        config = make_config(
+            tmp_path / str(budget),
+            max_tokens_per_micro_batch=budget,
+            max_steps=2,
+            optim="sgd",
+            learning_rate=0.5,
+        )
+        trainer = make_trainer(config)
+        trainer.train()
+        results.append(weights(trainer))
+    for other in results[1:]:
+        for name, expected in results[0].items():
+            assert torch.allclose(other[name], expected, atol=1e-5), name
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_engines_and_packing_agree(tmp_path, engine, packing):
+    config = make_config(tmp_path, rollout_engine=engine, packing=packing, max_steps=3, beta=0.1)
+    trainer = make_trainer(config)
+    trainer.train()
+    reference = make_trainer(make_config(tmp_path / "reference", max_steps=3, beta=0.1))
+    reference.train()
+    for name, expected in weights(reference).items():
+        assert torch.allclose(weights(trainer)[name], expected, atol=1e-4), name
+
+
+def test_kl_is_zero_at_step_0_and_the_engine_agrees_with_the_trainer(tmp_path):
+    config = make_config(tmp_path)
+    make_trainer(config).train()
+    rows = metrics_of(config)
+    assert rows[0]["kl"] == 0
+    assert all(row["kl"] != 0 for row in rows[1:])
+    assert all(row["mismatch/max"] < 1e-5 for row in rows)
+    assert all(row["clip_ratio/region_mean"] == 0 for row in rows)
+
+
+def test_several_steps_on_a_rollout_clip_and_keep_the_old_logprobs(tmp_path):
+    config = make_config(tmp_path, num_iterations=3, max_steps=6, epsilon=0.01)
+    make_trainer(config).train()
+    rows = metrics_of(config)
+    assert [("reward" in row) for row in rows] == [True, False, False] * 2
+    assert rows[0]["clip_ratio/region_mean"] == 0
+    assert all(rows[i]["clip_ratio/region_mean"] > 0 for i in (1, 2, 4, 5))
+
+
+def test_completions_without_signal_are_counted_but_not_computed(tmp_path):
+    def only_long_prompts(completions, prompts, **_):
+        rewards = count_words(completions)
+        return [r if len(p.split()) > 4 else 1.0 for r, p in zip(rewards, prompts, strict=True)]
+
+    config = make_config(tmp_path, beta=0.0, num_prompts=12, max_steps=1)
+    trainer = make_trainer(config, only_long_prompts)
+    seen = []
+    batch = trainer.policy.batch
+    trainer.policy.batch = lambda samples: seen.append(len(samples)) or batch(samples)
+    trainer.train()
+    row = metrics_of(config)[0]
+    assert 0 < sum(seen) <= 24 < 48
+    assert row["update/computed_share"] == sum(seen) / 48
+    assert row["groups/signal"] <= 0.5
+    constant = make_trainer(
+        make_config(tmp_path / "constant", beta=0.0), lambda completions, **_: [1.0] * len(completions)
+    )
+    before = weights(constant)
+    constant.train()
+    assert equal(before, weights(constant))
+
+
+def test_a_missing_reward_trains_as_if_the_completion_were_absent(tmp_path):
+    def missing(completions, **_):
+        return [None if i % 4 == 1 else r for i, r in enumerate(count_words(completions))]
+
+    config = make_config(tmp_path, max_steps=1)
+    trainer = make_trainer(config, missing)
+    trainer.train()
+    row = metrics_of(config)[0]
+    assert row["reward/unscored"] == 3
+    assert '"reward": null' in Path(config.output_dir, "completions.jsonl").read_text()
+
+
+def test_nothing_scored_is_no_step_of_the_weights(tmp_path):
+    trainer = make_trainer(make_config(tmp_path), lambda completions, **_: [None] * len(completions))
+    before = weights(trainer)
+    trainer.train()
+    assert equal(before, weights(trainer))
+
+
+def test_mask_truncated_completions_takes_them_out_of_the_gradient_alone(tmp_path):
+    config = make_config(tmp_path, max_completion_length=2, mask_truncated_completions=True)
+    make_trainer(config).train()
+    assert all(row["completions/clipped_ratio"] > 0.5 for row in metrics_of(config))
+
+
+def test_a_gradient_that_stays_infinite_stops_the_run_before_anything_is_saved(tmp_path):
+    trainer = make_trainer(make_config(tmp_path, max_steps=10, save_steps=1))
+    before = weights(trainer)
+    backward = trainer.policy.backward
+    trainer.policy.backward = lambda loss: backward(loss * float("nan"))
+    with pytest.raises(FloatingPointError, match="not finite in 3 steps in a row"):
+        trainer.train()
+    assert equal(before, weights(trainer))
+    rows = metrics_of(trainer.args)
+    assert [row["update/nonfinite"] for row in rows] == [1, 1, 1]
+
+
+def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on_exactly(tmp_path):
+    whole = make_trainer(make_config(tmp_path / "whole", max_steps=5))
+    whole.train()
+    config = make_config(tmp_path / "parts", max_steps=5, save_strategy="no")
+    calls = []
+
+    def interrupting(completions, **_):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return count_words(completions)
+
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(config, interrupting).train()
+    run = Path(config.output_dir)
+    assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
+    assert [p.name for p in run.glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = make_trainer(config)
+    resumed.train(resume_from_checkpoint=True)
+    assert equal(weights(whole), weights(resumed))
+
+
+def test_the_result_loads_with_transformers_and_says_what_it_is(tmp_path):
+    config = make_config(tmp_path, eval_on_start=True, eval_pass_k=[1, 2])
+    trainer = make_trainer(config, eval_dataset=ROWS)
+    trainer.train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.output_dir)
+    transformers.AutoTokenizer.from_pretrained(config.output_dir)
+    assert equal(weights(trainer), dict(model.named_parameters()))
+    summary = json.loads(Path(config.output_dir, "summary.json").read_text())
+    for moment in ("start", "end"):
+        for name in ("pass@1", "pass@2", "pass@1_greedy"):
+            low, high = summary[moment][f"{name}_interval"]
+            assert 0 <= low <= summary[moment][name] <= high <= 1
+    assert summary["status"] == "finished"
+    assert summary["seed"] == 7
+    assert summary["config"]["packing"] is True
+    assert summary["config"]["rollout_engine"] == "native"
+    assert summary["config"]["max_tokens_per_micro_batch"] > 0
+    assert summary["num_tokens"] > 0 and summary["wall_seconds"] > 0
+    assert set(summary["versions"]) == {"python", "torch", "transformers", "rloo"}
+    assert len(metrics_of(config)) == 4
+    assert RLOOConfig(**summary["config"]) == replace(
+        config, packing=True, rollout_engine="native", max_tokens_per_micro_batch=summary["config"]["max_tokens_per_micro_batch"]
+    )
+
+
+def test_evaluation_changes_nothing_in_training(tmp_path):
+    plain = make_trainer(make_config(tmp_path / "plain"))
+    plain.train()
+    watched = make_trainer(
+        make_config(tmp_path / "watched", eval_strategy="steps", eval_steps=1, eval_on_start=True),
+        eval_dataset=ROWS,
+    )
+    watched.train()
+    assert equal(weights(plain), weights(watched))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture_trains(tmp_path, name):
+    config = make_config(tmp_path, max_steps=2, max_completion_length=12)
+    model = make_model(name)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trainer = RLOOTrainer(
+        model=model,
+        reward_funcs=count_words,
+        args=config,
+        train_dataset=ROWS,
+        processing_class=make_tokenizer(),
+    )
+    trainer.train()
+    changed = [not torch.equal(p, before[n]) for n, p in model.named_parameters()]
+    assert sum(changed) > 0.8 * len(changed)
+    assert all(row["mismatch/max"] < 1e-4 for row in metrics_of(config))
+
+
+def test_faults_are_found_before_the_first_sample(tmp_path):
+    def never(completions, **_):
+        raise AssertionError("sampled")
+
+    def refuse(match, *, rows=ROWS, reward=never, **options):
+        with pytest.raises(ValueError, match=match):
+            make_trainer(make_config(tmp_path, **options), reward, rows).train()
+
+    refuse("0 rows", rows=ROWS.select([]))
+    refuse("no column 'prompt'", rows=ROWS.rename_column("prompt", "question"))
+    refuse("prompt", rows=ROWS, max_prompt_length=4)
+    refuse("answer", reward=lambda completions, answer: [0.0])
+    refuse("max_completion_length", max_completion_length=100_000)
+    refuse("no reward function", reward=[])
+    refuse("reward_weights", reward_weights=[1.0, 2.0])
+
+
+def test_a_folder_with_another_run_is_left_alone(tmp_path):
+    config = make_config(tmp_path, max_steps=1)
+    make_trainer(config).train()
+    with pytest.raises(ValueError, match="overwrite_output_dir"):
+        make_trainer(config).train()
+    make_trainer(replace(config, overwrite_output_dir=True)).train()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    config = make_config(tmp_path, max_steps=1)
+    make_trainer(config).train()
+    other = RLOOTrainer(
+        model=make_model("gpt2"),
+        reward_funcs=count_words,
+        args=config,
+        train_dataset=ROWS,
+        processing_class=make_tokenizer(),
+    )
+    with pytest.raises(ValueError, match="checkpoint is of another model"):
+        other.train(resume_from_checkpoint=True)
