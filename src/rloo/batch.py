@@ -91,25 +91,25 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     positions: list[int] = []
     spans: list[Span] = []
     source: list[int] = []
-    for group in _by_group(samples):
+    for number, group in enumerate(_by_group(samples)):
         prompt = group[0].prompt_ids
-        prompt_span = Span(len(tokens), len(tokens) + len(prompt))
-        spans.append(prompt_span)
+        spans.append(Span(len(tokens), len(tokens) + len(prompt)))
         tokens += prompt
+        last_of_prompt = len(tokens) - 1
         positions += range(len(prompt))
         for sample in group:
             # The last token is predicted but predicts nothing, so it is no input.
             inner = sample.token_ids[:-1]
             start = len(tokens)
-            spans.append(Span(start, start + len(inner), prompt_span))
-            source += [prompt_span.stop - 1, *range(start, start + len(inner))]
+            spans.append(Span(start, start + len(inner), number))
+            source += [last_of_prompt, *range(start, start + len(inner))]
             tokens += inner
             positions += range(len(prompt), len(prompt) + len(inner))
     inputs = {
         "input_ids": torch.tensor([tokens], device=device),
         "position_ids": torch.tensor([positions], device=device),
         "attention_mask": no_mask(device),
-        "rloo_layout": PackedLayout(spans, positions, ROWS_PER_CALL).to(device),
+        "rloo_layout": PackedLayout(spans, ROWS_PER_CALL).to(device),
     }
     return _micro_batch(samples, inputs, source, len(tokens), device)
 

@@ -1,15 +1,16 @@
 """Attention over packed groups: each prompt once, its K completions after it.
 
 The packed row is `prompt, completion 1, completion 2, ..., next prompt, ...`; everything in a model
-but attention treats tokens one by one and never notices. Here queries and keys are gathered into
-rows: a prompt attends to itself, a completion to its prompt and its own past. Knows nothing of
-samples, rewards or models.
+but attention treats tokens one by one and never notices. Here they are gathered into rows, one per
+prompt and completion: a prompt attends to itself, a completion to its prompt and its own past.
+Knows nothing of samples, rewards or models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,73 +18,95 @@ from torch import Tensor
 from rloo.attention import Options, attend
 
 
-class _Rows:
-    """Queries that attend together: gathered to rows of equal width, shorter rows padded.
-
-    query_index (R, Q) and key_index (R, L) point into the packed row; padding points to token 0.
-    """
-
-    def __init__(self, queries: list[list[int]], keys: list[list[int]], positions: list[int]):
-        self.query_index, query_valid = _pad(queries)
-        self.key_index, key_valid = _pad(keys)
-        position_T = torch.tensor(positions)
-        # A padded query sees everything: its output is dropped, and a row of softmax over no key
-        # would be NaN.
-        distance = position_T[self.query_index][:, :, None] - position_T[self.key_index][:, None, :]
-        self.distance = distance
-        self.visible = (key_valid[:, None, :] & (distance >= 0)) | ~query_valid[:, :, None]
-        self.query_valid = query_valid
-
-    def to(self, device: torch.device) -> None:
-        for name in ("query_index", "key_index", "distance", "visible", "query_valid"):
-            setattr(self, name, getattr(self, name).to(device))
-
-    def mask(self, sliding_window: int | None) -> Tensor:
-        """bool (R, 1, Q, L)"""
-        if sliding_window is None:
-            return self.visible[:, None]
-        near = (self.distance < sliding_window) | ~self.query_valid[:, :, None]
-        return (self.visible & near)[:, None]
-
-
-def _pad(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    width = max((len(row) for row in rows), default=0)
-    index = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long)
-    lengths = torch.tensor([len(row) for row in rows])
-    return index, torch.arange(width)[None, :] < lengths[:, None]
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `start` to `stop` of the packed row; `prompt` is the span they continue, if any."""
+    """Tokens `start` to `stop` of the packed row; `prompt` numbers the prompt they continue, if
+    they are a completion."""
 
     start: int
     stop: int
-    prompt: Span | None = None
+    prompt: int | None = None
+
+
+class _Rows:
+    """Spans that attend in one call, padded to equal width: R rows of W tokens."""
+
+    def __init__(self, spans: Sequence[Span], prompts: _Rows | None) -> None:
+        lengths = torch.tensor([span.stop - span.start for span in spans])
+        columns = torch.arange(int(lengths.max()))
+        starts = torch.tensor([span.start for span in spans])
+        self.valid = columns < lengths[:, None]
+        self.index = torch.where(self.valid, starts[:, None] + columns, 0)
+        self.prompt: Tensor | None = None
+        position, key_valid = columns.expand(len(spans), -1), self.valid
+        key_position = position
+        if prompts is not None:
+            self.prompt = torch.tensor([span.prompt for span in spans])
+            before = prompts.valid[self.prompt]
+            position = position + before.sum(dim=1)[:, None]
+            key_position = torch.cat(
+                [torch.arange(before.shape[1]).expand(len(spans), -1), position], dim=1
+            )
+            key_valid = torch.cat([before, self.valid], dim=1)
+        self._distance = position[:, :, None] - key_position[:, None, :]
+        # A padded query sees everything: its output is dropped, and a softmax over no key is NaN.
+        self._visible = (key_valid[:, None] & (self._distance >= 0)) | ~self.valid[:, :, None]
+        self._masks: dict[int | None, Tensor] = {}
+
+    def to(self, device: torch.device) -> None:
+        for name in ("valid", "index", "_distance", "_visible"):
+            setattr(self, name, getattr(self, name).to(device))
+        if self.prompt is not None:
+            self.prompt = self.prompt.to(device)
+
+    def mask(self, sliding_window: int | None) -> Tensor:
+        """bool (R, 1, W, L): True where a query sees a key. Windows count logical positions."""
+        if sliding_window not in self._masks:
+            visible = self._visible
+            if sliding_window is not None:
+                near = self._distance < sliding_window
+                visible = visible & (near | ~self.valid[:, :, None])
+            self._masks[sliding_window] = visible[:, None]
+        return self._masks[sliding_window]
+
+
+class _ToRows(torch.autograd.Function):
+    """Packed tokens (T, H, D) to one (R, W, H, D) for each set of rows.
+
+    Every token stands in exactly one place, so the backward is a gather as well, where autograd's
+    own would add up into zeros, several times slower.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, place: Tensor, *indices: Tensor) -> Any:
+        ctx.save_for_backward(place)
+        return tuple(
+            tokens.index_select(0, index.flatten()).view(*index.shape, *tokens.shape[1:])
+            for index in indices
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (place,) = ctx.saved_tensors
+        flat = torch.cat([gradient.flatten(0, 1) for gradient in gradients])
+        return flat.index_select(0, place), None, *[None] * len(gradients)
 
 
 class PackedLayout:
-    """Which token of a packed row sees which: made of the spans of prompts and completions."""
+    """Which token of a packed row sees which. `spans` cover the row; prompts are numbered in their
+    order. Rows of one attention call are sorted by width, so that little is padded."""
 
-    def __init__(self, spans: Sequence[Span], positions: list[int], rows_per_call: int) -> None:
-        self._rows: list[_Rows] = []
-        offset = 0
-        place = [0] * len(positions)
-        for part in _parts(spans, rows_per_call):
-            queries = [list(range(span.start, span.stop)) for span in part]
-            keys = [
-                (list(range(s.prompt.start, s.prompt.stop)) if s.prompt else []) + own
-                for s, own in zip(part, queries, strict=True)
-            ]
-            rows = _Rows(queries, keys, positions)
-            width = rows.query_index.shape[1]
-            for number, tokens in enumerate(queries):
-                for column, token in enumerate(tokens):
-                    place[token] = offset + number * width + column
-            offset += rows.query_index.numel()
-            self._rows.append(rows)
-        self._place = torch.tensor(place)
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
+    def __init__(self, spans: Sequence[Span], rows_per_call: int) -> None:
+        prompts = [span for span in spans if span.prompt is None]
+        others = [s for s in spans if s.prompt is not None and s.stop > s.start]
+        others.sort(key=lambda span: (span.stop - span.start, span.start))
+        self._rows = [_Rows(prompts, None)]
+        for first in range(0, len(others), rows_per_call):
+            self._rows.append(_Rows(others[first : first + rows_per_call], self._rows[0]))
+        # Where the rows, flattened and joined, hold each token.
+        held = torch.cat([rows.index[rows.valid] for rows in self._rows])
+        where = torch.cat([rows.valid.flatten() for rows in self._rows]).nonzero()[:, 0]
+        self._place = torch.empty_like(held).index_put((held,), where)
 
     def to(self, device: torch.device) -> PackedLayout:
         """Move the index tensors to `device`, in place; returns itself."""
@@ -94,38 +117,39 @@ class PackedLayout:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """query (1, H, T, D), key and value (1, H_kv, T, D) to (1, T, H, D)."""
-        query_T, key_T, value_T = (x[0].transpose(0, 1) for x in (query, key, value))
+        indices = [rows.index for rows in self._rows]
+        queries, keys, values = (
+            _ToRows.apply(x[0].transpose(0, 1), self._place, *indices)
+            for x in (query, key, value)
+        )
         outputs = []
         for number, rows in enumerate(self._rows):
+            row_keys, row_values = keys[number], values[number]
+            if rows.prompt is not None:
+                row_keys = torch.cat([keys[0].index_select(0, rows.prompt), row_keys], dim=1)
+                row_values = torch.cat([values[0].index_select(0, rows.prompt), row_values], dim=1)
             output = attend(
-                _gather(query_T, rows.query_index),
-                _gather(key_T, rows.key_index),
-                _gather(value_T, rows.key_index),
-                self._mask(number, options.sliding_window),
+                queries[number].transpose(1, 2),
+                row_keys.transpose(1, 2),
+                row_values.transpose(1, 2),
+                rows.mask(options.sliding_window),
                 options,
             )
             outputs.append(output.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, self._place)[None]
-
-    def _mask(self, number: int, sliding_window: int | None) -> Tensor:
-        cached = self._masks.get((number, sliding_window))
-        if cached is None:
-            cached = self._rows[number].mask(sliding_window)
-            self._masks[number, sliding_window] = cached
-        return cached
+        return _FromRows.apply(torch.cat(outputs), self._place)[None]
 
 
-def _gather(tokens: Tensor, index: Tensor) -> Tensor:
-    """(T, H, D) and (R, L) to (R, H, L, D)"""
-    picked = tokens.index_select(0, index.flatten())
-    return picked.view(*index.shape, *tokens.shape[1:]).transpose(1, 2)
+class _FromRows(torch.autograd.Function):
+    """Rows, flattened and joined (S, H, D), to packed tokens (T, H, D): the inverse of _ToRows."""
 
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place: Tensor) -> Any:
+        ctx.save_for_backward(place)
+        ctx.size = rows.shape[0]
+        return rows.index_select(0, place)
 
-def _parts(spans: Sequence[Span], rows_per_call: int) -> list[list[Span]]:
-    """Prompts and completions apart, each sorted by width and cut, so that little is padded."""
-    parts = []
-    for chosen in ([s for s in spans if s.prompt is None], [s for s in spans if s.prompt]):
-        filled = [span for span in chosen if span.stop > span.start]
-        filled.sort(key=lambda s: (s.stop - s.start, s.start))
-        parts += [filled[i : i + rows_per_call] for i in range(0, len(filled), rows_per_call)]
-    return parts
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (place,) = ctx.saved_tensors
+        gradient = gradients[0].new_zeros(ctx.size, *gradients[0].shape[1:])
+        return gradient.index_copy_(0, place, gradients[0]), None

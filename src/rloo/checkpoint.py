@@ -1,0 +1,450 @@
+"""Checkpoints: written whole or not at all, verified before they are believed, free of pickle.
+
+A checkpoint is the folder `checkpoint-{step}`: a model that `from_pretrained` loads, the state of
+the run beside it, and `manifest.json` with the size and SHA-256 of every file. It is written under
+another name, synced and renamed, so that a reader sees a whole checkpoint or none. This module
+knows nothing of what the state means; it also decides whose an output folder is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PARTS = ("optimizer", "scheduler", "rng")
+STATE = "trainer_state.json"
+RUN_FILES = ("summary.json", "metrics.jsonl", "completions.jsonl")
+
+Flat = tuple[dict[str, Tensor], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The state of a run after `step` optimizer steps, but for the weights.
+
+    `optimizer` is what `optimizer_tensors` returns, `scheduler` a scheduler's `state_dict()`, `rng`
+    what `capture_rng` returns, `trainer_state` anything else, in plain JSON values.
+    """
+
+    step: int
+    optimizer: Flat
+    scheduler: dict[str, Any]
+    rng: dict[str, Any]
+    trainer_state: dict[str, Any]
+
+
+def save_checkpoint(
+    directory: Path,
+    checkpoint: Checkpoint,
+    *,
+    write_model: Callable[[Path], None],
+    keep: int | None,
+) -> Path:
+    """Write `directory/checkpoint-{step}` and return it; then remove all but `keep` of the
+    checkpoints up to this step (None keeps all).
+
+    `write_model` is given the folder to write the model and the tokenizer to. When anything fails,
+    nothing stays behind and earlier checkpoints are as they were.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(
+            f"save_total_limit is {keep}; the newest checkpoint always stays (save_total_limit)"
+        )
+    final = directory / f"checkpoint-{checkpoint.step}"
+    temporary = directory / f"tmp-checkpoint-{checkpoint.step}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        write_model(temporary)
+        _write_tensors(temporary, "optimizer", *checkpoint.optimizer)
+        _write_tensors(temporary, "scheduler", *_flatten(checkpoint.scheduler))
+        _write_tensors(temporary, "rng", *_flatten(checkpoint.rng))
+        (temporary / STATE).write_text(json.dumps(checkpoint.trainer_state, indent=1))
+        _write_manifest(temporary, checkpoint.step)
+        _sync_tree(temporary)
+    except BaseException:  # Ctrl-C too: half a checkpoint helps nobody
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _put_in_place(temporary, final)
+    if keep is not None:
+        older = [path for step, path in _list_checkpoints(directory) if step < checkpoint.step]
+        for path in older[: max(0, len(older) - (keep - 1))]:
+            _discard(path)
+    return final
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Verify a checkpoint and read its state; the weights are for `from_pretrained`.
+
+    Raises ValueError that names the file when one is missing or is not, to the last bit, what was
+    written, and when the folder is not one of ours.
+    """
+    step = verify_checkpoint(path)
+    optimizer, scheduler, rng = (_read_tensors(path, name) for name in PARTS)
+    return Checkpoint(
+        step=step,
+        optimizer=optimizer,
+        scheduler=_unflatten(scheduler[1], scheduler[0]),
+        rng=_unflatten(rng[1], rng[0]),
+        trainer_state=json.loads((path / STATE).read_text()),
+    )
+
+
+def verify_checkpoint(path: Path) -> int:
+    """Compare every file with the manifest; returns the step. Raises as `load_checkpoint` does."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        body, digest = manifest["body"], manifest["sha256"]
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path} is not a whole checkpoint of this program: it has no {MANIFEST} "
+            "(resume_from_checkpoint)"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read") from error
+    if _hash_json(body) != digest:
+        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} is not what was written")
+    if body["format"] != FORMAT:
+        raise ValueError(
+            f"checkpoint {path} has format {body['format']}; this version reads {FORMAT} "
+            "(resume_from_checkpoint)"
+        )
+    step, files = body["step"], body["files"]
+    if _step_of(path) not in (step, None):
+        raise ValueError(
+            f"checkpoint {path} is damaged or renamed: its {MANIFEST} says step {step}"
+        )
+    for name in (STATE, *(f"{part}.json" for part in PARTS)):
+        if name not in files:
+            raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} lists no {name}")
+    for name, entry in files.items():
+        file, size = path / name, entry["size"]
+        if not file.is_file():
+            raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
+        if file.stat().st_size != size:
+            raise ValueError(
+                f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, not {size}"
+            )
+        if _hash_file(file) != entry["sha256"]:
+            raise ValueError(f"checkpoint {path} is damaged: {name} is not what was written")
+    return step
+
+
+def find_checkpoint(directory: Path) -> Path | None:
+    """The newest whole checkpoint in `directory`, or None when it has no checkpoints.
+
+    Warns of every damaged one it passes over. Raises ValueError when all are damaged: a run must
+    not start anew in silence.
+    """
+    checkpoints = _list_checkpoints(directory)
+    for _, path in reversed(checkpoints):
+        try:
+            verify_checkpoint(path)
+        except ValueError as error:
+            warnings.warn(f"{error}; trying the one before", stacklevel=2)
+        else:
+            return path
+    if checkpoints:
+        raise ValueError(
+            f"none of the {len(checkpoints)} checkpoints in {directory} is whole; start anew with "
+            "overwrite_output_dir (resume_from_checkpoint)"
+        )
+    return None
+
+
+def resume_path(resume_from_checkpoint: str | bool | None, output_dir: Path) -> Path | None:
+    """The checkpoint to go on from: the one named, for True the newest in `output_dir`, else None.
+
+    Raises ValueError when the one asked for does not exist. Warns when `output_dir` has later ones
+    than the one named, because a later `True` would choose those.
+    """
+    if resume_from_checkpoint is None or resume_from_checkpoint is False:
+        return None
+    if resume_from_checkpoint is True:
+        newest = find_checkpoint(output_dir)
+        if newest is None:
+            raise ValueError(
+                f"{output_dir} has no checkpoint to go on from (resume_from_checkpoint)"
+            )
+        return newest
+    path = Path(resume_from_checkpoint).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"checkpoint {path} does not exist (resume_from_checkpoint)")
+    step = verify_checkpoint(path)
+    if later := [other.name for at, other in _list_checkpoints(output_dir) if at > step]:
+        warnings.warn(
+            f"going on from step {step}, but {output_dir} has {', '.join(later)}: "
+            "resume_from_checkpoint=True would choose the last of these; remove what is obsolete",
+            stacklevel=2,
+        )
+    return path
+
+
+def claim_output_dir(path: Path, *, overwrite: bool, resuming: bool) -> None:
+    """Make `path` the folder of this run: created, free of another run and of half checkpoints.
+
+    Raises ValueError when it holds another run and neither knob says what to do with it. With
+    `overwrite`, what this program wrote there is removed, and nothing else.
+    """
+    if overwrite and resuming:
+        raise ValueError(
+            "overwrite_output_dir removes what resume_from_checkpoint goes on from; give one of "
+            "the two (overwrite_output_dir, resume_from_checkpoint)"
+        )
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"output_dir {path} is a file; it must be a folder (output_dir)")
+    path.mkdir(parents=True, exist_ok=True)
+    files = [path / name for name in RUN_FILES if (path / name).exists()]
+    checkpoints = [folder for _, folder in _list_checkpoints(path)]
+    if (files or checkpoints) and not resuming:
+        if not overwrite:
+            found = ", ".join(item.name for item in (*files, *checkpoints))
+            raise ValueError(
+                f"output_dir {path} holds another run ({found}); replace it with "
+                "--overwrite_output_dir, go on with --resume_from_checkpoint, or name another "
+                "folder (output_dir)"
+            )
+        if foreign := [item.name for item in checkpoints if not (item / MANIFEST).exists()]:
+            raise ValueError(
+                f"output_dir {path} has {', '.join(foreign)}, which this program did not write or "
+                f"not finish (no {MANIFEST}); remove it by hand or name another folder (output_dir)"
+            )
+        for file in files:
+            file.unlink()
+        for folder in checkpoints:
+            _discard(folder)
+    for folder in path.glob("tmp-checkpoint-*"):
+        shutil.rmtree(folder)
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
+    """Name and shape of every parameter: what a checkpoint and a model must have in common."""
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def require_same_shapes(saved: dict[str, list[int]], current: dict[str, list[int]]) -> None:
+    """Raises ValueError that names the first parameter in which two models differ."""
+    for name in (*saved, *current):
+        there, here = saved.get(name, "absent"), current.get(name, "absent")
+        if there != here:
+            raise ValueError(
+                f"the checkpoint is of another model: parameter {name} is {there} there and "
+                f"{here} here (resume_from_checkpoint, model)"
+            )
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Flat:
+    """The state of an optimizer as named tensors (the live ones, not copies) and JSON values."""
+    state = {**optimizer.state_dict(), "shapes": _optimizer_shapes(optimizer)}
+    return _flatten(state)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], meta: Any) -> None:
+    """Give `optimizer` a saved state, to the last bit, learning rates and other settings included.
+
+    Raises ValueError that names the first parameter whose shape is another.
+    """
+    state = _unflatten(meta, tensors)
+    require_same_shapes(state.pop("shapes"), _optimizer_shapes(optimizer))
+    optimizer.load_state_dict(state)
+    # torch casts state to the parameter's dtype, which loses bits of float32 moments beside bf16
+    # weights, and otherwise keeps the very tensors it is given.
+    for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        for index, parameter in zip(saved_group["params"], group["params"], strict=True):
+            for key, saved in state["state"].get(index, {}).items():
+                loaded = optimizer.state[parameter].get(key)
+                if not (isinstance(saved, Tensor) and isinstance(loaded, Tensor)):
+                    continue
+                if loaded is saved or loaded.dtype != saved.dtype:
+                    optimizer.state[parameter][key] = saved.to(loaded.device, copy=True)
+
+
+def capture_rng() -> dict[str, Any]:
+    """The states of the global generators of Python, NumPy, torch, and torch's CUDA devices."""
+    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
+    key = numpy_state["state"]["key"].tolist()
+    return {
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": key}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Set all generators to what `capture_rng` saw. Warns when the CUDA devices are not as many."""
+    random.setstate(state["python"])
+    numpy_state = state["numpy"]
+    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+    torch.set_rng_state(state["torch"])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if len(state["cuda"]) == devices:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    else:
+        warnings.warn(
+            f"the checkpoint has the generator states of {len(state['cuda'])} CUDA devices, here "
+            f"are {devices}: theirs start anew",
+            stacklevel=2,
+        )
+
+
+def _optimizer_shapes(optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
+    # Optimizers made from named parameters know the names.
+    shapes = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            names = group.get("param_names")
+            name = names[index] if names else f"{index} of group {number}"
+            shapes[name] = list(parameter.shape)
+    return shapes
+
+
+def _flatten(tree: Any) -> Flat:
+    """Nested dicts, lists and tuples as named tensors and JSON values that `_unflatten` makes the
+    same tree of: JSON alone would turn tuples into lists and the keys of dicts into strings."""
+    tensors: dict[str, Tensor] = {}
+
+    def flatten(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            if path in tensors:
+                raise ValueError(f"two tensors of the state have the name {path}")
+            tensors[path] = value.detach()
+            return {"tensor": path}
+        if isinstance(value, dict):
+            return {"dict": [[k, flatten(v, f"{path}/{k}")] for k, v in value.items()]}
+        if isinstance(value, (list, tuple)):
+            items = [flatten(v, f"{path}/{i}") for i, v in enumerate(value)]
+            return items if isinstance(value, list) else {"tuple": items}
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        raise ValueError(f"{path} of the state is a {type(value).__name__}, which is not saved")
+
+    return tensors, flatten(tree, "")
+
+
+def _unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unflatten(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "tuple":
+        return tuple(_unflatten(item, tensors) for item in content)
+    return {key: _unflatten(item, tensors) for key, item in content}
+
+
+def _write_tensors(folder: Path, name: str, tensors: dict[str, Tensor], meta: Any) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(meta))
+    if tensors:
+        save_file(_separate(tensors), folder / f"{name}.safetensors")
+
+
+def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # safetensors refuses tensors that share memory, as views into one flat buffer do.
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        own = tensor.clone() if storage in seen else tensor
+        separate[name] = own.contiguous()
+        seen.add(storage)
+    return separate
+
+
+def _read_tensors(folder: Path, name: str) -> Flat:
+    file = folder / f"{name}.safetensors"
+    tensors = load_file(file) if file.exists() else {}
+    return tensors, json.loads((folder / f"{name}.json").read_text())
+
+
+def _write_manifest(folder: Path, step: int) -> None:
+    files = {
+        str(file.relative_to(folder)): {"size": file.stat().st_size, "sha256": _hash_file(file)}
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+    body = {"format": FORMAT, "step": step, "files": files}
+    manifest = {"sha256": _hash_json(body), "body": body}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def _hash_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_tree(folder: Path) -> None:
+    for item in folder.rglob("*"):
+        _sync(item)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    # A rename may reach the disk before the data it stands for, unless the data is synced first.
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    # A folder cannot be renamed onto another, so a checkpoint of the same step steps aside under a
+    # name that still counts as a checkpoint: at every moment one of the two is there.
+    aside = final.with_name(f"{final.name}-replaced")
+    if final.exists():
+        if aside.exists():
+            _discard(aside)
+        final.rename(aside)
+    temporary.rename(final)
+    _sync(final.parent)
+    if aside.exists():
+        _discard(aside)
+
+
+def _discard(checkpoint: Path) -> None:
+    # Renamed first, so that a removal that is cut short leaves no half checkpoint.
+    doomed = checkpoint.with_name(f"tmp-{checkpoint.name}-{os.getpid()}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _step_of(path: Path) -> int | None:
+    match = re.fullmatch(r"checkpoint-(\d+)(-replaced)?", path.name)
+    return int(match[1]) if match else None
+
+
+def _list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """Folders named as checkpoints, by step; one that was replaced comes before its replacement."""
+
+    def found() -> Iterator[tuple[int, Path]]:
+        for path in directory.glob("checkpoint-*"):
+            step = _step_of(path)
+            if step is not None and path.is_dir():
+                yield step, path
+
+    return sorted(found(), key=lambda item: (item[0], not item[1].name.endswith("-replaced")))
