@@ -13,18 +13,20 @@ from torch import nn
 from rloo import checkpoint as module
 from rloo.checkpoint import (
     Checkpoint,
-    capture_rng,
     claim_output_dir,
     find_checkpoint,
     load_checkpoint,
+    resume_path,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from rloo.state import (
+    capture_rng,
     load_optimizer,
     optimizer_tensors,
     parameter_shapes,
     require_same_shapes,
     restore_rng,
-    resume_path,
-    save_checkpoint,
-    verify_checkpoint,
 )
 
 

@@ -7,7 +7,8 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rloo.data import PromptSource, encode_prompt, load_rows, with_prompts
+from rloo.data import PromptSource, encode_prompt, with_prompts
+from rloo.rows import load_rows
 
 CHAT = (
     "{% if system %}[{{ system }}]{% endif %}"
@@ -161,7 +162,7 @@ def test_a_hub_id_goes_to_the_hub_with_its_configuration_and_split(monkeypatch):
             raise ConnectionError("no network")
         return Dataset.from_dict({"question": ["1+1"]})
 
-    monkeypatch.setattr("rloo.data.load_dataset", fake)
+    monkeypatch.setattr("rloo.rows.load_dataset", fake)
     load_rows("openai/gsm8k", split="test", config_name="main")
     assert calls == [(("openai/gsm8k", "main"), {"split": "test"})]
     with pytest.raises(ValueError, match=r"no file or folder here.*no network"):

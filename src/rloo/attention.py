@@ -47,7 +47,9 @@ class Options:
         self.sinks = sinks
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+) -> Tensor:
     """Softmax attention with grouped heads, logit soft-capping (Gemma 2) and sinks (GPT-OSS).
 
     query (B, H, Q, D); key, value (B, H_kv, L, D); mask bool, broadcastable to (B, 1, Q, L), True
@@ -81,10 +83,11 @@ def _attend_eagerly(
         scores = torch.tanh(scores / options.softcap) * options.softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    precise = torch.promote_types(scores.dtype, torch.float32)
     if options.sinks is None:
-        return scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
+        return scores.softmax(dim=-1, dtype=precise).to(value.dtype) @ value
     sinks = options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1, dtype=torch.float32)
+    weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1, dtype=precise)
     return weights[..., :-1].to(value.dtype) @ value
 
 
@@ -102,9 +105,7 @@ def _attention_forward(
     rloo_layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    options = Options(
-        scaling=scaling, softcap=softcap, sliding_window=sliding_window, sinks=s_aux
-    )
+    options = Options(scaling=scaling, softcap=softcap, sliding_window=sliding_window, sinks=s_aux)
     if rloo_layout is not None:
         return rloo_layout.attend(query, key, value, options), None
     if softcap is None and s_aux is None:

@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rloo {__version__}")
         return 0
     if given[0] not in commands:
-        print(f"rloo: {given[0]} is not a command; there are {', '.join(commands)}", file=sys.stderr)
+        print(
+            f"rloo: {given[0]} is not a command; there are {', '.join(commands)}", file=sys.stderr
+        )
         return 2
     try:
         return commands[given[0]](given[1:])
@@ -99,8 +101,12 @@ def _config(arguments: list[str]) -> int:
 
 def _with_embedded(arguments: list[str]) -> list[str]:
     """The embedded task's configuration in front, when the user names no other."""
-    own_file = any(a.endswith((".yaml", ".yml")) and not a.startswith("-") for a in arguments[:1])
-    names = {a.lstrip("-").partition("=")[0].replace("-", "_") for a in arguments if a[:1] == "-"}
+    from rloo.aliases import ALIASES
+
+    given = {a.lstrip("-").partition("=")[0].replace("-", "_") for a in arguments if a[:1] == "-"}
+    given |= {a.partition("=")[0] for a in arguments if "=" in a}
+    names = {ALIASES[name][0] if name in ALIASES else name for name in given}
+    own_file = "config" in names or any(a.endswith((".yaml", ".yml")) for a in arguments)
     if own_file or names & {"model", "dataset", "eval_dataset"}:
         return arguments
     return [str(EMBEDDED), *arguments]

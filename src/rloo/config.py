@@ -56,7 +56,8 @@ class RLOOConfig:
         None, "Makes the prompt: text, or messages, with {column} for a column's value."
     )
     reward: list[str | dict[str, Any]] = own(
-        [], "Built-in names (with options: length(target_max=50)), module:function, file.py:function."
+        [],
+        "Built-in names (with options: length(target_max=50)), module:function, file.py:function.",
     )
     reward_weights: list[float] | None = shared(None, "One per reward; null weighs each 1.")
     reward_clip_range: tuple[float, float] | None = from_trl(

@@ -48,7 +48,9 @@ class Policy:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.device = torch.device("cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu")
+        self.device = torch.device(
+            "cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu"
+        )
         self.notes: list[str] = []
         self._check_precision()
         self.model = model.to(self.device)
@@ -165,8 +167,10 @@ class Policy:
         if self.tokenizer.eos_token_id is not None:
             listed.append(self.tokenizer.eos_token_id)
         if not listed:
-            raise ValueError("the tokenizer has no eos_token and the model names none; a completion "
-                             "could never end (tokenizer.eos_token)")
+            raise ValueError(
+                "the tokenizer has no eos_token and the model names none; a completion "
+                "could never end (tokenizer.eos_token)"
+            )
         return tuple(dict.fromkeys(listed))
 
     @property
@@ -228,8 +232,10 @@ class Policy:
 
     def _check_precision(self) -> None:
         if self.config.fp16 and self.device.type == "cpu":
-            raise ValueError("fp16 is True on a CPU, whose float16 arithmetic is a hundred times "
-                             "slower than float32; use bf16 or neither (fp16)")
+            raise ValueError(
+                "fp16 is True on a CPU, whose float16 arithmetic is a hundred times "
+                "slower than float32; use bf16 or neither (fp16)"
+            )
 
     def _remove_dropout(self) -> None:
         """Dropout would make the ratio differ from 1 and the KL at step 0 from 0."""
@@ -261,7 +267,9 @@ def load_model(
                 name, revision=options.get("revision", "main"), trust_remote_code=trust
             )
         except (OSError, ValueError) as error:
-            raise ValueError(f"{name} has no tokenizer that can be loaded (model): {error}") from error
+            raise ValueError(
+                f"{name} has no tokenizer that can be loaded (model): {error}"
+            ) from error
     model = transformers.AutoModelForCausalLM.from_pretrained(
         name, trust_remote_code=trust, **options
     )

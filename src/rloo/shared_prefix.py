@@ -119,8 +119,7 @@ class PackedLayout:
         """query (1, H, T, D), key and value (1, H_kv, T, D) to (1, T, H, D)."""
         indices = [rows.index for rows in self._rows]
         queries, keys, values = (
-            _ToRows.apply(x[0].transpose(0, 1), self._place, *indices)
-            for x in (query, key, value)
+            _ToRows.apply(x[0].transpose(0, 1), self._place, *indices) for x in (query, key, value)
         )
         outputs = []
         for number, rows in enumerate(self._rows):

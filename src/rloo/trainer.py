@@ -5,7 +5,6 @@ Everything static is checked when the trainer is made, before the first sample i
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,26 +25,28 @@ from transformers import (
 
 from rloo.checkpoint import (
     Checkpoint,
-    capture_rng,
     claim_output_dir,
     load_checkpoint,
+    resume_path,
+    save_checkpoint,
+)
+from rloo.config import RLOOConfig, resolve_interval
+from rloo.data import PromptSource, encode_prompt, with_prompts
+from rloo.engines import build_engine
+from rloo.engines.sampling import noise_key
+from rloo.evaluate import evaluate
+from rloo.monitor import Monitor, versions
+from rloo.policy import Policy, load_model
+from rloo.rewards import RewardSet, load_reward
+from rloo.rows import load_rows
+from rloo.state import (
+    capture_rng,
     load_optimizer,
     optimizer_tensors,
     parameter_shapes,
     require_same_shapes,
     restore_rng,
-    resume_path,
-    save_checkpoint,
 )
-from rloo.config import RLOOConfig, resolve_interval
-from rloo.data import PromptSource, encode_prompt, load_rows, with_prompts
-from rloo.engines import build_engine
-from rloo.engines.sampling import noise_key
-from rloo.evaluate import evaluate
-from rloo.metrics import deviation
-from rloo.monitor import Monitor, versions
-from rloo.policy import Policy, load_model
-from rloo.rewards import RewardSet, load_reward
 from rloo.train import Run, train, uninterrupted
 from rloo.types import Prompt, Sampling, Text
 
@@ -112,6 +113,11 @@ class RLOOTrainer:
             raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
         output_dir = Path(self.args.output_dir)
         path = resume_path(resume_from_checkpoint or self.args.resume_from_checkpoint, output_dir)
+        if self.args.model is not None and output_dir.resolve() == Path(self.args.model).resolve():
+            raise ValueError(
+                f"output_dir is the folder of the model, {output_dir}; it would be overwritten "
+                "(output_dir, model)"
+            )
         claim_output_dir(
             output_dir, overwrite=self.args.overwrite_output_dir, resuming=path is not None
         )
@@ -149,8 +155,8 @@ class RLOOTrainer:
             prompts = self._prompts(rows).all_prompts(self.args.eval_size)
         if prompts is None:
             raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
-        metrics = self._measure(prompts)
-        return {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        prefix = f"{metric_key_prefix}_" if metric_key_prefix else ""
+        return {prefix + name: value for name, value in self._measure(prompts).items()}
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write the model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
@@ -174,7 +180,9 @@ class RLOOTrainer:
     def _rows(self, spec: Dataset | DatasetDict | str | None, split: str) -> Dataset | None:
         if spec is None:
             return None
-        rows = load_rows(spec, split=split, config_name=self.args.dataset_config)
+        own = spec == self.args.dataset or self.args.dataset is None
+        config_name = self.args.dataset_config if own else None
+        rows = load_rows(spec, split=split, config_name=config_name)
         rows = with_prompts(rows, self.args.prompt_template)
         self.rewards.check(rows.column_names)
         return rows
@@ -250,8 +258,9 @@ class RLOOTrainer:
         )
         if sampling.filtered:
             self.policy.notes.append(
-                "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are drawn "
-                "from another distribution than the one that is trained, which biases the gradient"
+                "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are "
+                "drawn from another distribution than the one that is trained, which biases the "
+                "gradient"
             )
         return sampling
 

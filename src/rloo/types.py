@@ -31,6 +31,11 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
 
+    @property
+    def noise_id(self) -> int:
+        """What tells this draw of the prompt from all others, for the engines' noise."""
+        return self.id + (self.epoch << 40)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

@@ -28,9 +28,7 @@ def minibatches(samples: Sequence[Sample], config: RLOOConfig) -> Iterator[list[
     for _ in range(config.num_iterations):
         for part in range(num_parts):
             yield [
-                s
-                for s in samples
-                if (s.key[0] * config.num_generations + s.key[1]) // size == part
+                s for s in samples if (s.key[0] * config.num_generations + s.key[1]) // size == part
             ]
 
 

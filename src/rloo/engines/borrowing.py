@@ -1,0 +1,91 @@
+"""Using the policy's module to sample within bounded memory, and giving it back as it was.
+
+Both engines run the very module that is being trained. Knows nothing of how they sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rloo.engines.sampling import check_request, collect_completions
+from rloo.types import Completion, Prompt, Sampling
+
+# One sequence: a prompt and the sample's number k in its group.
+Row = tuple[Prompt, int]
+# Tokens, policy and sampling log-probabilities, each (R, max_tokens).
+Drawn = tuple[Tensor, Tensor, Tensor]
+
+
+@contextmanager
+def borrowed(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode and no autograd inside; each submodule's own mode is restored outside.
+
+    Gradient checkpointing is inactive in evaluation mode, and `use_cache` is passed with each
+    forward, so neither setting is touched.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+        # Under autocast, torch releases before 2.13 may keep the low-precision copies of weights
+        # made here, which a later forward with gradients cannot use.
+        torch.clear_autocast_cache()
+
+
+def cache_bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of keys and values that one token occupies over all layers (an upper estimate)."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * kv_heads * width * model.dtype.itemsize
+
+
+def sample_in_waves(
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    sampling: Sampling,
+    *,
+    cache_bytes: int,
+    sample_rows: Callable[[list[Row]], Drawn],
+) -> list[list[Completion]]:
+    """`Engine.sample` for an engine that draws `Row`s, as many at once as `cache_bytes` allow."""
+    check_request(prompts, num_samples, sampling)
+    if not prompts:
+        return []
+    # Prompts of similar length next to each other: less padding.
+    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
+    rows = [(index, k) for index in by_length for k in range(num_samples)]
+    longest = len(prompts[by_length[-1]].token_ids)
+    wave = rows_at_once(model, longest, sampling.max_tokens, cache_bytes=cache_bytes)
+    completions: dict[tuple[int, int], Completion] = {}
+    with borrowed(model):
+        for start in range(0, len(rows), wave):
+            part = rows[start : start + wave]
+            drawn = sample_rows([(prompts[index], k) for index, k in part])
+            finished = collect_completions(drawn, sampling.stop_token_ids)
+            completions.update(zip(part, finished, strict=True))
+    return [[completions[index, k] for k in range(num_samples)] for index in range(len(prompts))]
+
+
+def rows_at_once(
+    model: PreTrainedModel, prompt_tokens: int, max_tokens: int, *, cache_bytes: int
+) -> int:
+    """How many rows fit `cache_bytes`, at least 1; never too many, often too few.
+
+    Counted for each: keys and values of its prompt and completion, four float32 numbers per
+    vocabulary entry while a token is drawn, the tokens with their two log-probabilities.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    cached = cache_bytes_per_token(model) * (prompt_tokens + max_tokens)
+    return max(1, cache_bytes // (cached + 16 * vocabulary + 16 * max_tokens))

@@ -1,0 +1,156 @@
+"""The reference engine: transformers' own `generate` and its own filters, with our noise.
+
+Slow, and right for every causal language model that `generate` can run. Knows nothing of caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from rloo.engines.borrowing import Drawn, Row, sample_in_waves
+from rloo.engines.sampling import (
+    draw,
+    gather_logprobs,
+    invert_cdf,
+    row_keys,
+    uniforms,
+)
+from rloo.types import Completion, Prompt, Sampling
+
+# What the cache of one call of `generate` may occupy; further rows wait for the next call.
+CACHE_BYTES = 2 << 30
+
+
+class HFEngine:
+    """Samples with `generate` from the policy's own module."""
+
+    name = "hf"
+
+    def __init__(
+        self, model: PreTrainedModel, *, pad_token_id: int, cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        self._model = model
+        self._pad_token_id = pad_token_id
+        self._cache_bytes = cache_bytes
+
+    def load(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Nothing to do: the engine shares the policy's module."""
+
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
+    ) -> list[list[Completion]]:
+        """See `rloo.types.Engine`."""
+        with _no_defaults(self._model):
+            return sample_in_waves(
+                self._model,
+                prompts,
+                num_samples,
+                sampling,
+                cache_bytes=self._cache_bytes,
+                sample_rows=lambda rows: self._generate(rows, sampling, noise),
+            )
+
+    def _generate(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
+        device = self._model.device
+        width = max(len(prompt.token_ids) for prompt, _ in rows)
+        padding = [width - len(prompt.token_ids) for prompt, _ in rows]
+        input_ids = torch.tensor(
+            [
+                [self._pad_token_id] * pad + prompt.token_ids
+                for pad, (prompt, _) in zip(padding, rows, strict=True)
+            ],
+            device=device,
+        )
+        pads = torch.tensor(padding, device=device)
+        keys = row_keys(
+            noise,
+            torch.tensor([prompt.noise_id for prompt, _ in rows], device=device),
+            torch.tensor([k for _, k in rows], device=device),
+        )
+        drawing = _Drawing(sampling, keys, pads, width)
+        self._model.generate(  # type: ignore[operator]
+            input_ids,
+            attention_mask=(torch.arange(width, device=device) >= pads[:, None]).long(),
+            generation_config=GenerationConfig(
+                max_new_tokens=sampling.max_tokens,
+                do_sample=False,
+                num_beams=1,
+                use_cache=True,
+                eos_token_id=list(sampling.stop_token_ids) or None,
+                pad_token_id=self._pad_token_id,
+            ),
+            logits_processor=LogitsProcessorList([drawing]),
+        )
+        return drawing.tokens, drawing.policy_logprobs, drawing.sampling_logprobs
+
+
+@contextmanager
+def _no_defaults(model: PreTrainedModel) -> Iterator[None]:
+    """Hide the model's generation settings, with which `generate` fills whatever is not set."""
+    settings = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = settings
+
+
+class _Drawing(LogitsProcessor):
+    """Chooses each token with our noise and leaves `generate`, which is greedy, no other choice."""
+
+    def __init__(self, sampling: Sampling, keys: Tensor, pads: Tensor, width: int) -> None:
+        self._sampling = sampling
+        self._width = width
+        self._noise = uniforms(keys, 0, sampling.max_tokens)
+        self._filters = _make_filters(sampling, pads)
+        self.tokens = torch.full((len(keys), sampling.max_tokens), -1, device=keys.device)
+        self.policy_logprobs = torch.zeros(self.tokens.shape, device=keys.device)
+        self.sampling_logprobs = torch.zeros(self.tokens.shape, device=keys.device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        position = input_ids.shape[1] - self._width
+        noise = self._noise[:, position]
+        if self._sampling.greedy or not self._sampling.filtered:
+            drawn = draw(scores, noise, self._sampling)
+            tokens, policy, behavior = drawn.tokens, drawn.policy_logprobs, drawn.sampling_logprobs
+        else:
+            tokens, behavior = invert_cdf(self._filters(input_ids, scores), noise)  # type: ignore[arg-type]
+            policy = gather_logprobs(scores / self._sampling.temperature, tokens)
+        self.tokens[:, position] = tokens
+        self.policy_logprobs[:, position] = policy
+        self.sampling_logprobs[:, position] = behavior
+        return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
+
+
+def _make_filters(sampling: Sampling, pads: Tensor) -> LogitsProcessorList:
+    """transformers' own, in the order in which its `generate` applies them when it samples."""
+    filters = LogitsProcessorList()
+    if sampling.repetition_penalty != 1.0:
+        # The penalty is for tokens of the prompt and the completion; padding is neither.
+        filters.append(
+            RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty, prompt_ignore_length=pads)
+        )
+    filters.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k > 0:
+        filters.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        filters.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0.0:
+        filters.append(MinPLogitsWarper(sampling.min_p))
+    return filters

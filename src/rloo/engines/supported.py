@@ -1,0 +1,109 @@
+"""Finding out whether the native engine can run a model: by its configuration, then by a trial.
+
+Knows nothing of particular architectures.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rloo import attention
+from rloo.engines.borrowing import borrowed
+from rloo.engines.native import NativeEngine
+from rloo.engines.sampling import gather_logprobs
+from rloo.types import Prompt, Sampling
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_TOLERANCE = 1e-4
+# 16-bit logits around 32 are 0.125 or 0.25 apart.
+_LOW_PRECISION_TOLERANCE = 0.5
+
+
+def supports(model: PreTrainedModel) -> str | None:
+    """Why the native engine cannot run `model`, or None if it can. Leaves the model as it was.
+
+    What the configuration cannot tell is tried: two prompts are sampled and scored again by a
+    plain forward without our cache and attention.
+    """
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        return "because the model is an encoder-decoder"
+    foreign = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)
+    if foreign:
+        return f"because the model has layers of type {', '.join(sorted(foreign))}"
+    if not model._supports_attention_backend:
+        return f"because {type(model).__name__} does not take attention functions"
+    implementation = model.config._attn_implementation
+    try:
+        attention.install(model)
+        return _check_windows(model) or _check_probe(model, implementation)
+    except Exception as error:  # any model's code may fail in any way; the answer is the fallback
+        return f"because a trial of it failed: {type(error).__name__}: {error}"
+    finally:
+        model.set_attn_implementation(implementation)
+
+
+class _WindowRecorder:
+    """A layout that notes what window each layer asks for."""
+
+    def __init__(self) -> None:
+        self.windows: list[int | None] = []
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: attention.Options
+    ) -> Tensor:
+        self.windows.append(options.sliding_window)
+        return attention.attend(query, key, value, None, options).transpose(1, 2)
+
+
+def _check_windows(model: PreTrainedModel) -> str | None:
+    """A window longer than the trial's prompts would not show in its numbers."""
+    recorder = _WindowRecorder()
+    with borrowed(model):
+        model(
+            input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device),
+            attention_mask=attention.no_mask(model.device),
+            use_cache=False,
+            rloo_layout=recorder,
+        )
+    config = model.config.get_text_config()
+    layers = config.num_hidden_layers
+    if len(recorder.windows) != layers:
+        return f"because {len(recorder.windows)} of its {layers} layers call the attention function"
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    expected = (
+        [window] * layers
+        if types is None
+        else [window if kind == "sliding_attention" else None for kind in types]
+    )
+    if recorder.windows != expected:
+        return "because its layers do not tell the attention function their sliding windows"
+    return None
+
+
+def _check_probe(model: PreTrainedModel, implementation: str) -> str | None:
+    vocabulary = model.config.get_text_config().vocab_size
+    prompts = [
+        Prompt(id=length, token_ids=[(7 * i + 3) % vocabulary for i in range(length)], content="")
+        for length in (2, 5)
+    ]
+    sampling = Sampling(max_tokens=4, stop_token_ids=())
+    groups = NativeEngine(model, pad_token_id=0).sample(prompts, 2, sampling, noise=0)
+    model.set_attn_implementation(implementation)
+    worst = 0.0
+    with borrowed(model):
+        for prompt, group in zip(prompts, groups, strict=True):
+            for completion in group:
+                ids = torch.tensor([prompt.token_ids + completion.token_ids], device=model.device)
+                logits = model(input_ids=ids, use_cache=False).logits[0, -5:-1].float()
+                expected = gather_logprobs(logits, ids[0, -4:])
+                returned = torch.tensor(completion.policy_logprobs, device=model.device)
+                worst = max(worst, float((expected - returned).abs().max()))
+    low_precision = model.dtype in (torch.float16, torch.bfloat16)
+    tolerance = _LOW_PRECISION_TOLERANCE if low_precision else _TOLERANCE
+    if worst > tolerance:
+        return f"because its log-probabilities would be off by {worst:.1e}"
+    return None

@@ -1,0 +1,181 @@
+"""From a dataset's name to its rows: files of several kinds, folders, the hub.
+
+Datasets are data, never code: files are parsed here, hub datasets by `datasets`, which runs no
+scripts. This module knows nothing of prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    IterableDatasetDict,
+    concatenate_datasets,
+    load_dataset,
+    load_from_disk,
+)
+from datasets.table import InMemoryTable
+from pyarrow import csv, parquet
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
+
+
+def load_rows(
+    spec: Dataset | DatasetDict | str | Path,
+    *,
+    split: str = "train",
+    config_name: str | None = None,
+) -> Dataset:
+    """The rows of a dataset, at least one.
+
+    `spec` is a `Dataset` (returned as it is), a `DatasetDict`, a .jsonl, .json, .parquet or .csv
+    file, a folder of such files, a folder written by `save_to_disk`, or a hub id. `split` chooses
+    from whatever has several: in a folder of files, those named `train.jsonl`,
+    `train-00000-of-00002.parquet` and so on. What has no splits is "train", all of it.
+    `config_name` is for the hub alone.
+
+    Raises ValueError for anything that cannot be read, with the file and line where there is one.
+    """
+    if isinstance(spec, (IterableDataset, IterableDatasetDict)):
+        raise ValueError(
+            "the dataset is a stream; prompts are shuffled, checked for length and resumed by row "
+            "number, which needs a dataset with a length: load it without streaming (dataset)"
+        )
+    if isinstance(spec, (Dataset, DatasetDict)):
+        rows = _choose_split(spec, split, "given")
+    elif isinstance(spec, (str, Path)):
+        rows = _load_by_name(str(spec), split, config_name)
+    else:
+        raise ValueError(
+            f"the dataset is a {type(spec).__name__}; it must be a datasets.Dataset, a file, a "
+            "folder or a hub id (dataset)"
+        )
+    if len(rows) == 0:
+        name = "given" if isinstance(spec, (Dataset, DatasetDict)) else spec
+        raise ValueError(f"dataset {name} has 0 rows; training needs at least 1 (dataset)")
+    return rows
+
+
+def _load_by_name(name: str, split: str, config_name: str | None) -> Dataset:
+    path = Path(name).expanduser()
+    if not path.exists():
+        return _load_from_hub(name, split, config_name)
+    if config_name is not None:
+        raise ValueError(
+            f"dataset {name} is on this disk and has no configurations; a configuration name "
+            f"({config_name}) chooses within a hub dataset (dataset_config)"
+        )
+    if path.is_file():
+        if split not in ("train", _first_word(path)):
+            raise ValueError(_no_split(name, split))
+        return _read_file(path)
+    if any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
+        return _choose_split(load_from_disk(path), split, name)
+    files = _files_of_split(path, split)
+    return concatenate_datasets([_read_file(file) for file in files])
+
+
+def _load_from_hub(name: str, split: str, config_name: str | None) -> Dataset:
+    if name.endswith(SUFFIXES) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"dataset {name} does not exist on this disk (dataset)")
+    try:
+        return load_dataset(name, config_name, split=split)
+    except (FileNotFoundError, ConnectionError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"dataset {name} is no file or folder here, and cannot be loaded from the hub: {error} "
+            "(dataset, dataset_config)"
+        ) from error
+
+
+def _choose_split(rows: Dataset | DatasetDict, split: str, name: str) -> Dataset:
+    if isinstance(rows, Dataset):
+        if split not in ("train", str(rows.split)):
+            raise ValueError(_no_split(name, split))
+        return rows
+    if split not in rows:
+        raise ValueError(f"{_no_split(name, split)}; it has {', '.join(rows)}")
+    return rows[split]
+
+
+def _files_of_split(folder: Path, split: str) -> list[Path]:
+    """The data files directly in `folder` whose name begins with the split's name; without any
+    names of splits, all of them are "train"."""
+    files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
+    if not files:
+        raise ValueError(f"dataset {folder} has no {', '.join(SUFFIXES)} file (dataset)")
+    chosen = [file for file in files if _first_word(file) == split]
+    if chosen:
+        return chosen
+    if split != "train" or any(_first_word(file) in SPLIT_NAMES for file in files):
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{_no_split(str(folder), split)}; its files are {names}")
+    return files
+
+
+def _first_word(path: Path) -> str:
+    return re.split(r"[^a-zA-Z0-9]", path.name)[0]
+
+
+def _no_split(name: str, split: str) -> str:
+    return f"dataset {name} has no split '{split}' (dataset_split)"
+
+
+def _read_file(path: Path) -> Dataset:
+    try:
+        if path.suffix == ".parquet":
+            return Dataset(InMemoryTable(parquet.read_table(path)))
+        if path.suffix == ".csv":
+            quoted_newlines = csv.ParseOptions(newlines_in_values=True)
+            return Dataset(InMemoryTable(csv.read_csv(path, parse_options=quoted_newlines)))
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path}: {error} (dataset)") from error
+    if path.suffix not in (".json", ".jsonl"):
+        raise ValueError(f"{path} is not a {', '.join(SUFFIXES)} file (dataset)")
+    return _from_objects(_read_objects(path), path)
+
+
+def _read_objects(path: Path) -> list[dict[str, Any]]:
+    """One JSON object a line, or a file that is one list of objects."""
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    is_list = path.suffix == ".json" and content.lstrip().startswith(b"[")
+    lines = [content] if is_list else content.split(b"\n")
+    objects: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            place = "" if is_list else f" line {number}:"
+            raise ValueError(f"{path}:{place} {error} (dataset)") from error
+        values = value if is_list else [value]
+        for index, row in enumerate(values):
+            if not isinstance(row, dict):
+                place = f"element {index}" if is_list else f"line {number}"
+                raise ValueError(
+                    f"{path}: {place} is a {type(row).__name__}; a row is an object such as "
+                    '{"prompt": "..."} (dataset)'
+                )
+        objects.extend(values)
+    return objects
+
+
+def _from_objects(objects: list[dict[str, Any]], path: Path) -> Dataset:
+    # Not Dataset.from_list: it takes the columns of the first row and loses all others.
+    columns: dict[str, Any] = {name: [] for row in objects for name in row}
+    for name in columns:
+        try:
+            columns[name] = pa.array([row.get(name) for row in objects])
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ValueError(
+                f"{path}: the values of '{name}' have different types: {error} (dataset)"
+            ) from error
+    return Dataset.from_dict(columns)

@@ -1,0 +1,136 @@
+"""The state of a run as plain tensors and JSON values: optimizers and random number generators.
+
+Nothing here is pickled, and nothing is lost: what is put back is the same to the last bit. Knows
+nothing of files.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Flat = tuple[dict[str, Tensor], Any]
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
+    """Name and shape of every parameter: what a checkpoint and a model must have in common."""
+    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def require_same_shapes(saved: dict[str, list[int]], current: dict[str, list[int]]) -> None:
+    """Raises ValueError that names the first parameter in which two models differ."""
+    for name in (*saved, *current):
+        there, here = saved.get(name, "absent"), current.get(name, "absent")
+        if there != here:
+            raise ValueError(
+                f"the checkpoint is of another model: parameter {name} is {there} there and "
+                f"{here} here (resume_from_checkpoint, model)"
+            )
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Flat:
+    """The state of an optimizer as named tensors (the live ones, not copies) and JSON values."""
+    state = {**optimizer.state_dict(), "shapes": _optimizer_shapes(optimizer)}
+    return flatten(state)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], meta: Any) -> None:
+    """Give `optimizer` a saved state, to the last bit, learning rates and other settings included.
+
+    Raises ValueError that names the first parameter whose shape is another.
+    """
+    state = unflatten(meta, tensors)
+    require_same_shapes(state.pop("shapes"), _optimizer_shapes(optimizer))
+    optimizer.load_state_dict(state)
+    # torch casts state to the parameter's dtype, which loses bits of float32 moments beside bf16
+    # weights, and otherwise keeps the very tensors it is given.
+    for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        for index, parameter in zip(saved_group["params"], group["params"], strict=True):
+            for key, saved in state["state"].get(index, {}).items():
+                loaded = optimizer.state[parameter].get(key)
+                if not (isinstance(saved, Tensor) and isinstance(loaded, Tensor)):
+                    continue
+                if loaded is saved or loaded.dtype != saved.dtype:
+                    optimizer.state[parameter][key] = saved.to(loaded.device, copy=True)
+
+
+def capture_rng() -> dict[str, Any]:
+    """The states of the global generators of Python, NumPy, torch, and torch's CUDA devices."""
+    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
+    key = numpy_state["state"]["key"].tolist()
+    return {
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": key}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Set all generators to what `capture_rng` saw. Warns when the CUDA devices are not as many."""
+    random.setstate(state["python"])
+    numpy_state = state["numpy"]
+    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+    torch.set_rng_state(state["torch"])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if len(state["cuda"]) == devices:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    else:
+        warnings.warn(
+            f"the checkpoint has the generator states of {len(state['cuda'])} CUDA devices, here "
+            f"are {devices}: theirs start anew",
+            stacklevel=2,
+        )
+
+
+def _optimizer_shapes(optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
+    # Optimizers made from named parameters know the names.
+    shapes = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            names = group.get("param_names")
+            name = names[index] if names else f"{index} of group {number}"
+            shapes[name] = list(parameter.shape)
+    return shapes
+
+
+def flatten(tree: Any) -> Flat:
+    """Nested dicts, lists and tuples as named tensors and JSON values that `unflatten` makes the
+    same tree of: JSON alone would turn tuples into lists and the keys of dicts into strings."""
+    tensors: dict[str, Tensor] = {}
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            if path in tensors:
+                raise ValueError(f"two tensors of the state have the name {path}")
+            tensors[path] = value.detach()
+            return {"tensor": path}
+        if isinstance(value, dict):
+            return {"dict": [[k, walk(v, f"{path}/{k}")] for k, v in value.items()]}
+        if isinstance(value, (list, tuple)):
+            items = [walk(v, f"{path}/{i}") for i, v in enumerate(value)]
+            return items if isinstance(value, list) else {"tuple": items}
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        raise ValueError(f"{path} of the state is a {type(value).__name__}, which is not saved")
+
+    return tensors, walk(tree, "")
+
+
+def unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [unflatten(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "tuple":
+        return tuple(unflatten(item, tensors) for item in content)
+    return {key: unflatten(item, tensors) for key, item in content}
