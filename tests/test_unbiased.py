@@ -98,6 +98,12 @@ def test_token_level_ratio_has_the_same_gradient_while_the_ratio_is_1():
     assert error < 1e-12
 
 
+def test_no_baseline_at_all_is_unbiased_too():
+    options = {"advantages": {"mean_level": "none"}}
+    error = (expected_gradient(2, 0.3, options) - exact_gradient(0.3)).abs().max().item()
+    assert error < 1e-12
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_rewards_missing_independently_of_the_completion_leave_it_unbiased(beta):
     gradient = expected_gradient(3, beta, failure=lambda s: 0.25)

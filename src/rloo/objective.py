@@ -81,8 +81,8 @@ def advantages(
     the completion itself if `mean_leave1out`. `std_level` divides by (standard deviation of the
     rewards at that level + epsilon), with Bessel's correction. `normalize` then makes the batch's
     advantages mean 0 and deviation 1 (TRL's `normalize_advantages`). One completion is one element
-    at every level: AReaL's documented `adv_norm` counts tokens instead. All but the defaults, and
-    mean_level "none", are biased.
+    at every level: AReaL's documented `adv_norm` counts tokens instead. A mean that holds the
+    completion itself, and any division by a deviation, is biased.
     """
     valid = countable(rewards_N, group_N)
     kept = torch.where(valid, rewards_N, torch.nan)

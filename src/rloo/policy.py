@@ -23,6 +23,7 @@ from rloo import attention
 from rloo.batch import MicroBatch, Sample, pack, pad
 from rloo.config import RLOOConfig
 from rloo.logprobs import token_logprobs
+from rloo.tasks import resolve_model
 from rloo.training_arguments import to_training_arguments
 
 # Largest difference of a log-prob between packed and padded that is still rounding, by precision.
@@ -260,7 +261,7 @@ def load_model(
     Raises ValueError when there is no tokenizer that transformers can load.
     """
     options = {"dtype": torch.float32, **(config.model_init_kwargs or {})}
-    name, trust = str(config.model), config.trust_remote_code
+    name, trust = resolve_model(str(config.model)), config.trust_remote_code
     if tokenizer is None:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(

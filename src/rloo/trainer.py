@@ -5,22 +5,19 @@ Everything static is checked when the trainer is made, before the first sample i
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from datasets import Dataset, DatasetDict
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
     TrainerControl,
-    TrainerState,
 )
 
 from rloo.checkpoint import (
@@ -30,15 +27,22 @@ from rloo.checkpoint import (
     resume_path,
     save_checkpoint,
 )
-from rloo.config import RLOOConfig, resolve_interval
-from rloo.data import PromptSource, encode_prompt, with_prompts
+from rloo.config import RLOOConfig
+from rloo.data import PromptSource
 from rloo.engines import build_engine
 from rloo.engines.sampling import noise_key
 from rloo.evaluate import evaluate
 from rloo.monitor import Monitor, versions
 from rloo.policy import Policy, load_model
-from rloo.rewards import RewardSet, load_reward
-from rloo.rows import load_rows
+from rloo.setup import (
+    RewardFunction,
+    Rows,
+    make_rewards,
+    make_sampling,
+    make_source,
+    make_state,
+    set_threads,
+)
 from rloo.state import (
     capture_rng,
     load_optimizer,
@@ -48,9 +52,7 @@ from rloo.state import (
     restore_rng,
 )
 from rloo.train import Run, train, uninterrupted
-from rloo.types import Prompt, Sampling, Text
-
-RewardFunction = Callable[..., Any] | str | Mapping[str, Any]
+from rloo.types import Prompt, Sampling
 
 
 class RLOOTrainer:
@@ -66,25 +68,23 @@ class RLOOTrainer:
         model: str | PreTrainedModel | None = None,
         reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
         args: RLOOConfig | None = None,
-        train_dataset: Dataset | DatasetDict | str | None = None,
-        eval_dataset: Dataset | DatasetDict | str | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: Sequence[TrainerCallback] | None = None,
     ) -> None:
         self.args = args or RLOOConfig()
-        _set_threads(self.args.num_threads)
         transformers.set_seed(self.args.seed)
-        self.rewards = _make_rewards(reward_funcs, self.args)
+        self.rewards = make_rewards(reward_funcs, self.args)
         self._load(model, processing_class)
         given = self.args.dataset if train_dataset is None else train_dataset
-        train_rows = self._rows(given, self.args.dataset_split)
-        eval_rows = self._eval_rows(eval_dataset)
-        if train_rows is None and eval_rows is None:
+        self._source = self._prompts(given, self.args.dataset_split)
+        eval_source = self._eval_source(eval_dataset)
+        if self._source is None and eval_source is None:
             raise ValueError("there is no dataset; give one to train on (train_dataset, dataset)")
-        self._source = self._prompts(train_rows) if train_rows is not None else None
-        eval_source = self._prompts(eval_rows) if eval_rows is not None else None
         self._eval_prompts = eval_source.all_prompts(self.args.eval_size) if eval_source else None
-        self.state = self._make_state()
+        set_threads(self.model, self.args)
+        self.state = make_state(self._source, self.args)
         self.control = TrainerControl()
         self.policy = Policy(
             self.model,
@@ -145,14 +145,13 @@ class RLOOTrainer:
         return summary
 
     def evaluate(
-        self, eval_dataset: Dataset | str | None = None, metric_key_prefix: str = "eval"
+        self, eval_dataset: Rows | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, Any]:
         """Metrics on `eval_dataset` (or the trainer's), each name prefixed as transformers does."""
         prompts = self._eval_prompts
         if eval_dataset is not None:
-            rows = self._rows(eval_dataset, self.args.eval_split or "train")
-            assert rows is not None
-            prompts = self._prompts(rows).all_prompts(self.args.eval_size)
+            source = self._eval_source(eval_dataset)
+            prompts = source.all_prompts(self.args.eval_size) if source else None
         if prompts is None:
             raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
         prefix = f"{metric_key_prefix}_" if metric_key_prefix else ""
@@ -177,59 +176,30 @@ class RLOOTrainer:
             raise ValueError("there is no model; name one (model): a hub id or a folder")
         self.model, self.processing_class = load_model(self.args, tokenizer)
 
-    def _rows(self, spec: Dataset | DatasetDict | str | None, split: str) -> Dataset | None:
-        if spec is None:
-            return None
-        own = spec == self.args.dataset or self.args.dataset is None
-        config_name = self.args.dataset_config if own else None
-        rows = load_rows(spec, split=split, config_name=config_name)
-        rows = with_prompts(rows, self.args.prompt_template)
-        self.rewards.check(rows.column_names)
-        return rows
+    def _prompts(self, spec: Rows | None, split: str) -> PromptSource | None:
+        return make_source(
+            spec,
+            split,
+            model=self.model,
+            tokenizer=self.processing_class,
+            rewards=self.rewards,
+            args=self.args,
+        )
 
-    def _eval_rows(self, eval_dataset: Dataset | DatasetDict | str | None) -> Dataset | None:
+    def _eval_source(self, eval_dataset: Rows | None) -> PromptSource | None:
         spec = self.args.eval_dataset if eval_dataset is None else eval_dataset
         if spec is None and self.args.eval_split is not None:
             spec = self.args.dataset
-        return self._rows(spec, self.args.eval_split or "train")
-
-    def _prompts(self, rows: Dataset) -> PromptSource:
-        args = self.args
-
-        def encode(content: Text) -> list[int]:
-            return encode_prompt(
-                content,
-                self.processing_class,
-                chat_template_kwargs=args.chat_template_kwargs or {},
-            )
-
-        return PromptSource(
-            rows,
-            encode,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=args.shuffle_dataset,
-            max_prompt_length=_prompt_limit(self.model, args),
-            overlong=args.overlong_prompts,
-        )
-
-    def _make_state(self) -> TrainerState:
-        args, steps = self.args, self.args.max_steps
-        if self._source is not None and steps <= 0:
-            rollouts = math.ceil(
-                args.num_train_epochs * len(self._source) / args.prompts_per_rollout()
-            )
-            steps = rollouts * args.steps_per_rollout()
-        return TrainerState(
-            max_steps=max(steps, 0),
-            num_train_epochs=math.ceil(args.num_train_epochs),
-            logging_steps=resolve_interval(args.logging_steps, steps),
-            eval_steps=resolve_interval(args.eval_steps or args.logging_steps, steps),
-            save_steps=resolve_interval(args.save_steps, steps),
-            train_batch_size=args.per_device_train_batch_size,
-        )
+        return self._prompts(spec, self.args.eval_split or "train")
 
     def _make_run(self) -> Run:
         assert self._source is not None
+        if self._sampling().filtered:
+            self.policy.notes.append(
+                "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are "
+                "drawn from another distribution than the one that is trained, which biases the "
+                "gradient"
+            )
         self.monitor.add_callbacks(self._user_callbacks)
         return Run(
             config=self.args,
@@ -246,23 +216,7 @@ class RLOOTrainer:
         )
 
     def _sampling(self) -> Sampling:
-        args = self.args
-        sampling = Sampling(
-            max_tokens=args.max_completion_length,
-            stop_token_ids=self.policy.stop_token_ids,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p or 0.0,
-            repetition_penalty=args.repetition_penalty,
-        )
-        if sampling.filtered:
-            self.policy.notes.append(
-                "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are "
-                "drawn from another distribution than the one that is trained, which biases the "
-                "gradient"
-            )
-        return sampling
+        return make_sampling(self.args, self.policy.stop_token_ids)
 
     def _resolved(self) -> RLOOConfig:
         """The options with everything that was chosen automatically filled in."""
@@ -388,31 +342,3 @@ class RLOOTrainer:
         self.monitor.note(f"resumed from {path} at step {self.state.global_step}")
         start: dict[str, Any] = saved["start"]
         return start
-
-
-def _make_rewards(
-    given: RewardFunction | Sequence[RewardFunction] | None, args: RLOOConfig
-) -> RewardSet:
-    specs = args.reward if given is None else given
-    if isinstance(specs, (str, Mapping)) or callable(specs):
-        specs = [specs]
-    return RewardSet([load_reward(spec) for spec in specs], weights=args.reward_weights)
-
-
-def _prompt_limit(model: PreTrainedModel, args: RLOOConfig) -> int:
-    """Longest prompt that leaves room for the longest completion in the model's context."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if context is None:
-        return args.max_prompt_length or 2**31
-    room = context - args.max_completion_length
-    if room < 1:
-        raise ValueError(
-            f"max_completion_length is {args.max_completion_length} and the model sees {context} "
-            "tokens; at least 1 must be left for the prompt (max_completion_length)"
-        )
-    return min(args.max_prompt_length or room, room)
-
-
-def _set_threads(num_threads: int | None) -> None:
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
