@@ -91,6 +91,8 @@ def make_samples(num_groups: int = 3, size: int = 4, seed: int = 0) -> list[Samp
         for index in range(size):
             completion = tokens(rng.choice([1, 2, 5, 17, 30]))
             samples.append(
-                Sample((group, index), prompt, completion, [0.0] * len(completion), rng.random(), False)
+                Sample(
+                    (group, index), prompt, completion, [0.0] * len(completion), rng.random(), False
+                )
             )
     return samples

@@ -40,7 +40,9 @@ def test_equals_exact_fractions_on_ragged_interleaved_groups():
     rng = random.Random(0)
     for _ in range(200):
         sizes = [rng.randint(2, 9) for _ in range(rng.randint(1, 5))]
-        members = [(g, Fraction(rng.randint(-50, 50), 7)) for g, n in enumerate(sizes) for _ in range(n)]
+        members = [
+            (g, Fraction(rng.randint(-50, 50), 7)) for g, n in enumerate(sizes) for _ in range(n)
+        ]
         rng.shuffle(members)
         expected = []
         for number, (group, reward) in enumerate(members):
@@ -85,7 +87,15 @@ def test_normalised_advantages_have_mean_0_and_deviation_1():
 
 def test_countable_are_scored_members_of_groups_with_two_scores():
     rewards, groups = tensor(1, NAN, 2, 3, NAN, NAN, 1), torch.tensor([0, 0, 1, 1, 1, 2, 2])
-    assert objective.countable(rewards, groups).tolist() == [False, False, True, True, False, False, False]
+    assert objective.countable(rewards, groups).tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_reward_clip_leaves_missing_ones_missing():

@@ -100,7 +100,7 @@ def test_hybrid_linear_attention_falls_back_to_padding_and_says_so():
 
 
 def test_packing_asked_for_where_it_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="packing is True, but .* linear_attention"):
+    with pytest.raises(ValueError, match=r"packing is True, but .* linear_attention"):
         make_policy(make_linear_attention_model(), packing=True)
 
 

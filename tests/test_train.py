@@ -75,7 +75,9 @@ def test_reward_rises_and_falls_when_negated(tmp_path):
     means = {}
     for sign in (1, -1):
         config = make_config(tmp_path / str(sign), max_steps=40, num_generations=8, beta=0.0)
-        make_trainer(config, lambda completions, s=sign, **_: [s * r for r in count_words(completions)]).train()
+        make_trainer(
+            config, lambda completions, s=sign, **_: [s * r for r in count_words(completions)]
+        ).train()
         rows = metrics_of(config)
         means[sign] = [sign * sum(r["reward"] for r in part) / 5 for part in (rows[:5], rows[-5:])]
     assert means[1][1] > means[1][0] + 2
@@ -130,7 +132,9 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, options):
     assert without_times(metrics_of(whole_config)) == without_times(metrics_of(config))
     for name in ("exp_avg", "exp_avg_sq"):
         for a, b in zip(
-            whole.policy.optimizer.state.values(), second.policy.optimizer.state.values(), strict=True
+            whole.policy.optimizer.state.values(),
+            second.policy.optimizer.state.values(),
+            strict=True,
         ):
             assert name not in a or torch.equal(a[name], b[name])
 
@@ -201,7 +205,8 @@ def test_completions_without_signal_are_counted_but_not_computed(tmp_path):
     assert row["update/computed_share"] == sum(seen) / 48
     assert row["groups/signal"] <= 0.5
     constant = make_trainer(
-        make_config(tmp_path / "constant", beta=0.0), lambda completions, **_: [1.0] * len(completions)
+        make_config(tmp_path / "constant", beta=0.0),
+        lambda completions, **_: [1.0] * len(completions),
     )
     before = weights(constant)
     constant.train()
@@ -221,7 +226,9 @@ def test_a_missing_reward_trains_as_if_the_completion_were_absent(tmp_path):
 
 
 def test_nothing_scored_is_no_step_of_the_weights(tmp_path):
-    trainer = make_trainer(make_config(tmp_path), lambda completions, **_: [None] * len(completions))
+    trainer = make_trainer(
+        make_config(tmp_path), lambda completions, **_: [None] * len(completions)
+    )
     before = weights(trainer)
     trainer.train()
     assert equal(before, weights(trainer))
@@ -288,7 +295,10 @@ def test_the_result_loads_with_transformers_and_says_what_it_is(tmp_path):
     assert set(summary["versions"]) == {"python", "torch", "transformers", "rloo"}
     assert len(metrics_of(config)) == 4
     assert RLOOConfig(**summary["config"]) == replace(
-        config, packing=True, rollout_engine="native", max_tokens_per_micro_batch=summary["config"]["max_tokens_per_micro_batch"]
+        config,
+        packing=True,
+        rollout_engine="native",
+        max_tokens_per_micro_batch=summary["config"]["max_tokens_per_micro_batch"],
     )
 
 

@@ -1,7 +1,7 @@
 """The theorem: averaged over every possible group, the production loss has the exact gradient.
 
-A policy over seven sequences of varying length (tokens 0 = end, 1, 2; at most two tokens) is a table
-of 4 x 3 numbers. All groups of K are enumerated with their probabilities.
+A policy over seven sequences of varying length (tokens 0 = end, 1, 2; at most two tokens) is a
+table of 4 x 3 numbers. All groups of K are enumerated with their probabilities.
 """
 
 import itertools
@@ -71,7 +71,9 @@ def expected_gradient(size: int, beta: float, options=None, failure=None) -> Ten
     lps = token_logprobs(theta)
     logps = torch.stack([lp.sum() for lp in lps]).detach()
     total, mass = torch.zeros((), dtype=torch.float64), 0.0
-    patterns = [(True,) * size] if failure is None else itertools.product([True, False], repeat=size)
+    patterns = (
+        [(True,) * size] if failure is None else itertools.product([True, False], repeat=size)
+    )
     patterns = [p for p in patterns if sum(p) >= 2]
     for group in itertools.product(range(len(SEQUENCES)), repeat=size):
         weight = logps[list(group)].sum().exp().item()
@@ -111,7 +113,7 @@ def test_rewards_missing_independently_of_the_completion_leave_it_unbiased(beta)
 
 
 def test_rewards_missing_because_of_the_completion_bias_it():
-    """A grader that fails on half of the answers of two tokens: docs/algorithm.md has the figure."""
+    """A grader that fails on half of the answers of two tokens (docs/algorithm.md)."""
     gradient = expected_gradient(3, 0.0, failure=lambda s: 0.5 * (len(SEQUENCES[s]) == 2))
     exact = exact_gradient(0.0)
     assert (gradient - exact).abs().max().item() == pytest.approx(0.0453, abs=1e-4)

@@ -67,7 +67,7 @@ def token_logprobs(
     def chunk_logprobs(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = _SelectLogprobs.apply(
             head(hidden_chunk), targets_chunk, temperature
-        )  # type: ignore[assignment]
+        )
         return result
 
     rows = max(1, chunk_elements // vocab_size)

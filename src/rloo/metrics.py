@@ -13,7 +13,7 @@ from rloo.types import Group
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What the rollout shows before any update: rewards (unclipped, without KL), lengths, signal."""
+    """What the rollout shows before any update: rewards (unclipped, no KL), lengths, signal."""
     rewards = [[r for r in group.rewards if r is not None] for group in groups]
     flat = [r for group in rewards for r in group]
     scored = [group for group in rewards if len(group) >= 2]

@@ -54,7 +54,8 @@ class Policy:
         )
         self.notes: list[str] = []
         self._check_precision()
-        self.model = model.to(self.device)
+        self.model = model
+        nn.Module.to(model, self.device)
         _require_float32(model)
         self._remove_dropout()
         self.packed = self._install_attention()
@@ -201,8 +202,8 @@ class Policy:
         difference = (self.logprobs(padded)[0] - expected).abs().max().item()
         if not difference <= tolerance:
             raise ValueError(
-                f"log-probs from {type(self.model).__name__}'s hidden states differ from its logits "
-                f"by {difference:.1e}; its output head does something that is not known here"
+                f"log-probs from {type(self.model).__name__}'s hidden states differ from its "
+                f"logits by {difference:.1e}; its output head does something not known here"
             )
         if self.packed:
             packed = self.logprobs(pack(samples, self.device))[0]
@@ -322,8 +323,8 @@ def _warmup_steps(config: RLOOConfig, num_training_steps: int) -> int:
 def _token_budget(model: PreTrainedModel, device: torch.device) -> int:
     """Input tokens of a micro-batch, from memory: activations may take a quarter of what is free.
 
-    A layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022, without
-    the attention scores), and the output head a few per vocabulary entry.
+    A layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022,
+    without the attention scores), and the output head a few per vocabulary entry.
     """
     text_config = model.config.get_text_config()
     numbers = 34 * text_config.hidden_size * text_config.num_hidden_layers

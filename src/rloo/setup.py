@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from datasets import Dataset, DatasetDict
@@ -18,8 +18,8 @@ from rloo.rows import load_rows
 from rloo.tasks import load_task_rows
 from rloo.types import Sampling, Text
 
-Rows = Dataset | DatasetDict | str
-RewardFunction = Callable[..., Any] | str | Mapping[str, Any]
+Rows: TypeAlias = Dataset | DatasetDict | str
+RewardFunction: TypeAlias = Callable[..., Any] | str | Mapping[str, Any]
 
 
 def make_rewards(

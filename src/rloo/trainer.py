@@ -225,7 +225,7 @@ class RLOOTrainer:
             num_threads=torch.get_num_threads(),
             max_tokens_per_micro_batch=self.policy.max_tokens,
             packing=self.policy.packed,
-            rollout_engine=self.engine.name,
+            rollout_engine="native" if self.engine.name == "native" else "hf",
         )
 
     def _describe(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from text import make_tokenizer
 from rloo.config import RLOOConfig
 from rloo.policy import Policy
 from rloo.rollout import countable_samples, credit
-from rloo.update import micro_loss
 from rloo.types import Completion, Group, Prompt
+from rloo.update import micro_loss
 
 pytestmark = [
     pytest.mark.peers,
