@@ -131,7 +131,7 @@ def test_none_as_text_and_null_both_mean_none():
         ({"loss_constant": 3.0}, "loss_aggregation is sequence"),
         ({"eval_pass_k": [1, 4]}, "eval_pass_k holds 4; pass@k needs 1 to 2"),
         ({"eval_pass_k": []}, "eval_pass_k is empty"),
-        ({"dataset_config": "main"}, "dataset_config is main but dataset is null"),
+        ({"dataset_config": "main"}, "dataset_config is main but no dataset is named"),
         ({"model_init_kwargs": {"a": {"b": object}}}, "model_init_kwargs.a.b is <class"),
         ({"model_init_kwargs": {"a": float("inf")}}, "model_init_kwargs.a is inf"),
         ({"use_vllm": True}, "use_vllm is True; sampling with vLLM is not part"),

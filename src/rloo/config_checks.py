@@ -102,10 +102,11 @@ def _check_evaluation(config: RLOOConfig) -> None:
                 f"eval_pass_k holds {k}; pass@k needs 1 to {samples} for {samples} completions per "
                 "prompt (num_generations_eval)"
             )
-    if config.dataset is None and config.dataset_config is not None:
+    named = config.dataset or config.eval_dataset
+    if named is None and config.dataset_config is not None:
         raise ValueError(
-            f"dataset_config is {config.dataset_config} but dataset is null; it chooses among the "
-            "configurations of a hub dataset (dataset)"
+            f"dataset_config is {config.dataset_config} but no dataset is named; it chooses among "
+            "the configurations of a hub dataset (dataset)"
         )
 
 

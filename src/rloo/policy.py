@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import get_parameter_names
+from transformers.utils import logging as hf_logging
 
 from rloo import attention
 from rloo.batch import MicroBatch, Sample, pack, pad
@@ -183,7 +184,8 @@ class Policy:
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write model and tokenizer in Hugging Face format (safetensors)."""
-        self.model.save_pretrained(path)
+        with _quiet():
+            self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
 
     # -- start-up --------------------------------------------------------------------------------
@@ -264,6 +266,7 @@ def load_model(
     options = {"dtype": torch.float32, **(config.model_init_kwargs or {})}
     name, trust = resolve_model(str(config.model)), config.trust_remote_code
     if tokenizer is None:
+        _require_tokenizer_files(Path(name))
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 name, revision=options.get("revision", "main"), trust_remote_code=trust
@@ -272,10 +275,31 @@ def load_model(
             raise ValueError(
                 f"{name} has no tokenizer that can be loaded (model): {error}"
             ) from error
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        name, trust_remote_code=trust, **options
-    )
+    with _quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            name, trust_remote_code=trust, **options
+        )
     return model, tokenizer
+
+
+def _require_tokenizer_files(folder: Path) -> None:
+    # transformers makes up an empty tokenizer for some architectures whose folder has none.
+    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
+        raise ValueError(
+            f"{folder} has no tokenizer that can be loaded (model): it has no tokenizer.json"
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' progress bars, which a small model shows for a blink."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _require_float32(model: PreTrainedModel) -> None:

@@ -48,7 +48,7 @@ def make_source(
     rows = load_task_rows(spec, split) if isinstance(spec, str) else None
     if rows is None:
         # A configuration belongs to the dataset that it was given with.
-        own = isinstance(spec, str) and spec == args.dataset
+        own = isinstance(spec, str) and spec == (args.dataset or args.eval_dataset)
         rows = load_rows(spec, split=split, config_name=args.dataset_config if own else None)
     rows = with_prompts(rows, args.prompt_template)
     rewards.check(rows.column_names)

@@ -76,14 +76,14 @@ def train(run: Run) -> None:
             run.policy.check_packing(_first_of_each_group(samples)[:4])
         with run.timed("credit"):
             given = credit(samples, run.policy, config)
-        for minibatch in minibatches(samples, config):
-            with uninterrupted():
+        with uninterrupted():
+            for minibatch in minibatches(samples, config):
                 with run.timed("update"):
                     metrics |= given.stats | update(run.policy, minibatch, given, config)
                 finish_step(run, groups, metrics)
-            metrics = {}
-            if state.global_step >= state.max_steps:
-                break
+                metrics = {}
+                if state.global_step >= state.max_steps:
+                    break
         if run.control.should_evaluate:
             run.evaluate()
         if run.control.should_save:

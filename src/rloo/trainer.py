@@ -101,13 +101,14 @@ class RLOOTrainer:
         )
         self._user_callbacks = list(callbacks or [])
         self._run: Run | None = None
+        self._start: dict[str, Any] = {}
 
     # -- what a user calls -----------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> dict[str, Any]:
         """Train, write everything to `args.output_dir`, and return the summary.
 
-        Ctrl-C saves a checkpoint and raises KeyboardInterrupt.
+        Whatever ends it early, Ctrl-C or an error, a checkpoint is saved and the error raised.
         """
         if self._source is None:
             raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
@@ -131,11 +132,13 @@ class RLOOTrainer:
         if not start and self.args.eval_on_start:
             start = self._evaluate_and_report(name="start")
         self._start = start
-        status = "interrupted"
+        status = "failed"
         try:
             train(run)
             status = "finished"
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Exception) as error:
+            # Whatever stopped it: the weights are those of the last finished step.
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             with uninterrupted():
                 self._save_checkpoint()
             raise

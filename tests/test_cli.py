@@ -1,0 +1,522 @@
+"""The command `rloo` as a user meets it: exit statuses, output, files and messages."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+from datasets import Dataset
+from models import make_model
+from text import WORDS, make_tokenizer
+
+from rloo import cli
+from rloo.aliases import ALIASES
+from rloo.config import option_types
+from rloo.config_file import parse_command_line
+from rloo.unsupported import REFUSED
+
+REWARDS = """
+import os, signal
+
+def count_small(completions, **columns):
+    return [float(sum(int(word[1:]) < 20 for word in c.split())) for c in completions]
+
+def length(completion_ids):
+    return [float(len(ids)) for ids in completion_ids]
+
+def weight_of_row(completions, weight):
+    return [float(value) for value in weight]
+
+def count_in_message(completions):
+    return count_small([c[0]["content"] for c in completions])
+
+def wrong_length(completions):
+    return [1.0] * (len(completions) - 1)
+
+def string(completions):
+    return [1.0, 1.0, "high"] + [1.0] * (len(completions) - 3)
+
+def infinite(completions):
+    return [1.0, float("inf")] + [1.0] * (len(completions) - 2)
+
+def crash(completions):
+    raise RuntimeError("the judge is away")
+
+CALLS = []
+
+def stop_at_third_call(completion_ids):
+    CALLS.append(1)
+    if len(CALLS) == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    return length(completion_ids)
+"""
+
+ROWS = [
+    {"prompt": " ".join(WORDS[i : i + 3 + i % 4]), "answer": WORDS[i], "weight": i}
+    for i in range(12)
+]
+SMALL = {
+    "num_generations": 4,
+    "num_prompts": 3,
+    "max_steps": 2,
+    "max_completion_length": 6,
+    "learning_rate": 1e-2,
+    "bf16": "false",
+    "gradient_checkpointing": "false",
+    "num_threads": 1,
+    "use_cpu": "true",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model("qwen3").save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, model, monkeypatch) -> Path:
+    """The current folder: rows.jsonl, rewards.py and a YAML file that ties them together."""
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text(REWARDS)
+    write_rows("rows.jsonl", ROWS)
+    options = {"model": str(model), "dataset": "rows.jsonl", "output_dir": "run", "seed": 3}
+    options |= {"reward": "rewards.py:count_small", **SMALL}
+    Path("run.yaml").write_text(yaml.safe_dump(options))
+    return tmp_path
+
+
+def write_rows(path: str, rows: list[dict]) -> str:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_lines(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "rloo.cli", *arguments], capture_output=True, text=True
+    )
+
+
+def refusal(capsys, *arguments: str) -> str:
+    """The one line on stderr with which the command refuses, with status 2."""
+    capsys.readouterr()
+    assert cli.main(list(arguments)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]  # after transformers' bars
+    assert error.startswith("rloo: ")
+    return error
+
+
+def train(*arguments: str) -> None:
+    assert cli.main(["train", "run.yaml", *arguments]) == 0
+
+
+# -- help and configuration -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], [], ["train", "--help"], ["config"]])
+def test_help_needs_neither_torch_nor_a_second(arguments):
+    code = (
+        "import sys, rloo.cli\n"
+        f"status = rloo.cli.main({arguments})\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)\n"
+        "sys.exit(status)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    if arguments != ["config"]:
+        assert shown.stdout.startswith("usage: rloo COMMAND")
+        assert all(f"\n  {command} " in shown.stdout for command in ("train", "eval", "config"))
+
+
+def test_version_is_that_of_the_package(capsys):
+    import rloo
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"rloo {rloo.__version__}\n"
+
+
+def test_config_prints_every_option_with_its_default_and_other_names(capsys):
+    assert cli.main(["config"]) == 0
+    printed = capsys.readouterr().out
+    cells = {line.split("|")[1].strip(" `"): line for line in printed.splitlines() if line}
+    assert set(option_types()) | set(REFUSED) <= set(cells)
+    assert all(f"`{alias}`" in cells[ours] for alias, (ours, _) in ALIASES.items())
+    assert "| `1e-06` |" in cells["learning_rate"]
+
+
+def test_config_prints_what_reads_back_equal(folder, capsys):
+    arguments = ["run.yaml", "--beta", "0.02", "--reward_clip_range", "-1", "1"]
+    assert cli.main(["config", *arguments]) == 0
+    printed = capsys.readouterr().out
+    Path("resolved.yaml").write_text(printed)
+    resolved = parse_command_line(["resolved.yaml"])
+    assert resolved == parse_command_line(arguments)
+    assert (resolved.beta, resolved.num_prompts, resolved.seed) == (0.02, 3, 3)
+    assert cli.main(["config", "resolved.yaml"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(folder):
+    train("--num_generations", "2", "--kl_coef=0.3", "temperature=0.9", "--max-steps", "1")
+    config = json.loads(Path("run/summary.json").read_text())["config"]
+    assert (config["num_generations"], config["beta"], config["temperature"]) == (2, 0.3, 0.9)
+    assert (config["num_prompts"], config["epsilon"], config["max_steps"]) == (3, 0.2, 1)
+    assert len(read_lines("run/completions.jsonl")) == 4
+
+
+def test_areal_s_dotted_names_work_on_the_command_line_and_in_a_file(folder, model):
+    Path("areal.yaml").write_text(
+        f"actor:\n  path: {model}\n  kl_ctl: 0.0\n  gradient_checkpointing: false\n"
+        "  adv_norm: {mean_level: group, mean_leave1out: true, std_level: none}\n"
+        "  optimizer: {lr: 0.01}\n"
+        "gconfig: {n_samples: 4, max_new_tokens: 6}\n"
+        "train_dataset: {path: rows.jsonl, batch_size: 3}\n"
+        "total_train_steps: 1\nbf16: false\nreward: rewards.py:length\noutput_dir: run\n"
+    )
+    dotted = ["actor.adv_norm.std_level=batch", "--gconfig.temperature", "0.8"]
+    assert cli.main(["train", "areal.yaml", *dotted]) == 0
+    config = json.loads(Path("run/summary.json").read_text())["config"]
+    assert (config["mean_level"], config["mean_leave1out"]) == ("group", True)
+    assert (config["std_level"], config["temperature"], config["beta"]) == ("batch", 0.8, 0.0)
+    assert (config["num_generations"], config["num_prompts"], config["max_steps"]) == (4, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run.yaml"],
+        ["--beta", "0.02", "run.yaml"],
+        ["--config", "run.yaml"],
+        ["--config=run.yaml"],
+        ["--dataset", "d"],
+        ["--dataset_name", "d"],
+        ["dataset=d"],
+        ["--train_dataset.path=d"],
+        ["--model-name-or-path=m"],
+        ["actor.path=m"],
+        ["--eval-dataset", "e"],
+    ],
+)
+def test_a_config_a_model_or_a_dataset_keeps_the_embedded_task_out(arguments):
+    assert cli._with_embedded(arguments) == arguments
+
+
+@pytest.mark.parametrize("arguments", [[], ["--beta", "0.02"], ["seed=1", "--max_steps=5"]])
+def test_without_any_of_them_the_embedded_task_comes_first(arguments):
+    assert cli._with_embedded(arguments) == [str(cli.EMBEDDED), *arguments]
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder):
+    code = (
+        "import sys, rloo.cli\n"
+        "status = rloo.cli.main(sys.argv[1:])\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)\n"
+        "sys.exit(status)"
+    )
+    for arguments, expected in [
+        (["--num_generatoins", "4"], "rloo: unknown option --num_generatoins; did you mean"),
+        (["--num_generations", "1"], "rloo: num_generations is 1; it must be at least 2"),
+    ]:
+        command = [sys.executable, "-c", code, "train", "run.yaml", *arguments]
+        refused = subprocess.run(command, capture_output=True, text=True)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith(expected)
+        assert (refused.stdout, refused.stderr.count("\n")) == ("", 1)
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian"], "trian is not a command; there are train, eval, config"),
+        (["train", "run.yaml", "--leraning_rate", "1"], "did you mean learning_rate?"),
+        (["train", "run.yaml", "--use_vllm", "true"], "use_vllm"),
+        (["train", "missing.yaml"], "missing.yaml: No such file"),
+        (["train", "run.yaml", "--num_prompts", "0"], "num_prompts is 0; it must be at least 1"),
+        (["train", "run.yaml", "--reward", "matth"], "did you mean 'math'?"),
+        (["train", "run.yaml", "--reward", "rewards.py:lenth"], "did you mean 'length'?"),
+        (["train", "run.yaml", "--reward", "other.py:f"], "there is no file"),
+        (["train", "run.yaml", "--reward", "no_such_module:f"], "there is no module"),
+        (
+            ["train", "run.yaml", "--reward", "gsm8k", "--reward_weights", "1", "2"],
+            "one weight per",
+        ),
+        (["train", "run.yaml", "--dataset", "none.jsonl"], "none.jsonl does not exist"),
+        (["train", "run.yaml", "--prompt_template", "{promt}"], "did you mean {prompt}?"),
+        (["train", "run.yaml", "--max_completion_length", "40000"], "max_completion_length"),
+        (["train", "run.yaml", "--resume_from_checkpoint"], "no checkpoint to go on from"),
+        (["train", "run.yaml", "--resume_from_checkpoint", "x"], "checkpoint x does not exist"),
+        (["train", "--dataset", "rows.jsonl", "--reward", "length(target_max=3)"], "no model"),
+        (["train", "--model", "{model}", "--reward", "length(target_max=3)"], "no dataset"),
+        (["train", "--model", "{model}", "--dataset", "rows.jsonl"], "no reward function"),
+        (["eval", "run.yaml", "--eval_pass_k", "9"], "eval_pass_k holds 9"),
+        (["eval", "run.yaml", "--eval_split", "test"], "has no split 'test'"),
+        (["config", "run.yaml", "--beta", "much"], "beta is 'much'; it must be a number"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_fault_is_one_line_and_status_2(folder, model, capsys, arguments, expected):
+    error = refusal(capsys, *(str(model) if a == "{model}" else a for a in arguments))
+    assert expected in error
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("name", ["empty.jsonl", "empty.csv", "empty.parquet"])
+def test_an_empty_dataset_is_refused(folder, capsys, name):
+    if name.endswith("parquet"):
+        Dataset.from_dict({"prompt": []}).to_parquet(name)
+    else:
+        Path(name).write_text("prompt\n" if name.endswith("csv") else "")
+    error = refusal(capsys, "train", "run.yaml", "--dataset", name)
+    assert f"{name} has 0 rows; training needs at least 1" in error
+
+
+def test_a_dataset_without_a_prompt_names_its_columns(folder, capsys):
+    write_rows("questions.jsonl", [{"question": "w1", "answer": "w2"}])
+    error = refusal(capsys, "train", "run.yaml", "--dataset", "questions.jsonl")
+    assert "no column 'prompt'; its columns are question, answer" in error
+    assert "prompt_template" in error
+
+
+def test_a_reward_that_needs_a_column_which_is_not_there_names_it(folder, capsys):
+    write_rows("bare.jsonl", [{"prompt": "w1"}])
+    options = ["--dataset", "bare.jsonl", "--reward", "rewards.py:weight_of_row"]
+    error = refusal(capsys, "train", "run.yaml", *options)
+    assert "'weight_of_row' requires the parameter 'weight', which nobody gives" in error
+
+
+def test_a_model_folder_without_a_tokenizer_is_refused(folder, capsys):
+    make_model("qwen3").save_pretrained("bare")
+    error = refusal(capsys, "train", "run.yaml", "--model", "bare")
+    assert "bare has no tokenizer that can be loaded" in error
+
+
+def test_overlong_prompts_are_refused_with_rows_and_lengths_or_dropped_or_cut(folder, capsys):
+    lengths = [len(row["prompt"].split()) for row in ROWS]
+    assert lengths == [3, 4, 5, 6] * 3
+    error = refusal(capsys, "train", "run.yaml", "--max_prompt_length", "4")
+    assert "6 prompts have more than 4 tokens (row 2: 5, row 3: 6, row 6: 5," in error
+    assert "overlong_prompts" in error
+    for choice, rows in (("drop", 6), ("left", 12)):
+        options = ["--max_prompt_length", "4", "--overlong_prompts", choice, "--max_steps", "1"]
+        train(*options, "--output_dir", choice, "--num_prompts", "12", "--log_completions")
+        assert f"\nrows        {rows}\n" in capsys.readouterr().out
+        drawn = {row["prompt_id"] for row in read_lines(f"{choice}/completions.jsonl")}
+        short = {number for number, length in enumerate(lengths) if length <= 4}
+        assert drawn <= short if choice == "drop" else not drawn <= short
+
+
+def test_another_run_in_the_folder_is_refused_and_left_as_it_was(folder, capsys):
+    train("--max_steps", "1")
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    error = refusal(capsys, "train", "run.yaml")
+    assert "--overwrite_output_dir" in error and "--resume_from_checkpoint" in error
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    train("--overwrite_output_dir")
+    assert [row["step"] for row in read_lines("run/metrics.jsonl")] == [1, 2]
+
+
+# -- rewards --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("wrong_length", "'wrong_length' returned 11 rewards for 12 completions"),
+        ("string", "'string' returned str: 'high' for completion 2"),
+        ("infinite", "'infinite' returned inf for completion 1"),
+    ],
+)
+def test_a_faulty_reward_is_named_with_its_row_and_value(folder, capsys, function, expected):
+    error = refusal(capsys, "train", "run.yaml", "--reward", f"rewards.py:{function}")
+    assert expected in error
+
+
+def test_what_a_reward_raises_is_shown_with_its_name(folder):
+    with pytest.raises(RuntimeError, match="the judge is away") as raised:
+        cli.main(["train", "run.yaml", "--reward", "rewards.py:crash"])
+    assert raised.value.__notes__ == ["raised by the reward function 'crash'"]
+
+
+def test_rewards_from_files_modules_and_built_in_are_weighed(folder, monkeypatch):
+    Path("judges").mkdir()
+    Path("judges/__init__.py").write_text("")
+    Path("judges/words.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(folder)
+    rewards = ["rewards.py:count_small", "judges.words:weight_of_row", "exact_match"]
+    rewards.append("length(target_min=2, target_max=4)")
+    train("--reward", *rewards, "--reward_weights", "1", "0.5", "2", "-1", "--log_completions")
+    weights = {"count_small": 1, "weight_of_row": 0.5, "exact_match_reward": 2, "length_reward": -1}
+    (first, *_) = read_lines("run/metrics.jsonl")
+    assert {n for n in first if n.startswith("rewards/") and n.endswith("/mean")} == {
+        f"rewards/{name}/mean" for name in weights
+    }
+    for row in read_lines("run/completions.jsonl"):
+        scores = row["scores"]
+        assert scores["weight_of_row"] == ROWS[row["prompt_id"]]["weight"]
+        assert row["reward"] == pytest.approx(sum(weights[n] * scores[n] for n in weights))
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.parquet", "data.csv"])
+def test_every_kind_of_file_gives_the_same_run(folder, name):
+    rows = Dataset.from_list(ROWS)
+    save = {".jsonl": rows.to_json, ".parquet": rows.to_parquet, ".csv": rows.to_csv}
+    save[Path(name).suffix](name)
+    options = ["--max_steps", "1", "--log_completions", "--reward", "rewards.py:weight_of_row"]
+    train(*options)
+    train(*options, "--dataset", name, "--output_dir", "other")
+    assert read_lines("run/completions.jsonl") == read_lines("other/completions.jsonl")
+
+
+def test_messages_go_through_the_chat_template_with_its_options(folder):
+    """Two template options that write different words make different token ids of the prompt."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }} {% endfor %}{{ 'w7' if thinking else 'w8 w9' }}"
+    )
+    make_model("qwen3").save_pretrained("chat")
+    tokenizer.save_pretrained("chat")
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    write_rows("messages.jsonl", rows)
+    options = ["--model", "chat", "--dataset", "messages.jsonl", "--max_steps", "1"]
+    options += ["--reward", "rewards.py:count_in_message", "--num_prompts", "12"]
+    num_tokens = {}
+    for thinking in ("true", "false"):
+        kwargs = f'{{"thinking": {thinking}}}'
+        train(*options, "--chat_template_kwargs", kwargs, "--output_dir", thinking)
+        (metrics,) = read_lines(f"{thinking}/metrics.jsonl")
+        answers = 48 * metrics["completions/mean_length"]
+        num_tokens[thinking] = metrics["num_tokens"] - answers
+        sampled = read_lines(f"{thinking}/completions.jsonl")[0]["completion"]
+        assert [message["role"] for message in sampled] == ["assistant"]
+    words = sum(len(row["prompt"].split()) for row in ROWS)
+    assert num_tokens == {"true": 4 * (words + 12), "false": 4 * (words + 24)}
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+
+def test_train_from_the_shell_ends_with_a_folder_that_transformers_loads(folder, model):
+    done = run(
+        "train", "run.yaml", "--beta", "0.02", "--eval_on_start", "--eval_dataset=rows.jsonl"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    assert "rewards     count_small" in done.stdout
+    assert "Results in run: summary.json" in done.stdout
+    files = (
+        "metrics.jsonl",
+        "completions.jsonl",
+        "evaluations.jsonl",
+        "checkpoint-2/manifest.json",
+    )
+    assert all((Path("run") / file).exists() for file in files)
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["seed"]) == ("finished", 2, 3)
+    assert set(summary["versions"]) == {"python", "torch", "transformers", "rloo"}
+    for moment in ("start", "end"):
+        assert 0 <= summary[moment]["pass@1_greedy"] <= 1
+    trained = transformers.AutoModelForCausalLM.from_pretrained("run", dtype=torch.float32)
+    first = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    pairs = zip(trained.parameters(), first.parameters(), strict=True)
+    assert all(not torch.equal(a, b) for a, b in pairs)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("run")
+    assert tokenizer("w1 w2")["input_ids"] == make_tokenizer()("w1 w2")["input_ids"]
+    assert cli.main(["eval", "run.yaml", "--model", "run"]) == 0
+
+
+def test_eval_prints_what_it_measured_and_writes_nothing(folder, capsys):
+    options = ["--eval_pass_k", "1", "2", "--num_generations_eval", "4", "--pass_threshold", "2"]
+    assert cli.main(["eval", "run.yaml", *options]) == 0
+    headline, *lines = capsys.readouterr().out.splitlines()
+    assert headline.startswith("pass@1 ")
+    assert "pass@2 " in headline and "pass@1 greedy " in headline and "reward " in headline
+    assert "(12 problems x 4 samples)" in headline
+    named = {line.split()[0] for line in lines}
+    assert {"reward", "num_prompts", "rewards/count_small/mean"} <= named
+    assert not Path("run").exists()
+
+
+def test_eval_takes_a_dataset_of_its_own_and_repeats_itself(folder, model, capsys):
+    write_rows("test.jsonl", ROWS[:5])
+    shown = []
+    options = ["--model", str(model), "--eval_dataset", "test.jsonl", "--reward", "exact_match"]
+    small = [f"--{name}={value}" for name, value in SMALL.items()]
+    for _ in range(2):
+        assert cli.main(["eval", *options, *small]) == 0
+        shown.append(capsys.readouterr().out)
+    assert "(5 problems x 4 samples)" in shown[0]
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("name", ["dataset", "eval_dataset"])
+def test_eval_passes_the_configuration_of_a_hub_dataset_on(folder, model, capsys, name):
+    """Offline, the hub refuses; but the options themselves must be in order."""
+    options = ["--model", str(model), f"--{name}", "owner/data", "--dataset_config", "main"]
+    error = refusal(capsys, "eval", *options, "--eval_split=test", "--reward=exact_match")
+    assert "cannot be loaded from the hub" in error
+
+
+def test_ctrl_c_ends_with_130_and_a_checkpoint_from_which_the_run_goes_on(folder):
+    """From outside: a process that is interrupted after it has printed its second step."""
+    options = ["--max_steps", "2000", "--logging_steps", "1", "--save_strategy", "no"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rloo.cli", "train", "run.yaml", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                process.send_signal(signal.SIGINT)
+                break
+        _, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors.rstrip().endswith("rloo: interrupted")
+    assert "Traceback" not in errors
+    (checkpoint,) = Path("run").glob("checkpoint-*")
+    step = int(checkpoint.name.partition("-")[2])
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "interrupted"
+    train("--max_steps", str(step + 2), "--resume_from_checkpoint")
+    assert [row["step"] for row in read_lines("run/metrics.jsonl")] == list(range(1, step + 3))
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "finished"
+
+
+def test_an_interrupted_and_resumed_run_ends_as_the_whole_one(folder, capsys):
+    options = ["--max_steps", "4", "--log_completions", "--logging_steps", "1"]
+    train(*options, "--reward", "rewards.py:length", "--output_dir", "whole")
+    options += ["--reward", "rewards.py:stop_at_third_call", "--output_dir", "parts"]
+    assert cli.main(["train", "run.yaml", *options]) == 130
+    assert capsys.readouterr().err.endswith("rloo: interrupted\n")
+    assert [path.name for path in Path("parts").glob("checkpoint-*")] == ["checkpoint-2"]
+    train(*options, "--resume_from_checkpoint")
+    for name in ("completion", "reward", "prompt_id", "step"):
+        whole, parts = (
+            [row[name] for row in read_lines(f"{run}/completions.jsonl")]
+            for run in ("whole", "parts")
+        )
+        assert whole == parts
+    first, second = (Path(run, "model.safetensors").read_bytes() for run in ("whole", "parts"))
+    assert first == second
