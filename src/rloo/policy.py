@@ -23,7 +23,7 @@ from transformers.utils import logging as hf_logging
 from rloo import attention
 from rloo.batch import MicroBatch, Sample, pack, pad
 from rloo.config import RLOOConfig
-from rloo.logprobs import token_logprobs
+from rloo.logprobs import score_tokens, token_logprobs
 from rloo.tasks import resolve_model
 from rloo.training_arguments import to_training_arguments
 
@@ -76,6 +76,7 @@ class Policy:
         self.scaler = torch.amp.GradScaler("cuda") if config.fp16 else None
         self.max_tokens = config.max_tokens_per_micro_batch or _token_budget(model, self.device)
         self._head = _output_head(model)
+        self._vocab_size = model.config.get_text_config().vocab_size
 
     # -- what it computes ------------------------------------------------------------------------
 
@@ -87,26 +88,36 @@ class Policy:
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs of the batch's completion tokens at the sampling temperature, and entropies:
         both (T,), float32, in nats. With gradients where they are enabled."""
-        return self._logprobs(self.model, self._head, batch)
+        with self.autocast():
+            return token_logprobs(
+                self._head,
+                _hidden_states(self.model, batch),
+                batch.target_T,
+                temperature=self.config.temperature,
+                vocab_size=self._vocab_size,
+            )
 
-    @torch.no_grad()
+    def score(self, batch: MicroBatch) -> Tensor:
+        """The log-probs alone, without gradients: (T,)."""
+        return self._score(self.model, self._head, batch)
+
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """The same under the frozen reference: (T,). Raises ValueError without one (beta 0)."""
         if self.reference is None:
             raise ValueError("beta is 0; there is no reference model to compare with (beta)")
-        return self._logprobs(self.reference, _output_head(self.reference), batch)[0]
+        return self._score(self.reference, _output_head(self.reference), batch)
 
-    def _logprobs(
+    @torch.no_grad()
+    def _score(
         self, model: PreTrainedModel, head: Callable[[Tensor], Tensor], batch: MicroBatch
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         with self.autocast():
-            hidden = model.base_model(**batch.inputs, use_cache=False).last_hidden_state
-            return token_logprobs(
+            return score_tokens(
                 head,
-                hidden.flatten(0, 1).index_select(0, batch.source_T),
+                _hidden_states(model, batch),
                 batch.target_T,
                 temperature=self.config.temperature,
-                vocab_size=model.config.get_text_config().vocab_size,
+                vocab_size=self._vocab_size,
             )
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -201,14 +212,14 @@ class Policy:
             logits = self.model(**padded.inputs, use_cache=False).logits
         chosen = logits.flatten(0, 1)[padded.source_T].float() / self.config.temperature
         expected = chosen.log_softmax(-1).gather(-1, padded.target_T[:, None])[:, 0]
-        difference = (self.logprobs(padded)[0] - expected).abs().max().item()
+        difference = (self.score(padded) - expected).abs().max().item()
         if not difference <= tolerance:
             raise ValueError(
                 f"log-probs from {type(self.model).__name__}'s hidden states differ from its "
                 f"logits by {difference:.1e}; its output head does something not known here"
             )
         if self.packed:
-            packed = self.logprobs(pack(samples, self.device))[0]
+            packed = self.score(pack(samples, self.device))
             difference = (packed - expected).abs().max().item()
             if not difference <= tolerance:
                 self._refuse_packing(f"packed log-probs differ by {difference:.1e}")
@@ -357,6 +368,12 @@ def _token_budget(model: PreTrainedModel, device: torch.device) -> int:
         return max(1024, min(65536, free // 4 // (4 * numbers)))
     # Beyond this a CPU gains nothing, and loses its caches.
     return max(1024, min(8192, 2**32 // (4 * numbers)))
+
+
+def _hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """(T, D): the states that predict the batch's completion tokens."""
+    hidden = model.base_model(**batch.inputs, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, batch.source_T)
 
 
 def _output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:

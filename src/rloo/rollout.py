@@ -146,15 +146,14 @@ def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Cre
         return Credit(None, None)
     old: dict[Key, Tensor] = {}
     kl: dict[Key, float] = {}
-    with torch.no_grad():
-        for part in split(samples, policy.max_tokens, whole_groups=False):
-            batch = policy.batch(part)
-            logprobs = policy.logprobs(batch)[0]
-            old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
-            if config.beta != 0:
-                reference = policy.reference_logprobs(batch)
-                kl_N = objective.sequence_kl(logprobs, reference, batch.sequence_T, batch.size)
-                kl.update(zip(batch.keys, kl_N.tolist(), strict=True))
+    for part in split(samples, policy.max_tokens, whole_groups=False):
+        batch = policy.batch(part)
+        logprobs = policy.score(batch)
+        old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
+        if config.beta != 0:
+            reference = policy.reference_logprobs(batch)
+            kl_N = objective.sequence_kl(logprobs, reference, batch.sequence_T, batch.size)
+            kl.update(zip(batch.keys, kl_N.tolist(), strict=True))
     penalties = [config.beta * kl.get(s.key, 0.0) for s in samples]
     stats = {}
     if config.beta != 0:

@@ -1,0 +1,245 @@
+"""What holds for the sources as a whole: import direction, lengths, and what is never done."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src"
+README = ROOT / "README.md"
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 400
+
+# From low to high: a module imports from lower rows, or from its own row without a cycle. Packages
+# stand for all of their modules. docs/architecture.md has the reasons.
+ROWS = [
+    "rloo",
+    "types objective options",
+    "unsupported aliases config config_checks config_file config_text training_arguments",
+    "attention shared_prefix logprobs batch data rows metrics rewards checkpoint state records "
+    "reporting console verdict tasks",
+    "policy engines monitor setup",
+    "rollout update evaluate",
+    "train",
+    "trainer cli",
+]
+ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row.split()}
+
+OPTIONAL = ("peft", "vllm", "ray", "wandb", "trackio", "math_verify", "trl", "bitsandbytes")
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "os.system",
+    "torch.load",
+    "yaml.load",
+    "yaml.full_load",
+    "yaml.unsafe_load",
+}
+FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+FORBIDDEN_ARGUMENTS = {"shell=True", "trust_remote_code=True", "allow_pickle=True"}
+# Written apart, so that this file passes its own test.
+MACHINE_PATHS = re.compile("|".join(f"/{name}/" for name in ("work", "tmp", "root", "home", "opt")))
+TEXT_FILES = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".json", ".jsonl", ".cfg", ""}
+
+
+def source_files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def row_of(module: str) -> int:
+    parts = module.split(".")
+    name = parts[1] if len(parts) > 1 else parts[0]
+    assert name in ROW_OF, f"{module} stands in no row of tests/test_sources.py (ROWS)"
+    return ROW_OF[name]
+
+
+def is_typing_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker sees."""
+    for child in ast.iter_child_nodes(node):
+        if not is_typing_only(child):
+            yield child
+            yield from run_time_nodes(child)
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The dotted names that an import statement binds; `from a import b` is a.b."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def own_imports(path: Path, modules: set[str]) -> set[str]:
+    """The package's modules that `path` imports, inside functions too."""
+    found = set()
+    for node in run_time_nodes(parse(path)):
+        for name in imported(node):
+            if name.split(".")[0] == "rloo":
+                found.add(name if name in modules else name.rpartition(".")[0])
+    return found
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(parse(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def test_imports_go_from_low_to_high():
+    modules = {name_of(path) for path in source_files()}
+    graph = {name_of(path): own_imports(path, modules) for path in source_files()}
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in graph.items()
+        for other in others
+        if row_of(other) > row_of(module)
+    ]
+    assert not wrong
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}")
+
+
+def test_every_row_names_modules_that_exist():
+    existing = {path.stem for path in (SOURCE / "rloo").iterdir()} | {"rloo"}
+    assert set(ROW_OF) - existing == set()
+
+
+def test_functions_and_files_are_short():
+    long = [
+        f"{name_of(path)}.{function.name} has {length} lines"
+        for path in source_files()
+        for function in functions(path)
+        if (length := function.end_lineno - function.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    long += [
+        f"{name_of(path)} has {length} lines"
+        for path in source_files()
+        if (length := len(path.read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
+    ]
+    assert not long
+
+
+def test_nothing_that_runs_data_as_code():
+    found = []
+    for path in source_files():
+        for node in ast.walk(parse(path)):
+            where = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
+                found.append(f"{where} calls {ast.unparse(node.func)}")
+            if isinstance(node, ast.keyword) and ast.unparse(node) in FORBIDDEN_ARGUMENTS:
+                found.append(f"{where} passes {ast.unparse(node)}")
+            # The table of refused options has it as TRL's default of vllm_server_host.
+            is_table = name_of(path) == "rloo.unsupported"
+            if isinstance(node, ast.Constant) and node.value == "0.0.0.0" and not is_table:
+                found.append(f"{where} names 0.0.0.0")
+            for name in imported(node):
+                if name.split(".")[0] in FORBIDDEN_IMPORTS:
+                    found.append(f"{where} imports {name}")
+    assert not found
+
+
+@pytest.mark.parametrize("library", OPTIONAL)
+def test_optional_libraries_are_imported_in_one_file_inside_functions(library):
+    def imports_it(node: ast.AST) -> bool:
+        return any(name.split(".")[0] == library for name in imported(node))
+
+    files = [p for p in source_files() if any(map(imports_it, run_time_nodes(parse(p))))]
+    assert len(files) <= 1, files
+    for path in files:
+        inside = sum(imports_it(node) for f in functions(path) for node in ast.walk(f))
+        assert inside == sum(imports_it(node) for node in run_time_nodes(parse(path)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import rloo", "import rloo.config", "from rloo.cli import main; main(['--help'])"],
+)
+def test_help_and_options_need_neither_torch_nor_transformers(code, tmp_path):
+    check = "import sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    result = run_python("-W", "error", "-c", f"{code}\n{check}", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_public_functions_and_classes_have_docstrings():
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    missing = [
+        f"{name_of(path)}.{node.name}"
+        for path in source_files()
+        for node in parse(path).body
+        if isinstance(node, kinds) and node.name[0] != "_" and not ast.get_docstring(node)
+    ]
+    missing += [name_of(path) for path in source_files() if not ast.get_docstring(parse(path))]
+    assert not missing
+
+
+def test_no_file_names_a_path_of_some_machine():
+    folders = ("src", "tests", "benchmarks", "docs", "examples", "tools", ".ci")
+    files = [p for folder in folders for p in (ROOT / folder).rglob("*")]
+    files += [p for p in ROOT.iterdir() if p.suffix in (".md", ".toml")]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in files
+        if path.is_file() and path.suffix in TEXT_FILES
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if MACHINE_PATHS.search(line)
+    ]
+    assert not found
+
+
+def readme_blocks(language: str) -> list[str]:
+    assert README.exists(), "README.md is missing"
+    blocks = re.findall(
+        rf"^```{language}\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert blocks, f"README.md has no ```{language} block"
+    return blocks
+
+
+@pytest.mark.parametrize("name", ["install", "test"])
+def test_readme_has_the_commands_that_ci_runs(name):
+    readme_blocks("bash")
+    text = README.read_text(encoding="utf-8")
+    assert re.search(rf"^<!-- ci:{name} -->\n+```bash\n(?!```)", text, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_python_examples_of_the_readme_run_as_they_stand(tmp_path):
+    for number, block in enumerate(readme_blocks("python")):
+        script = tmp_path / f"example_{number}.py"
+        script.write_text(block, encoding="utf-8")
+        result = run_python(script.name, cwd=tmp_path)
+        assert result.returncode == 0, f"{block}\n{result.stderr}"
