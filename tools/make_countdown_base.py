@@ -43,8 +43,8 @@ from rloo.tasks.countdown import (
 
 SEED = 0
 GIVE_UP_PROBABILITY = 0.55
-NUM_PATIENT_STEPS = 1300
-NUM_STEPS = 1600
+NUM_PATIENT_STEPS = 2100
+NUM_STEPS = 2400
 BATCH_ROWS = 12
 ROW_TOKENS = 96
 LEARNING_RATE = 2e-3
@@ -99,30 +99,31 @@ class Lesson(NamedTuple):
     learned: str
 
 
-def show_prompt(numbers: list[int], problem: dict[str, Any]) -> str:
-    """The problem with its numbers in the order of `numbers`."""
-    return f"{' '.join(map(str, numbers))} -> {problem['target']} :"
+def show_prompt(problem: dict[str, Any], rng: random.Random) -> str:
+    """The problem with its numbers in any order."""
+    shown = " ".join(map(str, rng.sample(problem["numbers"], 3)))
+    return f"{shown} -> {problem['target']} :"
 
 
 def order_search(numbers: list[int], rng: random.Random) -> list[Attempt]:
-    """All attempts: the pairs in the order of the prompt, the operations of each in any order.
+    """All attempts, pair by pair: the pairs in random order, the operations of each too.
 
-    Without an order the search is hard to continue without repeats, and repeats are slow to unlearn
-    from a reward.
+    A search that jumps between pairs is hard to continue without repeats, and repeats are slow to
+    unlearn from a reward.
     """
-    by_pair = [list_attempts(pair) for pair in combinations(numbers, 2)]
+    pairs = rng.sample(list(combinations(numbers, 2)), 3)
+    by_pair = [list_attempts(pair) for pair in pairs]
     return [attempt for group in by_pair for attempt in rng.sample(group, len(group))]
 
 
 def write_search(problem: dict[str, Any], give_up_probability: float, rng: random.Random) -> Lesson:
     """A search without repeats that the writer may leave before the hit."""
     written: list[str] = []
-    numbers = rng.sample(problem["numbers"], 3)
-    for attempt in order_search(numbers, rng):
+    for attempt in order_search(problem["numbers"], rng):
         written.append(str(attempt))
         if attempt.value == problem["target"] or rng.random() < give_up_probability:
             break
-    return Lesson(show_prompt(numbers, problem), f" {SEPARATOR} ".join(written) + f" {EOS}")
+    return Lesson(show_prompt(problem, rng), f" {SEPARATOR} ".join(written) + f" {EOS}")
 
 
 def write_drill(problem: dict[str, Any], give_up_probability: float, rng: random.Random) -> Lesson:
@@ -133,8 +134,7 @@ def write_drill(problem: dict[str, Any], give_up_probability: float, rng: random
     question, value = str(attempt).rsplit(maxsplit=1)
     stops = attempt in hits or rng.random() < give_up_probability
     after = EOS if stops else SEPARATOR
-    prompt = show_prompt(rng.sample(problem["numbers"], 3), problem)
-    return Lesson(f"{prompt} {question}", f"{value} {after}")
+    return Lesson(f"{show_prompt(problem, rng)} {question}", f"{value} {after}")
 
 
 def iterate_examples(

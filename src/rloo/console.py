@@ -164,6 +164,7 @@ def progress(
 
 
 def progress_bar(step: int, max_steps: int) -> str:
+    """`[=====.....]`, filled by the share of the steps that is done."""
     filled = round(_BAR_WIDTH * min(step / max(max_steps, 1), 1.0))
     return f"[{'=' * filled}{'.' * (_BAR_WIDTH - filled)}]"
 

@@ -98,6 +98,7 @@ def make_state(source: PromptSource | None, args: RLOOConfig) -> TrainerState:
 
 
 def make_sampling(args: RLOOConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """How training draws: the sampling options, and every token that ends a completion."""
     return Sampling(
         max_tokens=args.max_completion_length,
         stop_token_ids=stop_token_ids,

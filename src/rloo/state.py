@@ -124,6 +124,7 @@ def flatten(tree: Any) -> Flat:
 
 
 def unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The tree that `flatten` was given."""
     if isinstance(value, list):
         return [unflatten(item, tensors) for item in value]
     if not isinstance(value, dict):

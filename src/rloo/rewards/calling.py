@@ -58,6 +58,8 @@ class Log:
 
 
 def read_signature(function: Callable[..., Any], name: str, weight: float) -> Reward:
+    """What a reward function accepts and requires by name. Raises ValueError where it cannot be
+    called by name at all."""
     if not callable(function):
         raise ValueError(f"the reward {function!r} is a {type(function).__name__}, not a function")
     try:
@@ -85,6 +87,7 @@ def read_signature(function: Callable[..., Any], name: str, weight: float) -> Re
 
 
 def name_of(function: Callable[..., Any]) -> str:
+    """The name of a function in metrics: its own, or that of its class."""
     function = getattr(function, "func", function)  # functools.partial
     return getattr(function, "__name__", type(function).__name__)
 
@@ -92,6 +95,8 @@ def name_of(function: Callable[..., Any]) -> str:
 def make_arguments(
     reward: Reward, given: Mapping[str, list[Any]], trainer_state: Any, log: Log
 ) -> dict[str, Any]:
+    """The keyword arguments that `reward` accepts, as copies that it may change."""
+
     def accepts(name: str) -> bool:
         return reward.accepts is None or name in reward.accepts
 
@@ -121,6 +126,8 @@ def _unwrap(value: Any) -> Any:
 
 
 def read_rewards(result: Any, name: str, count: int) -> list[float | None]:
+    """What a reward function returned, as `count` numbers or None. Raises ValueError that names the
+    function, the row and the value."""
     if getattr(result, "ndim", None) == 1 and hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, (list, tuple)):

@@ -1,0 +1,42 @@
+"""The embedded run learns what the reward says, for every seed, and nothing from a shuffled one."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from rloo import RLOOTrainer
+from rloo.cli import EMBEDDED
+from rloo.config_file import parse_command_line
+from rloo.tasks.countdown import countdown_reward
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def run_embedded(tmp_path, seed, reward=None):
+    config = parse_command_line([str(EMBEDDED), "--seed", str(seed), "--disable_tqdm", "true"])
+    config = replace(config, output_dir=str(tmp_path / "run"))
+    return RLOOTrainer(reward_funcs=reward, args=config).train()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_accuracy_rises_from_below_40_to_above_80_percent(tmp_path, seed):
+    summary = run_embedded(tmp_path, seed)
+    start, end = summary["start"], summary["end"]
+    assert start["num_prompts"] >= 500
+    assert start["pass@1"] <= 0.40
+    assert end["pass@1"] >= 0.80
+    assert end["pass@1_greedy"] >= start["pass@1_greedy"] + 0.25
+    assert end["completions/mean_length"] > 1.5 * start["completions/mean_length"]
+
+
+def test_shuffled_rewards_teach_nothing(tmp_path):
+    rng = random.Random(0)
+
+    def shuffled(completions, numbers, target):
+        rewards = countdown_reward(completions, numbers, target)
+        return rng.sample(rewards, len(rewards))
+
+    summary = run_embedded(tmp_path, 0, shuffled)
+    # The mean over the held-out problems does not care for the order of the rewards.
+    assert summary["end"]["pass@1"] < summary["start"]["pass@1"] + 0.05
