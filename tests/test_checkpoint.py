@@ -488,8 +488,15 @@ def test_a_fresh_folder_is_made_and_other_files_are_no_concern(tmp_path):
         claim_output_dir(tmp_path / "a" / "b" / "notes.txt", overwrite=False, resuming=False)
 
 
-@pytest.mark.parametrize("marker", ["summary.json", "metrics.jsonl", "completions.jsonl"])
-def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path, marker):
+def test_what_a_run_without_a_step_left_is_in_nobodys_way(tmp_path):
+    for name in ("summary.json", "evaluations.jsonl", "config.yaml"):
+        (tmp_path / name).write_text("{}")
+    claim_output_dir(tmp_path, overwrite=False, resuming=False)
+    assert names(tmp_path) == []
+
+
+def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path):
+    marker = "metrics.jsonl"
     (tmp_path / marker).write_text("{}")
     with pytest.raises(ValueError, match=rf"{marker}.*--overwrite_output_dir.*--resume_from_check"):
         claim_output_dir(tmp_path, overwrite=False, resuming=False)

@@ -449,7 +449,8 @@ def test_train_from_the_shell_ends_with_a_folder_that_transformers_loads(folder,
 def test_eval_prints_what_it_measured_and_writes_nothing(folder, capsys):
     options = ["--eval_pass_k", "1", "2", "--num_generations_eval", "4", "--pass_threshold", "2"]
     assert cli.main(["eval", "run.yaml", *options]) == 0
-    headline, *lines = capsys.readouterr().out.splitlines()
+    what, headline, *lines = capsys.readouterr().out.splitlines()
+    assert what.endswith("rows.jsonl (train), temperature 1")
     assert headline.startswith("pass@1 ")
     assert "pass@2 " in headline and "pass@1 greedy " in headline and "reward " in headline
     assert "(12 problems x 4 samples)" in headline
@@ -520,3 +521,30 @@ def test_an_interrupted_and_resumed_run_ends_as_the_whole_one(folder, capsys):
         assert whole == parts
     first, second = (Path(run, "model.safetensors").read_bytes() for run in ("whole", "parts"))
     assert first == second
+
+
+def test_what_a_reward_raises_keeps_its_place_and_the_functions_name(folder, capsys):
+    Path("bad.py").write_text(
+        "def score(completions):\n    return [float(c) for c in completions]\n"
+    )
+    with pytest.raises(ValueError, match="could not convert string to float") as error:
+        cli.main(["train", "run.yaml", "--reward", "bad.py:score"])
+    assert any("score" in note for note in error.value.__notes__)
+
+
+def test_a_reward_that_needs_the_single_prompt_is_refused_before_sampling(folder, capsys):
+    Path("bad.py").write_text("def score(completions, prompt):\n    raise AssertionError\n")
+    assert cli.main(["train", "run.yaml", "--reward", "bad.py:score"]) == 2
+    assert "'prompt'" in capsys.readouterr().err
+
+
+def test_the_embedded_run_replaces_no_other_and_can_be_resumed(folder, capsys):
+    options = ["--eval_size", "8", "--num_prompts", "2", "--save_strategy", "steps"]
+    small = ["train", *options, "--save_steps", "1"]
+    assert cli.main([*small, "--max_steps", "1"]) == 0
+    assert cli.main([*small, "--max_steps", "1"]) == 2
+    assert "--overwrite_output_dir" in capsys.readouterr().err
+    assert cli.main([*small, "--max_steps", "2", "--resume_from_checkpoint"]) == 0
+    steps = [json.loads(x)["step"] for x in Path("runs/countdown/metrics.jsonl").open()]
+    assert steps == [1, 2]
+    assert cli.main(["eval", "runs/countdown/config.yaml", "--model", "runs/countdown"]) == 0

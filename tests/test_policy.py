@@ -1,3 +1,4 @@
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rloo.batch import exceeds, split
 from rloo.config import RLOOConfig
 from rloo.logprobs import token_logprobs
-from rloo.policy import Policy, load_model
+from rloo.modeling import load_model
+from rloo.policy import Policy
 
 TEMPERATURE = 0.7
 
@@ -93,7 +95,7 @@ def test_hybrid_linear_attention_falls_back_to_padding_and_says_so():
     assert policy.notes == [
         "updates are padded, not packed: Qwen3NextForCausalLM has layers of type linear_attention"
     ]
-    policy.check_packing(samples)
+    policy.check_forward(samples)
     with torch.no_grad():
         logprobs, _ = policy.logprobs(policy.batch(samples))
     assert (logprobs - expected).abs().max() < 1e-4
@@ -109,7 +111,7 @@ def test_a_model_that_ignores_the_layout_is_found_at_start_and_padded():
     policy = make_policy(model)
     # An attention that never sees the layout: completions would attend to each other.
     model.set_attn_implementation("sdpa")
-    policy.check_packing(samples)
+    policy.check_forward(samples)
     assert not policy.packed
     assert "packed log-probs differ by" in policy.notes[0]
 
@@ -126,7 +128,7 @@ def test_an_unknown_output_head_is_refused():
 
     model.forward = scaled
     with pytest.raises(ValueError, match="output head does something"):
-        policy.check_packing(make_samples())
+        policy.check_forward(make_samples())
 
 
 @pytest.mark.parametrize("chunk_elements", [97, 97 * 7, 97 * 1000])
@@ -298,3 +300,31 @@ def test_optimizers_and_schedules_by_name(optim, schedule):
     assert rates == pytest.approx(expected)
     decays = [group["weight_decay"] for group in policy.optimizer.param_groups]
     assert decays == [0.1, 0.0]
+
+
+def test_padded_micro_batches_count_their_padding():
+    samples = make_samples(4, 4)
+    policy = make_policy(make_model("llama"), packing=False)
+    for whole_groups in (True, False):
+        parts = split(samples, 300, whole_groups=whole_groups, packed=False)
+        assert [s.key for part in parts for s in part] == [s.key for s in samples]
+        assert len(parts) > 1
+        assert all(policy.batch(part).num_input_tokens <= 300 for part in parts)
+    # A prompt of 2 and completions of 1 and 9: 2 + 0 + 8 packed, 2 rows of 10 padded.
+    group = [
+        dataclasses.replace(samples[0], key=(0, k), prompt_ids=[5, 6], token_ids=[7] * length)
+        for k, length in enumerate((1, 9))
+    ]
+    assert exceeds(group, 9, packed=True)
+    assert not exceeds(group, 10, packed=True)
+    assert exceeds(group, 19, packed=False)
+    assert not exceeds(group, 20, packed=False)
+
+
+def test_optimizers_and_schedules_that_cannot_be_made_are_named():
+    with pytest.raises(ValueError, match="optim is galore_adamw; that family is not part"):
+        make_policy(make_model("llama"), optim="galore_adamw")
+    with pytest.raises(ValueError, match="lr_scheduler_type is cosine with lr_scheduler_kwargs"):
+        make_policy(
+            make_model("llama"), lr_scheduler_type="cosine", lr_scheduler_kwargs={"nonsense": 1}
+        )

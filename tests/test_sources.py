@@ -26,9 +26,11 @@ ROWS = [
     "unsupported aliases config config_checks config_file config_text training_arguments",
     "attention shared_prefix logprobs batch data rows metrics rewards checkpoint state records "
     "reporting console verdict tasks",
+    "modeling optimizers",
     "policy engines monitor setup",
     "rollout update evaluate",
     "train",
+    "resume",
     "trainer cli",
 ]
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row.split()}

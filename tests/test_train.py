@@ -229,10 +229,10 @@ def test_a_missing_reward_trains_as_if_the_completion_were_absent(tmp_path):
     assert '"reward": null' in Path(config.output_dir, "completions.jsonl").read_text()
 
 
-def test_nothing_scored_is_no_step_of_the_weights(tmp_path):
-    trainer = make_trainer(
-        make_config(tmp_path), lambda completions, **_: [None] * len(completions)
-    )
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_nothing_scored_is_no_step_of_the_weights(tmp_path, iterations):
+    config = make_config(tmp_path, num_iterations=iterations)
+    trainer = make_trainer(config, lambda completions, **_: [None] * len(completions))
     before = weights(trainer)
     trainer.train()
     assert equal(before, weights(trainer))
@@ -372,3 +372,159 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="checkpoint is of another model"):
         other.train(resume_from_checkpoint=True)
+
+
+def interrupt_at(step):
+    """The reward, and a Ctrl-C while it scores the rollout of that step."""
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(1)
+        if len(calls) == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return count_words(completions)
+
+    return reward
+
+
+def make_interrupted(tmp_path, **options) -> RLOOConfig:
+    config = make_config(tmp_path, save_strategy="no", **options)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(config, interrupt_at(3)).train()
+    return config
+
+
+def test_tokens_of_a_rollout_that_was_thrown_away_are_not_counted(tmp_path):
+    make_trainer(make_config(tmp_path / "whole")).train()
+    config = make_interrupted(tmp_path / "parts")
+    make_trainer(config).train(resume_from_checkpoint=True)
+    whole = metrics_of(make_config(tmp_path / "whole"))
+    assert [r["num_tokens"] for r in metrics_of(config)] == [r["num_tokens"] for r in whole]
+
+
+def test_a_resumed_run_refuses_what_its_optimizer_would_ignore(tmp_path):
+    config = make_interrupted(tmp_path)
+    with pytest.raises(ValueError, match="learning_rate is 0.5 and was 0.01"):
+        make_trainer(replace(config, learning_rate=0.5)).train(resume_from_checkpoint=True)
+
+
+def test_a_resumed_run_names_the_other_options_that_differ(tmp_path):
+    config = make_interrupted(tmp_path)
+    trainer = make_trainer(replace(config, beta=0.9))
+    trainer.train(resume_from_checkpoint=True)
+    assert "resumed with other options: beta 0.05 -> 0.9" in trainer.monitor.notes
+
+
+def test_a_checkpoint_that_began_from_other_weights_is_refused(tmp_path):
+    config = make_interrupted(tmp_path)
+    other = RLOOTrainer(
+        model=make_model("qwen3", seed=1),
+        reward_funcs=count_words,
+        args=config,
+        train_dataset=ROWS,
+        processing_class=make_tokenizer(),
+    )
+    with pytest.raises(ValueError, match="began from other weights"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_a_packed_run_goes_on_padded_where_that_is_asked_for(tmp_path):
+    config = make_interrupted(tmp_path)
+    make_trainer(replace(config, packing=False, rollout_engine="hf")).train(True)
+    assert all(row["mismatch/max"] < 1e-5 for row in metrics_of(config))
+
+
+def test_the_model_survives_a_failing_final_evaluation(tmp_path):
+    config = make_config(tmp_path, eval_on_start=True, save_strategy="no", max_steps=2)
+    calls = []
+
+    def fails_at_the_end(completions, **_):
+        calls.append(1)
+        if len(calls) > 4:  # two at the start (sampled, greedy), one a step
+            raise ValueError("no")
+        return count_words(completions)
+
+    trainer = make_trainer(config, fails_at_the_end, eval_dataset=ROWS)
+    with pytest.raises(ValueError, match="no"):
+        trainer.train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.output_dir)
+    assert equal(weights(trainer), dict(model.named_parameters()))
+    assert json.loads(Path(config.output_dir, "summary.json").read_text())["status"] == "failed"
+
+
+def test_a_run_that_failed_in_its_first_rollout_leaves_the_folder_free(tmp_path):
+    def broken(completions, **_):
+        raise ValueError("no")
+
+    config = make_config(tmp_path, max_steps=1)
+    with pytest.raises(ValueError, match="no"):
+        make_trainer(config, broken).train()
+    assert not list(Path(config.output_dir).glob("checkpoint-*"))
+    make_trainer(config).train()
+
+
+def test_evaluation_without_data_is_refused_at_once(tmp_path):
+    for options in ({"eval_on_start": True}, {"eval_strategy": "steps"}):
+        with pytest.raises(ValueError, match="there is nothing to evaluate on"):
+            make_trainer(make_config(tmp_path, **options))
+
+
+def test_an_evaluation_set_that_nothing_uses_is_noted(tmp_path):
+    trainer = make_trainer(make_config(tmp_path), eval_dataset=ROWS)
+    assert any("evaluation set is not used" in note for note in trainer.policy.notes)
+
+
+def test_prompts_that_are_cut_or_left_out_are_counted_in_a_note(tmp_path):
+    for mode, words in (("drop", "6 prompts are too long"), ("left", "6 prompts are cut")):
+        config = make_config(tmp_path, max_prompt_length=4, overlong_prompts=mode)
+        assert any(note.startswith(words) for note in make_trainer(config).policy.notes)
+
+
+def test_the_forward_is_checked_on_the_first_scored_rollout(tmp_path):
+    calls = []
+
+    def late(completions, **_):
+        calls.append(1)
+        return count_words(completions) if len(calls) > 1 else [None] * len(completions)
+
+    trainer = make_trainer(make_config(tmp_path), late)
+    trainer.model.set_attn_implementation("sdpa")  # packing would let completions see each other
+    trainer.train()
+    assert not trainer.policy.packed
+    assert any("packed log-probs differ" in note for note in trainer.monitor.notes)
+
+
+def test_the_schedule_counts_steps_without_signal(tmp_path):
+    config = make_config(tmp_path, lr_scheduler_type="linear", beta=0.0)
+    trainer = make_trainer(config, lambda completions, **_: [1.0] * len(completions))
+    trainer.train()
+    assert trainer.policy.scheduler.get_last_lr() == [0.0]
+
+
+def test_dropout_kept_as_numbers_is_removed_too(tmp_path):
+    options = transformers.OPTConfig(
+        vocab_size=97,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+        dropout=0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    trainer = RLOOTrainer(
+        model=transformers.AutoModelForCausalLM.from_config(options),
+        reward_funcs=count_words,
+        args=make_config(tmp_path, gradient_checkpointing=True),
+        train_dataset=ROWS,
+        processing_class=make_tokenizer(),
+    )
+    trainer.train()
+    rows = metrics_of(trainer.args)
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-7)
+    assert all(row["mismatch/max"] < 1e-4 for row in rows)
+    assert any("dropout (up to 0.3)" in note for note in trainer.monitor.notes)

@@ -58,31 +58,29 @@ class MicroBatch:
         return len(self.keys)
 
 
-def split(samples: Sequence[Sample], max_tokens: int, *, whole_groups: bool) -> list[list[Sample]]:
-    """Micro-batches of at most `max_tokens` input tokens: a pure function of its arguments.
+def split(
+    samples: Sequence[Sample], max_tokens: int, *, whole_groups: bool, packed: bool = True
+) -> list[list[Sample]]:
+    """Micro-batches of at most `max_tokens` input tokens, padding included where they will not be
+    `packed`: a pure function of its arguments.
 
     Groups stay whole if `whole_groups`; one that alone exceeds the budget is a micro-batch of its
     own (`exceeds` tells beforehand). Otherwise a group is cut where the budget ends, and its prompt
     computed once in each part.
     """
     batches: list[list[Sample]] = []
-    used = 0
     for group in _by_group(samples):
-        units = [group] if whole_groups else [[sample] for sample in group]
-        for unit in units:
-            continues = bool(batches) and batches[-1][-1].key[0] == unit[0].key[0]
-            cost = _cost(unit) - (len(unit[0].prompt_ids) if continues else 0)
-            if not batches or used + cost > max_tokens:
-                batches.append([])
-                used, cost = 0, _cost(unit)
-            batches[-1].extend(unit)
-            used += cost
+        for unit in [group] if whole_groups else [[sample] for sample in group]:
+            if batches and _cost([*batches[-1], *unit], packed) <= max_tokens:
+                batches[-1].extend(unit)
+            else:
+                batches.append(list(unit))
     return batches
 
 
-def exceeds(samples: Sequence[Sample], max_tokens: int) -> bool:
+def exceeds(samples: Sequence[Sample], max_tokens: int, *, packed: bool = True) -> bool:
     """Whether some group alone is larger than the budget."""
-    return any(_cost(group) > max_tokens for group in _by_group(samples))
+    return any(_cost(group, packed) > max_tokens for group in _by_group(samples))
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
@@ -168,6 +166,9 @@ def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     return list(groups.values())
 
 
-def _cost(samples: Sequence[Sample]) -> int:
-    """Input tokens of completions of one group: the prompt once."""
-    return len(samples[0].prompt_ids) + sum(len(s.token_ids) - 1 for s in samples)
+def _cost(samples: Sequence[Sample], packed: bool) -> int:
+    """Input tokens of a micro-batch: each prompt once, or all rows as long as the longest."""
+    if not packed:
+        return len(samples) * max(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
+    prompts = sum(len(group[0].prompt_ids) for group in _by_group(samples))
+    return prompts + sum(len(s.token_ids) - 1 for s in samples)

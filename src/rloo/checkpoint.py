@@ -28,7 +28,8 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 PARTS = ("optimizer", "scheduler", "rng")
 STATE = "trainer_state.json"
-RUN_FILES = ("summary.json", "metrics.jsonl", "completions.jsonl", "evaluations.jsonl")
+METRICS = "metrics.jsonl"
+RUN_FILES = (METRICS, "summary.json", "completions.jsonl", "evaluations.jsonl", "config.yaml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +210,10 @@ def claim_output_dir(path: Path, *, overwrite: bool, resuming: bool) -> None:
     path.mkdir(parents=True, exist_ok=True)
     files = [path / name for name in RUN_FILES if (path / name).exists()]
     checkpoints = [folder for _, folder in _list_checkpoints(path)]
+    # A run that made no step left nothing to lose.
+    another = checkpoints or (path / METRICS).exists()
     if (files or checkpoints) and not resuming:
-        if not overwrite:
+        if another and not overwrite:
             found = ", ".join(item.name for item in (*files, *checkpoints))
             raise ValueError(
                 f"output_dir {path} holds another run ({found}); replace it with "

@@ -20,8 +20,7 @@ commands:
 examples:
   rloo train
   rloo train examples/gsm8k.yaml --model Qwen/Qwen3-0.6B --beta 0.02 --num_generations 8
-  rloo eval --model runs/gsm8k --dataset openai/gsm8k --dataset_config main --eval_split test \\
-      --prompt_template "{question}" --reward gsm8k
+  rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null
 """
 
 EMBEDDED = Path(__file__).parent / "tasks" / "countdown.yaml"
@@ -48,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return commands[given[0]](given[1:])
     except ValueError as error:
+        if getattr(error, "__notes__", None):  # raised in a user's reward: the place matters
+            raise
         print(f"rloo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -84,7 +85,12 @@ def _evaluate(arguments: list[str]) -> int:
     from rloo.console import print_evaluation
     from rloo.trainer import RLOOTrainer
 
-    print_evaluation(RLOOTrainer(args=config).evaluate(metric_key_prefix=""))
+    trainer = RLOOTrainer(args=config)
+    split = config.eval_split or "train"
+    print(f"{config.model} on {config.eval_dataset} ({split}), temperature {config.temperature:g}")
+    for note in trainer.policy.notes:
+        print(f"note: {note}")
+    print_evaluation(trainer.evaluate(metric_key_prefix=""))
     return 0
 
 

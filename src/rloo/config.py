@@ -43,9 +43,9 @@ class RLOOConfig:
     """
 
     # What is trained on what
-    model: str | None = own(None, "Hub id or folder; null is the embedded model.", ms_swift=True)
+    model: str | None = own(None, "Hub id or folder (countdown: the embedded one).", ms_swift=True)
     dataset: str | None = own(
-        None, "Hub id, folder, JSONL, Parquet or CSV; null is the embedded task.", ms_swift=True
+        None, "Hub id, folder, JSONL, Parquet or CSV (countdown: embedded).", ms_swift=True
     )
     dataset_config: str | None = own(None, "Configuration name of a hub dataset (GSM8K: main).")
     dataset_split: str = own("train", "Split of `dataset` to train on.")
@@ -146,8 +146,6 @@ class RLOOConfig:
     lr_scheduler_kwargs: dict[str, Any] | None = shared(None, "Arguments of the schedule.")
     warmup_steps: float = shared(0.0, "Steps of linear warm-up; below 1 a share of all steps.")
     optim: str = shared("adamw_torch_fused", "Optimizer, by its name in transformers.")
-    optim_args: str | None = shared(None, "Its arguments: key=value, separated by commas.")
-    optim_target_modules: str | list[str] | None = shared(None, "Modules for GaLore, APOLLO etc.")
 
     # Model, precision, machine
     model_init_kwargs: dict[str, Any] | None = from_trl(None, "Passed to from_pretrained.")
@@ -167,7 +165,6 @@ class RLOOConfig:
         None, "Steps between evaluations, below 1 a share of all; null takes `logging_steps`."
     )
     eval_on_start: bool = shared(False, "Evaluate before the first step.")
-    per_device_eval_batch_size: int = shared(8, "Completions sampled at once in evaluation.")
     num_generations_eval: int | None = shared(None, "Per prompt; null takes `num_generations`.")
     eval_pass_k: list[int] = own([1], "The k of each pass@k to report.")
     pass_threshold: float = own(1.0, "Score of the first reward from which a completion passes.")

@@ -21,7 +21,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "num_prompts", "per_device_train_batch_size", "gradient_accumulation_steps",
         "generation_batch_size", "steps_per_generation", "num_iterations", "max_completion_length",
         "max_prompt_length", "max_tokens_per_micro_batch", "num_threads", "eval_size",
-        "per_device_eval_batch_size", "num_generations_eval", "save_total_limit",
+        "num_generations_eval", "save_total_limit",
         "num_completions_to_print",
     )),
     ("must be above 0", lambda x: x > 0, (
@@ -57,6 +57,7 @@ def check(config: RLOOConfig) -> None:
     _check_evaluation(config)
     _check_batches(config)
     _check_run(config)
+    _check_model(config)
 
 
 def _check_rewards(config: RLOOConfig) -> None:
@@ -127,3 +128,12 @@ def _check_run(config: RLOOConfig) -> None:
             "overwrite_output_dir and resume_from_checkpoint are both true; the first removes what "
             "the second goes on from"
         )
+
+
+def _check_model(config: RLOOConfig) -> None:
+    for name, instead in (
+        ("attn_implementation", "packing false keeps the model's own attention"),
+        ("torch_dtype", "weights are float32; bf16 and fp16 set the precision of the computation"),
+    ):
+        if name in (config.model_init_kwargs or {}):
+            raise ValueError(f"model_init_kwargs has {name}, which would not act: {instead}")

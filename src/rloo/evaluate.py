@@ -7,7 +7,8 @@ one run differ by the policy, not by luck.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rloo.metrics import deviation, rollout_metrics
 from rloo.rewards import RewardSet
-from rloo.rollout import rollout
+from rloo.rollout import score
 from rloo.types import Engine, Group, Prompt, Sampling
 
 # 97.5 % point of the normal distribution.
@@ -34,12 +35,14 @@ def evaluate(
     noise: int,
     pass_threshold: float,
     pass_k: Sequence[int] = (1,),
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     trainer_state: Any = None,
 ) -> tuple[dict[str, Any], list[Group]]:
     """Sampled and greedy accuracy, pass@k, mean reward and lengths; and the sampled groups.
 
     A completion passes when the first reward function gives it at least `pass_threshold`; one that
-    could not be scored does not pass. `*_interval` are 95 % intervals over the prompts. Raises
+    could not be scored does not pass. `precision` is the context that the engine samples in.
+    `*_interval` are 95 % intervals over the prompts. Raises
     ValueError if a k is larger than `num_samples`.
     """
     if max(pass_k) > num_samples:
@@ -47,17 +50,14 @@ def evaluate(
             f"pass@{max(pass_k)} needs {max(pass_k)} samples per prompt; there are {num_samples} "
             "(num_generations_eval, eval_pass_k)"
         )
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "noise": noise,
-        "trainer_state": trainer_state,
-    }
-    groups, logged = rollout(
-        engine, prompts, rewards, sampling=sampling, num_samples=num_samples, **options
-    )
-    greedy, _ = rollout(
-        engine, prompts, rewards, sampling=replace(sampling, greedy=True), num_samples=1, **options
-    )
+
+    def measure(how: Sampling, count: int) -> tuple[list[Group], dict[str, float]]:
+        with precision():
+            sampled = engine.sample(prompts, count, how, noise)
+        return score(prompts, sampled, rewards, tokenizer=tokenizer, trainer_state=trainer_state)
+
+    groups, logged = measure(sampling, num_samples)
+    greedy, _ = measure(replace(sampling, greedy=True), 1)
     report: dict[str, Any] = {"num_prompts": len(prompts), "num_samples": num_samples}
     for k in pass_k:
         chances = [pass_at_k(_passed(g, pass_threshold), num_samples, k) for g in groups]

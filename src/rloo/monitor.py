@@ -99,12 +99,12 @@ class Monitor:
     def start(self, info: Mapping[str, Any]) -> None:
         """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
         for line in header(info, self.config):
-            self._print(line)
+            self.say(line)
 
     def note(self, text: str) -> None:
         """Print a line that the user must see, and keep it for the summary."""
         self.notes.append(text)
-        self._print(f"note: {text}")
+        self.say(f"note: {text}")
 
     def truncate_after(self, step: int) -> None:
         """Drop what was recorded after `step`, and torn lines, so that no step occurs twice."""
@@ -133,7 +133,7 @@ class Monitor:
         waited = time.monotonic() - last_time >= SECONDS_BETWEEN_LINES
         if waited or self._log_between(last_step, step) or step == self.max_steps:
             self._last_line = (step, time.monotonic())
-            self._print(" | ".join(line for line in lines if line))
+            self.say(" | ".join(line for line in lines if line))
 
     def completions(self, step: int, groups: Sequence[Group]) -> None:
         """Record some completions of a rollout; at a log with `log_completions` record all, and
@@ -150,7 +150,7 @@ class Monitor:
     def evaluation(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
         """Print an evaluation and record it in evaluations.jsonl."""
         append_rows(self.output_dir / EVALUATIONS, [{"step": step, "name": name, **metrics}])
-        self._print(f"evaluation ({name}) at step {step}: {evaluation_line(metrics)}")
+        self.say(f"evaluation ({name}) at step {step}: {evaluation_line(metrics)}")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json whole or not at all, and print the verdict and where the results are.
@@ -172,11 +172,11 @@ class Monitor:
         whole["verdict"] = verdict(whole)
         self.output_dir.mkdir(parents=True, exist_ok=True)
         write_json(self.output_dir / SUMMARY, whole)
-        self._print("")
+        self.say("")
         for line in whole["verdict"].split("\n"):
-            self._print(line)
+            self.say(line)
         files = [n for n in (METRICS, COMPLETIONS, EVALUATIONS) if (self.output_dir / n).exists()]
-        self._print(f"Results in {self.output_dir}: {', '.join([SUMMARY, *files])}")
+        self.say(f"Results in {self.output_dir}: {', '.join([SUMMARY, *files])}")
         if self._send is not None:
             if self._window:
                 self._flush()
@@ -203,7 +203,8 @@ class Monitor:
         """Whether a step that is logged lies after `last`, up to and with `step`."""
         return step // self._every > last // self._every
 
-    def _print(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line."""
         write_line(self._console, text)
 
     def _show_live(self, lines: Sequence[str]) -> None:

@@ -48,16 +48,16 @@ def truncate_rows(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
         except json.JSONDecodeError:
             unreadable += 1
     kept = [row for row in rows if row["step"] <= step]
-    _write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
     return kept, unreadable
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write one JSON object, indented, whole or not at all."""
-    _write_whole(path, json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
+    write_text(path, json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, even after a kill."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:

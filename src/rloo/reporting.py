@@ -27,6 +27,15 @@ def reporting_callbacks(config: RLOOConfig) -> list[type[TrainerCallback]]:
     return get_reporting_integration_callbacks(config.report_to)
 
 
+def check_loggers(config: RLOOConfig) -> None:
+    """Raises ValueError for a logger of `report_to` that cannot be used here."""
+    for logger in reporting_callbacks(config):
+        try:
+            logger()
+        except (ImportError, RuntimeError) as error:
+            raise ValueError(f"report_to is {config.report_to}: {error} (report_to)") from error
+
+
 def event_sender(
     callbacks: Sequence[Callback],
     config: RLOOConfig,

@@ -1,4 +1,4 @@
-"""Prompts to scored groups, and groups to what the update needs: samples and their credit.
+"""Completions to scored groups, and groups to what the update needs: samples and their credit.
 
 Rewards are computed here and advantages begin here; the update finishes them where they follow
 from its own forward pass. Knows nothing of optimizers, steps or files.
@@ -19,25 +19,9 @@ from rloo.batch import MicroBatch, Sample, exceeds, split
 from rloo.config import RLOOConfig
 from rloo.policy import Policy
 from rloo.rewards import RewardSet
-from rloo.types import Completion, Engine, Group, Prompt, Sampling, Text
+from rloo.types import Completion, Group, Prompt, Text
 
 Key = tuple[int, int]
-
-
-def rollout(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    rewards: RewardSet,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-    num_samples: int,
-    noise: int,
-    trainer_state: Any = None,
-) -> tuple[list[Group], dict[str, float]]:
-    """Sample and score. Returns one group a prompt, and the metrics that rewards logged."""
-    sampled = engine.sample(prompts, num_samples, sampling, noise)
-    return score(prompts, sampled, rewards, tokenizer=tokenizer, trainer_state=trainer_state)
 
 
 def score(
@@ -135,18 +119,20 @@ def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Cre
     a pass of their own is made only if the rollout gets several steps, a statistic runs over the
     batch, or a group exceeds the token budget.
     """
+    if not samples:
+        return Credit({}, {})
     if config.beta == 0 and config.steps_per_rollout() == 1:
         return Credit(_advantages(samples, [0.0] * len(samples), config), None)
     needs_pass = (
         config.steps_per_rollout() > 1
         or _whole_batch(config)
-        or exceeds(samples, policy.max_tokens)
+        or exceeds(samples, policy.max_tokens, packed=policy.packed)
     )
     if not needs_pass:
         return Credit(None, None)
     old: dict[Key, Tensor] = {}
     kl: dict[Key, float] = {}
-    for part in split(samples, policy.max_tokens, whole_groups=False):
+    for part in split(samples, policy.max_tokens, whole_groups=False, packed=policy.packed):
         batch = policy.batch(part)
         logprobs = policy.score(batch)
         old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
@@ -177,8 +163,6 @@ def batch_advantages(
 def _advantages(
     samples: Sequence[Sample], penalties: Sequence[float], config: RLOOConfig
 ) -> dict[Key, float]:
-    if not samples:
-        return {}
     shaped = [s.reward - penalty for s, penalty in zip(samples, penalties, strict=True)]
     values = objective.advantages(
         torch.tensor(shaped, dtype=torch.float64),

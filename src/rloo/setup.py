@@ -51,7 +51,7 @@ def make_source(
         own = isinstance(spec, str) and spec == (args.dataset or args.eval_dataset)
         rows = load_rows(spec, split=split, config_name=args.dataset_config if own else None)
     rows = with_prompts(rows, args.prompt_template)
-    rewards.check(rows.column_names)
+    rewards.check([name for name in rows.column_names if name != "prompt"])
 
     def encode(content: Text) -> list[int]:
         template_options = args.chat_template_kwargs or {}

@@ -7,6 +7,7 @@ stored.
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +52,7 @@ class Run:
     evaluate: Callable[[], Any]
     resume_point: dict[str, Any] = field(default_factory=dict)
     num_tokens: int = 0
+    new_tokens: int = 0
     refused_in_a_row: int = 0
     times: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -72,8 +74,9 @@ def train(run: Run) -> None:
         run.engine.load(run.policy.weights())
         groups, metrics = collect(run)
         samples = countable_samples(groups, config)
-        if state.global_step == 0 and samples:
-            run.policy.check_packing(_first_of_each_group(samples)[:4])
+        if samples and not run.policy.checked:
+            run.policy.check_forward(_first_of_each_group(samples)[:4])
+            _report_notes(run)
         with run.timed("credit"):
             given = credit(samples, run.policy, config)
         with uninterrupted():
@@ -110,7 +113,7 @@ def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
         )
     sampled_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
     prompt_tokens = sum(len(g.prompt.token_ids) * len(g.completions) for g in groups)
-    run.num_tokens += sampled_tokens + prompt_tokens
+    run.new_tokens = sampled_tokens + prompt_tokens
     speed = {"tokens_per_second/sample": sampled_tokens / run.times["time/sample"]}
     return groups, rollout_metrics(groups) | logged | speed
 
@@ -120,6 +123,8 @@ def finish_step(run: Run, groups: Sequence[Group], metrics: dict[str, float]) ->
     state = run.state
     state.global_step += 1
     run.resume_point = run.prompts.state_dict()
+    run.num_tokens += run.new_tokens
+    run.new_tokens = 0
     state.epoch = run.prompts.epoch
     run.refused_in_a_row = run.refused_in_a_row + 1 if metrics.get("update/nonfinite") else 0
     times, run.times = dict(run.times), defaultdict(float)
@@ -149,6 +154,10 @@ def _ask_what_is_due(run: Run) -> None:
         run.control.should_save = True
 
 
+class ForcedInterrupt(KeyboardInterrupt):
+    """A second Ctrl-C, in the middle of something: nothing that is half done may be saved."""
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C back until the block is done; a second one goes through."""
@@ -156,20 +165,25 @@ def uninterrupted() -> Iterator[None]:
 
     def hold_back(*_: Any) -> None:
         if pending:
-            raise KeyboardInterrupt
+            raise ForcedInterrupt
         pending.append(True)
 
-    try:
-        previous = signal.signal(signal.SIGINT, hold_back)
-    except ValueError:  # not the main thread, which alone receives signals
-        yield
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread receives signals
         return
+    previous = signal.signal(signal.SIGINT, hold_back)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
     if pending:
         raise KeyboardInterrupt
+
+
+def _report_notes(run: Run) -> None:
+    for note in run.policy.notes:
+        if note not in run.monitor.notes:
+            run.monitor.note(note)
 
 
 def _first_of_each_group(samples: Sequence[Sample]) -> list[Sample]:

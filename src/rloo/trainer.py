@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,19 @@ from transformers import (
     TrainerControl,
 )
 
-from rloo.checkpoint import (
-    Checkpoint,
-    claim_output_dir,
-    load_checkpoint,
-    resume_path,
-    save_checkpoint,
-)
+from rloo.checkpoint import claim_output_dir, resume_path, save_checkpoint
 from rloo.config import RLOOConfig
+from rloo.config_text import render_resolved
 from rloo.data import PromptSource
 from rloo.engines import build_engine
 from rloo.engines.sampling import noise_key
 from rloo.evaluate import evaluate
+from rloo.modeling import load_model
 from rloo.monitor import Monitor, versions
-from rloo.policy import Policy, load_model
+from rloo.policy import Policy
+from rloo.records import write_text
+from rloo.reporting import check_loggers
+from rloo.resume import restore, snapshot
 from rloo.setup import (
     RewardFunction,
     Rows,
@@ -43,15 +42,7 @@ from rloo.setup import (
     make_state,
     set_threads,
 )
-from rloo.state import (
-    capture_rng,
-    load_optimizer,
-    optimizer_tensors,
-    parameter_shapes,
-    require_same_shapes,
-    restore_rng,
-)
-from rloo.train import Run, train, uninterrupted
+from rloo.train import ForcedInterrupt, Run, train, uninterrupted
 from rloo.types import Prompt, Sampling
 
 
@@ -75,6 +66,8 @@ class RLOOTrainer:
     ) -> None:
         self.args = args or RLOOConfig()
         transformers.set_seed(self.args.seed)
+        check_loggers(self.args)
+        self._callbacks = list(callbacks or [])
         self.rewards = make_rewards(reward_funcs, self.args)
         self._load(model, processing_class)
         given = self.args.dataset if train_dataset is None else train_dataset
@@ -83,7 +76,12 @@ class RLOOTrainer:
         if self._source is None and eval_source is None:
             raise ValueError("there is no dataset; give one to train on (train_dataset, dataset)")
         self._eval_prompts = eval_source.all_prompts(self.args.eval_size) if eval_source else None
-        set_threads(self.model, self.args)
+        self._evaluates = self.args.eval_on_start or self.args.eval_strategy != "no"
+        if self._evaluates and self._eval_prompts is None:
+            raise ValueError(
+                "evaluation is asked for (eval_on_start, eval_strategy) and there is nothing to "
+                "evaluate on (eval_dataset, eval_split)"
+            )
         self.state = make_state(self._source, self.args)
         self.control = TrainerControl()
         self.policy = Policy(
@@ -92,16 +90,18 @@ class RLOOTrainer:
             self.args,
             num_training_steps=max(self.state.max_steps, 1),
         )
+        set_threads(self.model, self.args)
         self.engine, note = build_engine(
             self.args.rollout_engine, self.model, pad_token_id=self.policy.pad_token_id
         )
         self.policy.notes += [note] if note else []
+        self._note_sources(self._source, eval_source)
         self.monitor = Monitor(
             self.args, Path(self.args.output_dir), max_steps=self.state.max_steps
         )
-        self._user_callbacks = list(callbacks or [])
         self._run: Run | None = None
         self._start: dict[str, Any] = {}
+        self._seconds_before = 0.0
 
     # -- what a user calls -----------------------------------------------------------------------
 
@@ -122,30 +122,45 @@ class RLOOTrainer:
         claim_output_dir(
             output_dir, overwrite=self.args.overwrite_output_dir, resuming=path is not None
         )
-        started = time.perf_counter()
+        self._started = time.perf_counter()
         run = self._run = self._make_run()
-        start = self._resume(run, path) if path else {}
+        if path:
+            self._resume(run, path)
+        again = replace(self._resolved(), resume_from_checkpoint=None, overwrite_output_dir=False)
+        write_text(output_dir / "config.yaml", render_resolved(again))
         self.monitor.start(self._describe())
         for note in self.policy.notes:
             self.monitor.note(note)
-        self.monitor.on_train_begin(self.state, self.control, self.policy)
-        if not start and self.args.eval_on_start:
-            start = self._evaluate_and_report(name="start")
-        self._start = start
-        status = "failed"
+        self._first_step = self.state.global_step
+        self._status, end = "failed", {}
         try:
+            self.monitor.on_train_begin(self.state, self.control, self.policy)
+            if path is None and self.args.eval_on_start:
+                self._start = self._evaluate_and_report(name="start")
             train(run)
-            status = "finished"
-        except (KeyboardInterrupt, Exception) as error:
-            # Whatever stopped it: the weights are those of the last finished step.
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             with uninterrupted():
-                self._save_checkpoint()
+                self.save_model()
+            if self._evaluates:
+                end = self._evaluate_and_report(name="end")
+            self._status = "finished"
+        except (KeyboardInterrupt, Exception) as error:
+            self._save_what_is_done(error)
             raise
         finally:
-            summary = self._summary(status, started)
+            summary = self._summary(end)
             self.monitor.finish(summary)
+        if self.args.dataset is not None:
+            folder = self.args.output_dir
+            self.monitor.say(f"Evaluate it: rloo eval {folder}/config.yaml --model {folder}")
         return summary
+
+    def _save_what_is_done(self, error: BaseException) -> None:
+        """The weights are those of the last finished step, whatever came after, unless a second
+        Ctrl-C broke into a step."""
+        self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        if self.state.global_step > self._first_step and not isinstance(error, ForcedInterrupt):
+            with uninterrupted():
+                self._save_checkpoint()
 
     def evaluate(
         self, eval_dataset: Rows | None = None, metric_key_prefix: str = "eval"
@@ -174,6 +189,11 @@ class RLOOTrainer:
             name = tokenizer or transformers.AutoTokenizer.from_pretrained(model.name_or_path)
             self.processing_class: PreTrainedTokenizerBase = name
             return
+        if model is not None and not isinstance(model, str):
+            raise ValueError(
+                f"model is a {type(model).__name__}; it must be a hub id, a folder or a "
+                "transformers model (adapters are not part of this version)"
+            )
         self.args = replace(self.args, model=model or self.args.model)
         if self.args.model is None:
             raise ValueError("there is no model; name one (model): a hub id or a folder")
@@ -195,6 +215,17 @@ class RLOOTrainer:
             spec = self.args.dataset
         return self._prompts(spec, self.args.eval_split or "train")
 
+    def _note_sources(self, *sources: PromptSource | None) -> None:
+        for source in sources:
+            if source and source.dropped:
+                self.policy.notes.append(f"{source.dropped} prompts are too long and left out")
+            if source and source.truncated:
+                self.policy.notes.append(f"{source.truncated} prompts are cut on the left")
+        if self._eval_prompts and self._source and not self._evaluates:
+            self.policy.notes.append(
+                "the evaluation set is not used while training (eval_on_start, eval_strategy)"
+            )
+
     def _make_run(self) -> Run:
         assert self._source is not None
         if self._sampling().filtered:
@@ -203,7 +234,7 @@ class RLOOTrainer:
                 "drawn from another distribution than the one that is trained, which biases the "
                 "gradient"
             )
-        self.monitor.add_callbacks(self._user_callbacks)
+        self.monitor.add_callbacks(self._callbacks)
         return Run(
             config=self.args,
             policy=self.policy,
@@ -248,100 +279,60 @@ class RLOOTrainer:
 
     def _measure(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         args = self.args
-        with self.policy.autocast():
-            metrics, _ = evaluate(
-                self.engine,
-                prompts,
-                self.rewards,
-                tokenizer=self.processing_class,
-                sampling=self._sampling(),
-                num_samples=args.num_generations_eval or args.num_generations,
-                noise=noise_key(args.seed, "eval", 0),
-                pass_threshold=args.pass_threshold,
-                pass_k=args.eval_pass_k,
-                trainer_state=self.state,
-            )
+        metrics, _ = evaluate(
+            self.engine,
+            prompts,
+            self.rewards,
+            tokenizer=self.processing_class,
+            sampling=self._sampling(),
+            num_samples=args.num_generations_eval or args.num_generations,
+            noise=noise_key(args.seed, "eval", 0),
+            pass_threshold=args.pass_threshold,
+            pass_k=args.eval_pass_k,
+            precision=self.policy.autocast,
+            trainer_state=self.state,
+        )
         return metrics
 
     def _evaluate_and_report(self, name: str) -> dict[str, Any]:
-        if self._eval_prompts is None:
-            raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
+        assert self._eval_prompts is not None
         metrics = self._measure(self._eval_prompts)
         self.monitor.evaluation(self.state.global_step, name, metrics)
         self.monitor.on_evaluate(self.state, self.control, metrics)
         return metrics
 
-    def _summary(self, status: str, started: float) -> dict[str, Any]:
-        run = self._run
-        assert run is not None
-        end: dict[str, Any] = {}
-        evaluates = self.args.eval_on_start or self.args.eval_strategy != "no"
-        if status == "finished":
-            with uninterrupted():
-                if evaluates and self._eval_prompts is not None:
-                    end = self._evaluate_and_report(name="end")
-                self.save_model()
+    def _summary(self, end: dict[str, Any]) -> dict[str, Any]:
+        assert self._run is not None
         return {
-            "status": status,
+            "status": self._status,
             "steps": self.state.global_step,
             "start": self._start,
             "end": end,
-            "wall_seconds": time.perf_counter() - started,
-            "num_tokens": run.num_tokens,
+            "wall_seconds": self._seconds(),
+            "num_tokens": self._run.num_tokens,
             "seed": self.args.seed,
             "config": self._resolved().to_dict(),
             "versions": versions(),
         }
 
+    def _seconds(self) -> float:
+        """Wall time of this run, earlier sessions included."""
+        return self._seconds_before + time.perf_counter() - self._started
+
     # -- checkpoints -----------------------------------------------------------------------------
 
     def _save_checkpoint(self) -> None:
-        run, policy = self._run, self.policy
-        assert run is not None
-        checkpoint = Checkpoint(
-            step=self.state.global_step,
-            optimizer=optimizer_tensors(policy.optimizer),
-            scheduler=policy.scheduler.state_dict(),
-            rng=capture_rng(),
-            trainer_state={
-                "state": asdict(self.state),
-                "prompts": run.resume_point or run.prompts.state_dict(),
-                "num_tokens": run.num_tokens,
-                "config": self._resolved().to_dict(),
-                "shapes": parameter_shapes(self.model),
-                "start": self._start,
-                "scaler": policy.scaler.state_dict() if policy.scaler else None,
-            },
-        )
+        assert self._run is not None
         save_checkpoint(
             Path(self.args.output_dir),
-            checkpoint,
-            write_model=policy.save_pretrained,
+            snapshot(self._run, self._resolved(), start=self._start, seconds=self._seconds()),
+            write_model=self.policy.save_pretrained,
             keep=self.args.save_total_limit,
         )
         self.monitor.on_save(self.state, self.control)
 
-    def _resume(self, run: Run, path: Path) -> dict[str, Any]:
-        """Put everything where the checkpoint left it; returns the evaluation of the start."""
-        checkpoint, policy = load_checkpoint(path), self.policy
-        saved = checkpoint.trainer_state
-        require_same_shapes(saved["shapes"], parameter_shapes(self.model))
-        weights = type(self.model).from_pretrained(path, dtype=torch.float32)
-        self.model.load_state_dict(weights.state_dict())
-        load_optimizer(policy.optimizer, *checkpoint.optimizer)
-        policy.scheduler.load_state_dict(checkpoint.scheduler)
-        if policy.scaler:
-            policy.scaler.load_state_dict(saved["scaler"])
-        restore_rng(checkpoint.rng)
-        run.prompts.load_state_dict(saved["prompts"])
-        run.num_tokens = saved["num_tokens"]
-        policy.max_tokens = saved["config"]["max_tokens_per_micro_batch"]
-        policy.packed = saved["config"]["packing"]
-        if self.args.num_threads is None:
-            torch.set_num_threads(saved["config"]["num_threads"])
-        self.state.global_step = saved["state"]["global_step"]
-        self.state.log_history = saved["state"]["log_history"]
+    def _resume(self, run: Run, path: Path) -> None:
+        saved = restore(run, path)
+        self._start, self._seconds_before = saved["start"], saved["seconds"]
         self.monitor.truncate_after(self.state.global_step)
         self.monitor.note(f"resumed from {path} at step {self.state.global_step}")
-        start: dict[str, Any] = saved["start"]
-        return start

@@ -48,6 +48,11 @@ _REASONS: dict[str, dict[str, Any]] = {
     "the auxiliary loss of mixture-of-experts models is not part of this version": {
         "router_aux_loss_coef": (None, 0.0),
     },
+    "evaluation samples as much at once as memory allows": {"per_device_eval_batch_size": 8},
+    "optimizers are set by learning_rate, weight_decay and the adam_ options": {
+        "optim_args": None,
+        "optim_target_modules": None,
+    },
     "every column of the dataset is handed to the rewards": {
         "remove_unused_columns": (False, None)
     },

@@ -49,13 +49,15 @@ def update(
     known = given.advantages
     live = [s for s in samples if known is None or known[s.key] != 0.0]
     tally: dict[str, float] = defaultdict(float)
-    for part in split(live, policy.max_tokens, whole_groups=known is None):
+    cut = {"whole_groups": known is None, "packed": policy.packed}
+    for part in split(live, policy.max_tokens, **cut):
         loss, parts = micro_loss(policy, policy.batch(part), given, config, denominator)
         policy.backward(loss)
         for name, value in parts.items():
             tally[name] = max(tally[name], value) if name.endswith("max") else tally[name] + value
     computed = {"update/computed_share": len(live) / len(samples) if samples else 0.0}
     if not live:
+        policy.advance_schedule()
         return computed | {"update/no_signal": 1.0}
     return computed | _averages(tally) | policy.step()
 

@@ -1,0 +1,156 @@
+"""What training has to know of transformers' models: loading, noise, heads, memory."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as hf_logging
+
+from rloo.batch import MicroBatch
+from rloo.config import RLOOConfig
+from rloo.tasks import resolve_model
+
+# Attributes of modules that make their forward random.
+NOISE = re.compile("dropout|pdrop|jitter|layerdrop")
+
+
+def remove_dropout(model: PreTrainedModel) -> float:
+    """Make the forward free of noise, which would make the ratio differ from 1 and the KL at step 0
+    from 0; returns the largest probability found.
+
+    The model stays in evaluation mode; only checkpointed layers think that they are training,
+    because transformers recomputes nothing otherwise.
+    """
+    found = 0.0
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            found, module.p = max(found, module.p), 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and value > 0 and NOISE.search(name):
+                found = max(found, value)
+                setattr(module, name, 0.0)
+    return found
+
+
+def load_model(
+    config: RLOOConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of `config.model`, a hub id or a folder; the model in float32.
+
+    Raises ValueError when there is no tokenizer that transformers can load.
+    """
+    options = {"dtype": torch.float32, **(config.model_init_kwargs or {})}
+    name, trust = resolve_model(str(config.model)), config.trust_remote_code
+    if tokenizer is None:
+        _require_tokenizer_files(Path(name))
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                name, revision=options.get("revision", "main"), trust_remote_code=trust
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{name} has no tokenizer that can be loaded (model): {error}"
+            ) from error
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            name, trust_remote_code=trust, **options
+        )
+    return model, tokenizer
+
+
+def _require_tokenizer_files(folder: Path) -> None:
+    # transformers makes up an empty tokenizer for some architectures whose folder has none.
+    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
+        raise ValueError(
+            f"{folder} has no tokenizer that can be loaded (model): it has no tokenizer.json"
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars, which a small model shows for a blink."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def require_float32(model: PreTrainedModel) -> None:
+    """Raises ValueError for a trained parameter of less precision."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}; trained parameters must be float32, since "
+                "smaller ones lose updates at these learning rates (load the model with "
+                "dtype=torch.float32; bf16 is the precision of the computation)"
+            )
+
+
+def copy_frozen(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of its own weights that takes no gradients: the reference."""
+    frozen = copy.deepcopy(model).eval()
+    return frozen.requires_grad_(False)
+
+
+def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> None:
+    """Recompute the layers' activations in the backward; `options` are torch's."""
+    # The name changed in transformers 5.2x; the old one warns there.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False, **(options or {})})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def token_budget(model: PreTrainedModel, device: torch.device) -> int:
+    """Input tokens of a micro-batch, from memory: activations may take a quarter of what is free.
+
+    A layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022,
+    without the attention scores), and the output head a few per vocabulary entry.
+    """
+    text_config = model.config.get_text_config()
+    numbers = 34 * text_config.hidden_size * text_config.num_hidden_layers
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        return max(1024, min(65536, free // 4 // (4 * numbers)))
+    # Beyond this a CPU gains nothing, and loses its caches.
+    return max(1024, min(8192, 2**32 // (4 * numbers)))
+
+
+def hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """(T, D): the states that predict the batch's completion tokens."""
+    hidden = model.base_model(**batch.inputs, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, batch.source_T)
+
+
+def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Hidden states to logits, with the scalings that some architectures apply after the matrix."""
+    text_config = model.config.get_text_config()
+    matrix = model.get_output_embeddings()
+    softcap = getattr(text_config, "final_logit_softcapping", None)
+    multiplier = getattr(text_config, "logit_scale", None) or 1.0
+    multiplier /= getattr(text_config, "logits_scaling", None) or 1.0
+
+    def head(hidden: Tensor) -> Tensor:
+        logits: Tensor = matrix(hidden)
+        if multiplier != 1.0:
+            logits = logits * multiplier
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        return logits
+
+    return head

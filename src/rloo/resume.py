@@ -1,0 +1,135 @@
+"""A run's state into a checkpoint and back. What a resumed run may change, and what not."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rloo.checkpoint import Checkpoint, load_checkpoint
+from rloo.config import RLOOConfig
+from rloo.state import (
+    capture_rng,
+    load_optimizer,
+    optimizer_tensors,
+    parameter_shapes,
+    require_same_shapes,
+    restore_rng,
+)
+from rloo.train import Run
+
+# A restored optimizer and schedule keep their own: another value here would be ignored.
+FIXED = (
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim",
+    "fp16",
+)
+# These do not change what is computed.
+HARMLESS = (
+    "max_steps",
+    "num_train_epochs",
+    "output_dir",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+    "model",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "logging_steps",
+    "logging_first_step",
+    "log_completions",
+    "num_completions_to_print",
+    "report_to",
+    "run_name",
+    "disable_tqdm",
+)
+# Chosen automatically in the first session, and kept unless the user names another now.
+CHOSEN = ("num_threads", "max_tokens_per_micro_batch", "packing", "rollout_engine")
+
+
+def snapshot(
+    run: Run, resolved: RLOOConfig, *, start: dict[str, Any], seconds: float
+) -> Checkpoint:
+    """Everything but the weights. `start`: the evaluation of step 0; `seconds`: the time so far."""
+    policy = run.policy
+    return Checkpoint(
+        step=run.state.global_step,
+        optimizer=optimizer_tensors(policy.optimizer),
+        scheduler=policy.scheduler.state_dict(),
+        rng=capture_rng(),
+        trainer_state={
+            "state": asdict(run.state),
+            "prompts": run.resume_point or run.prompts.state_dict(),
+            "num_tokens": run.num_tokens,
+            "config": resolved.to_dict(),
+            "shapes": parameter_shapes(policy.model),
+            "initial_weights": policy.initial_weights,
+            "start": start,
+            "seconds": seconds,
+            "scaler": policy.scaler.state_dict() if policy.scaler else None,
+        },
+    )
+
+
+def restore(run: Run, path: Path) -> dict[str, Any]:
+    """Put a run where the checkpoint left it; returns the checkpoint's trainer_state.
+
+    Raises ValueError for a checkpoint of another model, or of one that began from other weights,
+    and for options that a resumed optimizer cannot take on. Other differences are noted.
+    """
+    checkpoint, policy = load_checkpoint(path), run.policy
+    saved = checkpoint.trainer_state
+    require_same_shapes(saved["shapes"], parameter_shapes(policy.model))
+    if saved["initial_weights"] != policy.initial_weights:
+        raise ValueError(
+            f"{path} began from other weights than the model given now, which the KL penalty "
+            "would be measured against (model, resume_from_checkpoint)"
+        )
+    _compare(saved["config"], run)
+    dtype = next(policy.model.parameters()).dtype
+    weights = type(policy.model).from_pretrained(path, dtype=dtype)
+    policy.model.load_state_dict(weights.state_dict())
+    load_optimizer(policy.optimizer, *checkpoint.optimizer)
+    policy.scheduler.load_state_dict(checkpoint.scheduler)
+    if policy.scaler:
+        policy.scaler.load_state_dict(saved["scaler"])
+    restore_rng(checkpoint.rng)
+    run.prompts.load_state_dict(saved["prompts"])
+    run.num_tokens = saved["num_tokens"]
+    run.state.global_step = saved["state"]["global_step"]
+    run.state.log_history = saved["state"]["log_history"]
+    run.state.epoch = run.prompts.epoch
+    return saved
+
+
+def _compare(before: dict[str, Any], run: Run) -> None:
+    config, policy = run.config, run.policy
+    now = config.to_dict()
+    for name in FIXED:
+        if now[name] != before[name]:
+            raise ValueError(
+                f"{name} is {now[name]} and was {before[name]}; a resumed optimizer keeps its own: "
+                f"leave it as it was, or start another run ({name})"
+            )
+    if config.num_threads is None:
+        torch.set_num_threads(before["num_threads"])
+    if config.max_tokens_per_micro_batch is None:
+        policy.max_tokens = before["max_tokens_per_micro_batch"]
+    # Padding is always possible; packing only where this process has put in its attention.
+    if config.packing is None and not before["packing"]:
+        policy.packed = False
+    changed = [
+        f"{name} {before[name]} -> {now[name]}"
+        for name in now
+        if name not in (*HARMLESS, *CHOSEN) and now[name] != before.get(name)
+    ]
+    if policy.packed != before["packing"]:
+        changed.append(f"packing {before['packing']} -> {policy.packed}")
+    if changed:
+        policy.notes.append(f"resumed with other options: {', '.join(changed)}")
