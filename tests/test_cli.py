@@ -545,6 +545,7 @@ def test_the_embedded_run_replaces_no_other_and_can_be_resumed(folder, capsys):
     assert cli.main([*small, "--max_steps", "1"]) == 2
     assert "--overwrite_output_dir" in capsys.readouterr().err
     assert cli.main([*small, "--max_steps", "2", "--resume_from_checkpoint"]) == 0
-    steps = [json.loads(x)["step"] for x in Path("runs/countdown/metrics.jsonl").open()]
+    lines = Path("runs/countdown/metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
     assert steps == [1, 2]
     assert cli.main(["eval", "runs/countdown/config.yaml", "--model", "runs/countdown"]) == 0

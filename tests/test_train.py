@@ -404,7 +404,7 @@ def test_tokens_of_a_rollout_that_was_thrown_away_are_not_counted(tmp_path):
 
 def test_a_resumed_run_refuses_what_its_optimizer_would_ignore(tmp_path):
     config = make_interrupted(tmp_path)
-    with pytest.raises(ValueError, match="learning_rate is 0.5 and was 0.01"):
+    with pytest.raises(ValueError, match=r"learning_rate is 0\.5 and was 0\.01"):
         make_trainer(replace(config, learning_rate=0.5)).train(resume_from_checkpoint=True)
 
 
@@ -498,7 +498,7 @@ def test_the_schedule_counts_steps_without_signal(tmp_path):
     config = make_config(tmp_path, lr_scheduler_type="linear", beta=0.0)
     trainer = make_trainer(config, lambda completions, **_: [1.0] * len(completions))
     trainer.train()
-    assert trainer.policy.scheduler.get_last_lr() == [0.0]
+    assert set(trainer.policy.scheduler.get_last_lr()) == {0.0}
 
 
 def test_dropout_kept_as_numbers_is_removed_too(tmp_path):

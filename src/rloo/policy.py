@@ -145,7 +145,7 @@ class Policy:
         finite = bool(norm.isfinite())
         stats: dict[str, float] = {
             "grad_norm": norm.item(),
-            "learning_rate": self.scheduler.get_last_lr()[0],
+            "learning_rate": float(self.scheduler.get_last_lr()[0]),
             "update/nonfinite": float(not finite and not searching),
             "update/scale_lowered": float(not finite and searching),
             "update/changed_share": 0.0,
