@@ -328,3 +328,37 @@ def test_optimizers_and_schedules_that_cannot_be_made_are_named():
         make_policy(
             make_model("llama"), lr_scheduler_type="cosine", lr_scheduler_kwargs={"nonsense": 1}
         )
+
+
+def test_entropy_keeps_float32_under_autocast():
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(40, 16), torch.randint(0, 97, (40,))
+    head = torch.nn.Linear(16, 97)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = head(hidden).float()
+        logprobs, entropy = token_logprobs(
+            head, hidden.requires_grad_(), targets, temperature=1.0, vocab_size=97
+        )
+    expected = torch.distributions.Categorical(logits=logits.detach())
+    assert (entropy - expected.entropy()).abs().max() < 1e-5
+    assert (logprobs - expected.log_prob(targets)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("cached_elements", [1, 97 * 7, 97 * 1000])
+def test_impossible_tokens_and_large_logits_leave_entropy_exact(cached_elements, monkeypatch):
+    monkeypatch.setattr("rloo.logprobs.CACHED_ELEMENTS", cached_elements)
+    torch.manual_seed(0)
+    logits = 30 * torch.randn(50, 97)
+    logits[:, 5] = -torch.inf
+    targets = torch.full((50,), 7)
+    distribution = torch.distributions.Categorical(logits=logits[:, torch.arange(97) != 5].double())
+    expected = distribution.entropy().float()
+    logprobs, entropy = token_logprobs(
+        lambda hidden: hidden + 0, logits.requires_grad_(), targets, temperature=1.0, vocab_size=97
+    )
+    assert (entropy - expected).abs().max() < 1e-4
+    assert (logprobs - logits.detach().log_softmax(-1)[:, 7]).abs().max() < 1e-4
+    logprobs.sum().backward()
+    expected_gradient = -logits.detach().softmax(-1)
+    expected_gradient[:, 7] += 1
+    assert (logits.grad - expected_gradient).abs().max() < 1e-6

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 # Logits of a chunk, in elements. With gradients a chunk's probabilities are kept until the backward
-# (256 MiB in float32) or, when there are several chunks, computed again there. Without, nothing is
-# kept, and a chunk that stays in the processor's cache is fastest.
+# (256 MiB in float32) or, when there are several chunks, computed again there.
 CHUNK_ELEMENTS = 2**26
-CHUNK_ELEMENTS_NO_GRAD = 2**21
+# Elements that are worked on at a time, so that they stay in the processor's cache.
+CACHED_ELEMENTS = 2**21
 
 Head = Callable[[Tensor], Tensor]
 
@@ -26,17 +26,24 @@ class _SelectLogprobs(torch.autograd.Function):
 
     Autograd's own keeps the log-softmax besides the logits and makes a third array in the backward.
     Fresh arrays of this size cost more in page faults than the arithmetic, so `logits`, which is
-    this function's alone, is used up.
+    this function's alone, becomes the probabilities, a few rows at a time.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> Any:
-        shifted = _tempered(logits, temperature)
-        shifted.sub_(shifted.logsumexp(dim=-1, keepdim=True))
-        logprobs = shifted.gather(-1, targets[:, None])[:, 0]
-        probabilities = shifted.exp()
-        # 0 * log 0 is 0.
-        entropy = -torch.linalg.vecdot(probabilities, shifted.clamp_(min=-1e30))
+        probabilities = _tempered(logits, temperature)
+        logprobs = probabilities.new_empty(len(logits))
+        entropy = torch.empty_like(logprobs)
+        step = max(1, CACHED_ELEMENTS // logits.shape[-1])
+        for start in range(0, len(logits), step):
+            rows = slice(start, start + step)
+            scores = probabilities[rows]
+            chosen = scores.gather(-1, targets[rows, None])[:, 0]
+            weights, normalizer = _normalize(scores)
+            logprobs[rows] = chosen - normalizer
+            scores.clamp_(min=-1e30)  # 0 * log 0 is 0
+            entropy[rows] = normalizer - scores.mul_(weights).sum(dim=-1)
+            scores.copy_(weights)
         ctx.save_for_backward(probabilities, targets)
         ctx.temperature = temperature
         ctx.dtype = logits.dtype
@@ -78,7 +85,7 @@ def token_logprobs(
     if hidden.shape[0] <= rows:
         return select(hidden, targets)
     parts = [
-        checkpoint(select, *chunk, use_reentrant=False)
+        checkpoint(select, *chunk, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -89,13 +96,22 @@ def score_tokens(
     head: Head, hidden: Tensor, targets: Tensor, *, temperature: float, vocab_size: int
 ) -> Tensor:
     """The log-probs (T,) of `token_logprobs` alone, without gradients: about half the work."""
-    rows = max(1, CHUNK_ELEMENTS_NO_GRAD // vocab_size)
+    rows = max(1, CACHED_ELEMENTS // vocab_size)
     parts = []
     for hidden_chunk, targets_chunk in zip(hidden.split(rows), targets.split(rows), strict=True):
         scaled = _tempered(head(hidden_chunk), temperature)
         chosen = scaled.gather(-1, targets_chunk[:, None])[:, 0]
-        parts.append(chosen - scaled.logsumexp(dim=-1))
+        parts.append(chosen - _normalize(scaled)[1])
     return torch.cat(parts)
+
+
+def _normalize(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of scores (R, V), and their log-sum-exp (R,) from it: torch's own costs more passes.
+
+    The most likely token's probability is never 0.
+    """
+    weights = scores.softmax(dim=-1)
+    return weights, scores.amax(dim=-1) - weights.amax(dim=-1).log()
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
