@@ -362,3 +362,11 @@ def test_impossible_tokens_and_large_logits_leave_entropy_exact(cached_elements,
     expected_gradient = -logits.detach().softmax(-1)
     expected_gradient[:, 7] += 1
     assert (logits.grad - expected_gradient).abs().max() < 1e-6
+
+
+def test_a_prompt_is_computed_once_for_all_its_completions():
+    samples = make_samples(3, 4)
+    batch = make_policy(make_model("llama")).batch(samples)
+    prompts = {sample.key[0]: len(sample.prompt_ids) for sample in samples}
+    inner = sum(len(sample.token_ids) - 1 for sample in samples)
+    assert batch.inputs["input_ids"].shape == (1, sum(prompts.values()) + inner)

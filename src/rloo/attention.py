@@ -78,17 +78,29 @@ def _attend_eagerly(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
 ) -> Tensor:
     scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
-    scores = (query @ key.transpose(-1, -2)).mul_(scaling)
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    precise = torch.promote_types(scores.dtype, torch.float32)
-    if options.sinks is None:
-        return scores.softmax(dim=-1, dtype=precise).to(value.dtype) @ value
-    sinks = options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1, dtype=precise)
-    return weights[..., :-1].to(value.dtype) @ value
+    dtype = value.dtype
+    query, key, value = (round_inputs(x) for x in (query, key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        scores = (query @ key.transpose(-1, -2)).mul_(scaling)
+        if options.softcap is not None:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        if options.sinks is None:
+            return (scores.softmax(dim=-1) @ value).to(dtype)
+        sinks = options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)
+        return (weights[..., :-1] @ value).to(dtype)
+
+
+def round_inputs(states: Tensor) -> Tensor:
+    """Queries, keys or values as a fused attention reads them: rounded to autocast's type, if that
+    is on, and computed with in float32 at least. Scores rounded to 16 bits would make the sampler
+    drift from the trainer."""
+    device = states.device.type
+    if torch.is_autocast_enabled(device):
+        states = states.to(torch.get_autocast_dtype(device))
+    return states.float() if states.dtype.itemsize < 4 else states
 
 
 def _attention_forward(

@@ -38,34 +38,35 @@ class _Rows:
         self.valid = columns < lengths[:, None]
         self.index = torch.where(self.valid, starts[:, None] + columns, 0)
         self.prompt: Tensor | None = None
-        position, key_valid = columns.expand(len(spans), -1), self.valid
-        key_position = position
+        # Of queries (R, W) and keys (R, L); the masks (R, W, L) are made where they are used.
+        self._position = columns.expand(len(spans), -1)
+        self._key_position, self._key_valid = self._position, self.valid
         if prompts is not None:
             self.prompt = torch.tensor([span.prompt for span in spans])
             before = prompts.valid[self.prompt]
-            position = position + before.sum(dim=1)[:, None]
-            key_position = torch.cat(
-                [torch.arange(before.shape[1]).expand(len(spans), -1), position], dim=1
+            self._position = self._position + before.sum(dim=1)[:, None]
+            self._key_position = torch.cat(
+                [torch.arange(before.shape[1]).expand(len(spans), -1), self._position], dim=1
             )
-            key_valid = torch.cat([before, self.valid], dim=1)
-        self._distance = position[:, :, None] - key_position[:, None, :]
-        # A padded query sees everything: its output is dropped, and a softmax over no key is NaN.
-        self._visible = (key_valid[:, None] & (self._distance >= 0)) | ~self.valid[:, :, None]
+            self._key_valid = torch.cat([before, self.valid], dim=1)
         self._masks: dict[int | None, Tensor] = {}
 
     def to(self, device: torch.device) -> None:
-        for name in ("valid", "index", "_distance", "_visible"):
-            setattr(self, name, getattr(self, name).to(device))
-        if self.prompt is not None:
-            self.prompt = self.prompt.to(device)
+        for name in ("valid", "index", "prompt", "_position", "_key_position", "_key_valid"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.to(device))
 
     def mask(self, sliding_window: int | None) -> Tensor:
         """bool (R, 1, W, L): True where a query sees a key. Windows count logical positions."""
         if sliding_window not in self._masks:
-            visible = self._visible
+            position, key_position = self._position[:, :, None], self._key_position[:, None]
+            visible = (key_position <= position) & self._key_valid[:, None]
             if sliding_window is not None:
-                near = self._distance < sliding_window
-                visible = visible & (near | ~self.valid[:, :, None])
+                visible &= key_position > position - sliding_window
+            # A padded query sees everything: its output is dropped, and a softmax over no key is
+            # NaN.
+            visible |= ~self.valid[:, :, None]
             self._masks[sliding_window] = visible[:, None]
         return self._masks[sliding_window]
 

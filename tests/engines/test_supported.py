@@ -47,7 +47,7 @@ def test_what_cannot_be_run_is_named():
         T5Config(vocab_size=50, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
     )
 
-    assert "BloomForCausalLM does not take attention functions" in str(supports(bloom))
+    assert "BloomForCausalLM does not let its attention function" in str(supports(bloom))
     assert "encoder-decoder" in str(supports(t5))
 
 

@@ -31,13 +31,15 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.inference_mode():
+        # inference_mode is faster, but in it autocast casts every weight anew for every token.
+        autocast = torch.is_autocast_enabled(model.device.type)
+        with torch.no_grad() if autocast else torch.inference_mode():
             yield
     finally:
         for module in training:
             module.training = True
-        # Under autocast, torch releases before 2.13 may keep the low-precision copies of weights
-        # made here, which a later forward with gradients cannot use.
+        # Autocast keeps the low-precision copies of weights made here, which a later forward with
+        # gradients cannot use.
         torch.clear_autocast_cache()
 
 
@@ -47,7 +49,8 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int:
     heads = getattr(config, "num_attention_heads", None) or 1
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * kv_heads * width * model.dtype.itemsize
+    # The caches hold float32 at least.
+    return 2 * config.num_hidden_layers * kv_heads * width * max(4, model.dtype.itemsize)
 
 
 def sample_in_waves(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from rloo.attention import Options, attend, causal_mask
+from rloo.attention import Options, attend, causal_mask, round_inputs
 
 # Slots that a completion's cache begins with; it doubles when full.
 _FIRST_SLOTS = 64
@@ -69,10 +69,11 @@ class PromptCache(Cache):
         """Store the chunk's keys and values (B, H_kv, width, D): all that it attends to."""
         for buffers, states in ((self.keys, key_states), (self.values, value_states)):
             rows, heads, width, size = states.shape
+            kept = round_inputs(states)
             if layer_idx not in buffers:
                 # Zeros, because padding is multiplied by a weight of zero, which spares no NaN.
-                buffers[layer_idx] = states.new_zeros(self.num_prompts, heads, self.width, size)
-            buffers[layer_idx][self._start : self._start + rows, :, self.width - width :] = states
+                buffers[layer_idx] = kept.new_zeros(self.num_prompts, heads, self.width, size)
+            buffers[layer_idx][self._start : self._start + rows, :, self.width - width :] = kept
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -167,10 +168,11 @@ class DecodeCache(Cache):
         """Store the step's keys and values (R, H_kv, 1, D); `attend` reads the buffers itself."""
         self._layer = layer_idx
         for buffers, states in ((self._keys, key_states), (self._values, value_states)):
+            kept = round_inputs(states)
             buffer = buffers.get(layer_idx)
             if buffer is None or buffer.shape[2] == self.length:
-                buffer = buffers[layer_idx] = self._grow(buffer, states)
-            buffer[:, :, self.length : self.length + 1].copy_(states)
+                buffer = buffers[layer_idx] = self._grow(buffer, kept)
+            buffer[:, :, self.length : self.length + 1].copy_(kept)
         return key_states, value_states
 
     def _grow(self, buffer: Tensor | None, states: Tensor) -> Tensor:
@@ -186,6 +188,13 @@ class DecodeCache(Cache):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """query (R, H, 1, D); key and value, those of this step, are in the buffers by now."""
+        rounded = round_inputs(query)
+        if not torch.is_autocast_enabled(query.device.type):
+            return self._attend(rounded, options).to(value.dtype)
+        with torch.autocast(query.device.type, enabled=False):
+            return self._attend(rounded, options).to(value.dtype)
+
+    def _attend(self, query: Tensor, options: Options) -> Tensor:
         rows, heads, _, size = query.shape
         last = self.length + 1
         first = 0
@@ -199,7 +208,7 @@ class DecodeCache(Cache):
         query = (query * scaling).reshape(rows, kv_heads, heads // kv_heads, size)
         own_scores = _soften(query @ own_keys.transpose(-1, -2), options.softcap)
         if first >= self._width:
-            output = _weights(own_scores, options.sinks, own_values.dtype) @ own_values
+            output = _weights(own_scores, options.sinks) @ own_values
             return output.reshape(rows, 1, heads, -1)
         prompt_keys = self._prompt_keys[self._layer][:, :, first:]
         prompt_values = self._prompt_values[self._layer][:, :, first:]
@@ -210,7 +219,7 @@ class DecodeCache(Cache):
             prompt_scores += self._padding_mask(prompt_scores.dtype)[..., first:]
         split = prompt_keys.shape[2]
         scores = torch.cat([self._scatter_groups(prompt_scores, rows), own_scores], dim=-1)
-        weights = _weights(scores, options.sinks, own_values.dtype)
+        weights = _weights(scores, options.sinks)
         output = self._gather_groups(weights[..., :split]) @ prompt_values
         output = self._scatter_groups(output, rows) + weights[..., split:] @ own_values
         return output.reshape(rows, 1, heads, -1)
@@ -245,13 +254,10 @@ def _soften(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
-def _weights(scores: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Softmax over (R, H_kv, repeats, L), in float32 at least; GPT-OSS has a sink per head (H,)."""
-    if sinks is not None:
-        column = sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1)
-        scores = torch.cat([scores, column.expand(len(scores), -1, -1, -1)], dim=-1)
-    if scores.dtype in (torch.float16, torch.bfloat16):
-        weights = scores.softmax(dim=-1, dtype=torch.float32).to(dtype)
-    else:
-        weights = scores.softmax(dim=-1)
-    return weights if sinks is None else weights[..., :-1]
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over (R, H_kv, repeats, L); GPT-OSS has a sink per head (H,)."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    column = sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1)
+    scores = torch.cat([scores, column.expand(len(scores), -1, -1, -1)], dim=-1)
+    return scores.softmax(dim=-1)[..., :-1]

@@ -15,7 +15,6 @@ from rloo.engines.native import NativeEngine
 from rloo.engines.sampling import gather_logprobs
 from rloo.types import Prompt, Sampling
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 _TOLERANCE = 1e-4
 # 16-bit logits around 32 are 0.125 or 0.25 apart.
 _LOW_PRECISION_TOLERANCE = 0.5
@@ -27,14 +26,9 @@ def supports(model: PreTrainedModel) -> str | None:
     What the configuration cannot tell is tried: two prompts are sampled and scored again by a
     plain forward without our cache and attention.
     """
-    config = model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        return "because the model is an encoder-decoder"
-    foreign = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)
-    if foreign:
-        return f"because the model has layers of type {', '.join(sorted(foreign))}"
-    if not model._supports_attention_backend:
-        return f"because {type(model).__name__} does not take attention functions"
+    reason = attention.incompatibility(model)
+    if reason is not None:
+        return f"because {reason}"
     implementation = model.config._attn_implementation
     try:
         attention.install(model)
