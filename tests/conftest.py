@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -6,3 +7,5 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+# A background job starts with Ctrl-C ignored, and so would everything that the tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)

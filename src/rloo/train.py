@@ -168,8 +168,10 @@ def uninterrupted() -> Iterator[None]:
             raise ForcedInterrupt
         pending.append(True)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread receives signals
+    # Only the main thread receives signals, and a background job may ignore this one.
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
+        yield
         return
     previous = signal.signal(signal.SIGINT, hold_back)
     try:
