@@ -51,7 +51,11 @@ class MicroBatch:
     truncated_N: Tensor
     engine_T: Tensor
     lengths: list[int]
-    num_input_tokens: int
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens that the forward pass computes, padding included."""
+        return int(self.inputs["input_ids"].numel())
 
     @property
     def size(self) -> int:
@@ -109,15 +113,16 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         "attention_mask": no_mask(device),
         "rloo_layout": PackedLayout(spans, ROWS_PER_CALL).to(device),
     }
-    return _micro_batch(samples, inputs, source, len(tokens), device)
+    return _micro_batch(_in_order(samples), inputs, source, device)
 
 
 def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> MicroBatch:
     """One row a completion, prompt and all, padded on the right to the longest."""
-    rows = [s.prompt_ids + s.token_ids[:-1] for s in _in_order(samples)]
+    ordered = _in_order(samples)
+    rows = [s.prompt_ids + s.token_ids[:-1] for s in ordered]
     width = max(len(row) for row in rows)
     source: list[int] = []
-    for number, (sample, row) in enumerate(zip(_in_order(samples), rows, strict=True)):
+    for number, (sample, row) in enumerate(zip(ordered, rows, strict=True)):
         source += range(number * width + len(sample.prompt_ids) - 1, number * width + len(row))
     inputs = {
         "input_ids": torch.tensor(
@@ -127,17 +132,12 @@ def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> M
             [[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device
         ),
     }
-    return _micro_batch(samples, inputs, source, len(rows) * width, device)
+    return _micro_batch(ordered, inputs, source, device)
 
 
 def _micro_batch(
-    samples: Sequence[Sample],
-    inputs: dict[str, Any],
-    source: list[int],
-    num_input_tokens: int,
-    device: torch.device,
+    ordered: Sequence[Sample], inputs: dict[str, Any], source: list[int], device: torch.device
 ) -> MicroBatch:
-    ordered = _in_order(samples)
     numbers = {group: i for i, group in enumerate(dict.fromkeys(s.key[0] for s in ordered))}
     lengths = torch.tensor([len(s.token_ids) for s in ordered])
     return MicroBatch(
@@ -151,7 +151,6 @@ def _micro_batch(
         truncated_N=torch.tensor([s.truncated for s in ordered], device=device),
         engine_T=torch.tensor([x for s in ordered for x in s.engine_logprobs], device=device),
         lengths=lengths.tolist(),
-        num_input_tokens=num_input_tokens,
     )
 
 

@@ -251,9 +251,12 @@ def _encode_messages(
     # transformers 5.17 passes them on; 5.23 removes them itself.
     present = [{k: v for k, v in m.items() if v is not None} for m in messages]
     try:
-        return tokenizer.apply_chat_template(present, **fixed, **kwargs)["input_ids"]  # type: ignore
+        # Its type depends on `tokenize` and `return_dict`, which a checker cannot see here.
+        encoded: Any = tokenizer.apply_chat_template(present, **fixed, **kwargs)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
+    token_ids: list[int] = encoded["input_ids"]
+    return token_ids
 
 
 def _check_message(message: Any) -> None:

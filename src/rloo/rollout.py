@@ -6,7 +6,7 @@ from its own forward pass. Knows nothing of optimizers, steps or files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,13 +75,14 @@ def _as_text(prompt: Prompt, text: str) -> Text:
 def countable_samples(groups: Sequence[Group], config: RLOOConfig) -> list[Sample]:
     """The completions that the loss counts: scored, in groups with at least two scores. Rewards are
     clipped here, before the KL penalty and the baseline."""
-    low, high = config.reward_clip_range or (-float("inf"), float("inf"))
     samples = []
     for number, group in enumerate(groups):
-        scored = [(i, r) for i, r in enumerate(group.rewards) if r is not None]
+        scored = {index: r for index, r in enumerate(group.rewards) if r is not None}
         if len(scored) < 2:
             continue
-        for index, reward in scored:
+        rewards = torch.tensor(list(scored.values()), dtype=torch.float64)
+        clipped = objective.clip_rewards(rewards, config.reward_clip_range).tolist()
+        for index, reward in zip(scored, clipped, strict=True):
             completion = group.completions[index]
             samples.append(
                 Sample(
@@ -89,7 +90,7 @@ def countable_samples(groups: Sequence[Group], config: RLOOConfig) -> list[Sampl
                     prompt_ids=group.prompt.token_ids,
                     token_ids=completion.token_ids,
                     engine_logprobs=completion.policy_logprobs,
-                    reward=min(max(reward, low), high),
+                    reward=reward,
                     truncated=completion.finish == "length",
                 )
             )
@@ -122,7 +123,7 @@ def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Cre
     if not samples:
         return Credit({}, {})
     if config.beta == 0 and config.steps_per_rollout() == 1:
-        return Credit(_advantages(samples, [0.0] * len(samples), config), None)
+        return Credit(_sample_advantages(samples, {}, config), None)
     needs_pass = (
         config.steps_per_rollout() > 1
         or _whole_batch(config)
@@ -140,12 +141,11 @@ def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Cre
             reference = policy.reference_logprobs(batch)
             kl_N = objective.sequence_kl(logprobs, reference, batch.sequence_T, batch.size)
             kl.update(zip(batch.keys, kl_N.tolist(), strict=True))
-    penalties = [config.beta * kl.get(s.key, 0.0) for s in samples]
     stats = {}
     if config.beta != 0:
         num_tokens = sum(len(s.token_ids) for s in samples)
         stats = {"kl": sum(kl.values()) / num_tokens, "kl/sequence": sum(kl.values()) / len(kl)}
-    return Credit(_advantages(samples, penalties, config), old, stats)
+    return Credit(_sample_advantages(samples, kl, config), old, stats)
 
 
 def batch_advantages(
@@ -153,37 +153,41 @@ def batch_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and KL (both (N,)) of a micro-batch of whole groups, from its own forward pass."""
     kl = objective.sequence_kl(logprobs, reference, batch.sequence_T, batch.size)
-    shaped = batch.reward_N - config.beta * kl.double()
-    values = objective.advantages(shaped, batch.group_N, **_options(config))
-    if config.mask_truncated_completions:
-        values = torch.where(batch.truncated_N, 0.0, values)
+    values = _advantages(batch.reward_N, kl.double(), batch.group_N, batch.truncated_N, config)
     return values.to(logprobs.dtype), kl
 
 
-def _advantages(
-    samples: Sequence[Sample], penalties: Sequence[float], config: RLOOConfig
+def _sample_advantages(
+    samples: Sequence[Sample], kl: Mapping[Key, float], config: RLOOConfig
 ) -> dict[Key, float]:
-    shaped = [s.reward - penalty for s, penalty in zip(samples, penalties, strict=True)]
-    values = objective.advantages(
-        torch.tensor(shaped, dtype=torch.float64),
+    """Advantages of a whole rollout; a completion that `kl` does not hold has none to pay."""
+    values = _advantages(
+        torch.tensor([s.reward for s in samples], dtype=torch.float64),
+        torch.tensor([kl.get(s.key, 0.0) for s in samples], dtype=torch.float64),
         torch.tensor([s.key[0] for s in samples]),
-        **_options(config),
-    ).tolist()
-    return {
-        s.key: 0.0 if s.truncated and config.mask_truncated_completions else value
-        for s, value in zip(samples, values, strict=True)
-    }
+        torch.tensor([s.truncated for s in samples]),
+        config,
+    )
+    return dict(zip((s.key for s in samples), values.tolist(), strict=True))
+
+
+def _advantages(
+    reward_N: Tensor, kl_N: Tensor, group_N: Tensor, truncated_N: Tensor, config: RLOOConfig
+) -> Tensor:
+    """Clipped rewards and KL to advantages, all (N,) and float64."""
+    values = objective.advantages(
+        reward_N - config.beta * kl_N,
+        group_N,
+        mean_level=config.mean_level,
+        mean_leave1out=config.mean_leave1out,
+        std_level=config.std_level,
+        normalize=config.normalize_advantages,
+        epsilon=config.advantage_epsilon,
+    )
+    if config.mask_truncated_completions:
+        values = torch.where(truncated_N, 0.0, values)
+    return values
 
 
 def _whole_batch(config: RLOOConfig) -> bool:
     return config.normalize_advantages or "batch" in (config.mean_level, config.std_level)
-
-
-def _options(config: RLOOConfig) -> dict[str, Any]:
-    return {
-        "mean_level": config.mean_level,
-        "mean_leave1out": config.mean_leave1out,
-        "std_level": config.std_level,
-        "normalize": config.normalize_advantages,
-        "epsilon": config.advantage_epsilon,
-    }
