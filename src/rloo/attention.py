@@ -74,6 +74,29 @@ def attend(
     return _attend_eagerly(query, key, value, mask, options)
 
 
+def attend_part(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Attention over a part of the keys, sinks aside, and the log of its softmax's normalizer.
+
+    query (B, H, Q, D); key, value (B, H, L, D); mask to be added, (B, 1, Q, L). Returns (B, H, Q, D)
+    and (B, H, Q, 1): two parts are one softmax if weighted by `exp(normalizer)`.
+    """
+    if query.device.type == "cpu" and options.softcap is None:
+        output, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=mask, scale=options.scaling
+        )
+        return output, normalizer[..., None]
+    scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
+    scores = (query * scaling) @ key.transpose(-1, -2)
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if mask is not None:
+        scores = scores + mask
+    normalizer = scores.logsumexp(dim=-1, keepdim=True)
+    return (scores - normalizer).exp() @ value, normalizer
+
+
 def _attend_eagerly(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
 ) -> Tensor:

@@ -61,10 +61,10 @@ def coerce(name: str, hint: Any, value: Any) -> Any:
     nullable = type(None) in kinds
     kinds = [kind for kind in kinds if kind is not type(None)]
     choices = [choice for kind in kinds for choice in _choices(kind)]
-    if choices:
-        return _choose(name, choices, value)
     if nullable and (value is None or _is_word(value, NULL_WORDS)):
         return None
+    if choices:
+        return _choose(name, choices, value)
     if value is None:
         raise ValueError(f"{name} is null; it must be {_describe(kinds)}")
     if isinstance(value, str) and str in kinds and not value.startswith("["):

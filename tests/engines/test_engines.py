@@ -13,7 +13,11 @@ from rloo import attention
 from rloo.engines import HFEngine, NativeEngine, noise_key
 from rloo.types import Completion, Prompt, Sampling
 
-ENGINES = {"native": NativeEngine, "hf": HFEngine}
+ENGINES = {
+    "native": NativeEngine,
+    "module": functools.partial(NativeEngine, fused=False),
+    "hf": HFEngine,
+}
 LENGTHS = (1, 3, 12, 7)
 
 
@@ -321,7 +325,7 @@ def test_the_module_is_given_back_as_it_was(engine):
     sampler = ENGINES[engine](model, pad_token_id=0)
     good = Sampling(max_tokens=3, stop_token_ids=())
 
-    sampler.load([])
+    sampler.load(model.named_parameters())
     sampler.sample(make_prompts(), 2, good, noise=0)
     with pytest.raises(IndexError):
         sampler.sample([Prompt(0, [VOCAB_SIZE + 5], "")], 2, good, noise=0)
@@ -408,7 +412,7 @@ def test_in_bf16_the_native_engine_is_as_near_the_trainer_as_generate(name):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_autocast_casts_each_weight_once(engine):
-    model = make_model("qwen3")
+    model = make_model("gemma3")
     weights = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
     casts = Counter()
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from rloo.engines.fused import can_fuse
 from rloo.engines.hf import HFEngine
 from rloo.engines.native import NativeEngine
 from rloo.engines.sampling import noise_key
@@ -14,16 +19,33 @@ __all__ = ["HFEngine", "NativeEngine", "build_engine", "noise_key", "supports"]
 
 
 def build_engine(
-    name: str, model: PreTrainedModel, *, pad_token_id: int
+    name: str,
+    model: PreTrainedModel,
+    *,
+    pad_token_id: int,
+    weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Engine, str | None]:
     """The engine called `name` ("auto", "native" or "hf"), and one line for the user if it is
-    another than asked for. "auto" is native where the model allows it."""
+    another, or slower, than could be expected. "auto" is native where the model allows it.
+
+    `weights` gives what `load` will be given (by default the model's parameters); `dtype` is that
+    of the fused decoder's matrix products (by default the model's); other samplers have none of
+    their own.
+    """
     if name not in ("auto", "native", "hf"):
         raise ValueError(f"engine is {name!r}; it must be auto, native or hf")
+    weights = weights or model.named_parameters
     if name == "hf":
         return HFEngine(model, pad_token_id=pad_token_id), None
-    reason = supports(model)
+    if can_fuse(model) and supports(model, weights=weights) is None:
+        return NativeEngine(model, pad_token_id=pad_token_id, dtype=dtype), None
+    reason = supports(model, fused=False)
     if reason is None:
-        return NativeEngine(model, pad_token_id=pad_token_id), None
+        note = (
+            f"sampling runs {type(model).__name__} layer by layer (slower): its arithmetic is not "
+            "among those that are fused"
+        )
+        return NativeEngine(model, pad_token_id=pad_token_id, fused=False), note
     note = f"sampling with transformers' generate (slower): the native engine cannot, {reason}"
     return HFEngine(model, pad_token_id=pad_token_id), note

@@ -43,6 +43,16 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+def layer_windows(model: PreTrainedModel) -> list[int | None]:
+    """The sliding window of each layer by the configuration, None where it sees everything."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
 def cache_bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of keys and values that one token occupies over all layers (an upper estimate)."""
     config = model.config.get_text_config()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import Cache
 
-from rloo.attention import Options, attend, causal_mask, round_inputs
+from rloo.attention import Options, attend, attend_part, causal_mask, round_inputs
 
 # Slots that a completion's cache begins with; it doubles when full.
 _FIRST_SLOTS = 64
@@ -101,7 +102,7 @@ class DecodeCache(Cache):
 
     A step's scores are computed in two parts: a group's queries together against the prompt's keys,
     which are stored and read once, and each row against its own completion (the idea of Hydragen,
-    Juravsky et al. 2024); one softmax spans both.
+    Juravsky et al. 2024); the two are weighted by their shares of the softmax.
     """
 
     def __init__(self, prompts: PromptCache, prompt_of_row: Tensor, *, max_tokens: int) -> None:
@@ -204,25 +205,31 @@ class DecodeCache(Cache):
         own_keys = self._keys[self._layer][:, :, own]
         own_values = self._values[self._layer][:, :, own]
         kv_heads = own_keys.shape[1]
-        scaling = size**-0.5 if options.scaling is None else options.scaling
-        query = (query * scaling).reshape(rows, kv_heads, heads // kv_heads, size)
-        own_scores = _soften(query @ own_keys.transpose(-1, -2), options.softcap)
-        if first >= self._width:
-            output = _weights(own_scores, options.sinks) @ own_values
-            return output.reshape(rows, 1, heads, -1)
-        prompt_keys = self._prompt_keys[self._layer][:, :, first:]
-        prompt_values = self._prompt_values[self._layer][:, :, first:]
-        prompt_scores = _soften(
-            self._gather_groups(query) @ prompt_keys.transpose(-1, -2), options.softcap
-        )
-        if self._padding is not None:
-            prompt_scores += self._padding_mask(prompt_scores.dtype)[..., first:]
-        split = prompt_keys.shape[2]
-        scores = torch.cat([self._scatter_groups(prompt_scores, rows), own_scores], dim=-1)
-        weights = _weights(scores, options.sinks)
-        output = self._gather_groups(weights[..., :split]) @ prompt_values
-        output = self._scatter_groups(output, rows) + weights[..., split:] @ own_values
-        return output.reshape(rows, 1, heads, -1)
+        query = query.reshape(rows, kv_heads, heads // kv_heads, size)
+        output, normalizer = attend_part(query, own_keys, own_values, None, options)
+        if first < self._width:
+            groups = self._gather_groups(query)
+            mask = None
+            if self._padding is not None:
+                mask = self._padding_mask(query.dtype)[..., first:].expand(
+                    -1, -1, groups.shape[2], -1
+                )
+            prompt_output, prompt_normalizer = attend_part(
+                groups,
+                self._prompt_keys[self._layer][:, :, first:],
+                self._prompt_values[self._layer][:, :, first:],
+                mask,
+                options,
+            )
+            more = self._scatter_groups(prompt_normalizer, rows) - normalizer
+            output = output.lerp(self._scatter_groups(prompt_output, rows), more.sigmoid())
+            if options.sinks is not None:
+                normalizer = normalizer + F.softplus(more)
+        output = output.reshape(rows, 1, heads, -1)
+        if options.sinks is None:
+            return output
+        share = normalizer.reshape(rows, 1, heads, 1) - options.sinks.view(1, 1, -1, 1)
+        return output * share.sigmoid()
 
     def _padding_mask(self, dtype: torch.dtype) -> Tensor:
         """(P, 1, 1, width): minus infinity where a prompt has no token, to be added to scores."""
@@ -248,16 +255,3 @@ class DecodeCache(Cache):
         parted = groups.view(self._num_prompts, heads, self._group_size, -1, size).transpose(1, 2)
         flat = parted.reshape(self._num_prompts * self._group_size, heads, -1, size)
         return flat if self._place_of_row is None else flat.index_select(0, self._place_of_row)
-
-
-def _soften(scores: Tensor, softcap: float | None) -> Tensor:
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-
-def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over (R, H_kv, repeats, L); GPT-OSS has a sink per head (H,)."""
-    if sinks is None:
-        return scores.softmax(dim=-1)
-    column = sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1)
-    scores = torch.cat([scores, column.expand(len(scores), -1, -1, -1)], dim=-1)
-    return scores.softmax(dim=-1)[..., :-1]

@@ -1,4 +1,5 @@
-"""The native engine: the Hugging Face module itself, with our cache and our attention.
+"""The native engine: the model with our cache and our attention, run by `fused.py` where it knows
+the architecture, else by the Hugging Face module itself.
 
 Each prompt is prefilled once; its keys and values are stored once and read once a step for all of
 its completions. Rows are decoded in lock-step; finished rows are taken out. Knows nothing of
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from rloo import attention
 from rloo.engines.borrowing import Drawn, Row, sample_in_waves
 from rloo.engines.decoding import DecodeCache, PromptCache, fill_holes
+from rloo.engines.fused import FusedDecoder, can_fuse
 from rloo.engines.sampling import draw, row_keys, uniforms
 from rloo.types import Completion, Prompt, Sampling
 
@@ -31,26 +33,54 @@ _NOISE_BLOCK = 32
 
 
 class NativeEngine:
-    """Samples from the policy's own module; `supports` says whether a model can be run."""
+    """Samples from the policy's weights; `supports` says whether a model can be run.
+
+    `dtype` is that of the matrix products where the architecture is fused (None: the model's own);
+    `fused=False` always runs the module.
+    """
 
     name = "native"
 
     def __init__(
-        self, model: PreTrainedModel, *, pad_token_id: int, cache_bytes: int = CACHE_BYTES
+        self,
+        model: PreTrainedModel,
+        *,
+        pad_token_id: int,
+        cache_bytes: int = CACHE_BYTES,
+        dtype: torch.dtype | None = None,
+        fused: bool = True,
     ) -> None:
         if model.config._attn_implementation != attention.IMPLEMENTATION:
             attention.install(model)
         self._model = model
         self._pad_token_id = pad_token_id
         self._cache_bytes = cache_bytes
+        self._decoder = None
+        if fused and can_fuse(model):
+            self._decoder = FusedDecoder(model, dtype or model.dtype)
+        self._loaded = False
 
     def load(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Nothing to do: the engine shares the policy's module."""
+        """Take the policy's weights; where the module itself is run there is nothing to do."""
+        if self._decoder is not None:
+            self._decoder.load(weights)
+            self._loaded = True
+
+    @property
+    def fused(self) -> bool:
+        """Whether the weights are a copy, which `load` must renew when the policy has changed."""
+        return self._decoder is not None
+
+    def memory_bytes(self) -> int:
+        """Bytes of the weights that the engine holds beside the model's own."""
+        return self._decoder.memory_bytes() if self._loaded and self._decoder else 0
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """See `rloo.types.Engine`."""
+        """See `rloo.types.Engine`. Before the first `load` it samples from the model as it is."""
+        if self._decoder is not None and not self._loaded:
+            self._decoder.load(self._model.named_parameters())
         return sample_in_waves(
             self._model,
             prompts,
@@ -123,6 +153,8 @@ class NativeEngine:
     def _forward(
         self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | DecodeCache
     ) -> Tensor:
+        if self._decoder is not None:
+            return self._decoder.forward(input_ids, position_ids, cache)
         output = self._model(
             input_ids=input_ids,
             position_ids=position_ids,

@@ -5,12 +5,14 @@ Knows nothing of particular architectures.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rloo import attention
-from rloo.engines.borrowing import borrowed
+from rloo.engines.borrowing import borrowed, layer_windows
 from rloo.engines.native import NativeEngine
 from rloo.engines.sampling import gather_logprobs
 from rloo.types import Prompt, Sampling
@@ -20,11 +22,17 @@ _TOLERANCE = 1e-4
 _LOW_PRECISION_TOLERANCE = 0.5
 
 
-def supports(model: PreTrainedModel) -> str | None:
+def supports(
+    model: PreTrainedModel,
+    *,
+    weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
+    fused: bool = True,
+) -> str | None:
     """Why the native engine cannot run `model`, or None if it can. Leaves the model as it was.
 
     What the configuration cannot tell is tried: two prompts are sampled and scored again by a
-    plain forward without our cache and attention.
+    plain forward without our cache and attention. `fused` and `weights`, by default the model's
+    parameters, are what the engine will be given.
     """
     reason = attention.incompatibility(model)
     if reason is not None:
@@ -32,7 +40,9 @@ def supports(model: PreTrainedModel) -> str | None:
     implementation = model.config._attn_implementation
     try:
         attention.install(model)
-        return _check_windows(model) or _check_probe(model, implementation)
+        return _check_windows(model) or _check_probe(
+            model, implementation, weights or model.named_parameters, fused
+        )
     except Exception as error:  # any model's code may fail in any way; the answer is the fallback
         return f"because a trial of it failed: {type(error).__name__}: {error}"
     finally:
@@ -62,30 +72,32 @@ def _check_windows(model: PreTrainedModel) -> str | None:
             use_cache=False,
             rloo_layout=recorder,
         )
-    config = model.config.get_text_config()
-    layers = config.num_hidden_layers
-    if len(recorder.windows) != layers:
-        return f"because {len(recorder.windows)} of its {layers} layers call the attention function"
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    expected = (
-        [window] * layers
-        if types is None
-        else [window if kind == "sliding_attention" else None for kind in types]
-    )
+    expected = layer_windows(model)
+    if len(recorder.windows) != len(expected):
+        return (
+            f"because {len(recorder.windows)} of its {len(expected)} layers call the attention "
+            "function"
+        )
     if recorder.windows != expected:
         return "because its layers do not tell the attention function their sliding windows"
     return None
 
 
-def _check_probe(model: PreTrainedModel, implementation: str) -> str | None:
+def _check_probe(
+    model: PreTrainedModel,
+    implementation: str,
+    weights: Callable[[], Iterable[tuple[str, Tensor]]],
+    fused: bool,
+) -> str | None:
     vocabulary = model.config.get_text_config().vocab_size
     prompts = [
         Prompt(id=length, token_ids=[(7 * i + 3) % vocabulary for i in range(length)], content="")
         for length in (2, 5)
     ]
     sampling = Sampling(max_tokens=4, stop_token_ids=())
-    groups = NativeEngine(model, pad_token_id=0).sample(prompts, 2, sampling, noise=0)
+    engine = NativeEngine(model, pad_token_id=0, fused=fused)
+    engine.load(weights())
+    groups = engine.sample(prompts, 2, sampling, noise=0)
     model.set_attn_implementation(implementation)
     worst = 0.0
     with borrowed(model):

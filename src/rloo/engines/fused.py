@@ -1,0 +1,219 @@
+"""The decoder's arithmetic on weights laid out for sampling: a few large operations a layer.
+
+A transformers module spends more time between operations than in them when it computes one token a
+row. For the architectures named here the same arithmetic is written out once: queries, keys and
+values from one matrix, both halves of the gated layer from another, norms' weights multiplied into
+the matrix behind them, rotary embeddings as complex products. `supported.py` compares the result
+with the module before it is used. Knows nothing of rows, noise or stop tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from rloo.attention import Options
+from rloo.engines.borrowing import layer_windows
+from rloo.engines.decoding import DecodeCache, PromptCache
+
+# RMSNorm before attention and before a gated SiLU layer, rotary positions, nothing else.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+# Rotary frequencies that do not depend on how long the sequence has become.
+_STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """Whether the configuration is one that `FusedDecoder` knows; a trial tells the rest."""
+    config = model.config.get_text_config()
+    if config.model_type not in ARCHITECTURES or config.hidden_act != "silu":
+        return False
+    return getattr(model.base_model.rotary_emb, "rope_type", None) in _STATIC_ROTARY
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Matrices (out, in), or (in, out) for `out` and `down`, whose product is added to the residual
+    stream. `qkv` holds queries, keys and values, `gate_up` both halves of the gated layer."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    options: Options
+
+
+class FusedDecoder:
+    """A forward pass of `model`'s architecture.
+
+    `dtype` is that of the matrix products; what stands between them, the residual stream and the
+    caches are float32 at least. `load` comes before the first forward.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        config = model.config.get_text_config()
+        self._model = model
+        self._dtype = dtype
+        self._precise = torch.promote_types(model.dtype, torch.float32)
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._size: int = model.base_model.layers[0].self_attn.head_dim
+        self._epsilon: float = config.rms_norm_eps
+        self._layers: list[_Layer] = []
+        self._rotations = torch.empty(0, 0)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the weights, under the model's own names. Matrices that need no other form are kept,
+        not copied: they must not change until the next load. Raises KeyError for one not there."""
+        named = {name.removeprefix("model."): weight.detach() for name, weight in weights}
+        self._embedding = named["embed_tokens.weight"]
+        self._norm = named["norm.weight"].to(self._precise)
+        self._head = named.get("lm_head.weight", self._embedding).to(self._dtype)
+        self._layers = []
+        for number, window in enumerate(layer_windows(self._model)):
+            start = f"layers.{number}."
+            own = {k.removeprefix(start): v for k, v in named.items() if k.startswith(start)}
+            self._layers.append(self._fuse(own, Options(scaling=1.0, sliding_window=window)))
+
+    def memory_bytes(self) -> int:
+        """Bytes of the weights that are not the model's own."""
+        shared = {parameter.data_ptr() for parameter in self._model.parameters()}
+        tensors = [self._head]
+        for layer in self._layers:
+            tensors += [layer.qkv, layer.out, layer.gate_up, layer.down]
+        return sum(t.numel() * t.itemsize for t in tensors if t.data_ptr() not in shared)
+
+    def _fuse(self, named: Mapping[str, Tensor], options: Options) -> _Layer:
+        scaling = self._size**-0.5
+        qk_norm = None
+        if "self_attn.q_norm.weight" in named:
+            # The norm undoes any scaling before it, so the scaling goes into its weight.
+            query, key = (
+                self._interleave(named[f"self_attn.{name}_norm.weight"].to(self._precise))
+                for name in "qk"
+            )
+            qk_norm = torch.cat(
+                [(query * scaling).expand(self._heads, -1), key.expand(self._kv_heads, -1)]
+            )
+            scaling = 1.0
+
+        def join_qkv(kind: str) -> Tensor:
+            query, key, value = (
+                named[f"self_attn.{name}_proj.{kind}"].to(self._precise) for name in "qkv"
+            )
+            return torch.cat([self._interleave(query) * scaling, self._interleave(key), value])
+
+        def join_gate_up(kind: str) -> Tensor:
+            return torch.cat(
+                [named[f"mlp.{name}_proj.{kind}"].to(self._precise) for name in ("gate", "up")]
+            )
+
+        def bias(name: str) -> Tensor | None:
+            return named[f"{name}.bias"].to(self._precise) if f"{name}.bias" in named else None
+
+        return _Layer(
+            qkv=(join_qkv("weight") * named["input_layernorm.weight"]).to(self._dtype),
+            qkv_bias=join_qkv("bias") if "self_attn.q_proj.bias" in named else None,
+            qk_norm=qk_norm,
+            out=named["self_attn.o_proj.weight"].to(self._dtype).t(),
+            out_bias=bias("self_attn.o_proj"),
+            gate_up=(join_gate_up("weight") * named["post_attention_layernorm.weight"]).to(
+                self._dtype
+            ),
+            gate_up_bias=join_gate_up("bias") if "mlp.gate_proj.bias" in named else None,
+            down=named["mlp.down_proj.weight"].to(self._dtype).t(),
+            down_bias=bias("mlp.down_proj"),
+            options=options,
+        )
+
+    def _interleave(self, rows: Tensor) -> Tensor:
+        """Rows of one or more heads, reordered so that the two numbers that rotary embedding turns
+        together are neighbours. Queries and keys alike, so their products stay as they are."""
+        heads = rows.view(-1, 2, self._size // 2, *rows.shape[1:])
+        return heads.transpose(1, 2).reshape(rows.shape)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, cache: PromptCache | DecodeCache
+    ) -> Tensor:
+        """input_ids and positions int64 (B, Q) to the logits (B, V) that follow the last token."""
+        with torch.autocast(input_ids.device.type, enabled=False):
+            batch, length = input_ids.shape
+            hidden = F.embedding(input_ids.flatten(), self._embedding).to(self._precise)
+            rotations = self._rotate_by(positions).flatten(0, 1)[:, None]
+            for number, layer in enumerate(self._layers):
+                states = self._attend(layer, number, hidden, rotations, (batch, length), cache)
+                hidden = self._add(hidden, states, layer.out, layer.out_bias)
+                states = self._gate(layer, hidden)
+                hidden = self._add(hidden, states, layer.down, layer.down_bias)
+            last = hidden.view(batch, length, -1)[:, -1]
+            last = F.rms_norm(last, last.shape[-1:], self._norm, self._epsilon)
+            return self._product(last, self._head)
+
+    def _attend(
+        self,
+        layer: _Layer,
+        number: int,
+        hidden: Tensor,
+        rotations: Tensor,
+        shape: tuple[int, int],
+        cache: PromptCache | DecodeCache,
+    ) -> Tensor:
+        turned = self._heads + self._kv_heads
+        normed = F.rms_norm(hidden, hidden.shape[-1:], None, self._epsilon)
+        states = self._product(normed, layer.qkv)
+        if layer.qkv_bias is not None:
+            states += layer.qkv_bias
+        states = states.view(len(hidden), -1, self._size)
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(states[:, :turned], (self._size,), None, self._epsilon)
+            qk *= layer.qk_norm
+        else:
+            qk = states[:, :turned].contiguous()
+        torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotations)
+        query, key, value = (
+            part.view(*shape, -1, self._size).transpose(1, 2)
+            for part in (qk[:, : self._heads], qk[:, self._heads :], states[:, turned:])
+        )
+        cache.update(key, value, number)
+        return cache.attend(query, key, value, layer.options).flatten(0, 1).flatten(1)
+
+    def _gate(self, layer: _Layer, hidden: Tensor) -> Tensor:
+        normed = F.rms_norm(hidden, hidden.shape[-1:], None, self._epsilon)
+        states = self._product(normed, layer.gate_up)
+        if layer.gate_up_bias is not None:
+            states += layer.gate_up_bias
+        gate, up = states.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def _product(self, states: Tensor, matrix: Tensor) -> Tensor:
+        # Few rows: the matrix on the left is what two threads divide well.
+        return (matrix @ states.to(self._dtype).t()).t().to(self._precise)
+
+    def _add(self, hidden: Tensor, states: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        if self._dtype == hidden.dtype:
+            hidden = torch.addmm(hidden, states, matrix)
+        else:
+            hidden = hidden + states.to(self._dtype) @ matrix
+        return hidden if bias is None else hidden.add_(bias)
+
+    def _rotate_by(self, positions: Tensor) -> Tensor:
+        """complex (B, Q, head size / 2), from a table that grows with the positions asked for."""
+        if len(self._rotations) <= int(positions.max()):
+            self._rotations = self._rotation_table(2 * int(positions.max()) + 64)
+        return self._rotations[positions]
+
+    def _rotation_table(self, length: int) -> Tensor:
+        positions = torch.arange(length, device=self._embedding.device)[None]
+        like = torch.empty(0, dtype=self._precise, device=positions.device)
+        cosine, sine = self._model.base_model.rotary_emb(like, positions)
+        half = self._size // 2
+        return torch.complex(cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())
