@@ -111,7 +111,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         "input_ids": torch.tensor([tokens], device=device),
         "position_ids": torch.tensor([positions], device=device),
         "attention_mask": no_mask(device),
-        "rloo_layout": PackedLayout(spans, ROWS_PER_CALL).to(device),
+        "rloo_layout": PackedLayout(spans, ROWS_PER_CALL, device),
     }
     return _micro_batch(_in_order(samples), inputs, source, device)
 

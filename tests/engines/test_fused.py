@@ -3,11 +3,11 @@
 import pytest
 import torch
 import transformers
+from models import _COMMON, VOCAB_SIZE, WINDOW, make_model
 
 from rloo.engines import NativeEngine, build_engine
 from rloo.engines.fused import FusedDecoder, can_fuse
 from rloo.types import Prompt, Sampling
-from models import _COMMON, VOCAB_SIZE, WINDOW, make_model
 
 ROTARY = {
     "rope_type": "llama3",

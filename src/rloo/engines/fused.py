@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,9 @@ class FusedDecoder:
         self._precise = torch.promote_types(model.dtype, torch.float32)
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
-        self._size: int = model.base_model.layers[0].self_attn.head_dim
+        self._size: int = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         self._epsilon: float = config.rms_norm_eps
         self._layers: list[_Layer] = []
         self._rotations = torch.empty(0, 0)
@@ -214,6 +217,7 @@ class FusedDecoder:
     def _rotation_table(self, length: int) -> Tensor:
         positions = torch.arange(length, device=self._embedding.device)[None]
         like = torch.empty(0, dtype=self._precise, device=positions.device)
-        cosine, sine = self._model.base_model.rotary_emb(like, positions)
+        rotary: Any = self._model.base_model.rotary_emb
+        cosine, sine = rotary(like, positions)
         half = self._size // 2
         return torch.complex(cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())
