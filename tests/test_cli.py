@@ -246,7 +246,7 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["trian"], "trian is not a command; there are train, eval, config"),
+        (["trian"], "trian is not a command; there are train, plan, eval, config"),
         (["train", "run.yaml", "--leraning_rate", "1"], "did you mean learning_rate?"),
         (["train", "run.yaml", "--use_vllm", "true"], "use_vllm"),
         (["train", "missing.yaml"], "missing.yaml: No such file"),

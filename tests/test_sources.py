@@ -24,14 +24,15 @@ ROWS = [
     "rloo",
     "types objective options",
     "unsupported aliases config config_checks config_file config_text training_arguments",
-    "attention shared_prefix logprobs batch data rows metrics rewards checkpoint state records "
-    "reporting console verdict tasks",
-    "modeling optimizers",
+    "attention flash shared_prefix logprobs batch data rows metrics rewards checkpoint state "
+    "records reporting console verdict tasks",
+    "adapters optimizers",
+    "modeling",
     "policy engines monitor setup",
-    "rollout update evaluate",
+    "rollout update evaluate memory budget profiling",
     "train",
     "resume",
-    "trainer cli",
+    "trainer cli plan",
 ]
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row.split()}
 

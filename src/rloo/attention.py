@@ -79,8 +79,8 @@ def attend_part(
 ) -> tuple[Tensor, Tensor]:
     """Attention over a part of the keys, sinks aside, and the log of its softmax's normalizer.
 
-    query (B, H, Q, D); key, value (B, H, L, D); mask to be added, (B, 1, Q, L). Returns (B, H, Q, D)
-    and (B, H, Q, 1): two parts are one softmax if weighted by `exp(normalizer)`.
+    query (B, H, Q, D); key, value (B, H, L, D); mask to be added, (B, 1, Q, L). Returns (B, H, Q,
+    D) and (B, H, Q, 1): two parts are one softmax if weighted by `exp(normalizer)`.
     """
     if query.device.type == "cpu" and options.softcap is None:
         output, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

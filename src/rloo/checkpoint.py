@@ -29,7 +29,15 @@ MANIFEST = "manifest.json"
 PARTS = ("optimizer", "scheduler", "rng")
 STATE = "trainer_state.json"
 METRICS = "metrics.jsonl"
-RUN_FILES = (METRICS, "summary.json", "completions.jsonl", "evaluations.jsonl", "config.yaml")
+RUN_FILES = (
+    METRICS,
+    "summary.json",
+    "completions.jsonl",
+    "evaluations.jsonl",
+    "config.yaml",
+    "profile/trace.json",
+    "profile/report.md",
+)
 
 
 @dataclass(frozen=True, slots=True)

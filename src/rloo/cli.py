@@ -1,4 +1,4 @@
-"""The command `rloo`: train, eval, config. Imports torch only when a command needs it."""
+"""The command `rloo`: train, plan, eval, config. Imports torch only when a command needs it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ Train language models with REINFORCE Leave-One-Out.
 
 commands:
   train    train; without a config, a model or a dataset, the embedded task (about two minutes)
+  plan     before launch: micro-batches, peak memory, time per step and to the end, predicted from
+           a measured step of the worst case; writes nothing
   eval     greedy and sampled pass@1, pass@k and mean reward of a model on a dataset
   config   every option with its default, meaning and names elsewhere;
            with a config or options: the resolved configuration
@@ -20,6 +22,8 @@ commands:
 examples:
   rloo train
   rloo train examples/gsm8k.yaml --model Qwen/Qwen3-0.6B --beta 0.02 --num_generations 8
+  rloo plan examples/gsm8k.yaml --max_completion_length 1024
+  rloo train examples/gsm8k.yaml --profile   # where time and memory went: OUTPUT_DIR/profile
   rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null
 """
 
@@ -30,7 +34,7 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"train": _train, "eval": _evaluate, "config": _config}
+    commands = {"train": _train, "plan": _plan, "eval": _evaluate, "config": _config}
     if not given or given[0] in ("-h", "--help", "help") or "--help" in given:
         print(USAGE, end="")
         return 0
@@ -66,17 +70,28 @@ def _train(arguments: list[str]) -> int:
     return 0
 
 
+def _plan(arguments: list[str]) -> int:
+    from rloo.config_file import parse_command_line
+
+    config = parse_command_line(_with_embedded(arguments))
+    from rloo.plan import make_plan, print_plan
+
+    print_plan(make_plan(config))
+    return 0
+
+
 def _evaluate(arguments: list[str]) -> int:
     from dataclasses import replace
 
+    from rloo.config import without_adapter
     from rloo.config_file import parse_command_line
 
     config = parse_command_line(_with_embedded(arguments))
     if config.eval_dataset is None and config.eval_split is None:
         config = replace(config, eval_split=config.dataset_split)
-    # Neither a reference nor gradients are needed, and nothing is trained on.
+    # Neither a reference, gradients nor a new adapter are needed, and nothing is trained on.
     config = replace(
-        config,
+        without_adapter(config),
         beta=0.0,
         gradient_checkpointing=False,
         eval_dataset=config.eval_dataset or config.dataset,

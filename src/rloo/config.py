@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import typing
 from copy import deepcopy
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from rloo.aliases import resolve
-from rloo.config_checks import check
+from rloo.config_checks import ADAPTER_OPTIONS, check
 from rloo.options import from_trl, own, shared, suggest
 from rloo.unsupported import REFUSED
 
@@ -83,6 +83,9 @@ class RLOOConfig:
     rollout_engine: Literal["auto", "native", "hf"] = own(
         "auto", "What samples: native, hf (generate, slow), or native wherever it can."
     )
+    rollout_dtype: Literal["float32", "bfloat16"] | None = own(
+        None, "Of the native sampler's matrix products; null: as in training. See mismatch/mean."
+    )
 
     # Objective
     beta: float = shared(0.05, "Weight of the KL penalty in the reward; 0 needs no reference.")
@@ -114,6 +117,23 @@ class RLOOConfig:
         False, "Leave completions that hit the length limit out of the loss."
     )
     disable_dropout: bool = from_trl(False, "No effect: dropout is off in every pass here.")
+
+    # Adapters
+    use_peft: bool = own(False, "Train a LoRA adapter, the model's own weights frozen.")
+    lora_r: int = own(16, "Rank of the adapter.")
+    lora_alpha: int = own(32, "Its weight: it is added alpha / rank times.", ms_swift=True)
+    lora_dropout: float = own(
+        0.05, "No effect but to be written down: dropout is off in every pass here.", ms_swift=True
+    )
+    lora_target_modules: str | list[str] | None = own(
+        None, "Layers that get it: names, a pattern, or all-linear; null is peft's choice."
+    )
+    lora_target_parameters: list[str] | None = own(
+        None, "Parameters that get it beside layers: experts (needs lora_dropout 0)."
+    )
+    lora_modules_to_save: list[str] | None = own(None, "Layers trained and saved as a whole.")
+    use_rslora: bool = own(False, "Add it alpha / sqrt(rank) times instead.", ms_swift=True)
+    use_dora: bool = own(False, "Learn the weights' magnitudes apart from it.", ms_swift=True)
 
     # Batches and steps
     num_prompts: int | None = own(None, "Prompts per optimizer step; instead of batch sizes.")
@@ -187,6 +207,7 @@ class RLOOConfig:
     project: str = shared("huggingface", "Project of the run in the loggers.")
     trackio_space_id: str | None = shared(None, "Hub space that trackio writes to.")
     disable_tqdm: bool | None = shared(None, "No progress line; null shows it on a terminal.")
+    profile: bool = own(False, "Write where the third rollout's time and memory went.")
 
     def __init__(self, output_dir: str | None = None, **options: Any) -> None:
         if output_dir is not None:
@@ -283,6 +304,14 @@ class RLOOConfig:
 def option_types() -> dict[str, Any]:
     """Our option names and their annotations, in the order of declaration."""
     return typing.get_type_hints(RLOOConfig)
+
+
+def without_adapter(config: RLOOConfig) -> RLOOConfig:
+    """`config` with every option about adapters at its default: none is added."""
+    defaults: dict[str, Any] = {
+        field.name: field.default for field in fields(config) if field.name in ADAPTER_OPTIONS
+    }
+    return replace(config, **defaults)
 
 
 def resolve_interval(steps: float, total_steps: int) -> int:

@@ -7,10 +7,23 @@ whatever depends on them is checked where they are known.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rloo.config import RLOOConfig
+
+ADAPTER_OPTIONS = (
+    "use_peft",
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_target_parameters",
+    "lora_modules_to_save",
+    "use_rslora",
+    "use_dora",
+)
 
 # (rule in words, the rule, the options it holds for); a null value is always allowed
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
@@ -22,7 +35,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "generation_batch_size", "steps_per_generation", "num_iterations", "max_completion_length",
         "max_prompt_length", "max_tokens_per_micro_batch", "num_threads", "eval_size",
         "num_generations_eval", "save_total_limit",
-        "num_completions_to_print",
+        "num_completions_to_print", "lora_r", "lora_alpha",
     )),
     ("must be above 0", lambda x: x > 0, (
         "temperature", "repetition_penalty", "adam_epsilon", "advantage_epsilon", "loss_constant",
@@ -34,7 +47,9 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     )),
     ("must be above 0 and at most 1", lambda x: 0 < x <= 1, ("top_p",)),
     ("must be between 0 and 1", lambda x: 0 <= x <= 1, ("min_p",)),
-    ("must be at least 0 and below 1", lambda x: 0 <= x < 1, ("adam_beta1", "adam_beta2")),
+    ("must be at least 0 and below 1", lambda x: 0 <= x < 1, (
+        "adam_beta1", "adam_beta2", "lora_dropout",
+    )),
     ("must be a whole number, or below 1 to mean a share of all steps",
      lambda x: x < 1 or x == int(x),
      ("logging_steps", "eval_steps", "save_steps", "warmup_steps")),
@@ -58,6 +73,7 @@ def check(config: RLOOConfig) -> None:
     _check_batches(config)
     _check_run(config)
     _check_model(config)
+    _check_adapter(config)
 
 
 def _check_rewards(config: RLOOConfig) -> None:
@@ -137,3 +153,12 @@ def _check_model(config: RLOOConfig) -> None:
     ):
         if name in (config.model_init_kwargs or {}):
             raise ValueError(f"model_init_kwargs has {name}, which would not act: {instead}")
+
+
+def _check_adapter(config: RLOOConfig) -> None:
+    if config.use_peft:
+        return
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if name in ADAPTER_OPTIONS and value != field.default:
+            raise ValueError(f"{name} is {value} but use_peft is false; it says how LoRA is done")

@@ -140,6 +140,11 @@ class PromptSource:
         return len(self._numbers)
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt, in the order of the dataset."""
+        return [len(self._tokens[number]) for number in self._numbers]
+
+    @property
     def epoch(self) -> float:
         """Prompts drawn so far, in passes over the dataset."""
         return self._drawn / len(self)

@@ -14,8 +14,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
+from rloo.adapters import find_base, load_adapter
 from rloo.batch import MicroBatch
 from rloo.config import RLOOConfig
 from rloo.tasks import resolve_model
@@ -48,33 +50,56 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of `config.model`, a hub id or a folder; the model in float32.
 
+    The folder or hub id of an adapter gives a PeftModel: its base, and the adapter to train on.
     Raises ValueError when there is no tokenizer that transformers can load.
     """
     options = {"dtype": torch.float32, **(config.model_init_kwargs or {})}
     name, trust = resolve_model(str(config.model)), config.trust_remote_code
+    revision = options.get("revision", "main")
+    base = find_base(name, revision)
     if tokenizer is None:
-        _require_tokenizer_files(Path(name))
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                name, revision=options.get("revision", "main"), trust_remote_code=trust
-            )
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{name} has no tokenizer that can be loaded (model): {error}"
-            ) from error
+        own = base is None or _has_tokenizer(name, revision)
+        tokenizer = _load_tokenizer(name if own else str(base), revision if own else "main", trust)
+    if base is not None:
+        options.pop("revision", None)
     with quiet():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            name, trust_remote_code=trust, **options
-        )
-    return model, tokenizer
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                base or name, trust_remote_code=trust, **options
+            )
+        except OSError as error:
+            if base is None:
+                raise
+            raise ValueError(
+                f"{name} is an adapter of {base}, which cannot be loaded (model): {error}"
+            ) from error
+        return (model if base is None else load_adapter(model, name, revision)), tokenizer
 
 
-def _require_tokenizer_files(folder: Path) -> None:
+def _has_tokenizer(name: str, revision: str) -> bool:
+    found = cached_file(
+        name,
+        "tokenizer_config.json",
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return found is not None
+
+
+def _load_tokenizer(name: str, revision: str, trust: bool) -> PreTrainedTokenizerBase:
+    folder = Path(name)
     # transformers makes up an empty tokenizer for some architectures whose folder has none.
     if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
         raise ValueError(
             f"{folder} has no tokenizer that can be loaded (model): it has no tokenizer.json"
         )
+    try:
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=trust
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} has no tokenizer that can be loaded (model): {error}") from error
+    return tokenizer
 
 
 @contextmanager

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rloo import attention
+from rloo import adapters, attention
+from rloo.adapters import Adapter
 from rloo.batch import MicroBatch, Sample, pack, pad
 from rloo.config import RLOOConfig
-from rloo.logprobs import score_tokens, token_logprobs
+from rloo.logprobs import CHUNK_ELEMENTS, score_tokens, token_logprobs
 from rloo.modeling import (
     copy_frozen,
     enable_checkpointing,
@@ -36,6 +37,8 @@ from rloo.optimizers import build_optimizer, build_scheduler
 
 # Largest difference of a log-prob between two float32 computations that is still rounding.
 TOLERANCE = 1e-4
+# 16-bit logits around 32 are 0.125 or 0.25 apart (a frozen base of 16 bits under an adapter).
+LOW_PRECISION_TOLERANCE = 0.5
 
 
 class Policy:
@@ -43,6 +46,9 @@ class Policy:
 
     Parameters stay float32 whatever the precision; `bf16` and `fp16` are the precision of the
     computation (autocast), since bf16 parameters lose updates at RLOO's learning rates.
+
+    Of a PeftModel the adapter is trained: `model` is the transformers model that it is in. The
+    reference is then the same module, and no copy of the base is made.
     """
 
     def __init__(
@@ -60,19 +66,28 @@ class Policy:
         )
         self.notes: list[str] = []
         self._check_precision()
+        self.adapter = Adapter(model) if adapters.is_adapted(model) else None
+        if self.adapter is None:
+            adapters.refuse_loose_layers(model)
+        else:
+            model = self.adapter.model
         self.model = model
         nn.Module.to(model, self.device)
         require_float32(model)
+        self.reference: PreTrainedModel | None = None
+        if config.beta != 0 and self.adapter is not None:
+            self.adapter.keep_reference()
         dropout = remove_dropout(model)
         if dropout > 0:
             self.notes.append(f"dropout (up to {dropout:g}) is set to 0 for training")
         self.packed = self._install_attention()
         self.checked = False
-        self.reference = copy_frozen(model) if config.beta != 0 else None
+        if config.beta != 0 and self.adapter is None:
+            self.reference = copy_frozen(model)
         if config.gradient_checkpointing:
             enable_checkpointing(model, config.gradient_checkpointing_kwargs)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.initial_weights = hashlib.sha256(self._probe().cpu().numpy().tobytes()).hexdigest()
+        self.initial_weights = self._hash_start()
         self.optimizer = build_optimizer(model, config)
         self.scheduler = build_scheduler(self.optimizer, config, num_training_steps)
         self.scaler = torch.amp.GradScaler("cuda") if config.fp16 else None
@@ -87,9 +102,12 @@ class Policy:
             return pack(samples, self.device)
         return pad(samples, self.device, self.pad_token_id)
 
-    def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs of the batch's completion tokens at the sampling temperature, and entropies:
-        both (T,), float32, in nats. With gradients where they are enabled."""
+        both (T,), float32, in nats. With gradients where they are enabled. `chunk_elements`: see
+        `token_logprobs`."""
         with self.autocast():
             return token_logprobs(
                 self._head,
@@ -97,6 +115,7 @@ class Policy:
                 batch.target_T,
                 temperature=self.config.temperature,
                 vocab_size=self._vocab_size,
+                chunk_elements=chunk_elements,
             )
 
     def score(self, batch: MicroBatch) -> Tensor:
@@ -105,8 +124,12 @@ class Policy:
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """The same under the frozen reference: (T,). Raises ValueError without one (beta 0)."""
-        if self.reference is None:
+        if self.config.beta == 0:
             raise ValueError("beta is 0; there is no reference model to compare with (beta)")
+        if self.adapter is not None:
+            with self.adapter.as_reference():
+                return self._score(self.model, self._head, batch)
+        assert self.reference is not None
         return self._score(self.reference, output_head(self.reference), batch)
 
     @torch.no_grad()
@@ -151,12 +174,14 @@ class Policy:
             "update/changed_share": 0.0,
         }
         if finite:
-            before = self._probe()
+            before = _probe(self.parameters)
             if self.scaler:
                 self.scaler.step(self.optimizer)
             else:
                 self.optimizer.step()
-            stats["update/changed_share"] = (self._probe() != before).float().mean().item()
+            stats["update/changed_share"] = (
+                (_probe(self.parameters) != before).float().mean().item()
+            )
         if self.scaler:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -170,13 +195,13 @@ class Policy:
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
-    def _probe(self) -> Tensor:
-        """A fixed sample of the parameters: up to 1,024 numbers of each."""
-        return torch.cat([p.detach().flatten()[:1024] for p in self.parameters])
-
     # -- what others take from it ----------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values of the model's weights; an adapter is merged into its base's."""
+        if self.adapter is not None:
+            yield from self.adapter.weights()
+            return
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
@@ -201,10 +226,26 @@ class Policy:
         return tuple(dict.fromkeys(listed))
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face format (safetensors)."""
-        with quiet():
-            self.model.save_pretrained(path)
+        """Write model and tokenizer in Hugging Face format (safetensors); of an adapted model the
+        adapter alone, in peft's."""
+        if self.adapter is not None:
+            self.adapter.save(path)
+        else:
+            # Beside an adapter of an earlier run the model would be taken for its base.
+            for name in adapters.FILES:
+                Path(path, name).unlink(missing_ok=True)
+            with quiet():
+                self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
+
+    def load_pretrained(self, path: str | Path) -> None:
+        """Take on the weights that `save_pretrained` wrote, to the last bit."""
+        if self.adapter is not None:
+            self.adapter.load(path)
+            return
+        dtype = next(self.model.parameters()).dtype
+        weights = type(self.model).from_pretrained(path, dtype=dtype)
+        self.model.load_state_dict(weights.state_dict())
 
     # -- start-up --------------------------------------------------------------------------------
 
@@ -216,12 +257,14 @@ class Policy:
         the output head is one that we do not compute right.
         """
         self.checked = True
+        precise = self.model.dtype.itemsize >= 4
+        tolerance = TOLERANCE if precise else LOW_PRECISION_TOLERANCE
         padded = pad(samples, self.device, self.pad_token_id)
         logits = self.model(**padded.inputs, use_cache=False).logits
         chosen = logits.flatten(0, 1)[padded.source_T].float() / self.config.temperature
         expected = chosen.log_softmax(-1).gather(-1, padded.target_T[:, None])[:, 0]
         difference = self._difference(padded, expected)
-        if not difference <= TOLERANCE:
+        if not difference <= tolerance:
             raise ValueError(
                 f"log-probs from {type(self.model).__name__}'s hidden states differ from its "
                 f"logits by {difference:.1e}; its output head does something not known here"
@@ -232,7 +275,7 @@ class Policy:
             except (TypeError, RuntimeError) as error:  # what a model's forward does not expect
                 self._refuse_packing(f"packed it fails with {error}")
                 return
-            if not difference <= TOLERANCE:
+            if not difference <= tolerance:
                 self._refuse_packing(f"packed log-probs differ by {difference:.1e}")
 
     def _difference(self, batch: MicroBatch, expected: Tensor) -> float:
@@ -262,9 +305,21 @@ class Policy:
         self.packed = False
         self.notes.append(f"updates are padded, not packed: {reason}")
 
+    def _hash_start(self) -> str:
+        """What tells the weights at the start from others: an adapter without effect is none."""
+        parameters = list(self.model.parameters())
+        if self.adapter is not None and not self.adapter.has_effect:
+            parameters = [p for p in parameters if not p.requires_grad]
+        return hashlib.sha256(_probe(parameters).float().cpu().numpy().tobytes()).hexdigest()
+
     def _check_precision(self) -> None:
         if self.config.fp16 and self.device.type == "cpu":
             raise ValueError(
                 "fp16 is True on a CPU, whose float16 arithmetic is a hundred times "
                 "slower than float32; use bf16 or neither (fp16)"
             )
+
+
+def _probe(parameters: Sequence[Tensor]) -> Tensor:
+    """A fixed sample of parameters: up to 1,024 numbers of each."""
+    return torch.cat([p.detach().flatten()[:1024] for p in parameters])

@@ -48,6 +48,7 @@ HARMLESS = (
     "report_to",
     "run_name",
     "disable_tqdm",
+    "profile",
 )
 # Chosen automatically in the first session, and kept unless the user names another now.
 CHOSEN = ("num_threads", "max_tokens_per_micro_batch", "packing", "rollout_engine")
@@ -72,6 +73,7 @@ def snapshot(
             "initial_weights": policy.initial_weights,
             "start": start,
             "seconds": seconds,
+            "budget_changes": run.budget_changes,
             "scaler": policy.scaler.state_dict() if policy.scaler else None,
         },
     )
@@ -91,10 +93,9 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
             f"{path} began from other weights than the model given now, which the KL penalty "
             "would be measured against (model, resume_from_checkpoint)"
         )
+    run.budget_changes = saved["budget_changes"]
     _compare(saved["config"], run)
-    dtype = next(policy.model.parameters()).dtype
-    weights = type(policy.model).from_pretrained(path, dtype=dtype)
-    policy.model.load_state_dict(weights.state_dict())
+    policy.load_pretrained(path)
     load_optimizer(policy.optimizer, *checkpoint.optimizer)
     policy.scheduler.load_state_dict(checkpoint.scheduler)
     if policy.scaler:
@@ -119,7 +120,9 @@ def _compare(before: dict[str, Any], run: Run) -> None:
             )
     if config.num_threads is None:
         torch.set_num_threads(before["num_threads"])
-    if config.max_tokens_per_micro_batch is None:
+    # One that did not fit in memory then is not tried again.
+    too_large = [change["from"] for change in run.budget_changes]
+    if config.max_tokens_per_micro_batch in (None, *too_large):
         policy.max_tokens = before["max_tokens_per_micro_batch"]
     # Padding is always possible; packing only where this process has put in its attention.
     if config.packing is None and not before["packing"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,12 +15,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rloo.config import RLOOConfig, resolve_interval
 from rloo.data import PromptSource, encode_prompt, with_prompts
+from rloo.engines import NativeEngine, build_engine
+from rloo.policy import Policy
 from rloo.rewards import RewardSet, load_reward
 from rloo.rows import load_rows
 from rloo.tasks import load_task_rows
-from rloo.types import Sampling, Text
+from rloo.types import Engine, Sampling, Text
 
 Rows: TypeAlias = Dataset | DatasetDict | str
+# Of glibc's mallopt(3).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+
 RewardFunction: TypeAlias = Callable[..., Any] | str | Mapping[str, Any]
 
 
@@ -108,6 +115,37 @@ def make_sampling(args: RLOOConfig, stop_token_ids: tuple[int, ...]) -> Sampling
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
     )
+
+
+def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
+    """What samples; a note tells of a slow one. Raises ValueError for a `rollout_dtype` that it
+    cannot have."""
+    name = args.rollout_dtype or ("bfloat16" if args.bf16 else "float16" if args.fp16 else None)
+    engine, note = build_engine(
+        args.rollout_engine,
+        policy.model,
+        pad_token_id=policy.pad_token_id,
+        weights=policy.weights,
+        dtype=None if name is None else getattr(torch, name),
+    )
+    if args.rollout_dtype is not None and not (isinstance(engine, NativeEngine) and engine.fused):
+        raise ValueError(
+            f"rollout_dtype is {args.rollout_dtype}; only the native engine's fused decoder has a "
+            f"dtype of its own, and {type(policy.model).__name__} is not sampled by it "
+            "(rollout_dtype, rollout_engine)"
+        )
+    policy.notes += [note] if note else []
+    return engine
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep large blocks that are freed, as a CPU update frees and asks for the
+    same ones again and again: handed back, every page is cleared anew. glibc only; elsewhere
+    nothing happens. The peak is the same; what is kept goes back when the process ends."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 2**30)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def set_threads(model: PreTrainedModel, args: RLOOConfig) -> None:

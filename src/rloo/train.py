@@ -11,25 +11,34 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from transformers import TrainerControl, TrainerState
 
 from rloo.batch import Sample
+from rloo.budget import fitting_budget, workload_of
 from rloo.config import RLOOConfig
 from rloo.data import PromptSource
 from rloo.engines.sampling import noise_key
+from rloo.memory import count_tokens
 from rloo.metrics import rollout_metrics
 from rloo.monitor import Monitor
 from rloo.policy import Policy
+from rloo.profiling import StepProfile
 from rloo.rewards import RewardSet
-from rloo.rollout import countable_samples, credit, score
+from rloo.rollout import Credit, countable_samples, credit, score
 from rloo.types import Engine, Group, Sampling
 from rloo.update import minibatches, update
 
+T = TypeVar("T")
+
 MAX_REFUSED_STEPS = 3
+# The rollout that `profile` looks at: the first two still make caches and find kernels.
+PROFILED_ROLLOUT = 3
 
 
 @dataclass
@@ -37,6 +46,7 @@ class Run:
     """What a training run consists of. `save` and `evaluate` are given from outside; `state` counts
     optimizer steps in `global_step`, as transformers does. `resume_point` is the data position from
     which a checkpoint of this moment must go on: before the rollout that no step was made on yet.
+    `budget_changes` tell from which step on micro-batches were smaller: that orders sums anew.
     """
 
     config: RLOOConfig
@@ -54,13 +64,47 @@ class Run:
     num_tokens: int = 0
     new_tokens: int = 0
     refused_in_a_row: int = 0
+    budget_changes: list[dict[str, Any]] = field(default_factory=list)
+    profile: StepProfile | None = None
     times: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with self.profile.phase(phase) if self.profile else nullcontext():
+            yield
         self.times[f"time/{phase}"] += time.perf_counter() - start
+
+    def lower_budget(self, max_tokens: int, reason: str, *, cause: str) -> None:
+        """Make micro-batches smaller from the next step on, and record it."""
+        step, before = self.state.global_step + 1, self.policy.max_tokens
+        self.policy.max_tokens = max_tokens
+        self.budget_changes.append({"step": step, "from": before, "to": max_tokens, "cause": cause})
+        self.policy.notes.append(
+            f"from step {step} on a micro-batch has at most {max_tokens:,} tokens, not "
+            f"{before:,}: {reason} (max_tokens_per_micro_batch)"
+        )
+
+
+def rehearse(run: Run) -> None:
+    """Before the first sample is drawn, make sure that the largest micro-batch fits in memory, and
+    lower the token budget where it does not. Raises ValueError if no budget helps.
+
+    A resumed run keeps the budget that was found before.
+    """
+    changes, policy = run.budget_changes, run.policy
+    if changes and changes[-1]["to"] == policy.max_tokens:
+        return
+    run.engine.load(policy.weights())  # its copy of the weights takes memory as well
+    try:
+        fit = fitting_budget(policy, workload_of(run.prompts, run.config))
+    except (TypeError, RuntimeError) as error:
+        # What a packed forward may raise is judged when it is compared with the padded one.
+        if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
+            raise
+        return
+    if fit.reason is not None:
+        run.lower_budget(fit.max_tokens, fit.reason, cause="rehearsal")
 
 
 def train(run: Run) -> None:
@@ -69,30 +113,118 @@ def train(run: Run) -> None:
     One rollout serves `steps_per_rollout` optimizer steps; checkpoints and evaluations that fall
     due among them are made at the rollout's end, so that a resumed run repeats nothing.
     """
-    config, state = run.config, run.state
-    while state.global_step < state.max_steps and not run.control.should_training_stop:
-        run.engine.load(run.policy.weights())
-        groups, metrics = collect(run)
-        samples = countable_samples(groups, config)
-        if samples and not run.policy.checked:
-            run.policy.check_forward(_first_of_each_group(samples)[:4])
-            _report_notes(run)
-        with run.timed("credit"):
-            given = credit(samples, run.policy, config)
-        with uninterrupted():
-            for minibatch in minibatches(samples, config):
-                with run.timed("update"):
-                    metrics |= given.stats | update(run.policy, minibatch, given, config)
-                finish_step(run, groups, metrics)
-                metrics = {}
-                if state.global_step >= state.max_steps:
-                    break
+    rollouts, pace = 0, None
+    while run.state.global_step < run.state.max_steps and not run.control.should_training_stop:
+        rollouts += 1
+        last = run.state.global_step + run.config.steps_per_rollout() >= run.state.max_steps
+        due = rollouts == PROFILED_ROLLOUT or (last and rollouts < PROFILED_ROLLOUT)
+        if run.config.profile and due:
+            _profile_rollout(run, rollouts, pace)
+        else:
+            pace = _measure_rollout(run)
         if run.control.should_evaluate:
             run.evaluate()
         if run.control.should_save:
             with uninterrupted():
                 run.save()
         run.control.should_evaluate = run.control.should_save = False
+
+
+def _train_on_rollout(run: Run) -> None:
+    """Sample, score, and make every optimizer step that the rollout serves."""
+    config, policy = run.config, run.policy
+    run.engine.load(policy.weights())
+    groups, metrics = collect(run)
+    samples = countable_samples(groups, config)
+    if samples and not policy.checked:
+        packed = policy.packed
+        policy.check_forward(_first_of_each_group(samples)[:4])
+        if policy.packed != packed:  # other sizes fit now
+            rehearse(run)
+        _report_notes(run)
+    given = _attempt(run, samples, lambda: _credit(run, samples)) or _credit(run, samples)
+    with uninterrupted():
+        for number, minibatch in enumerate(minibatches(samples, config)):
+            given, made = _step(run, samples, minibatch, given, first=number == 0)
+            finish_step(run, groups, metrics | made)
+            metrics = {}
+            if run.state.global_step >= run.state.max_steps:
+                break
+
+
+def _measure_rollout(run: Run) -> float:
+    """Train on a rollout; returns the seconds that a token took."""
+    start, tokens = time.perf_counter(), run.num_tokens
+    _train_on_rollout(run)
+    return (time.perf_counter() - start) / max(1, run.num_tokens - tokens)
+
+
+def _profile_rollout(run: Run, number: int, pace: float | None) -> None:
+    first, tokens = run.state.global_step + 1, run.num_tokens
+    with StepProfile(run.policy.device) as profile:
+        run.profile = profile
+        _train_on_rollout(run)
+        run.profile = None
+    slowdown = profile.total / max(1, run.num_tokens - tokens) / pace if pace else None
+    title = f"Profile of rollout {number}, optimizer steps {first} to {run.state.global_step}"
+    for line in profile.write(
+        Path(run.config.output_dir) / "profile", title=title, slowdown=slowdown
+    ):
+        run.monitor.say(line)
+
+
+def _credit(run: Run, samples: list[Sample]) -> Credit:
+    with run.timed("credit"):
+        return credit(samples, run.policy, run.config)
+
+
+def _step(
+    run: Run, samples: list[Sample], minibatch: list[Sample], given: Credit, *, first: bool
+) -> tuple[Credit, dict[str, float]]:
+    """One optimizer step on a part of the rollout, made anew with smaller micro-batches where it
+    did not fit; then the credit is the smaller budget's too, unless the weights have moved since.
+    """
+
+    def make() -> dict[str, float]:
+        with run.timed("update"):
+            return given.stats | update(run.policy, minibatch, given, run.config)
+
+    made = _attempt(run, minibatch, make)
+    if made is None:
+        given = _credit(run, samples) if first else given
+        made = make()
+    return given, made
+
+
+def _attempt(run: Run, samples: Sequence[Sample], work: Callable[[], T]) -> T | None:
+    """What `work` on `samples` returns; None where memory did not suffice and the token budget was
+    lowered for another attempt, which happens once in a run. Nothing is left of the first one.
+
+    Raises torch.OutOfMemoryError the second time, and once the weights may have moved.
+    """
+    moved: list[bool] = []
+    policy = run.policy
+    watch = policy.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        if moved or any(change["cause"] == "update" for change in run.budget_changes):
+            error.add_note(
+                "the token budget was lowered before and is not lowered again; lower "
+                "max_tokens_per_micro_batch or max_completion_length, or turn on "
+                "gradient_checkpointing"
+            )
+            raise
+    finally:
+        watch.remove()
+    # Only here does the error no longer hold the frames, and what they had allocated.
+    policy.optimizer.zero_grad(set_to_none=True)
+    if policy.device.type == "cuda":
+        torch.cuda.empty_cache()
+    size = min(policy.max_tokens, count_tokens(policy, samples))
+    run.lower_budget(max(1, size // 2), "memory did not suffice for an update", cause="update")
+    _report_notes(run)
+    return None
 
 
 def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
@@ -128,6 +260,9 @@ def finish_step(run: Run, groups: Sequence[Group], metrics: dict[str, float]) ->
     state.epoch = run.prompts.epoch
     run.refused_in_a_row = run.refused_in_a_row + 1 if metrics.get("update/nonfinite") else 0
     times, run.times = dict(run.times), defaultdict(float)
+    lowered = [c["to"] for c in run.budget_changes if c["step"] == state.global_step]
+    if lowered:
+        metrics["update/max_tokens"] = float(lowered[-1])
     metrics |= times | {
         "step_time": sum(times.values()),
         "num_tokens": float(run.num_tokens),

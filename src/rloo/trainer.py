@@ -20,11 +20,11 @@ from transformers import (
     TrainerControl,
 )
 
+from rloo.adapters import add_adapter, is_adapted, lora_config
 from rloo.checkpoint import claim_output_dir, resume_path, save_checkpoint
 from rloo.config import RLOOConfig
 from rloo.config_text import render_resolved
 from rloo.data import PromptSource
-from rloo.engines import build_engine
 from rloo.engines.sampling import noise_key
 from rloo.evaluate import evaluate
 from rloo.modeling import load_model
@@ -36,22 +36,25 @@ from rloo.resume import restore, snapshot
 from rloo.setup import (
     RewardFunction,
     Rows,
+    keep_freed_memory,
+    make_engine,
     make_rewards,
     make_sampling,
     make_source,
     make_state,
     set_threads,
 )
-from rloo.train import ForcedInterrupt, Run, train, uninterrupted
+from rloo.train import ForcedInterrupt, Run, rehearse, train, uninterrupted
 from rloo.types import Prompt, Sampling
 
 
 class RLOOTrainer:
     """Trains a causal language model with REINFORCE Leave-One-Out.
 
-    `model` is a hub id, a folder or a model with float32 weights; `reward_funcs` one reward or a
-    list: functions, built-in names, `module:function` or `file.py:function`. Raises ValueError for
-    anything that is known to be wrong before sampling.
+    `model` is a hub id, a folder, a model with float32 weights or a PeftModel; `reward_funcs` one
+    reward or a list: functions, built-in names, `module:function` or `file.py:function`.
+    `peft_config` (a LoraConfig) puts an adapter into the model and trains that. Raises ValueError
+    for anything that is known to be wrong before sampling.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class RLOOTrainer:
         eval_dataset: Rows | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: Sequence[TrainerCallback] | None = None,
+        peft_config: Any = None,
     ) -> None:
         self.args = args or RLOOConfig()
         transformers.set_seed(self.args.seed)
@@ -70,6 +74,7 @@ class RLOOTrainer:
         self._callbacks = list(callbacks or [])
         self.rewards = make_rewards(reward_funcs, self.args)
         self._load(model, processing_class)
+        self._adapt(peft_config)
         given = self.args.dataset if train_dataset is None else train_dataset
         self._source = self._prompts(given, self.args.dataset_split)
         eval_source = self._eval_source(eval_dataset)
@@ -90,11 +95,10 @@ class RLOOTrainer:
             self.args,
             num_training_steps=max(self.state.max_steps, 1),
         )
-        set_threads(self.model, self.args)
-        self.engine, note = build_engine(
-            self.args.rollout_engine, self.model, pad_token_id=self.policy.pad_token_id
-        )
-        self.policy.notes += [note] if note else []
+        if self.policy.device.type == "cpu":
+            keep_freed_memory()
+        set_threads(self.policy.model, self.args)
+        self.engine = make_engine(self.policy, self.args)
         self._note_sources(self._source, eval_source)
         self.monitor = Monitor(
             self.args, Path(self.args.output_dir), max_steps=self.state.max_steps
@@ -123,9 +127,10 @@ class RLOOTrainer:
             output_dir, overwrite=self.args.overwrite_output_dir, resuming=path is not None
         )
         self._started = time.perf_counter()
-        run = self._run = self._make_run()
+        run = self._run = self.make_run()
         if path:
             self._resume(run, path)
+        rehearse(run)
         again = replace(self._resolved(), resume_from_checkpoint=None, overwrite_output_dir=False)
         write_text(output_dir / "config.yaml", render_resolved(again))
         self.monitor.start(self._describe())
@@ -184,20 +189,27 @@ class RLOOTrainer:
     def _load(
         self, model: str | PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
-        if isinstance(model, PreTrainedModel):
-            self.model = model
-            name = tokenizer or transformers.AutoTokenizer.from_pretrained(model.name_or_path)
+        if isinstance(model, PreTrainedModel) or is_adapted(model):
+            self.model: PreTrainedModel = model  # type: ignore[assignment] # or a PeftModel
+            name = tokenizer or transformers.AutoTokenizer.from_pretrained(self.model.name_or_path)
             self.processing_class: PreTrainedTokenizerBase = name
             return
         if model is not None and not isinstance(model, str):
             raise ValueError(
-                f"model is a {type(model).__name__}; it must be a hub id, a folder or a "
-                "transformers model (adapters are not part of this version)"
+                f"model is a {type(model).__name__}; it must be a hub id, a folder, a "
+                "transformers model or a PeftModel"
             )
         self.args = replace(self.args, model=model or self.args.model)
         if self.args.model is None:
             raise ValueError("there is no model; name one (model): a hub id or a folder")
         self.model, self.processing_class = load_model(self.args, tokenizer)
+
+    def _adapt(self, peft_config: Any) -> None:
+        if peft_config is not None and self.args.use_peft:
+            raise ValueError("peft_config is given and use_peft is true; both add an adapter")
+        peft_config = peft_config or lora_config(self.args)
+        if peft_config is not None:
+            self.model = add_adapter(self.model, peft_config)
 
     def _prompts(self, spec: Rows | None, split: str) -> PromptSource | None:
         return make_source(
@@ -226,7 +238,8 @@ class RLOOTrainer:
                 "the evaluation set is not used while training (eval_on_start, eval_strategy)"
             )
 
-    def _make_run(self) -> Run:
+    def make_run(self) -> Run:
+        """What `train` works with, before its first step."""
         assert self._source is not None
         if self._sampling().filtered:
             self.policy.notes.append(
@@ -265,7 +278,7 @@ class RLOOTrainer:
     def _describe(self) -> dict[str, Any]:
         assert self._source is not None
         return {
-            "model": self.args.model or type(self.model).__name__,
+            "model": self.args.model or type(self.policy.model).__name__,
             "parameters": sum(p.numel() for p in self.policy.parameters),
             "rows": len(self._source),
             "rewards": self.rewards.names,
@@ -279,6 +292,7 @@ class RLOOTrainer:
 
     def _measure(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         args = self.args
+        self.engine.load(self.policy.weights())
         metrics, _ = evaluate(
             self.engine,
             prompts,

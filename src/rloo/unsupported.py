@@ -45,6 +45,14 @@ _REASONS: dict[str, dict[str, Any]] = {
         "ref_model_mixup_alpha": 0.6,
         "ref_model_sync_steps": 512,
     },
+    "a base of 4 or 8 bits is not part of this version (use_peft, bf16)": {
+        "load_in_4bit": False,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_quant_storage": None,
+        "use_bnb_nested_quant": False,
+    },
+    "the models here are causal language models": {"lora_task_type": "CAUSAL_LM"},
     "the auxiliary loss of mixture-of-experts models is not part of this version": {
         "router_aux_loss_coef": (None, 0.0),
     },

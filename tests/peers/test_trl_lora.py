@@ -1,0 +1,155 @@
+"""TRL's own RLOOTrainer and ours training the same adapter on the same completions."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from models import make_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_trl import PROMPTS, K, make_rollout
+from text import make_tokenizer
+
+from rloo.adapters import add_adapter
+from rloo.config import RLOOConfig
+from rloo.policy import Policy
+from rloo.rollout import countable_samples, credit
+from rloo.types import Completion, Group, Prompt
+from rloo.update import micro_loss
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.filterwarnings("default"),  # TRL and accelerate warn about each other
+]
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def trained(model) -> dict[str, torch.nn.Parameter]:
+    names = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    return {name.removeprefix("base_model.model."): p for name, p in names.items()}
+
+
+def push(model, seed: int, scale: float = 0.1) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(trained(model).items()):
+            parameter.copy_(torch.randn_like(parameter) * scale)
+
+
+def theirs(tmp_path, rollout, config, started):
+    from trl import RLOOConfig as TRLConfig
+    from trl import RLOOTrainer as TRLTrainer
+
+    prompts, completions, rewards = rollout
+    folder = str(tmp_path / "model")
+    make_model("qwen3").save_pretrained(folder)
+    arguments = TRLConfig(
+        output_dir=str(tmp_path / "trl"),
+        per_device_train_batch_size=PROMPTS * K,
+        num_generations=K,
+        max_completion_length=16,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        gradient_checkpointing=False,
+        disable_dropout=True,
+        beta=0.05,
+    )
+    trainer = TRLTrainer(
+        model=started if started is not None else make_model("qwen3"),
+        peft_config=config,
+        reward_funcs=lambda completions, **_: rewards,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * PROMPTS}),
+        processing_class=make_tokenizer(),
+    )
+    assert trainer.ref_model is None
+    push(trainer.model, seed=2)
+    trainer._generate = lambda _: (prompts, completions, ["text"] * len(completions))
+    trainer.model.train()
+    inputs = trainer._generate_and_score_completions([{"prompt": "x"}] * (PROMPTS * K))
+    push(trainer.model, seed=3)
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    gradients = {n: p.grad for n, p in trained(trainer.model).items()}
+    return inputs["advantages"], loss.item(), gradients
+
+
+def ours(rollout, model, packing):
+    prompts, completions, rewards = rollout
+    config = RLOOConfig(
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        num_generations=K,
+        num_prompts=PROMPTS,
+        num_iterations=2,  # "old" is stored before the first pass
+        packing=packing,
+        beta=0.05,
+    )
+    policy = Policy(model, make_tokenizer(), config, num_training_steps=1)
+    push(policy.model, seed=2)
+    groups = []
+    for number in range(PROMPTS):
+        part = slice(number * K, (number + 1) * K)
+        groups.append(
+            Group(
+                Prompt(number, prompts[number * K], "x"),
+                [Completion(c, "stop", [0.0] * len(c), [0.0] * len(c)) for c in completions[part]],
+                ["text"] * K,
+                rewards[part],
+            )
+        )
+    samples = countable_samples(groups, config)
+    given = credit(samples, policy, config)
+    push(policy.model, seed=3)
+    batch = policy.batch(samples)
+    loss, _ = micro_loss(policy, batch, given, config, denominator=float(len(completions)))
+    loss.backward()
+    advantages = torch.zeros(len(completions), dtype=torch.float64)
+    for (group, index), value in given.advantages.items():
+        advantages[group * K + index] = value
+    return advantages, loss.item(), {n: p.grad for n, p in trained(policy.model).items()}
+
+
+def started_adapter() -> PeftModel:
+    """An adapter with an effect: the reference is a frozen copy of it."""
+    model = get_peft_model(make_model("qwen3"), LoraConfig(**LORA))
+    push(model, seed=1)
+    return model
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("start", ["new", "dora", "going on"])
+def test_advantages_loss_and_every_gradient_equal_trl(tmp_path, start, packing):
+    rollout = make_rollout(missing=False)
+    going_on = start == "going on"
+    lora = None if going_on else LoraConfig(**LORA, use_dora=start == "dora")
+    started = started_adapter() if going_on else None
+    their_advantages, their_loss, their_gradients = theirs(tmp_path, rollout, lora, started)
+    model = started_adapter() if going_on else add_adapter(make_model("qwen3"), lora)
+    advantages, loss, gradients = ours(rollout, model, packing)
+    assert advantages.abs().max() > 0.1
+    assert (advantages - their_advantages).abs().max() < 1e-5 * max(1, advantages.abs().max())
+    assert math.isclose(loss, their_loss, rel_tol=1e-5)
+    assert gradients.keys() == their_gradients.keys()
+    for name, gradient in gradients.items():
+        expected = their_gradients[name]
+        assert expected.norm() > 0, name
+        assert (gradient - expected).norm() <= 2e-5 * expected.norm(), name
+
+
+def test_the_options_make_the_adapter_that_trl_makes_of_its_own():
+    from trl import ModelConfig, get_peft_config
+
+    from rloo.adapters import lora_config
+
+    for options in (
+        {},
+        {"lora_r": 4, "lora_alpha": 2, "lora_dropout": 0.0, "use_rslora": True, "use_dora": True},
+        {"lora_target_modules": ["q_proj", "v_proj"], "lora_modules_to_save": ["lm_head"]},
+        {"lora_target_parameters": ["experts.down_proj"]},
+    ):
+        theirs = get_peft_config(ModelConfig(use_peft=True, **options))
+        assert lora_config(RLOOConfig(use_peft=True, **options)) == theirs
