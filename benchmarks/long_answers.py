@@ -1,0 +1,193 @@
+"""L1: one update on long answers. Is its memory as predicted, and is nothing quadratic in it?
+
+    PYTHONPATH=src python -m benchmarks.long_answers [--tokens 8192] [--threads 2] [--json FILE]
+
+One group of K = 4 completions of `--tokens` tokens each, the 3 M model, beta 0.05, gradient
+checkpointing. Every tensor that an operation returns during the update is looked at: none may be of
+size tokens x vocabulary (all tokens) or tokens squared (of one completion, which includes every
+mask and every score matrix). Sampling is no part of it.
+Ours only; on a GPU where there is one. Takes single parts of the package, not the trainer, which
+always samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.model import ensure_model, load_rows, make_prompt
+from benchmarks.side import MEBIBYTE, Memory
+
+NUM_GENERATIONS = 4
+
+
+class LargestTensors(TorchDispatchMode):
+    """Sees the result of every operation, backward included, and keeps the sizes of the largest:
+    `tile`, matrices of some tokens by the whole vocabulary, and `other`, everything else. An
+    expanded view counts as what it has memory for."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+        self.elements = {"tile": 0, "other": 0}
+        self.descriptions = {"tile": "none", "other": "none"}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.layout == torch.strided:
+                self._see(str(func), value)
+        return result
+
+    def _see(self, name: str, value: Tensor) -> None:
+        held = value.untyped_storage().nbytes() // value.element_size()
+        elements = min(value.numel(), held)
+        kind = "tile" if value.ndim == 2 and self._vocabulary in value.shape else "other"
+        if elements > self.elements[kind]:
+            self.elements[kind] = elements
+            self.descriptions[kind] = f"{name} {list(value.shape)} {value.dtype}"
+
+
+def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
+    """One group on a real prompt; the completions are GSM8K's answers one after another."""
+    from rloo.batch import Sample
+
+    rows = load_rows(gsm8k)
+    prompt = tokenizer(make_prompt(rows[0]))["input_ids"]
+    # A token has fewer than 8 characters on average.
+    text = "\n".join(row["answer"] for row in rows)[: NUM_GENERATIONS * tokens * 8]
+    stream = tokenizer(text)["input_ids"]
+    return [
+        Sample(
+            (0, index),
+            prompt,
+            stream[index * tokens : (index + 1) * tokens],
+            [0.0] * tokens,
+            float(index),
+            False,
+        )
+        for index in range(NUM_GENERATIONS)
+    ]
+
+
+def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) -> dict[str, Any]:
+    """One update: predicted and measured peaks above weights, optimizer and reference in MiB, its
+    seconds, the largest tensor and the sizes that it must stay below (elements)."""
+    from rloo.config import RLOOConfig
+    from rloo.memory import gradient_bytes, phase_peaks, predicted_peak_bytes
+    from rloo.policy import Policy
+    from rloo.rollout import credit
+    from rloo.update import update
+
+    cuda = torch.cuda.is_available()
+    torch.set_num_threads(threads)
+    path = ensure_model("3m", gsm8k)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    samples = make_samples(tokenizer, tokens, gsm8k)
+    config = RLOOConfig(
+        output_dir=folder,
+        num_prompts=1,
+        num_generations=NUM_GENERATIONS,
+        max_completion_length=tokens,
+        beta=0.05,
+        bf16=cuda,
+        gradient_checkpointing=True,
+        num_threads=threads,
+        max_tokens_per_micro_batch=(NUM_GENERATIONS + 1) * tokens,  # the group in one pass
+    )
+    policy = Policy(model, tokenizer, config, num_training_steps=10)
+
+    def step(some: list[Any]) -> None:
+        update(policy, some, credit(some, policy, config), config)
+
+    # The optimizer's state comes with the first step, and is there in any case.
+    step([replace(s, token_ids=s.token_ids[:8], engine_logprobs=[0.0] * 8) for s in samples])
+    predicted = predicted_peak_bytes(policy, samples) + gradient_bytes(policy)
+    memory = Memory("cuda" if cuda else "cpu")
+    memory.after_loading()
+    start = time.perf_counter()
+    step(samples)
+    seconds, resident = time.perf_counter() - start, memory.peak() - memory.loaded
+    # Each observer disturbs the others: an update for each.
+    allocated = max(phase_peaks(policy.device, lambda mark: step(samples)))
+    vocabulary = model.config.vocab_size
+    with LargestTensors(vocabulary) as largest:
+        step(samples)
+    return {
+        "tokens": tokens,
+        "packed": policy.packed,
+        "seconds": seconds,
+        "predicted_mib": predicted / MEBIBYTE,
+        "allocated_mib": allocated / MEBIBYTE,
+        "resident_mib": resident,
+        "largest": largest.elements,
+        "largest_names": largest.descriptions,
+        "limits": {"tile": NUM_GENERATIONS * tokens * vocabulary, "other": tokens * tokens},
+        "notes": policy.notes,
+    }
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The result as a markdown section."""
+    names = {
+        "predicted_mib": "predicted, MiB",
+        "allocated_mib": "allocated by torch, MiB",
+        "resident_mib": "resident, MiB",
+        "seconds": "seconds",
+    }
+    head = "| " + " | ".join(names.values())
+    values = " | ".join(f"{result[name]:.0f}" for name in names)
+    return (
+        f"### L1: one group, K = {NUM_GENERATIONS}, {result['tokens']:,} tokens each, gradient "
+        f"checkpointing{'' if result['packed'] else ', NOT PACKED'}\n\n"
+        f"{head} |\n{'|---' * len(names)}|\n| {values} |\n\n"
+        "Peaks of one update above weights, optimizer and reference.\n\n"
+        f"Largest tensor of some tokens by the vocabulary: {_compare(result, 'tile')}; of any "
+        f"other kind: {_compare(result, 'other')}. The limits are all tokens x the "
+        "vocabulary, and the square of one completion's tokens."
+    )
+
+
+def _compare(result: Mapping[str, Any], kind: str) -> str:
+    size, limit = result["largest"][kind], result["limits"][kind]
+    verdict = "below" if size < limit else "NOT BELOW"
+    return f"{size:,} elements ({result['largest_names'][kind]}), {verdict} {limit:,}"
+
+
+def is_bounded(result: Mapping[str, Any]) -> bool:
+    """Whether no tensor is as large as none may be."""
+    return all(result["largest"][kind] < limit for kind, limit in result["limits"].items())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 1 when a tensor is as large as none may be."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_answers")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each completion")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--gsm8k", help="folder with train.jsonl; else ../shared, else the hub")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(options.tokens, options.threads, folder, options.gsm8k)
+    print(render(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return int(not is_bounded(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

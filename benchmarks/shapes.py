@@ -1,0 +1,78 @@
+"""Models with random weights of given shapes, a tokenizer of whole words, and prompts of them.
+
+For what needs no sense in the text: large models on a GPU, and trying the benchmark itself.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+_SEED = 0
+_NUM_WORDS = 1000
+_NUM_SPECIAL = 2
+
+
+def _shape(
+    layers: int, hidden: int, intermediate: int, heads: int, keys: int, head_dim: int, vocab: int
+) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
+
+
+SHAPES = {
+    "qwen3-0.6b": _shape(28, 1024, 3072, 16, 8, 128, 151936),
+    "qwen3-4b": _shape(36, 2560, 9728, 32, 8, 128, 151936),
+    "tiny": _shape(2, 32, 48, 4, 2, 8, _NUM_WORDS + _NUM_SPECIAL),
+}
+
+
+def make_random_model(name: str, device: str, *, dtype: torch.dtype = torch.float32) -> Any:
+    """A Qwen3 with the weights that its seed gives on this kind of device."""
+    torch.manual_seed(_SEED)
+    with torch.device(device):
+        config = transformers.Qwen3Config(**SHAPES[name])
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    return model.to(dtype).eval()
+
+
+def choose_stop_tokens(vocab_size: int, mean_tokens: int) -> list[int]:
+    """Tokens that end a completion, drawn with a seed: so many that a model which takes all tokens
+    as about equally likely stops after `mean_tokens` on average, at geometric lengths."""
+    count = max(1, round(vocab_size / mean_tokens))
+    return sorted(random.Random(_SEED).sample(range(1, vocab_size), count))
+
+
+def make_word_tokenizer() -> PreTrainedTokenizerFast:
+    """0 is the padding, 1 the end, then w0, w1, ..."""
+    names = ["<pad>", "<eos>", *(f"w{i}" for i in range(_NUM_WORDS))]
+    words = WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def make_word_prompts(count: int, length: int) -> list[str]:
+    rng = random.Random(_SEED)
+    return [" ".join(f"w{rng.randrange(_NUM_WORDS)}" for _ in range(length)) for _ in range(count)]

@@ -1,0 +1,155 @@
+"""One measured program: a process that does one step for each "go" on its standard input.
+
+    python -m benchmarks.side NAME JOB FOLDER [OPTION=VALUE ...]
+
+NAME is one of `benchmarks.sides`, JOB the JSON file that `benchmarks.peers` wrote, FOLDER a place
+for its files, OPTION=VALUE an option of the program measured (VALUE is JSON, else a string). It
+loads, does one step to warm up, and answers with one line of JSON; so it does for every "go". What
+the program itself prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MEBIBYTE = 1 << 20
+
+
+class Link:
+    """The driver's lines in, ours out. Takes standard output away from everything else."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+    def send(self, answer: dict[str, Any]) -> None:
+        self._answers.write(json.dumps(answer) + "\n")
+        self._answers.flush()
+
+    def wait(self) -> None:
+        """Until the driver wants another step; without one the process ends here."""
+        if sys.stdin.readline().strip() != "go":
+            # From within a trainer's callback nothing else ends the run without saving it.
+            os._exit(0)
+
+
+class Memory:
+    """The peak above what the loaded weights take: resident memory, on a GPU allocated memory."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.loaded = 0.0
+
+    def after_loading(self) -> None:
+        """To be called when the weights are loaded, and nothing else yet."""
+        if self._device == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+            self.loaded = torch.cuda.memory_allocated() / MEBIBYTE
+            return
+        # Forgets the peak of the imports and of loading (proc(5)).
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        self.loaded = _status_mib("VmRSS")
+
+    def peak(self) -> float:
+        """MiB since then."""
+        if self._device == "cuda":
+            import torch
+
+            return torch.cuda.max_memory_allocated() / MEBIBYTE
+        return _status_mib("VmHWM")
+
+
+def _status_mib(name: str) -> float:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) / 1024
+    raise ValueError(f"the kernel reports no {name}")
+
+
+class Meter:
+    """Measures the steps of a side and reports them. The first one warms up."""
+
+    def __init__(self, link: Link, device: str) -> None:
+        self._link = link
+        self._device = device
+        self._warm = False
+        self._idle = {"idle_seconds": 0.0, "idle_cpu_seconds": 0.0}
+        self.memory = Memory(device)
+        self.facts: dict[str, Any] = {}
+        self.lengths: list[int] = []
+        self.truncated = 0
+        self._start()
+
+    def count(self, lengths: list[int], truncated: int) -> None:
+        """The completions of this step, in the order of the prompts."""
+        self.lengths += lengths
+        self.truncated += truncated
+
+    def now(self) -> float:
+        """Seconds on the wall, all work that was handed to the device done."""
+        if self._device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def turn(self, phases: dict[str, float]) -> None:
+        """A step is done: report it, and wait for the next one to be wanted."""
+        seconds = self.now() - self._began
+        step = {
+            "seconds": seconds,
+            "cpu_seconds": time.process_time() - self._cpu_began,
+            # What the process computed while the others were measured.
+            **self._idle,
+            "lengths": self.lengths,
+            "truncated": self.truncated,
+            "phases": phases,
+            "peak_mib": self.memory.peak(),
+            "loaded_mib": self.memory.loaded,
+        }
+        self._link.send(step if self._warm else step | {"facts": self.facts})
+        self._warm = True
+        since, cpu_since = time.perf_counter(), time.process_time()
+        self._link.wait()
+        self._idle = {
+            "idle_seconds": time.perf_counter() - since,
+            "idle_cpu_seconds": time.process_time() - cpu_since,
+        }
+        self._start()
+
+    def _start(self) -> None:
+        self.lengths, self.truncated = [], 0
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+
+
+def parse_options(words: list[str]) -> dict[str, Any]:
+    """`["a=1", "b=x"]` to `{"a": 1, "b": "x"}`."""
+    options = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        try:
+            options[name] = json.loads(text)
+        except json.JSONDecodeError:
+            options[name] = text
+    return options
+
+
+def main() -> None:
+    name, job_file, folder, *words = sys.argv[1:]
+    link = Link()
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    from benchmarks.sides import SIDES
+
+    meter = Meter(link, "cuda" if job["cuda"] else "cpu")
+    SIDES[name](job, meter, Path(folder), parse_options(words))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The workloads: which model works on how many prompts, completions and tokens, and for whom.
+
+Plain Python: it is read in every environment. Knows nothing of how a side does the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["step", "sample"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One row of the benchmark.
+
+    `model` is a model of `benchmarks.model` (trained) or `benchmarks.shapes` (random weights).
+    `kind` is whole training steps or sampling alone. `prompt_tokens` makes prompts of about that
+    length. `endless` takes the end token away, so that every completion has `max_tokens`;
+    `mean_tokens` ends completions at random at about that mean, whatever the model says. `options`
+    are trainer options that mean the same on every side.
+    """
+
+    name: str
+    title: str
+    model: str
+    num_prompts: int
+    num_generations: int
+    max_tokens: int
+    sides: tuple[str, ...]
+    kind: Kind = "step"
+    prompt_tokens: int | None = None
+    endless: bool = False
+    mean_tokens: int | None = None
+    lora: bool = False
+    cuda: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Completions of one rollout."""
+        return self.num_prompts * self.num_generations
+
+
+ALL = ("rloo", "trl", "generate", "vllm")
+TRAINERS = ("rloo", "trl")
+SAMPLERS = ("rloo", "generate", "vllm")
+ON_GPU = ("rloo", "padded")
+_GPU_OPTIONS = {"bf16": True, "gradient_checkpointing": True, "use_cpu": False}
+
+
+def _growing_groups(size: int) -> Workload:
+    title = f"3 M parameters, 8 prompts, K = {size}, 64 tokens each"
+    return Workload(f"K{size}", title, "3m", 8, size, 64, ("rloo",), endless=True)
+
+
+def _growing_answers(length: int) -> Workload:
+    title = f"3 M parameters, 4 prompts, K = 8, {length} tokens each"
+    return Workload(f"LEN{length}", title, "3m", 4, 8, length, ("rloo",), endless=True)
+
+
+def _on_gpu(name: str, model: str, title: str) -> Workload:
+    return Workload(
+        name,
+        f"{title} shape, random weights, 32 prompts, K = 8, 512 + up to 1,024 tokens, bf16",
+        model,
+        32,
+        8,
+        1024,
+        ON_GPU,
+        prompt_tokens=512,
+        mean_tokens=512,
+        cuda=True,
+        options=_GPU_OPTIONS,
+    )
+
+
+_TABLE = [
+    Workload("W1", "3 M parameters, 8 prompts, K = 8, up to 128 tokens", "3m", 8, 8, 128, ALL),
+    Workload("W2", "17 M parameters, 8 prompts, K = 8, up to 128 tokens", "17m", 8, 8, 128, ALL),
+    Workload(
+        "W3",
+        "3 M parameters, 4 prompts of about 512 tokens, K = 16, up to 64 tokens",
+        "3m",
+        4,
+        16,
+        64,
+        ALL,
+        prompt_tokens=512,
+    ),
+    Workload("W4", "W2 with LoRA of rank 16", "17m", 8, 8, 128, TRAINERS, lora=True),
+    Workload(
+        "W5",
+        "W1 with 2 passes over each rollout, clipped at 0.2",
+        "3m",
+        8,
+        8,
+        128,
+        TRAINERS,
+        options={"num_iterations": 2, "epsilon": 0.2},
+    ),
+    Workload(
+        "S256",
+        "sampling alone: 3 M parameters, 32 prompts, K = 8, up to 128 tokens",
+        "3m",
+        32,
+        8,
+        128,
+        SAMPLERS,
+        kind="sample",
+    ),
+    *map(_growing_groups, (4, 16, 64)),
+    *map(_growing_answers, (128, 256, 512, 1024)),
+    _on_gpu("G1", "qwen3-0.6b", "Qwen3-0.6B"),
+    _on_gpu("G2", "qwen3-4b", "Qwen3-4B"),
+    Workload(
+        "TINY",
+        "random weights, to try the benchmark itself",
+        "tiny",
+        2,
+        4,
+        12,
+        ("rloo", "padded", "generate"),
+        prompt_tokens=6,
+        mean_tokens=8,
+    ),
+]
+WORKLOADS = {workload.name: workload for workload in _TABLE}
+# Names that stand for several workloads, whose sides take turns in one table.
+FAMILIES = {
+    "K": ("K4", "K16", "K64"),
+    "LEN": ("LEN128", "LEN256", "LEN512", "LEN1024"),
+}
+DEFAULT = ("W1", "W2", "W3", "W4", "W5", "S256", "K", "LEN")
+# What every trainer is given: the same mathematics, on the CPU its fastest settings.
+SHARED_OPTIONS: dict[str, Any] = {
+    "beta": 0.05,
+    "temperature": 1.0,
+    "learning_rate": 1e-6,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "shuffle_dataset": False,  # the same prompts in the same order
+    "use_cpu": True,
+    "save_strategy": "no",
+    "logging_steps": 1000,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
