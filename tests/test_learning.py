@@ -1,5 +1,6 @@
 """The embedded run learns what the reward says, for every seed, and nothing from a shuffled one."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -13,10 +14,15 @@ from rloo.tasks.countdown import countdown_reward
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def run_embedded(tmp_path, seed, reward=None):
+def run_embedded(tmp_path, seed, reward=None, **options):
     config = parse_command_line([str(EMBEDDED), "--seed", str(seed), "--disable_tqdm", "true"])
-    config = replace(config, output_dir=str(tmp_path / "run"))
+    config = replace(config, output_dir=str(tmp_path / "run"), **options)
     return RLOOTrainer(reward_funcs=reward, args=config).train()
+
+
+def read_rewards(tmp_path):
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["reward"] for line in lines]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -28,6 +34,18 @@ def test_accuracy_rises_from_below_40_to_above_80_percent(tmp_path, seed):
     assert end["pass@1"] >= 0.80
     assert end["pass@1_greedy"] >= start["pass@1_greedy"] + 0.25
     assert end["completions/mean_length"] > 1.5 * start["completions/mean_length"]
+
+
+def test_fast_paths_learn_as_generate_and_padded_updates_do(tmp_path):
+    options = {"max_steps": 12, "eval_on_start": False, "eval_split": None}
+    run_embedded(tmp_path / "fast", 0, **options)
+    run_embedded(tmp_path / "plain", 0, rollout_engine="hf", packing=False, **options)
+    fast, plain = read_rewards(tmp_path / "fast"), read_rewards(tmp_path / "plain")
+
+    # The same prompts and noise: until rounding tips a draw, both are one run.
+    assert fast[0] == pytest.approx(plain[0], abs=0.01)
+    assert max(abs(a - b) for a, b in zip(fast, plain, strict=True)) < 0.12
+    assert fast[-1] > fast[0] + 0.25
 
 
 def test_shuffled_rewards_teach_nothing(tmp_path):

@@ -161,7 +161,7 @@ class FusedDecoder:
         with torch.autocast(input_ids.device.type, enabled=False):
             batch, length = input_ids.shape
             hidden = F.embedding(input_ids.flatten(), self._embedding).to(self._precise)
-            rotations = self._rotate_by(positions).flatten(0, 1)[:, None]
+            rotations = self._rotate_by(positions, cache.get_seq_length() + length)
             for number, layer in enumerate(self._layers):
                 states = self._attend(layer, number, hidden, rotations, (batch, length), cache)
                 hidden = self._add(hidden, states, layer.out, layer.out_bias)
@@ -225,11 +225,11 @@ class FusedDecoder:
             hidden = hidden + states.to(self._dtype) @ matrix
         return hidden if bias is None else hidden.add_(bias)
 
-    def _rotate_by(self, positions: Tensor) -> Tensor:
-        """complex (B, Q, head size / 2), from a table that grows with the positions asked for."""
-        if len(self._rotations) <= int(positions.max()):
-            self._rotations = self._rotation_table(2 * int(positions.max()) + 64)
-        return self._rotations[positions]
+    def _rotate_by(self, positions: Tensor, limit: int) -> Tensor:
+        """complex (B * Q, 1, head size / 2) of positions below `limit`, from a table that grows."""
+        if len(self._rotations) < limit:
+            self._rotations = self._rotation_table(2 * limit)
+        return self._rotations[positions.flatten(), None]
 
     def _rotation_table(self, length: int) -> Tensor:
         positions = torch.arange(length, device=self._embedding.device)[None]

@@ -71,10 +71,6 @@ class NativeEngine:
         """Whether the weights are a copy, which `load` must renew when the policy has changed."""
         return self._decoder is not None
 
-    def memory_bytes(self) -> int:
-        """Bytes of the weights that the engine holds beside the model's own."""
-        return self._decoder.memory_bytes() if self._loaded and self._decoder else 0
-
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
