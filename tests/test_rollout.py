@@ -6,7 +6,7 @@ from text import make_tokenizer
 from rloo.config import RLOOConfig
 from rloo.policy import Policy
 from rloo.rewards import RewardSet
-from rloo.rollout import countable_samples, credit, score
+from rloo.rollout import Credit, FirstPass, countable_samples, credit, score
 from rloo.types import Completion, Group, Prompt
 from rloo.update import micro_loss, minibatches, update
 
@@ -99,7 +99,9 @@ def by_hand(samples, config, policy) -> dict:
     return result
 
 
-@pytest.mark.parametrize("options", [{"num_iterations": 2}, {"max_tokens_per_micro_batch": 10}])
+@pytest.mark.parametrize(
+    "options", [{"steps_per_generation": 3}, {"max_tokens_per_micro_batch": 10}]
+)
 def test_stored_credit_equals_the_definition(options):
     config = make_config(beta=0.5, **options)
     policy, samples = make_policy(config), make_samples()
@@ -117,14 +119,33 @@ def gradient_of(policy, samples, given, config) -> dict:
 def test_one_pass_and_stored_credit_have_the_same_gradient():
     samples = make_samples()
     results = []
-    for iterations in (1, 2):
-        config = make_config(beta=0.5, num_iterations=iterations)
+    for parts in (1, 3):
+        config = make_config(beta=0.5, steps_per_generation=parts)
         policy = make_policy(config)
         given = credit(samples, policy, config)
-        assert (given.advantages is None) == (iterations == 1)
+        assert (given.advantages is None) == (parts == 1)
         results.append(gradient_of(policy, samples, given, config))
     for name, gradient in results[0].items():
         assert (gradient - results[1][name]).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_the_first_step_on_a_whole_rollout_leaves_what_a_pass_before_it_would(beta):
+    samples = make_samples()
+    config = make_config(beta=beta, num_iterations=2)
+    policy = make_policy(config)
+    before = credit(samples, policy, make_config(beta=beta, steps_per_generation=3))
+    record = FirstPass()
+
+    metrics = update(policy, samples, credit(samples, policy, config), config, record=record)
+
+    after = record.complete(Credit(None, None), metrics)
+    assert after.advantages == pytest.approx(before.advantages, abs=1e-5)
+    assert after.stats == pytest.approx(before.stats, abs=1e-6)
+    for key, logprobs in before.old_logprobs.items():
+        assert torch.allclose(after.old_logprobs[key], logprobs, atol=1e-6)
+    now = policy.score(policy.batch(samples))
+    assert not torch.allclose(now, after.old_logprobs_of(policy.batch(samples), now), atol=1e-6)
 
 
 def test_without_a_penalty_no_pass_is_made_for_credit():
@@ -136,14 +157,14 @@ def test_without_a_penalty_no_pass_is_made_for_credit():
     assert abs(sum(given.advantages.values())) < 1e-12
 
 
-@pytest.mark.parametrize("iterations", [1, 2])
-def test_truncated_completions_leave_the_gradient_but_not_the_baseline(iterations):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_truncated_completions_leave_the_gradient_but_not_the_baseline(parts):
     samples = make_samples(2, 4)
     cut = [
         sample if i % 3 else type(sample)(*[*_fields(sample)[:-1], True])
         for i, sample in enumerate(samples)
     ]
-    config = make_config(beta=0.5, mask_truncated_completions=True, num_iterations=iterations)
+    config = make_config(beta=0.5, mask_truncated_completions=True, steps_per_generation=parts)
     policy = make_policy(config)
     expected = by_hand(cut, config, policy)
     gradient = gradient_of(policy, cut, credit(cut, policy, config), config)

@@ -100,7 +100,7 @@ def countable_samples(groups: Sequence[Group], config: RLOOConfig) -> list[Sampl
 @dataclass(frozen=True, slots=True)
 class Credit:
     """What is known before the update. `None` means that the update's own forward pass gives it:
-    there is one optimizer step, so "old" is "now", and no second pass over the policy is made."""
+    in the first optimizer step "old" is "now", and no second pass over the policy is made."""
 
     advantages: dict[Key, float] | None
     old_logprobs: dict[Key, Tensor] | None
@@ -113,19 +113,38 @@ class Credit:
         return torch.cat([self.old_logprobs[key] for key in batch.keys])
 
 
+@dataclass(slots=True)
+class FirstPass:
+    """What the first step on a whole rollout finds out in passing and later steps on it need."""
+
+    advantages: dict[Key, float] = field(default_factory=dict)
+    old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
+
+    def see(self, batch: MicroBatch, logprobs: Tensor, advantages: Tensor) -> None:
+        self.advantages.update(zip(batch.keys, advantages.tolist(), strict=True))
+        self.old_logprobs.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
+
+    def complete(self, given: Credit, metrics: Mapping[str, float]) -> Credit:
+        """`given` with what was missing; `metrics` are those of the step, whose KL it keeps."""
+        stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
+        advantages = self.advantages if given.advantages is None else given.advantages
+        return Credit(advantages, self.old_logprobs, stats)
+
+
 def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Credit:
     """Advantages and old log-probs, as far as they must be known before the first step.
 
     Without a KL penalty advantages follow from the rewards alone. With one, they need log-probs:
-    a pass of their own is made only if the rollout gets several steps, a statistic runs over the
-    batch, or a group exceeds the token budget.
+    a pass of their own is made only if the first step is on a part of the rollout, a statistic
+    runs over the batch, or a group exceeds the token budget.
     """
     if not samples:
         return Credit({}, {})
-    if config.beta == 0 and config.steps_per_rollout() == 1:
+    in_parts = config.steps_per_rollout() > config.num_iterations
+    if config.beta == 0 and not in_parts:
         return Credit(_sample_advantages(samples, {}, config), None)
     needs_pass = (
-        config.steps_per_rollout() > 1
+        in_parts
         or _whole_batch(config)
         or exceeds(samples, policy.max_tokens, packed=policy.packed)
     )

@@ -30,7 +30,7 @@ from rloo.monitor import Monitor
 from rloo.policy import Policy
 from rloo.profiling import StepProfile
 from rloo.rewards import RewardSet
-from rloo.rollout import Credit, countable_samples, credit, score
+from rloo.rollout import Credit, FirstPass, countable_samples, credit, score
 from rloo.types import Engine, Group, Sampling
 from rloo.update import minibatches, update
 
@@ -183,17 +183,21 @@ def _step(
 ) -> tuple[Credit, dict[str, float]]:
     """One optimizer step on a part of the rollout, made anew with smaller micro-batches where it
     did not fit; then the credit is the smaller budget's too, unless the weights have moved since.
+    Returns the credit for the steps that follow.
     """
 
-    def make() -> dict[str, float]:
+    def make() -> tuple[Credit, dict[str, float]]:
+        more = run.config.steps_per_rollout() > 1 and given.old_logprobs is None
+        record = FirstPass() if more else None
         with run.timed("update"):
-            return given.stats | update(run.policy, minibatch, given, run.config)
+            made = given.stats | update(run.policy, minibatch, given, run.config, record=record)
+        return given if record is None else record.complete(given, made), made
 
-    made = _attempt(run, minibatch, make)
-    if made is None:
+    result = _attempt(run, minibatch, make)
+    if result is None:
         given = _credit(run, samples) if first else given
-        made = make()
-    return given, made
+        result = make()
+    return result
 
 
 def _attempt(run: Run, samples: Sequence[Sample], work: Callable[[], T]) -> T | None:

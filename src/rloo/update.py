@@ -15,7 +15,7 @@ from rloo import objective
 from rloo.batch import MicroBatch, Sample, split
 from rloo.config import RLOOConfig
 from rloo.policy import Policy
-from rloo.rollout import Credit, batch_advantages
+from rloo.rollout import Credit, FirstPass, batch_advantages
 
 
 def minibatches(samples: Sequence[Sample], config: RLOOConfig) -> Iterator[list[Sample]]:
@@ -33,9 +33,15 @@ def minibatches(samples: Sequence[Sample], config: RLOOConfig) -> Iterator[list[
 
 
 def update(
-    policy: Policy, samples: Sequence[Sample], given: Credit, config: RLOOConfig
+    policy: Policy,
+    samples: Sequence[Sample],
+    given: Credit,
+    config: RLOOConfig,
+    *,
+    record: FirstPass | None = None,
 ) -> dict[str, float]:
-    """One optimizer step on `samples`: micro-batches forward and backward, then the step.
+    """One optimizer step on `samples`: micro-batches forward and backward, then the step. `record`
+    takes down what further steps on the same samples need.
 
     The loss is divided by what all countable samples make, those without signal included; a sample
     whose advantage is known to be exactly 0 is counted but not computed.
@@ -51,7 +57,9 @@ def update(
     tally: dict[str, float] = defaultdict(float)
     cut = {"whole_groups": known is None, "packed": policy.packed}
     for part in split(live, policy.max_tokens, **cut):
-        loss, parts = micro_loss(policy, policy.batch(part), given, config, denominator)
+        loss, parts = micro_loss(
+            policy, policy.batch(part), given, config, denominator, record=record
+        )
         policy.backward(loss)
         for name, value in parts.items():
             tally[name] = max(tally[name], value) if name.endswith("max") else tally[name] + value
@@ -63,7 +71,13 @@ def update(
 
 
 def micro_loss(
-    policy: Policy, batch: MicroBatch, given: Credit, config: RLOOConfig, denominator: float
+    policy: Policy,
+    batch: MicroBatch,
+    given: Credit,
+    config: RLOOConfig,
+    denominator: float,
+    *,
+    record: FirstPass | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of one micro-batch (a scalar with gradient), and sums for the metrics."""
     logprobs, entropy = policy.logprobs(batch)
@@ -75,6 +89,8 @@ def micro_loss(
         reference = policy.reference_logprobs(batch)
         advantages, kl = batch_advantages(batch, now, reference, config)
         sums["kl"] = kl.sum().item()
+    if record is not None:
+        record.see(batch, now, advantages)
     result = objective.policy_loss(
         logprobs,
         given.old_logprobs_of(batch, now),

@@ -11,7 +11,7 @@ from text import make_tokenizer
 
 from rloo.config import RLOOConfig
 from rloo.policy import Policy
-from rloo.rollout import countable_samples, credit
+from rloo.rollout import FirstPass, countable_samples, credit
 from rloo.types import Completion, Group, Prompt
 from rloo.update import micro_loss
 
@@ -92,8 +92,7 @@ def ours(rollout, options, packing):
         gradient_checkpointing=False,
         num_generations=K,
         num_prompts=PROMPTS,
-        # Two passes over the rollout: "old" is stored before the first.
-        num_iterations=2,
+        num_iterations=2,  # "old" is what the first pass saw
         packing=packing,
         **options,
     )
@@ -112,7 +111,12 @@ def ours(rollout, options, packing):
             )
         )
     samples = countable_samples(groups, config)
-    given = credit(samples, policy, config)
+    given, record = credit(samples, policy, config), FirstPass()
+    if given.old_logprobs is None:
+        _, parts = micro_loss(
+            policy, policy.batch(samples), given, config, denominator=1.0, record=record
+        )
+        given = record.complete(given, parts)
     perturb(model, seed=3, scale=0.05)
     batch = policy.batch(samples)
     loss, _ = micro_loss(policy, batch, given, config, denominator=float(len(completions)))

@@ -13,7 +13,7 @@ from text import make_tokenizer
 from rloo.adapters import add_adapter
 from rloo.config import RLOOConfig
 from rloo.policy import Policy
-from rloo.rollout import countable_samples, credit
+from rloo.rollout import FirstPass, countable_samples, credit
 from rloo.types import Completion, Group, Prompt
 from rloo.update import micro_loss
 
@@ -84,7 +84,7 @@ def ours(rollout, model, packing):
         gradient_checkpointing=False,
         num_generations=K,
         num_prompts=PROMPTS,
-        num_iterations=2,  # "old" is stored before the first pass
+        num_iterations=2,  # "old" is what the first pass saw
         packing=packing,
         beta=0.05,
     )
@@ -102,7 +102,12 @@ def ours(rollout, model, packing):
             )
         )
     samples = countable_samples(groups, config)
-    given = credit(samples, policy, config)
+    given, record = credit(samples, policy, config), FirstPass()
+    if given.old_logprobs is None:
+        _, parts = micro_loss(
+            policy, policy.batch(samples), given, config, denominator=1.0, record=record
+        )
+        given = record.complete(given, parts)
     push(policy.model, seed=3)
     batch = policy.batch(samples)
     loss, _ = micro_loss(policy, batch, given, config, denominator=float(len(completions)))
