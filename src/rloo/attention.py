@@ -46,6 +46,10 @@ class Options:
         self.sliding_window = sliding_window
         self.sinks = sinks
 
+    def scaling_of(self, query: Tensor) -> float:
+        """What scores are multiplied with: by default the inverse root of the head's size."""
+        return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
@@ -87,26 +91,28 @@ def attend_part(
             query, key, value, attn_mask=mask, scale=options.scaling
         )
         return output, normalizer[..., None]
-    scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
-    scores = (query * scaling) @ key.transpose(-1, -2)
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = _score(query, key, options)
     if mask is not None:
         scores = scores + mask
     normalizer = scores.logsumexp(dim=-1, keepdim=True)
     return (scores - normalizer).exp() @ value, normalizer
 
 
+def _score(query: Tensor, key: Tensor, options: Options) -> Tensor:
+    """Products of queries (..., Q, D) and keys (..., L, D), scaled and soft-capped."""
+    scores = (query @ key.transpose(-1, -2)).mul_(options.scaling_of(query))
+    if options.softcap is None:
+        return scores
+    return torch.tanh(scores / options.softcap) * options.softcap
+
+
 def _attend_eagerly(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
 ) -> Tensor:
-    scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
     dtype = value.dtype
     query, key, value = (round_inputs(x) for x in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
-        scores = (query @ key.transpose(-1, -2)).mul_(scaling)
-        if options.softcap is not None:
-            scores = torch.tanh(scores / options.softcap) * options.softcap
+        scores = _score(query, key, options)
         if mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         if options.sinks is None:

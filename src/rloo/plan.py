@@ -21,7 +21,7 @@ from rloo.budget import available_bytes, gigabytes, largest_micro_batch, workloa
 from rloo.config import RLOOConfig
 from rloo.console import duration, write_line
 from rloo.engines import hf, native
-from rloo.engines.borrowing import cache_bytes_per_token, rows_at_once
+from rloo.engines.borrowing import bytes_per_row, rows_at_once
 from rloo.engines.sampling import noise_key
 from rloo.memory import (
     count_tokens,
@@ -100,7 +100,8 @@ def make_plan(config: RLOOConfig) -> Plan:
         "optimizer": optimizer_bytes(policy),
         "reference": reference,
         "engine": engine,
-        "sampling": _sampling_bytes(run, workload.longest_prompt),
+        "sampling": _rows_at_once(run, workload.longest_prompt)
+        * bytes_per_row(policy.model, workload.longest_prompt, run.config.max_completion_length),
         "micro-batch": predicted_peak_bytes(policy, largest),
     }
     seconds, whole_groups = _measure_time(run, workload.longest_prompt)
@@ -182,14 +183,6 @@ def _rows_at_once(run: Run, longest: int) -> int:
     tokens = run.config.max_completion_length
     rows = rows_at_once(run.policy.model, longest, tokens, cache_bytes=limit)
     return min(rows, run.config.completions_per_rollout())
-
-
-def _sampling_bytes(run: Run, longest: int) -> int:
-    """What `rows_at_once` counts for these rows."""
-    model, tokens = run.policy.model, run.config.max_completion_length
-    cached = cache_bytes_per_token(model) * (longest + tokens)
-    vocabulary = model.config.get_text_config().vocab_size
-    return _rows_at_once(run, longest) * (cached + 16 * vocabulary + 16 * tokens)
 
 
 def _measure_time(run: Run, longest: int) -> tuple[dict[str, float], bool]:

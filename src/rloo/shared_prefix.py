@@ -186,7 +186,7 @@ class PackedLayout:
         """query (1, H, T, D), key and value (1, H_kv, T, D) to (1, T, H, D)."""
         plain = options.softcap is None and options.sinks is None
         if query.device.type == "cpu" and plain and options.sliding_window is None:
-            scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
+            scaling = options.scaling_of(query)
             dtype = value.dtype
             if torch.is_autocast_enabled("cpu"):
                 dtype = torch.get_autocast_dtype("cpu")

@@ -84,8 +84,19 @@ def theirs(tmp_path, rollout, options):
 
 
 def ours(rollout, options, packing):
+    def change(policy, seed):
+        if seed == 3:
+            perturb(policy.model, seed=3, scale=0.05)
+        elif policy.reference is not None:
+            perturb(policy.reference, seed=2)
+
+    return judge(make_model("qwen3"), rollout, change, packing=packing, **options)
+
+
+def judge(model, rollout, change, **options):
+    """Our advantages, loss and gradients. `change(policy, seed)` moves weights as TRL's were moved:
+    seed 2 before anything is computed, 3 between "old" and the update."""
     prompts, completions, rewards = rollout
-    model = make_model("qwen3")
     config = RLOOConfig(
         bf16=False,
         use_cpu=True,
@@ -93,12 +104,10 @@ def ours(rollout, options, packing):
         num_generations=K,
         num_prompts=PROMPTS,
         num_iterations=2,  # "old" is what the first pass saw
-        packing=packing,
         **options,
     )
     policy = Policy(model, make_tokenizer(), config, num_training_steps=1)
-    if policy.reference is not None:
-        perturb(policy.reference, seed=2)
+    change(policy, 2)
     groups = []
     for number in range(PROMPTS):
         part = slice(number * K, (number + 1) * K)
@@ -117,14 +126,15 @@ def ours(rollout, options, packing):
             policy, policy.batch(samples), given, config, denominator=1.0, record=record
         )
         given = record.complete(given, parts)
-    perturb(model, seed=3, scale=0.05)
+    change(policy, 3)
     batch = policy.batch(samples)
     loss, _ = micro_loss(policy, batch, given, config, denominator=float(len(completions)))
     loss.backward()
     advantages = torch.zeros(len(completions), dtype=torch.float64)
     for (group, index), value in given.advantages.items():
         advantages[group * K + index] = value
-    return advantages, loss.item(), {n: p.grad for n, p in model.named_parameters()}
+    trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    return advantages, loss.item(), {name: p.grad for name, p in trained.items()}
 
 
 @pytest.mark.parametrize("packing", [True, False])

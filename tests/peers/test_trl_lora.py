@@ -7,15 +7,11 @@ import torch
 from datasets import Dataset
 from models import make_model
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_trl import PROMPTS, K, make_rollout
+from test_trl import PROMPTS, K, judge, make_rollout
 from text import make_tokenizer
 
 from rloo.adapters import add_adapter
 from rloo.config import RLOOConfig
-from rloo.policy import Policy
-from rloo.rollout import FirstPass, countable_samples, credit
-from rloo.types import Completion, Group, Prompt
-from rloo.update import micro_loss
 
 pytestmark = [
     pytest.mark.peers,
@@ -77,45 +73,10 @@ def theirs(tmp_path, rollout, config, started):
 
 
 def ours(rollout, model, packing):
-    prompts, completions, rewards = rollout
-    config = RLOOConfig(
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-        num_generations=K,
-        num_prompts=PROMPTS,
-        num_iterations=2,  # "old" is what the first pass saw
-        packing=packing,
-        beta=0.05,
-    )
-    policy = Policy(model, make_tokenizer(), config, num_training_steps=1)
-    push(policy.model, seed=2)
-    groups = []
-    for number in range(PROMPTS):
-        part = slice(number * K, (number + 1) * K)
-        groups.append(
-            Group(
-                Prompt(number, prompts[number * K], "x"),
-                [Completion(c, "stop", [0.0] * len(c), [0.0] * len(c)) for c in completions[part]],
-                ["text"] * K,
-                rewards[part],
-            )
-        )
-    samples = countable_samples(groups, config)
-    given, record = credit(samples, policy, config), FirstPass()
-    if given.old_logprobs is None:
-        _, parts = micro_loss(
-            policy, policy.batch(samples), given, config, denominator=1.0, record=record
-        )
-        given = record.complete(given, parts)
-    push(policy.model, seed=3)
-    batch = policy.batch(samples)
-    loss, _ = micro_loss(policy, batch, given, config, denominator=float(len(completions)))
-    loss.backward()
-    advantages = torch.zeros(len(completions), dtype=torch.float64)
-    for (group, index), value in given.advantages.items():
-        advantages[group * K + index] = value
-    return advantages, loss.item(), {n: p.grad for n, p in trained(policy.model).items()}
+    def change(policy, seed):
+        push(policy.model, seed=seed)
+
+    return judge(model, rollout, change, packing=packing, beta=0.05)
 
 
 def started_adapter() -> PeftModel:

@@ -91,14 +91,19 @@ def sample_in_waves(
     return [[completions[index, k] for k in range(num_samples)] for index in range(len(prompts))]
 
 
-def rows_at_once(
-    model: PreTrainedModel, prompt_tokens: int, max_tokens: int, *, cache_bytes: int
-) -> int:
-    """How many rows fit `cache_bytes`, at least 1; never too many, often too few.
+def bytes_per_row(model: PreTrainedModel, prompt_tokens: int, max_tokens: int) -> int:
+    """What sampling one completion may occupy; never too little, often too much.
 
-    Counted for each: keys and values of its prompt and completion, four float32 numbers per
-    vocabulary entry while a token is drawn, the tokens with their two log-probabilities.
+    Counted: keys and values of its prompt and completion, four float32 numbers per vocabulary
+    entry while a token is drawn, the tokens with their two log-probabilities.
     """
     vocabulary = model.config.get_text_config().vocab_size
     cached = cache_bytes_per_token(model) * (prompt_tokens + max_tokens)
-    return max(1, cache_bytes // (cached + 16 * vocabulary + 16 * max_tokens))
+    return cached + 16 * vocabulary + 16 * max_tokens
+
+
+def rows_at_once(
+    model: PreTrainedModel, prompt_tokens: int, max_tokens: int, *, cache_bytes: int
+) -> int:
+    """How many rows fit `cache_bytes`, at least 1."""
+    return max(1, cache_bytes // bytes_per_row(model, prompt_tokens, max_tokens))

@@ -95,14 +95,6 @@ class FusedDecoder:
             own = {k.removeprefix(start): v for k, v in named.items() if k.startswith(start)}
             self._layers.append(self._fuse(own, Options(scaling=1.0, sliding_window=window)))
 
-    def memory_bytes(self) -> int:
-        """Bytes of the weights that are not the model's own."""
-        shared = {parameter.data_ptr() for parameter in self._model.parameters()}
-        tensors = [self._head]
-        for layer in self._layers:
-            tensors += [layer.qkv, layer.out, layer.gate_up, layer.down]
-        return sum(t.numel() * t.itemsize for t in tensors if t.data_ptr() not in shared)
-
     def _fuse(self, named: Mapping[str, Tensor], options: Options) -> _Layer:
         scaling = self._size**-0.5
         qk_norm = None
