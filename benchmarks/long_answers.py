@@ -89,7 +89,7 @@ def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) ->
     from rloo.config import RLOOConfig
     from rloo.memory import gradient_bytes, phase_peaks, predicted_peak_bytes
     from rloo.policy import Policy
-    from rloo.rollout import credit
+    from rloo.credit import credit
     from rloo.update import update
 
     cuda = torch.cuda.is_available()

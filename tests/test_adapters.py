@@ -100,7 +100,7 @@ def test_gradients_of_the_adapter_equal_plain_autograd(kind, packing, checkpoint
     policy = make_policy(wrapped, packing=packing, gradient_checkpointing=checkpointing)
     assert policy.packed == packing
     policy.model.zero_grad()
-    logprobs, _ = policy.logprobs(policy.batch(samples))
+    logprobs = policy.logprobs(policy.batch(samples)).logprobs
     (logprobs * weights_of(len(logprobs))).sum().backward()
     assert (logprobs.detach() - expected).abs().max() < 1e-5
     computed = gradients(policy.model)
@@ -116,7 +116,7 @@ def test_packed_equals_padded_on_every_architecture(name):
     results = []
     for packing in (True, False):
         policy = make_policy(make_adapted(name, **everywhere(name)), packing=packing)
-        logprobs, _ = policy.logprobs(policy.batch(make_samples()))
+        logprobs = policy.logprobs(policy.batch(make_samples())).logprobs
         (logprobs * weights_of(len(logprobs))).sum().backward()
         results.append((logprobs.detach(), gradients(policy.model)))
     (packed, packed_gradients), (padded, padded_gradients) = results
@@ -245,7 +245,7 @@ def test_the_reference_between_forward_and_backward_changes_no_gradient():
     for interrupted in (False, True):
         policy = make_policy(make_adapted(), beta=0.1, gradient_checkpointing=True)
         batch = policy.batch(make_samples())
-        logprobs, _ = policy.logprobs(batch)
+        logprobs = policy.logprobs(batch).logprobs
         if interrupted:
             policy.reference_logprobs(batch)
         logprobs.sum().backward()
@@ -286,7 +286,7 @@ def test_a_frozen_base_of_16_bits_computes_as_in_float32_but_for_rounding(autoca
     assert policy.packed
     results = []
     for each in (exact, policy):
-        logprobs, _ = each.logprobs(each.batch(samples))
+        logprobs = each.logprobs(each.batch(samples)).logprobs
         (logprobs * weights_of(len(logprobs))).sum().backward()
         results.append((logprobs.detach(), gradients(each.model)))
     (expected, expected_gradients), (logprobs, computed) = results
@@ -548,7 +548,6 @@ def test_options_make_the_config_that_trl_makes_of_them():
         ({"use_dora": True}, "use_dora is True but use_peft is false"),
         ({"use_peft": True, "lora_r": 0}, "lora_r is 0; it must be at least 1"),
         ({"use_peft": True, "lora_dropout": 1}, "lora_dropout is 1.0; it must be at least 0"),
-        ({"use_peft": True, "load_in_4bit": True}, "a base of 4 or 8 bits is not part"),
         ({"use_peft": True, "lora_task_type": "SEQ_CLS"}, "models here are causal language"),
     ],
     ids=str,

@@ -14,7 +14,7 @@ from rloo.config import DEVIATIONS, RLOOConfig, option_types, resolve_interval
 from rloo.config_checks import RANGES
 from rloo.config_text import default_of, render_options
 from rloo.training_arguments import to_training_arguments
-from rloo.unsupported import REFUSED
+from rloo.unsupported import REFUSED, WITHOUT_EFFECT
 
 
 def message(*args, **options) -> str:
@@ -42,7 +42,7 @@ def test_every_option_has_one_sentence_of_help_and_appears_in_the_table():
     for field in dataclasses.fields(RLOOConfig):
         assert field.metadata["help"].endswith("."), field.name
         assert f"| `{field.name}` |" in table
-    for name in (*ALIASES, *REFUSED):
+    for name in (*ALIASES, *REFUSED, *WITHOUT_EFFECT):
         assert f"`{name}`" in table
 
 
@@ -53,6 +53,7 @@ def test_every_alias_and_every_range_names_an_option_and_no_name_has_two_meaning
     assert set(CONVERSIONS) <= set(ALIASES)
     assert not set(types) & set(ALIASES) and not set(types) & set(REFUSED)
     assert not set(ALIASES) & set(REFUSED)
+    assert not set(WITHOUT_EFFECT) & {*types, *ALIASES, *REFUSED}
 
 
 def test_every_numeric_option_has_a_range():
@@ -105,7 +106,7 @@ def test_none_as_text_and_null_both_mean_none():
     ("options", "expected"),
     [
         ({"learnign_rate": 1}, "unknown option learnign_rate; did you mean learning_rate?"),
-        ({"num_generations": 1}, "num_generations is 1; it must be at least 2"),
+        ({"num_generations": 1}, "num_generations is 1 and mean_level is group; leave-one-out"),
         ({"num_generations": 8.0}, "num_generations is 8.0; it must be a whole number"),
         ({"num_generations": None}, "num_generations is null"),
         ({"beta": True}, "beta is True; it must be a number"),
@@ -125,9 +126,8 @@ def test_none_as_text_and_null_both_mean_none():
         ({"reward_clip_range": [1]}, "reward_clip_range is [1]; it must be a pair"),
         ({"reward": ["math"], "reward_weights": [1, 2]}, "2 values for 1 rewards"),
         ({"reward": [1]}, "reward is 1; it must be text"),
-        ({"mean_level": "groupe"}, "one of group, batch, none; did you mean group?"),
-        ({"eval_strategy": "epoch"}, "eval_strategy is 'epoch'; it must be one of no, steps"),
-        ({"loss_aggregation": "constant"}, "it needs loss_constant"),
+        ({"mean_level": "groupe"}, "one of group, batch, running, none; did you mean group?"),
+        ({"eval_strategy": "best"}, "eval_strategy is 'best'; it must be one of no, steps, epoch"),
         ({"loss_constant": 3.0}, "loss_aggregation is sequence"),
         ({"eval_pass_k": [1, 4]}, "eval_pass_k holds 4; pass@k needs 1 to 2"),
         ({"eval_pass_k": []}, "eval_pass_k is empty"),
@@ -136,8 +136,8 @@ def test_none_as_text_and_null_both_mean_none():
         ({"model_init_kwargs": {"a": float("inf")}}, "model_init_kwargs.a is inf"),
         ({"use_vllm": True}, "use_vllm is True; sampling with vLLM is not part"),
         ({"token_level_kl": True}, "it never had an effect"),
-        ({"advantage_estimator": "grpo"}, "advantage_estimator is 'grpo'; this trainer is RLOO"),
-        ({"kl_in_reward": False}, "the KL penalty is part of the reward (beta)"),
+        ({"advantage_estimator": "grpo"}, "the estimator is set by its parts, or by a preset"),
+        ({"kl_in_reward": False}, "kl_placement is loss and kl_estimator is k1, whose expected"),
         ({"loss_type": "grpo"}, "loss_aggregation"),
         ({"warmup_ratio": 1.0}, "warmup_ratio is 1.0; it must be at least 0 and below 1"),
         ({"beta": 0.1, "kl_coef": 0.05}, "beta is 0.1 and kl_coef is 0.05; both set beta"),
@@ -159,7 +159,9 @@ def test_text_is_read_as_the_option_s_type():
 
 
 def test_refused_options_are_accepted_and_readable_at_their_default():
-    assert RLOOConfig(use_vllm="false", pad_to_multiple_of=None, fsdp="", eval_delay=0).fsdp is None
+    assert (
+        RLOOConfig(use_vllm="false", pad_to_multiple_of="auto", fsdp="", eval_delay=0).fsdp is None
+    )
     assert RLOOConfig().use_vllm is False and RLOOConfig().vllm_server_port == 8000
     with pytest.raises(AttributeError, match="did you mean beta"):
         RLOOConfig().betaa  # noqa: B018
@@ -238,16 +240,18 @@ def check_defaults(theirs) -> None:
             assert DEVIATIONS[field.name][:2] == (default, ours[field.name])
         elif field.name in ours:
             assert ours[field.name] == default, field.name
-        else:
+        elif field.name in REFUSED:
             accepted, _ = REFUSED[field.name]
             assert accepted[0] == default, field.name
+        else:
+            assert WITHOUT_EFFECT[field.name][0] == default, field.name
 
 
 def test_every_field_of_training_arguments_is_honoured_or_refused():
     from transformers import TrainingArguments
 
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert names <= {*option_types(), *REFUSED}
+    assert names <= {*option_types(), *REFUSED, *WITHOUT_EFFECT}
 
 
 @pytest.mark.peers

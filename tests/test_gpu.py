@@ -23,7 +23,7 @@ def test_packed_equals_padded(name):
     for packing in (True, False):
         model = make_model(name)
         policy = make_policy(model, use_cpu=False, packing=packing, gradient_checkpointing=True)
-        logprobs, _ = policy.logprobs(policy.batch(samples))
+        logprobs = policy.logprobs(policy.batch(samples)).logprobs
         (logprobs * weights_of(len(logprobs)).cuda()).sum().backward()
         results.append((logprobs.detach(), gradients(model)))
     assert (results[0][0] - results[1][0]).abs().max() < 1e-4

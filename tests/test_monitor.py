@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rloo import console, monitor
 from rloo.config import RLOOConfig
+from rloo.evaluator import flatten
 from rloo.monitor import Monitor, versions
 from rloo.records import strict
 from rloo.types import Completion, Group, Prompt
@@ -433,7 +434,23 @@ def test_chance_is_judged_by_the_interval_of_the_difference(after, expected):
 
 
 def make_policy():
-    return SimpleNamespace(model=None, tokenizer=None, optimizer=None, scheduler=None)
+    return SimpleNamespace(model=None, processing_class=None, optimizer=None, scheduler=None)
+
+
+def attach(watcher, state, control, callbacks=()):
+    """Have `watcher` tell its loggers and these callbacks."""
+    from rloo.reporting import Events, make_loggers
+
+    events = Events(
+        [*make_loggers(watcher.config), *callbacks],
+        watcher.config,
+        policy=make_policy(),
+        state=state,
+        control=control,
+    )
+    watcher.attach(events)
+    events.send("on_train_begin")
+    return events
 
 
 def make_state(**options):
@@ -443,11 +460,11 @@ def make_state(**options):
 
 def test_logs_are_window_means_without_nan_and_the_last_count(tmp_path):
     watcher, _ = make_monitor(tmp_path, logging_steps=2)
-    state, control = make_state()
-    watcher.on_train_begin(state, control, make_policy())
+    state, control = make_state(logging_steps=2)
+    attach(watcher, state, control)
     for step, reward in enumerate([1.0, math.nan, 3.0, 5.0, 9.0], start=1):
         state.global_step = step
-        watcher.log(state, {"reward": reward, "num_tokens": 10.0 * step})
+        watcher.log({"reward": reward, "num_tokens": 10.0 * step})
     assert state.log_history == [
         {"reward": 1.0, "num_tokens": 20.0, "epoch": 0.5, "step": 2},
         {"reward": 4.0, "num_tokens": 40.0, "epoch": 0.5, "step": 4},
@@ -460,12 +477,12 @@ def test_tensorboard_gets_every_log_and_evaluation(tmp_path):
 
     options = {"report_to": "tensorboard", "logging_steps": 2, "output_dir": str(tmp_path)}
     watcher, _ = make_monitor(tmp_path, **options)
-    state, control = make_state()
-    watcher.on_train_begin(state, control, make_policy())
+    state, control = make_state(logging_steps=2)
+    attach(watcher, state, control)
     for step, reward in enumerate([1.0, 3.0, 7.0], start=1):
         state.global_step = step
-        watcher.log(state, {"reward": reward, "completions/mean_length": 4.0})
-    watcher.on_evaluate(state, control, make_accuracy(0.25, 0.2, 0.3))
+        watcher.log({"reward": reward, "completions/mean_length": 4.0})
+    watcher.log_evaluation(flatten({"": make_accuracy(0.25, 0.2, 0.3)}, "eval"))
     watcher.finish(make_summary())
     (folder,) = (tmp_path / "runs").iterdir()
     events = EventAccumulator(str(folder))
@@ -497,20 +514,18 @@ def test_a_callback_sees_the_run_and_can_stop_it_and_ask_for_a_log(tmp_path):
         def on_train_end(self, args, state, control, **kwargs):
             seen.append("end")
 
-    # Trainer's own flow would now ask for an evaluation and a checkpoint; here the loop does.
-    watcher, _ = make_monitor(
-        tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, save_steps=1
-    )
-    state, control = make_state(max_steps=3, eval_steps=1, save_steps=1)
-    watcher.add_callbacks([Stopper])
-    watcher.on_train_begin(state, control, make_policy())
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 3}
+    watcher, _ = make_monitor(tmp_path, max_steps=9, **options)
+    state, control = make_state(max_steps=9, eval_steps=2, save_steps=3)
+    events = attach(watcher, state, control, [Stopper])
     for step in (1, 2, 3):
+        events.send("on_step_begin")
         state.global_step = step
-        watcher.log(state, {"reward": float(step)})
+        watcher.log({"reward": float(step)})
         assert control.should_training_stop == (step == 3)
-        assert not (control.should_evaluate or control.should_save)
-    watcher.on_evaluate(state, control, make_accuracy(0.25, 0.2, 0.3))
-    watcher.on_save(state, control)
+        assert (control.should_evaluate, control.should_save) == (step == 2, step == 3)
+    watcher.log_evaluation(flatten({"": make_accuracy(0.25, 0.2, 0.3)}, "eval"))
+    events.send("on_save")
     watcher.finish(make_summary())
     assert seen == [
         (3, {"reward": 2.0, "epoch": 0.5}),
@@ -524,7 +539,7 @@ def test_a_callback_sees_the_run_and_can_stop_it_and_ask_for_a_log(tmp_path):
 def test_an_unknown_logger_is_named(tmp_path):
     watcher, _ = make_monitor(tmp_path, report_to="tensorbord")
     with pytest.raises(ValueError, match="tensorbord is not supported"):
-        watcher.on_train_begin(*make_state(), make_policy())
+        attach(watcher, *make_state())
 
 
 def test_watching_needs_no_torch_before_training():

@@ -1,5 +1,6 @@
 import math
 import random
+import statistics
 from fractions import Fraction
 
 import pytest
@@ -98,12 +99,6 @@ def test_countable_are_scored_members_of_groups_with_two_scores():
     ]
 
 
-def test_reward_clip_leaves_missing_ones_missing():
-    assert objective.clip_rewards(tensor(-5, 0.5, 9), (-1, 1)).tolist() == [-1, 0.5, 1]
-    assert objective.clip_rewards(tensor(NAN), (-1, 1)).isnan().all()
-    assert objective.clip_rewards(tensor(-5), None).tolist() == [-5]
-
-
 def test_kl_is_the_detached_sum_of_log_ratios():
     policy = tensor(-1, -2, -3).requires_grad_()
     kl = objective.sequence_kl(policy, tensor(-1.5, -2, -1), torch.tensor([0, 0, 1]), 2)
@@ -118,7 +113,13 @@ SEQUENCE = torch.tensor([0, 0, 1])
 
 def loss_of(advantages, **options):
     return objective.policy_loss(
-        tensor(*NOW), tensor(*OLD), tensor(*advantages), SEQUENCE, denominator=2.0, **options
+        tensor(*NOW),
+        tensor(*OLD),
+        tensor(*advantages),
+        SEQUENCE,
+        size=2,
+        denominator=2.0,
+        **options,
     )
 
 
@@ -137,8 +138,8 @@ def test_sequence_ratio_is_a_product_and_clipped_once():
 def test_token_ratio_aggregations_by_hand():
     a, b, c = math.exp(0.1), 1.2, math.exp(-0.5)  # exp(0.2) is clipped to 1.2
     options = {"ratio_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2}
-    assert loss_of((1, 1), **options).loss.item() == pytest.approx(-(a + b + c) / 2)
-    mean = loss_of((1, 1), aggregation="sequence_token_mean", **options)
+    assert loss_of((1, 1, 1), **options).loss.item() == pytest.approx(-(a + b + c) / 2)
+    mean = loss_of((1, 1, 1), aggregation="sequence_token_mean", **options)
     assert mean.loss.item() == pytest.approx(-((a + b) / 2 + c) / 2)
 
 
@@ -149,7 +150,9 @@ def test_asymmetric_clipping():
 
 def test_on_policy_gradient_is_that_of_reinforce():
     now = tensor(*NOW).requires_grad_()
-    result = objective.policy_loss(now, now.detach(), tensor(2, -3), SEQUENCE, denominator=2.0)
+    result = objective.policy_loss(
+        now, now.detach(), tensor(2, -3), SEQUENCE, size=2, denominator=2.0
+    )
     result.loss.backward()
     assert now.grad.tolist() == [-1, -1, 1.5]
 
@@ -157,7 +160,7 @@ def test_on_policy_gradient_is_that_of_reinforce():
 def test_an_enormous_ratio_is_finite_even_where_the_advantage_is_zero():
     now = tensor(0, 0, 0).requires_grad_()
     old = tensor(-1e4, 0, 1e4)
-    result = objective.policy_loss(now, old, tensor(0, -1), SEQUENCE, denominator=2.0)
+    result = objective.policy_loss(now, old, tensor(0, -1), SEQUENCE, size=2, denominator=2.0)
     result.loss.backward()
     assert result.loss.isfinite()
     assert now.grad.isfinite().all()
@@ -171,3 +174,96 @@ def test_denominators():
     assert objective.loss_denominator("constant", constant=50, **numbers) == 300
     with pytest.raises(ValueError, match="loss_constant"):
         objective.loss_denominator("constant", constant=None, **numbers)
+
+
+def test_the_geometric_mean_of_the_ratios_is_one_term_per_completion():
+    # exp((0.1 + 0.2) / 2) = 1.1618 and exp(-0.5), clipped to 0.8 where the advantage is negative.
+    result = loss_of((1, -1), ratio_level="sequence_mean")
+    assert result.loss.item() == pytest.approx(-(math.exp(0.15) - 0.8) / 2)
+
+
+def test_dual_clipping_bounds_the_ratio_where_the_advantage_is_negative():
+    now, old = tensor(2.0, 2.0), tensor(0.0, 0.0)
+    sequences = torch.tensor([0, 1])
+    result = objective.policy_loss(
+        now, old, tensor(-1, 1), sequences, size=2, denominator=1.0, delta=3.0
+    )
+    assert result.loss.item() == pytest.approx(3.0 - 1.2)
+
+
+def test_weights_multiply_the_terms_of_tokens_and_of_completions():
+    weights = tensor(0.5, 2.0, 0.0)
+    token = loss_of((1, 1, 1), ratio_level="token", weights_T=weights)
+    assert token.loss.item() == pytest.approx(-(0.5 * math.exp(0.1) + 2 * 1.2) / 2)
+    whole = loss_of((1, 1), weights_T=tensor(3.0, 3.0, 0.5), epsilon_low=9, epsilon_high=9)
+    assert whole.loss.item() == pytest.approx(-(3 * math.exp(0.3) + 0.5 * math.exp(-0.5)) / 2)
+
+
+def test_importance_weights_are_truncated_or_masked():
+    trainer, sampler = tensor(0.0, 1.0, -1.0), tensor(0.0, 0.0, 0.0)
+    ratios = [1.0, math.e, math.exp(-1)]
+
+    def weigh(mode, **bounds):
+        return objective.importance_weights(
+            trainer, sampler, SEQUENCE, 2, mode=mode, **bounds
+        ).tolist()
+
+    assert weigh("token_truncate", upper=2.0) == pytest.approx([1, 2, ratios[2]])
+    assert weigh("token_mask", upper=2.0) == pytest.approx([1, 0, ratios[2]])
+    assert weigh("token_mask", upper=5.0, lower=0.5) == pytest.approx([1, math.e, 0])
+    assert weigh("sequence_truncate", upper=2.0) == pytest.approx([2, 2, ratios[2]])
+    assert weigh("sequence_mask", upper=2.0) == pytest.approx([0, 0, ratios[2]])
+
+
+def test_kl_estimates_by_hand():
+    policy, reference = tensor(-1.0, -1.0), tensor(-1.5, 0.0)
+
+    def estimate(name, **options):
+        return objective.kl_estimate(policy, reference, estimator=name, **options).tolist()
+
+    assert estimate("k1") == [0.5, -1]
+    assert estimate("k2") == [0.125, 0.5]
+    assert estimate("k3") == pytest.approx([math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1])
+    assert estimate("k1", clip=0.3) == [0.3, -0.3]
+    assert objective.kl_estimate(tensor(-1e5), tensor(0.0), estimator="k3").isfinite().all()
+    with pytest.raises(ValueError, match="k1, k2 or k3"):
+        estimate("k4")
+
+
+def test_the_return_to_go_is_the_sum_from_each_token_on():
+    values = tensor(1, 2, 3, 4, 5, 6)
+    result = objective.return_to_go(values, torch.tensor([0, 0, 0, 1, 2, 2]), 3)
+    assert result.tolist() == [6, 5, 3, 4, 11, 6]
+
+
+def test_the_deviation_of_the_others():
+    rewards, group = tensor(1, 2, 4, 7), torch.zeros(4).long()
+    result = objective.scale(rewards, group, std_level="group", std_leave1out=True, epsilon=0.0)
+    others = [[2, 4, 7], [1, 4, 7], [1, 2, 7], [1, 2, 4]]
+    assert result.tolist() == pytest.approx([1 / statistics.stdev(o) for o in others])
+    # All others equal: nothing to scale by, whatever the reward itself is.
+    one_off = objective.scale(
+        tensor(0, 1, 1, 1), group, std_level="group", std_leave1out=True, epsilon=1e-6
+    )
+    assert one_off[0] == 1.0
+    assert one_off[1].item() == pytest.approx(1 / (statistics.stdev([0, 1, 1]) + 1e-6))
+    pair = objective.scale(
+        tensor(0, 1), torch.zeros(2).long(), std_level="group", std_leave1out=True
+    )
+    assert pair.tolist() == [1, 1]
+
+
+def test_epsilon_beside_the_deviation_or_in_the_variance():
+    values = tensor(1, 3)
+    assert objective.standardise(values, epsilon=0.5).tolist() == pytest.approx(
+        [-1 / (2**0.5 + 0.5), 1 / (2**0.5 + 0.5)]
+    )
+    inside = objective.standardise(values, epsilon=0.5, epsilon_in_variance=True)
+    assert inside.tolist() == pytest.approx([-1 / 2.5**0.5, 1 / 2.5**0.5])
+
+
+def test_without_a_group_statistic_a_single_completion_counts():
+    rewards, groups = tensor(1, 3, NAN), torch.tensor([0, 1, 2])
+    assert objective.advantages(rewards, groups, mean_level="none").tolist() == [1, 3, 0]
+    assert objective.advantages(rewards, groups, mean_level="batch").tolist() == [-2, 2, 0]
+    assert objective.advantages(rewards, groups).tolist() == [0, 0, 0]

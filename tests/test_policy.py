@@ -54,7 +54,7 @@ def test_logprobs_and_gradients_equal_those_of_each_completion_alone(name, check
     policy = make_policy(model, gradient_checkpointing=checkpointing, packing=packing)
     assert policy.packed == packing
     model.zero_grad()
-    logprobs, _ = policy.logprobs(policy.batch(samples))
+    logprobs = policy.logprobs(policy.batch(samples)).logprobs
     (logprobs * weights_of(len(logprobs))).sum().backward()
     assert (logprobs.detach() - expected).abs().max() < 1e-5
     computed = gradients(model)
@@ -97,7 +97,7 @@ def test_hybrid_linear_attention_falls_back_to_padding_and_says_so():
     ]
     policy.check_forward(samples)
     with torch.no_grad():
-        logprobs, _ = policy.logprobs(policy.batch(samples))
+        logprobs = policy.logprobs(policy.batch(samples)).logprobs
     assert (logprobs - expected).abs().max() < 1e-4
 
 
@@ -173,7 +173,7 @@ def test_micro_batches_do_not_change_the_gradient():
         for part in parts:
             batch = policy.batch(part)
             assert batch.num_input_tokens <= max(budget, max(len(s.token_ids) + 11 for s in part))
-            logprobs, _ = policy.logprobs(batch)
+            logprobs = policy.logprobs(batch).logprobs
             (logprobs * batch.reward_N.float()[batch.sequence_T]).sum().backward()
         results.append((len(parts), gradients(model)))
     assert results[0][0] == 1 < results[1][0] < results[2][0]
@@ -254,7 +254,7 @@ def test_bf16_computes_in_bf16_on_float32_weights():
     exact = make_policy(make_model("qwen3"))
     policy = make_policy(model, bf16=True)
     batch = policy.batch(samples)
-    logprobs, _ = policy.logprobs(batch)
+    logprobs = policy.logprobs(batch).logprobs
     assert logprobs.dtype == torch.float32
     difference = (logprobs - exact.logprobs(exact.batch(samples))[0]).abs().max().item()
     assert 1e-5 < difference < 0.1

@@ -23,15 +23,18 @@ MAX_FILE_LINES = 400
 ROWS = [
     "rloo",
     "types objective options",
-    "unsupported aliases config config_checks config_file config_text training_arguments",
-    "attention flash shared_prefix logprobs batch data rows metrics rewards checkpoint state "
-    "records reporting console verdict tasks",
-    "adapters optimizers",
+    "unsupported presets objective_checks aliases config config_options config_checks config_file "
+    "config_text config_import generation training_arguments",
+    "attention flash shared_prefix logprobs batch data images rows stream metrics rewards "
+    "checkpoint state records reporting console verdict tasks best hub model_card interrupts",
+    "quantization offload",
+    "adapters optimizers experts",
     "modeling",
-    "policy engines monitor setup",
-    "rollout update evaluate memory budget profiling",
+    "policy engines monitor setup loading",
+    "adaptive credit rollout update evaluate evaluator memory budget profiling",
     "train",
     "resume",
+    "session",
     "trainer cli plan",
 ]
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row.split()}

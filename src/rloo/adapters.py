@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from rloo.config import RLOOConfig
+from rloo.quantization import hush, in_full, is_quantised
 
 # peft's name for the adapter that `get_peft_model` makes, and TRL's for the frozen copy.
 TRAINED = "default"
@@ -332,17 +333,21 @@ def _walk(
     prefix: str = "",
     seen: set[int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and values as `named_parameters` has them, adapted layers replaced by `unwrap`."""
+    """Names and values as `named_parameters` has them, adapted layers replaced by `unwrap`, and
+    quantised ones by layers in full."""
     seen = set() if seen is None else seen
-    adapted = isinstance(module, _layer_kinds())
-    inner = unwrap(module) if adapted else module
-    for name, parameter in inner.named_parameters(recurse=adapted):
-        # A tied weight has one name. What `unwrap` makes is nobody else's, and may be freed.
-        if adapted or id(parameter) not in seen:
+    if isinstance(module, _layer_kinds()):
+        inner = unwrap(module)
+    else:
+        inner = in_full(module) if is_quantised(module) else module
+    replaced = inner is not module
+    for name, parameter in inner.named_parameters(recurse=replaced):
+        # A tied weight has one name. What replaces a layer is nobody else's, and may be freed.
+        if replaced or id(parameter) not in seen:
             yield prefix + name, parameter.detach()
-        if not adapted:
+        if not replaced:
             seen.add(id(parameter))
-    if not adapted:
+    if not replaced:
         for name, child in module.named_children():
             yield from _walk(child, unwrap, f"{prefix}{name}.", seen)
 
@@ -352,6 +357,8 @@ def _merge(layer: Any) -> Any:
     """What the layer computes with its adapter, as a layer of the base's kind."""
     if isinstance(layer, _peft().utils.ModulesToSaveWrapper):
         return layer.modules_to_save[TRAINED]
+    if is_quantised(layer.get_base_layer()):
+        return _merge_in_full(layer)
     merged = copy.deepcopy(layer)
     # Two adapted parameters of one module are two layers around it.
     while hasattr(merged, "base_layer"):
@@ -360,10 +367,22 @@ def _merge(layer: Any) -> Any:
     return merged
 
 
+def _merge_in_full(layer: Any) -> nn.Linear:
+    """peft would round what it merges to the base's few bits again."""
+    plain = in_full(layer.get_base_layer())
+    variant = layer.lora_variant.get(TRAINED)
+    if variant is None:
+        plain.weight += layer.get_delta_weight(TRAINED)
+    else:
+        plain.weight.copy_(variant.merge_safe(layer, TRAINED, plain.weight))
+    return plain
+
+
 def _original(layer: Any) -> nn.Module:
     if isinstance(layer, _peft().utils.ModulesToSaveWrapper):
         return layer.original_module
-    return layer.get_base_layer()
+    base = layer.get_base_layer()
+    return in_full(base) if is_quantised(base) else base
 
 
 def _layer_kinds() -> tuple[type, ...]:
@@ -374,6 +393,7 @@ def _layer_kinds() -> tuple[type, ...]:
 
 
 def _peft() -> Any:
+    hush()
     try:
         import peft
     except ImportError as error:

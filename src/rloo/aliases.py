@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rloo.options import coerce, suggest
-from rloo.unsupported import REFUSED, refuse
+from rloo.unsupported import REFUSED, WITHOUT_EFFECT, refuse, warn_without_effect
 
 # other name -> (our name, whose it is)
 ALIASES: dict[str, tuple[str, str]] = {
     "K": ("num_generations", "the paper"),
     "kl_coef": ("beta", "TRL before 0.22, Unsloth"),
     "kl_coeff": ("beta", "the literature"),
+    "train_batch_size": ("per_device_train_batch_size", "the literature"),
     "rloo_k": ("num_generations", "TRL before 0.22"),
     "reward_model": ("reward", "TRL before 0.22, Unsloth"),
     "reward_funcs": ("reward", "TRL, ms-swift"),
@@ -37,6 +38,13 @@ ALIASES: dict[str, tuple[str, str]] = {
     "val_dataset": ("eval_dataset", "ms-swift"),
     "overlong_filter": ("mask_truncated_completions", "ms-swift"),
     "scale_rewards": ("std_level", "ms-swift"),
+    "kl_in_reward": ("kl_placement", "ms-swift"),
+    "stop_words": ("stop_strings", "ms-swift"),
+    "vllm_importance_sampling_mode": ("rollout_importance_sampling_mode", "TRL's GRPO"),
+    "vllm_importance_sampling_clip_max": (
+        "rollout_importance_sampling_threshold",
+        "TRL's GRPO",
+    ),
     "lora_rank": ("lora_r", "ms-swift"),
     "target_modules": ("lora_target_modules", "ms-swift"),
     "modules_to_save": ("lora_modules_to_save", "ms-swift"),
@@ -51,6 +59,10 @@ ALIASES: dict[str, tuple[str, str]] = {
     "actor.reward_norm.eps": ("advantage_epsilon", "AReaL"),
     "actor.reward_norm.group_size": ("num_generations", "AReaL"),
     "actor.importance_sampling_level": ("importance_sampling_level", "AReaL"),
+    "actor.reward_bias": ("reward_bias", "AReaL"),
+    "actor.reward_scaling": ("reward_scaling", "AReaL"),
+    "actor.c_clip": ("delta", "AReaL"),
+    "actor.kl_estimator": ("kl_estimator", "AReaL"),
     "actor.eps_clip": ("epsilon", "AReaL, OpenRLHF"),
     "actor.eps_clip_higher": ("epsilon_high", "AReaL"),
     "actor.kl_ctl": ("beta", "AReaL"),
@@ -84,9 +96,19 @@ ALIASES: dict[str, tuple[str, str]] = {
     "actor_rollout_ref.model.path": ("model", "verl"),
     "actor_rollout_ref.actor.clip_ratio": ("epsilon", "verl"),
     "actor_rollout_ref.actor.optim.lr": ("learning_rate", "verl"),
+    "actor_rollout_ref.actor.clip_ratio_c": ("delta", "verl"),
+    "actor_rollout_ref.actor.entropy_coeff": ("entropy_coef", "verl"),
+    "algorithm.use_kl_in_reward": ("kl_placement", "verl"),
+    "algorithm.kl_ctrl.target_kl": ("kl_target", "verl"),
+    "algorithm.kl_ctrl.horizon": ("kl_horizon", "verl"),
     "data.max_prompt_length": ("max_prompt_length", "verl"),
     "data.max_response_length": ("max_completion_length", "verl"),
     "algo.kl.init_coef": ("beta", "OpenRLHF"),
+    "algo.kl.estimator": ("kl_estimator", "OpenRLHF"),
+    "algo.kl.target": ("kl_target", "OpenRLHF"),
+    "algo.kl.horizon": ("kl_horizon", "OpenRLHF"),
+    "actor.dual_clip": ("delta", "OpenRLHF"),
+    "actor.entropy_coef": ("entropy_coef", "OpenRLHF"),
     "rollout.n_samples_per_prompt": ("num_generations", "OpenRLHF"),
 }
 
@@ -96,6 +118,15 @@ def _share_of_steps(name: str, value: Any) -> float:
     if not 0 <= share < 1:
         raise ValueError(f"{name} is {share}; it must be at least 0 and below 1 (warmup_steps)")
     return share
+
+
+def _kl_placement(name: str, value: Any) -> str:
+    return "reward" if coerce(name, bool, value) else "loss"
+
+
+def _ratio_level(name: str, value: Any) -> Any:
+    # What AReaL calls sequence is the geometric mean of the tokens' ratios.
+    return "sequence_mean" if value == "sequence" else value
 
 
 def _symmetric_range(name: str, value: Any) -> tuple[float, float]:
@@ -108,6 +139,9 @@ CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "warmup_ratio": _share_of_steps,
     "actor.optimizer.warmup_steps_proportion": _share_of_steps,
     "actor.reward_clip": _symmetric_range,
+    "actor.importance_sampling_level": _ratio_level,
+    "kl_in_reward": _kl_placement,
+    "algorithm.use_kl_in_reward": _kl_placement,
 }
 
 
@@ -121,7 +155,7 @@ def resolve(
     of one option differ in value.
     """
     where = where or {}
-    known = [*hints, *ALIASES, *REFUSED]
+    known = [*hints, *ALIASES, *REFUSED, *WITHOUT_EFFECT]
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ValueError(
@@ -136,6 +170,9 @@ def resolve(
         try:
             if name in REFUSED:
                 refuse(name, value)
+                continue
+            if name in WITHOUT_EFFECT:
+                warn_without_effect(name, value)
                 continue
             ours = ALIASES[name][0] if name in ALIASES else name
             if name in CONVERSIONS:

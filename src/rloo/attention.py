@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rloo.images import is_vision_config
+
 IMPLEMENTATION = "rloo"
 
 
@@ -189,6 +191,8 @@ def incompatibility(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         return f"{type(model).__name__} is an encoder-decoder model"
+    if is_vision_config(model.config):
+        return f"{type(model).__name__} reads images"
     other = set(getattr(config, "layer_types", None) or []) - {
         "full_attention",
         "sliding_attention",

@@ -7,7 +7,7 @@ each completion's numbers along.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rloo.attention import no_mask
+from rloo.images import join_inputs
 from rloo.shared_prefix import PackedLayout, Span
 
 # Rows of one attention call: sorted by length, so that a short answer is not padded to the longest.
@@ -31,6 +32,10 @@ class Sample:
     engine_logprobs: list[float]
     reward: float
     truncated: bool
+    # Under the distribution that was really sampled; None: the same as `engine_logprobs`.
+    sampling_logprobs: list[float] | None = None
+    # As in `Prompt`: makes the inputs for the prompt's images, if it has any.
+    pixels: Callable[[], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +44,12 @@ class MicroBatch:
 
     `inputs` are keyword arguments of the model; `source_T` says which of its hidden states (batch
     and time flattened) predicts `target_T`. `group_N` numbers the groups of this batch from 0.
+    `multiplicity` has the shape of the input tokens: to how many of the completions each belongs.
     """
 
     keys: list[tuple[int, int]]
     inputs: dict[str, Any]
+    multiplicity: Tensor
     source_T: Tensor
     target_T: Tensor
     sequence_T: Tensor
@@ -50,6 +57,7 @@ class MicroBatch:
     reward_N: Tensor
     truncated_N: Tensor
     engine_T: Tensor
+    sampler_T: Tensor
     lengths: list[int]
 
     @property
@@ -91,6 +99,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     """One row: each prompt once, followed by its completions; position numbers restart."""
     tokens: list[int] = []
     positions: list[int] = []
+    counts: list[int] = []
     spans: list[Span] = []
     source: list[int] = []
     for number, group in enumerate(_by_group(samples)):
@@ -99,6 +108,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         tokens += prompt
         last_of_prompt = len(tokens) - 1
         positions += range(len(prompt))
+        counts += [len(group)] * len(prompt)
         for sample in group:
             # The last token is predicted but predicts nothing, so it is no input.
             inner = sample.token_ids[:-1]
@@ -107,17 +117,20 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
             source += [last_of_prompt, *range(start, start + len(inner))]
             tokens += inner
             positions += range(len(prompt), len(prompt) + len(inner))
+            counts += [1] * len(inner)
     inputs = {
         "input_ids": torch.tensor([tokens], device=device),
         "position_ids": torch.tensor([positions], device=device),
         "attention_mask": no_mask(device),
         "rloo_layout": PackedLayout(spans, ROWS_PER_CALL, device),
     }
-    return _micro_batch(_in_order(samples), inputs, source, device)
+    multiplicity = torch.tensor([counts], device=device)
+    return _micro_batch(_in_order(samples), inputs, multiplicity, source, device)
 
 
 def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> MicroBatch:
-    """One row a completion, prompt and all, padded on the right to the longest."""
+    """One row a completion, prompt and all, padded on the right to the longest. A prompt's images
+    go with each of its rows."""
     ordered = _in_order(samples)
     rows = [s.prompt_ids + s.token_ids[:-1] for s in ordered]
     width = max(len(row) for row in rows)
@@ -131,18 +144,24 @@ def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> M
         "attention_mask": torch.tensor(
             [[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device
         ),
+        **join_inputs(_pixels(ordered), [0] * len(rows), width, device),
     }
-    return _micro_batch(ordered, inputs, source, device)
+    return _micro_batch(ordered, inputs, inputs["attention_mask"], source, device)
 
 
 def _micro_batch(
-    ordered: Sequence[Sample], inputs: dict[str, Any], source: list[int], device: torch.device
+    ordered: Sequence[Sample],
+    inputs: dict[str, Any],
+    multiplicity: Tensor,
+    source: list[int],
+    device: torch.device,
 ) -> MicroBatch:
     numbers = {group: i for i, group in enumerate(dict.fromkeys(s.key[0] for s in ordered))}
     lengths = torch.tensor([len(s.token_ids) for s in ordered])
     return MicroBatch(
         keys=[s.key for s in ordered],
         inputs=inputs,
+        multiplicity=multiplicity,
         source_T=torch.tensor(source, device=device),
         target_T=torch.tensor([t for s in ordered for t in s.token_ids], device=device),
         sequence_T=torch.arange(len(ordered)).repeat_interleave(lengths).to(device),
@@ -150,8 +169,18 @@ def _micro_batch(
         reward_N=torch.tensor([s.reward for s in ordered], dtype=torch.float64).to(device),
         truncated_N=torch.tensor([s.truncated for s in ordered], device=device),
         engine_T=torch.tensor([x for s in ordered for x in s.engine_logprobs], device=device),
+        sampler_T=torch.tensor(
+            [x for s in ordered for x in s.sampling_logprobs or s.engine_logprobs], device=device
+        ),
         lengths=lengths.tolist(),
     )
+
+
+def _pixels(ordered: Sequence[Sample]) -> list[dict[str, Any] | None]:
+    """Of each sample, made once a prompt."""
+    made = {group[0].key[0]: group[0].pixels for group in _by_group(ordered)}
+    inputs = {number: make and make() for number, make in made.items()}
+    return [inputs[s.key[0]] for s in ordered]
 
 
 def _in_order(samples: Sequence[Sample]) -> list[Sample]:

@@ -14,7 +14,6 @@ import torch
 
 from rloo.batch import Sample
 from rloo.config import RLOOConfig
-from rloo.data import PromptSource
 from rloo.logprobs import CHUNK_ELEMENTS
 from rloo.memory import (
     count_tokens,
@@ -27,6 +26,7 @@ from rloo.memory import (
     weight_bytes,
 )
 from rloo.policy import Policy
+from rloo.stream import Prompts
 
 # Of a CPU's free memory; the rest is for what torch does not allocate itself.
 CPU_SHARE = 0.9
@@ -54,7 +54,7 @@ class Fit:
     reason: str | None = None
 
 
-def workload_of(prompts: PromptSource, config: RLOOConfig) -> Workload:
+def workload_of(prompts: Prompts, config: RLOOConfig) -> Workload:
     """What the dataset and the options allow."""
     lengths = prompts.lengths
     size = config.completions_per_step()

@@ -61,9 +61,10 @@ def save_checkpoint(
     *,
     write_model: Callable[[Path], None],
     keep: int | None,
+    best: Path | None = None,
 ) -> Path:
     """Write `directory/checkpoint-{step}` and return it; then remove all but `keep` of the
-    checkpoints up to this step (None keeps all).
+    checkpoints up to this step (None keeps all), but never `best`.
 
     `write_model` is given the folder to write the model and the tokenizer to. When anything fails,
     nothing stays behind and earlier checkpoints are as they were.
@@ -90,7 +91,8 @@ def save_checkpoint(
     _put_in_place(temporary, final)
     if keep is not None:
         older = [path for step, path in _list_checkpoints(directory) if step < checkpoint.step]
-        for path in older[: max(0, len(older) - (keep - 1))]:
+        removable = [path for path in older if best is None or path.name != best.name]
+        for path in removable[: max(0, len(older) - (keep - 1))]:
             _discard(path)
     return final
 

@@ -17,13 +17,16 @@ commands:
            a measured step of the worst case; writes nothing
   eval     greedy and sampled pass@1, pass@k and mean reward of a model on a dataset
   config   every option with its default, meaning and names elsewhere;
-           with a config or options: the resolved configuration
+           with a config or options: the resolved configuration, and what its preset means;
+           with --from: the configuration of areal, ms-swift or trl in our options
 
 examples:
   rloo train
   rloo train examples/gsm8k.yaml --model Qwen/Qwen3-0.6B --beta 0.02 --num_generations 8
   rloo plan examples/gsm8k.yaml --max_completion_length 1024
   rloo train examples/gsm8k.yaml --profile   # where time and memory went: OUTPUT_DIR/profile
+  rloo config --preset verl
+  rloo config --from areal gsm8k_rloo.yaml > gsm8k.yaml
   rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null
 """
 
@@ -94,6 +97,7 @@ def _evaluate(arguments: list[str]) -> int:
         without_adapter(config),
         beta=0.0,
         gradient_checkpointing=False,
+        report_to="none",
         eval_dataset=config.eval_dataset or config.dataset,
         dataset=None,
     )
@@ -102,7 +106,8 @@ def _evaluate(arguments: list[str]) -> int:
 
     trainer = RLOOTrainer(args=config)
     split = config.eval_split or "train"
-    print(f"{config.model} on {config.eval_dataset} ({split}), temperature {config.temperature:g}")
+    temperature = config.eval_temperature or config.temperature
+    print(f"{config.model} on {config.eval_dataset} ({split}), temperature {temperature:g}")
     for note in trainer.policy.notes:
         print(f"note: {note}")
     print_evaluation(trainer.evaluate(metric_key_prefix=""))
@@ -112,11 +117,33 @@ def _evaluate(arguments: list[str]) -> int:
 def _config(arguments: list[str]) -> int:
     from rloo.config_file import parse_command_line
     from rloo.config_text import render_options, render_resolved
+    from rloo.presets import describe_preset, remarks
 
-    if arguments:
-        print(render_resolved(parse_command_line(arguments)), end="")
-    else:
+    if not arguments:
         print(render_options(), end="")
+        return 0
+    first, _, value = arguments[0].partition("=")
+    if first == "--from":
+        return _import([value, *arguments[1:]] if value else arguments[1:])
+    config = parse_command_line(arguments)
+    # As comments, so that what is printed can be trained from.
+    told = describe_preset(config.preset) if config.preset else []
+    for line in dict.fromkeys([*told, *(f"warning: {remark}" for remark in remarks(config))]):
+        print(f"# {line}")
+    print(render_resolved(config), end="")
+    return 0
+
+
+def _import(arguments: list[str]) -> int:
+    from rloo.config_import import IMPORTERS, import_config, render_imported
+
+    if len(arguments) != 2:
+        raise ValueError(
+            f"--from takes a system ({', '.join(IMPORTERS)}) and its file, or for ms-swift its "
+            "command line in quotes"
+        )
+    system, source = arguments
+    print(render_imported(system, import_config(system, source)), end="")
     return 0
 
 

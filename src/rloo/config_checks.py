@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from rloo.objective_checks import check_objective
+
 if TYPE_CHECKING:
     from rloo.config import RLOOConfig
 
@@ -27,10 +29,9 @@ ADAPTER_OPTIONS = (
 
 # (rule in words, the rule, the options it holds for); a null value is always allowed
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    ("must be at least 2: leave-one-out needs a second completion", lambda x: x >= 2, (
-        "num_generations",
-    )),
     ("must be at least 1", lambda x: x >= 1, (
+        "num_generations", "kl_horizon", "ref_model_sync_steps", "max_resample_times",
+        "eval_max_completion_length",
         "num_prompts", "per_device_train_batch_size", "gradient_accumulation_steps",
         "generation_batch_size", "steps_per_generation", "num_iterations", "max_completion_length",
         "max_prompt_length", "max_tokens_per_micro_batch", "num_threads", "eval_size",
@@ -39,17 +40,24 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     )),
     ("must be above 0", lambda x: x > 0, (
         "temperature", "repetition_penalty", "adam_epsilon", "advantage_epsilon", "loss_constant",
-        "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
+        "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "eval_temperature",
+        "kl_clip", "kl_target", "rollout_importance_sampling_threshold",
     )),
     ("must be at least 0", lambda x: x >= 0, (
         "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
-        "warmup_steps", "top_k",
+        "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
+        "rollout_importance_sampling_min",
     )),
-    ("must be above 0 and at most 1", lambda x: 0 < x <= 1, ("top_p",)),
+    ("must be above 0 and at most 1", lambda x: 0 < x <= 1, (
+        "top_p", "eval_top_p", "ref_model_mixup_alpha",
+    )),
     ("must be between 0 and 1", lambda x: 0 <= x <= 1, ("min_p",)),
     ("must be at least 0 and below 1", lambda x: 0 <= x < 1, (
-        "adam_beta1", "adam_beta2", "lora_dropout",
+        "adam_beta1", "adam_beta2", "lora_dropout", "running_decay",
     )),
+    ("must be above 1", lambda x: x > 1, ("delta",)),
+    ("must not be 0", lambda x: x != 0, ("reward_scaling",)),
+    ("must be a number", lambda x: x == x, ("reward_bias", "entropy_coef")),
     ("must be a whole number, or below 1 to mean a share of all steps",
      lambda x: x < 1 or x == int(x),
      ("logging_steps", "eval_steps", "save_steps", "warmup_steps")),
@@ -68,22 +76,22 @@ def check(config: RLOOConfig) -> None:
             if value is not None and not holds(value):
                 raise ValueError(f"{name} is {value}; it {rule}")
     _check_rewards(config)
-    _check_loss(config)
+    check_objective(config)
+    _check_run(config)
     _check_evaluation(config)
     _check_batches(config)
-    _check_run(config)
     _check_model(config)
     _check_adapter(config)
+    _check_quantization(config)
 
 
 def _check_rewards(config: RLOOConfig) -> None:
-    if config.reward_clip_range is not None and not (
-        config.reward_clip_range[0] < config.reward_clip_range[1]
-    ):
-        low, high = config.reward_clip_range
-        raise ValueError(
-            f"reward_clip_range is ({low}, {high}); the first must be below the second"
-        )
+    for name in ("reward_clip_range", "advantage_clip_range"):
+        bounds = getattr(config, name)
+        if bounds is not None and not bounds[0] < bounds[1]:
+            raise ValueError(
+                f"{name} is ({bounds[0]}, {bounds[1]}); the first must be below the second"
+            )
     weights = config.reward_weights
     if weights is not None and config.reward and len(weights) != len(config.reward):
         raise ValueError(
@@ -92,13 +100,11 @@ def _check_rewards(config: RLOOConfig) -> None:
         )
 
 
-def _check_loss(config: RLOOConfig) -> None:
-    if config.loss_aggregation == "constant" and config.loss_constant is None:
-        raise ValueError("loss_aggregation is constant; it needs loss_constant, the divisor")
-    if config.loss_aggregation != "constant" and config.loss_constant is not None:
+def _check_run(config: RLOOConfig) -> None:
+    if config.overwrite_output_dir and config.resume_from_checkpoint is True:
         raise ValueError(
-            f"loss_constant is {config.loss_constant} but loss_aggregation is "
-            f"{config.loss_aggregation}; it is used with loss_aggregation constant only"
+            "overwrite_output_dir and resume_from_checkpoint are both true; the first removes what "
+            "the second goes on from"
         )
     if config.bf16 and config.fp16:
         raise ValueError("bf16 and fp16 are both true; choose one")
@@ -111,6 +117,8 @@ def _check_loss(config: RLOOConfig) -> None:
 
 def _check_evaluation(config: RLOOConfig) -> None:
     samples = config.num_generations_eval or config.num_generations
+    if config.stop_strings is not None and not all(config.stop_strings):
+        raise ValueError("stop_strings holds an empty text, which would end every completion")
     if not config.eval_pass_k:
         raise ValueError("eval_pass_k is empty; name at least one k (1 is pass@1)")
     for k in config.eval_pass_k:
@@ -119,11 +127,32 @@ def _check_evaluation(config: RLOOConfig) -> None:
                 f"eval_pass_k holds {k}; pass@k needs 1 to {samples} for {samples} completions per "
                 "prompt (num_generations_eval)"
             )
+    if config.compares_evaluations:
+        _check_best(config)
     named = config.dataset or config.eval_dataset
     if named is None and config.dataset_config is not None:
         raise ValueError(
             f"dataset_config is {config.dataset_config} but no dataset is named; it chooses among "
             "the configurations of a hub dataset (dataset)"
+        )
+
+
+def _check_best(config: RLOOConfig) -> None:
+    evaluates, saves = config.eval_strategy, config.save_strategy
+    if evaluates == "no":
+        raise ValueError(
+            "the best evaluation is asked for (load_best_model_at_end, save_strategy) and "
+            "eval_strategy is no; it must be steps or epoch"
+        )
+    if saves == "no":
+        raise ValueError(
+            "load_best_model_at_end is true and save_strategy is no; without checkpoints there is "
+            "none to load (save_strategy)"
+        )
+    if str(config.metric_for_best_model).endswith("loss"):
+        raise ValueError(
+            f"metric_for_best_model is {config.metric_for_best_model}; an evaluation has no loss, "
+            "which says nothing of a policy: reward or pass@1, for example"
         )
 
 
@@ -138,14 +167,6 @@ def _check_batches(config: RLOOConfig) -> None:
     config.steps_per_rollout()
 
 
-def _check_run(config: RLOOConfig) -> None:
-    if config.overwrite_output_dir and config.resume_from_checkpoint is True:
-        raise ValueError(
-            "overwrite_output_dir and resume_from_checkpoint are both true; the first removes what "
-            "the second goes on from"
-        )
-
-
 def _check_model(config: RLOOConfig) -> None:
     for name, instead in (
         ("attn_implementation", "packing false keeps the model's own attention"),
@@ -153,6 +174,17 @@ def _check_model(config: RLOOConfig) -> None:
     ):
         if name in (config.model_init_kwargs or {}):
             raise ValueError(f"model_init_kwargs has {name}, which would not act: {instead}")
+
+
+def _check_quantization(config: RLOOConfig) -> None:
+    if config.load_in_4bit and config.load_in_8bit:
+        raise ValueError("load_in_4bit and load_in_8bit are both true; choose one")
+    for name, default in (("bnb_4bit_quant_type", "nf4"), ("use_bnb_nested_quant", False)):
+        value = getattr(config, name)
+        if value != default and not config.load_in_4bit:
+            raise ValueError(
+                f"{name} is {value} but load_in_4bit is false; it says how that is done"
+            )
 
 
 def _check_adapter(config: RLOOConfig) -> None:

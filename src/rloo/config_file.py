@@ -16,7 +16,7 @@ import yaml
 from rloo.aliases import ALIASES, resolve
 from rloo.config import RLOOConfig, option_types
 from rloo.options import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, suggest
-from rloo.unsupported import REFUSED
+from rloo.unsupported import REFUSED, WITHOUT_EFFECT
 
 # Options whose value may be a file or folder beside the YAML file.
 PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", "reward")
@@ -139,9 +139,12 @@ def _beside(path: str, name: str, value: Any) -> Any:
         return value
     if isinstance(value, list):
         return [_beside(path, name, item) for item in value]
+    if isinstance(value, dict) and "name" in value:
+        return {**value, "name": _beside(path, name, value["name"])}
     if not isinstance(value, str):
         return value
-    file, colon, function = value.rpartition(":") if name == "reward" else (value, "", "")
+    is_path = name != "reward" or ("/" in value and ":" not in value)  # a reward model's folder
+    file, colon, function = (value, "", "") if is_path else value.rpartition(":")
     candidate = os.path.join(os.path.dirname(path), file)
     if not file or os.path.exists(file) or not os.path.exists(candidate):
         return value
@@ -149,7 +152,7 @@ def _beside(path: str, name: str, value: Any) -> Any:
 
 
 def _is_known(name: str) -> bool:
-    return name in option_types() or name in ALIASES or name in REFUSED
+    return any(name in names for names in (option_types(), ALIASES, REFUSED, WITHOUT_EFFECT))
 
 
 def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any]]:
@@ -198,6 +201,8 @@ def _kinds(name: str) -> set[Any]:
     """The types an option takes: bool, list, ... (a refused one: that of its default)."""
     if name in REFUSED:
         return {type(value) for value in REFUSED[name][0]}
+    if name in WITHOUT_EFFECT:
+        return {type(WITHOUT_EFFECT[name][0])}
     hint = option_types()[ALIASES.get(name, (name,))[0]]
     parts = typing.get_args(hint) if typing.get_origin(hint) not in (list, dict, tuple) else (hint,)
     return {typing.get_origin(part) or part for part in parts or (hint,)}
@@ -233,7 +238,7 @@ def _option_name(key: str) -> str:
 
 
 def _suggest_option(name: str) -> str:
-    return suggest(name, [*option_types(), *ALIASES, *REFUSED])
+    return suggest(name, [*option_types(), *ALIASES, *REFUSED, *WITHOUT_EFFECT])
 
 
 def _is_yaml(token: str) -> bool:

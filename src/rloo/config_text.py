@@ -9,7 +9,7 @@ import yaml
 
 from rloo.aliases import ALIASES
 from rloo.config import DEVIATIONS, RLOOConfig
-from rloo.unsupported import REFUSED
+from rloo.unsupported import REFUSED, WITHOUT_EFFECT
 
 SYSTEMS = ("TRL", "AReaL", "ms-swift", "Unsloth")
 
@@ -52,6 +52,8 @@ def render_options() -> str:
     for name, (accepted, reason) in REFUSED.items():
         values = ", ".join(f"`{_value(value)}`" for value in accepted)
         lines.append(_row(f"`{name}`", values, reason))
+    for name, (default, reason) in WITHOUT_EFFECT.items():
+        lines.append(_row(f"`{name}`", f"any (`{_value(default)}`)", f"no effect: {reason}"))
     return "\n".join(lines) + "\n"
 
 

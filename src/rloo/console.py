@@ -187,13 +187,25 @@ def _recent_mean(rows: Sequence[Row], name: str) -> float:
 
 
 def completions_table(
-    step: int, groups: Sequence[Group], *, limit: int | None, encoding: str
+    step: int,
+    groups: Sequence[Group],
+    *,
+    limit: int | None,
+    encoding: str,
+    unique_prompts: bool = False,
 ) -> Table:
-    """Up to `limit` completions with their rewards (None: all), different prompts first."""
+    """Up to `limit` completions with their rewards (None: all), different prompts first, or with
+    `unique_prompts` one completion of each prompt."""
     table = Table(title=f"Completions at step {step}", show_lines=True, title_justify="left")
     for name in ("Prompt", "Completion", "Reward"):
         table.add_column(name, overflow="fold", ratio=1 if name == "Reward" else 3)
-    for group, index in list(spread(groups))[:limit]:
+    chosen = list(spread(groups))
+    if unique_prompts:  # a row may be drawn twice
+        seen: dict[str, Group] = {}
+        for group in groups:
+            seen.setdefault(as_string(group.prompt.content), group)
+        chosen = [(group, 0) for group in seen.values()]
+    for group, index in chosen[:limit]:
         reward = group.rewards[index]
         scores = [f"{name} {_score(values[index])}" for name, values in group.scores.items()]
         extras = [f"{name}: {str(values[index])[:80]}" for name, values in group.extras.items()]

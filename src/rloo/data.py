@@ -10,16 +10,23 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from datasets import (
-    Dataset,
-)
+from datasets import Dataset, Image
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from rloo.images import (
+    ImageReader,
+    check_parts,
+    image_columns,
+    in_colour,
+    tokenizer_of,
+    with_images,
+)
 from rloo.types import Message, Prompt, Text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -59,7 +66,10 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
 
 
 def encode_prompt(
-    content: Text, tokenizer: PreTrainedTokenizerBase, *, chat_template_kwargs: dict[str, Any]
+    content: Text,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    *,
+    chat_template_kwargs: dict[str, Any],
 ) -> list[int]:
     """Token ids of a prompt, at least one.
 
@@ -71,10 +81,13 @@ def encode_prompt(
     Raises ValueError for content that is neither, and for what the chat template refuses.
     """
     if isinstance(content, str):
+        tokenizer = tokenizer_of(processing_class)
         begins = tokenizer.bos_token is not None and content.startswith(str(tokenizer.bos_token))
         ids = tokenizer(content, add_special_tokens=not begins)["input_ids"]
     elif isinstance(content, list):
-        ids = _encode_messages(content, tokenizer, chat_template_kwargs)
+        ids = apply_chat_template(content, processing_class, chat_template_kwargs)["input_ids"]
+        if isinstance(processing_class, ProcessorMixin):
+            ids = ids[0].tolist()
     else:
         raise ValueError(
             f"the prompt is a {type(content).__name__}; it must be a string or a list of messages"
@@ -84,13 +97,41 @@ def encode_prompt(
     return list(ids)
 
 
+def image_reader(
+    rows: Dataset,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    *,
+    chat_template_kwargs: dict[str, Any],
+) -> ImageReader:
+    """How images come into the prompts of `rows`. Raises ValueError for images that the model, of
+    which only a tokenizer is known, would not see."""
+    columns = image_columns(rows.column_names)
+    if not isinstance(processing_class, ProcessorMixin):
+        if any(_holds_images(rows.features[name]) for name in columns):
+            raise ValueError(
+                f"the dataset has images (column {columns[0]}) and the model has no processor that "
+                "reads them; give one (processing_class) or remove the column"
+            )
+        return ImageReader()
+    process = partial(
+        apply_chat_template, processing_class=processing_class, kwargs=chat_template_kwargs
+    )
+    return ImageReader(columns, process)
+
+
+def _holds_images(feature: Any) -> bool:
+    return isinstance(getattr(feature, "feature", feature), Image)
+
+
 class PromptSource:
     """A cursor over the prompts of a dataset, in an order that (seed, epoch, index) determines.
 
     All rows are tokenised once, here, so that a faulty or overlong prompt is found before the first
     sample. `overlong` says what happens to prompts of more than `max_prompt_length` tokens:
     "error" refuses them, "drop" leaves them out (`dropped` counts them), "left" keeps their last
-    tokens (`truncated` counts them).
+    tokens (`truncated` counts them). Raises ValueError when no prompt is left, unless it
+    `may_be_empty`. `images` reads the rows' images into the prompts; where there are any, a prompt
+    is never cut.
     """
 
     def __init__(
@@ -102,24 +143,34 @@ class PromptSource:
         shuffle: bool = True,
         max_prompt_length: int,
         overlong: Literal["error", "drop", "left"] = "error",
+        may_be_empty: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
         if max_prompt_length < 1:
             raise ValueError(
                 f"max_prompt_length is {max_prompt_length}; a prompt needs at least 1 token "
                 "(max_prompt_length)"
             )
-        tokens = _tokenise(rows, encode)
+        images = images or ImageReader()
+        tokens = _tokenise(rows, encode, images)
         too_long = {i: len(ids) for i, ids in enumerate(tokens) if len(ids) > max_prompt_length}
         if too_long and overlong == "error":
             raise ValueError(_describe_overlong(too_long, max_prompt_length))
+        if too_long and overlong == "left" and images.columns:
+            raise ValueError(
+                f"{len(too_long)} prompts have more than {max_prompt_length} tokens, and the "
+                "prompts of a dataset with images cannot be cut, since each image needs all of its "
+                "tokens (overlong_prompts, max_prompt_length)"
+            )
         self.dropped = len(too_long) if overlong == "drop" else 0
         self.truncated = len(too_long) if overlong == "left" else 0
-        if self.dropped == len(rows):
+        if self.dropped == len(rows) and not may_be_empty:
             raise ValueError(
                 f"all {len(rows)} prompts have more than {max_prompt_length} tokens and were "
                 "dropped; training needs at least 1 (max_prompt_length, overlong_prompts)"
             )
         self._rows = rows
+        self._images = images
         self._tokens = [ids[-max_prompt_length:] for ids in tokens]
         self._numbers = [i for i in range(len(rows)) if not (self.dropped and i in too_long)]
         self._seed = seed
@@ -187,8 +238,16 @@ class PromptSource:
 
     def _prompt(self, number: int, epoch: int = 0) -> Prompt:
         columns = dict(self._rows[number])
-        content = columns.pop("prompt")
-        return Prompt(number, self._tokens[number].tolist(), content, columns, epoch)
+        content = self._images.content(columns)
+        del columns["prompt"]
+        return Prompt(
+            id=number,
+            token_ids=self._tokens[number].tolist(),
+            content=content,
+            columns=columns,
+            epoch=epoch,
+            pixels=self._images.pixels(content),
+        )
 
 
 def _shuffled_order(size: int, seed: int, epoch: int) -> np.ndarray:
@@ -197,12 +256,14 @@ def _shuffled_order(size: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
 
 
-def _tokenise(rows: Dataset, encode: Callable[[Text], list[int]]) -> list[array]:
+def _tokenise(
+    rows: Dataset, encode: Callable[[Text], list[int]], images: ImageReader
+) -> list[array]:
     # Four bytes a token: a list of ints would take 36.
     tokens = []
-    for number, row in enumerate(rows.select_columns(["prompt"])):
+    for number, row in enumerate(rows.select_columns(["prompt", *images.columns])):
         try:
-            tokens.append(array("i", encode(row["prompt"])))
+            tokens.append(array("i", encode(images.content(row))))
         except ValueError as error:
             raise ValueError(f"row {number}: {error} (dataset)") from error
     return tokens
@@ -223,18 +284,27 @@ def _hash_content(rows: Dataset) -> str:
     digest = hashlib.sha256()
     for batch in rows.with_format("arrow").iter(batch_size=1000):
         for row in batch.to_pylist():
-            digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
+            digest.update(json.dumps(row, sort_keys=True, default=_plain).encode())
     return digest.hexdigest()
 
 
-def _encode_messages(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]
-) -> list[int]:
+def _plain(value: Any) -> str:
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else repr(value)
+
+
+def apply_chat_template(
+    messages: list[Message],
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    kwargs: dict[str, Any],
+) -> Mapping[str, Any]:
+    """What a tokenizer makes of messages (lists), or a processor of messages and the images in
+    them (a batch of one, as tensors)."""
     if not messages:
         raise ValueError("the prompt is an empty list of messages; it needs at least 1")
+    processes = isinstance(processing_class, ProcessorMixin)
     for message in messages:
-        _check_message(message)
-    if tokenizer.chat_template is None:
+        _check_message(message, parts=processes)
+    if processing_class.chat_template is None:
         raise ValueError(
             "the prompt is a list of messages and the tokenizer has no chat template; give "
             "prompts as strings, or a model whose tokenizer has one (model)"
@@ -245,7 +315,7 @@ def _encode_messages(
         "continue_final_message": continues,
         "tokenize": True,
         "return_dict": True,
-        "return_tensors": None,
+        "return_tensors": "pt" if processes else None,
     }
     if clashes := sorted(fixed.keys() & kwargs.keys()):
         raise ValueError(
@@ -255,16 +325,18 @@ def _encode_messages(
     # Arrow gives every message the keys of all, and to some templates `tool_calls: None` is a call.
     # transformers 5.17 passes them on; 5.23 removes them itself.
     present = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    if processes:
+        present = in_colour(with_images(present, []))
     try:
         # Its type depends on `tokenize` and `return_dict`, which a checker cannot see here.
-        encoded: Any = tokenizer.apply_chat_template(present, **fixed, **kwargs)
+        encoded: Any = processing_class.apply_chat_template(present, **fixed, **kwargs)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
-    token_ids: list[int] = encoded["input_ids"]
-    return token_ids
+    found: Mapping[str, Any] = encoded
+    return found
 
 
-def _check_message(message: Any) -> None:
+def _check_message(message: Any, *, parts: bool = False) -> None:
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         found = sorted(message) if isinstance(message, dict) else type(message).__name__
         raise ValueError(f"a message needs the keys role and content; this one is {found}")
@@ -272,10 +344,12 @@ def _check_message(message: Any) -> None:
         raise ValueError(
             f"a message has the role {message['role']!r}; roles are {', '.join(ROLES)}"
         )
-    if not isinstance(message["content"], str) and not message.get("tool_calls"):
+    if parts and isinstance(message["content"], list):
+        check_parts(message["content"])
+    elif not isinstance(message["content"], str) and not message.get("tool_calls"):
         raise ValueError(
             f"the content of a message is a {type(message['content']).__name__}; it must be a "
-            "string (only text is supported)"
+            "string, or for a model that reads images a list of parts"
         )
 
 

@@ -54,7 +54,14 @@ def evaluate(
     def measure(how: Sampling, count: int) -> tuple[list[Group], dict[str, float]]:
         with precision():
             sampled = engine.sample(prompts, count, how, noise)
-        return score(prompts, sampled, rewards, tokenizer=tokenizer, trainer_state=trainer_state)
+        return score(
+            prompts,
+            sampled,
+            rewards,
+            tokenizer=tokenizer,
+            trainer_state=trainer_state,
+            learn=False,
+        )
 
     groups, logged = measure(sampling, num_samples)
     greedy, _ = measure(replace(sampling, greedy=True), 1)

@@ -6,7 +6,7 @@ Knows nothing of the model but its output head, called as a function on a chunk 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,15 @@ CHUNK_ELEMENTS = 2**26
 CACHED_ELEMENTS = 2**21
 
 Head = Callable[[Tensor], Tensor]
+
+
+class TokenScores(NamedTuple):
+    """Of T completion tokens: log-probs and entropies, both (T,), float32, in nats; and of the
+    whole micro-batch the balancing loss of a mixture of experts, where it has a weight."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    aux_loss: Tensor | None
 
 
 class _SelectLogprobs(torch.autograd.Function):
@@ -44,19 +53,40 @@ class _SelectLogprobs(torch.autograd.Function):
             scores.clamp_(min=-1e30)  # 0 * log 0 is 0
             entropy[rows] = normalizer - scores.mul_(weights).sum(dim=-1)
             scores.copy_(weights)
-        ctx.save_for_backward(probabilities, targets)
+        ctx.save_for_backward(probabilities, targets, entropy)
         ctx.temperature = temperature
         ctx.dtype = logits.dtype
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        probabilities, targets = ctx.saved_tensors
-        scale = gradients[0] / ctx.temperature
-        gradient = probabilities.mul_(-scale[:, None])
+        probabilities, targets, entropy = ctx.saved_tensors
+        of_logprobs, of_entropy = gradients
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(entropy)
+        scale = of_logprobs / ctx.temperature
+        if of_entropy is None:
+            gradient = probabilities.mul_(-scale[:, None])
+        else:
+            gradient = _add_entropy(probabilities, scale, of_entropy / ctx.temperature, entropy)
         gradient.scatter_add_(1, targets[:, None], scale[:, None])
         return gradient.to(ctx.dtype), None, None
+
+
+def _add_entropy(
+    probabilities: Tensor, scale: Tensor, of_entropy: Tensor, entropy: Tensor
+) -> Tensor:
+    """-p (scale + of_entropy (log p + H)), written over `probabilities`: dH/dz = -p (log p + H)."""
+    step = max(1, CACHED_ELEMENTS // probabilities.shape[-1])
+    for start in range(0, len(probabilities), step):
+        rows = slice(start, start + step)
+        part = probabilities[rows]
+        # Where p is 0 so is p log p.
+        factor = part.clamp(min=torch.finfo(part.dtype).tiny).log_()
+        factor.add_(entropy[rows, None]).mul_(of_entropy[rows, None]).add_(scale[rows, None])
+        part.mul_(factor.neg_())
+    return probabilities
 
 
 def token_logprobs(
@@ -72,7 +102,7 @@ def token_logprobs(
 
     `hidden` (T, D) are the states that predict `targets` (T,); `head` makes logits of them. The
     vocabulary-sized arrays exist for one chunk of tokens at a time: more than one chunk is
-    recomputed in the backward. The entropy carries no gradient.
+    recomputed in the backward. Both carry gradients.
     """
 
     def select(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from rloo.batch import Sample, pack, pad
 from rloo.logprobs import CHUNK_ELEMENTS
 from rloo.optimizers import build_optimizer
 from rloo.policy import Policy
+from rloo.quantization import statistics_bytes
 
 # Shares of a micro-batch's lengths at which it is measured. Memory is linear in tokens; where masks
 # or scores of width squared are made, a parabola is laid through larger sizes.
@@ -30,6 +31,8 @@ LINEAR = (1 / 16, 1 / 8)
 QUADRATIC = (1 / 4, 1 / 2, 3 / 4)
 # Below so many tokens a completion would not look like a long one.
 _FEWEST_TOKENS = 8
+# One code book for all parameters (bitsandbytes).
+_SHARED_STATE = "qmap"
 _MARK = "rloo: a phase ends"
 
 Mark = Callable[[], None]
@@ -147,10 +150,11 @@ def silence_profiler() -> None:
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers; what is shared counts once."""
+    """Bytes of a model's parameters and buffers, and of the scales of those of few bits; what is
+    shared counts once."""
     tensors = [*module.parameters(), *module.buffers()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    return sum(storages.values()) + statistics_bytes(module)
 
 
 def gradient_bytes(policy: Policy) -> int:
@@ -164,16 +168,21 @@ def optimizer_bytes(policy: Policy) -> int:
     present = _tensor_bytes(policy.optimizer.state.values())
     if present:
         return present
+    # Optimizers of 8 bits keep the state of embeddings in 32.
+    embeddings = {id(m.weight) for m in policy.model.modules() if isinstance(m, nn.Embedding)}
     sizes: dict[Any, int] = {}
+    total = 0
     for parameter in policy.parameters:
-        kind = (parameter.shape, parameter.dtype)
+        embeds = id(parameter) in embeddings
+        kind = (parameter.shape, parameter.dtype, embeds)
         if kind not in sizes:
-            sizes[kind] = _state_bytes(torch.zeros_like(parameter), policy)
-    return sum(sizes[p.shape, p.dtype] for p in policy.parameters)
+            module = nn.Embedding(1, 1) if embeds else nn.Module()
+            sizes[kind] = _state_bytes(module, torch.zeros_like(parameter), policy)
+        total += sizes[kind]
+    return total
 
 
-def _state_bytes(values: Tensor, policy: Policy) -> int:
-    module = nn.Module()
+def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
     module.register_parameter("weight", nn.Parameter(values))
     optimizer = build_optimizer(module, policy.config)  # type: ignore[arg-type]
     module.weight.grad = torch.zeros_like(values)
@@ -185,8 +194,8 @@ def _tensor_bytes(states: Any) -> int:
     return sum(
         value.numel() * value.element_size()
         for state in states
-        for value in state.values()
-        if isinstance(value, Tensor)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not name.startswith(_SHARED_STATE)
     )
 
 
@@ -218,7 +227,7 @@ def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> li
     def work(mark: Mark) -> None:
         with _marked_layers(policy.model, mark):
             batch = policy.batch(samples)
-            logprobs, _ = policy.logprobs(batch, chunk_elements=chunk_elements)
+            logprobs = policy.logprobs(batch, chunk_elements=chunk_elements).logprobs
             mark()
             if policy.config.beta != 0:
                 policy.reference_logprobs(batch)

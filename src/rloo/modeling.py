@@ -12,7 +12,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
@@ -20,6 +25,8 @@ from transformers.utils import logging as hf_logging
 from rloo.adapters import find_base, load_adapter
 from rloo.batch import MicroBatch
 from rloo.config import RLOOConfig
+from rloo.images import is_vision_config
+from rloo.quantization import quantization_of
 from rloo.tasks import resolve_model
 
 # Attributes of modules that make their forward random.
@@ -46,34 +53,68 @@ def remove_dropout(model: PreTrainedModel) -> float:
 
 
 def load_model(
-    config: RLOOConfig, tokenizer: PreTrainedTokenizerBase | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of `config.model`, a hub id or a folder; the model in float32.
+    config: RLOOConfig,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    *,
+    quantization_config: Any = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
+    """Model and tokenizer of `config.model`, a hub id or a folder; the model in float32. A model
+    that reads images comes with its processor.
 
     The folder or hub id of an adapter gives a PeftModel: its base, and the adapter to train on.
+    `quantization_config` (a BitsAndBytesConfig), or the options, load linear layers in few bits.
     Raises ValueError when there is no tokenizer that transformers can load.
     """
     options = {"dtype": torch.float32, **(config.model_init_kwargs or {})}
+    few_bits = quantization_of(config, quantization_config)
+    if few_bits is not None:
+        # Quantised where it is used: it cannot be moved afterwards.
+        on_gpu = pick_device(config).type == "cuda"
+        place = {"": torch.cuda.current_device() if on_gpu else "cpu"}
+        options |= {"quantization_config": few_bits, "device_map": place}
     name, trust = resolve_model(str(config.model)), config.trust_remote_code
     revision = options.get("revision", "main")
     base = find_base(name, revision)
-    if tokenizer is None:
-        own = base is None or _has_tokenizer(name, revision)
-        tokenizer = _load_tokenizer(name if own else str(base), revision if own else "main", trust)
     if base is not None:
         options.pop("revision", None)
+    auto_class = _auto_class(base or name, options.get("revision", "main"), trust)
+    if processing_class is None:
+        own = base is None or _has_tokenizer(name, revision)
+        processing_class = load_processing_class(
+            name if own else str(base),
+            revision if own else "main",
+            trust=trust,
+            images=auto_class is not transformers.AutoModelForCausalLM,
+        )
     with quiet():
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                base or name, trust_remote_code=trust, **options
-            )
+            model = auto_class.from_pretrained(base or name, trust_remote_code=trust, **options)
         except OSError as error:
             if base is None:
                 raise
             raise ValueError(
                 f"{name} is an adapter of {base}, which cannot be loaded (model): {error}"
             ) from error
-        return (model if base is None else load_adapter(model, name, revision)), tokenizer
+        adapted = model if base is None else load_adapter(model, name, revision)
+    return adapted, processing_class
+
+
+def _auto_class(name: str, revision: str, trust: bool) -> Any:
+    """What loads the model: with its eyes, if it has any that transformers knows."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            name, revision=revision, trust_remote_code=trust
+        )
+    except (OSError, ValueError):  # loading the model itself will say it
+        return transformers.AutoModelForCausalLM
+    if is_vision_config(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def pick_device(config: RLOOConfig) -> torch.device:
+    """Where the model is trained."""
+    return torch.device("cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu")
 
 
 def _has_tokenizer(name: str, revision: str) -> bool:
@@ -86,7 +127,11 @@ def _has_tokenizer(name: str, revision: str) -> bool:
     return found is not None
 
 
-def _load_tokenizer(name: str, revision: str, trust: bool) -> PreTrainedTokenizerBase:
+def load_processing_class(
+    name: str, revision: str = "main", *, trust: bool = False, images: bool = False
+) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """The tokenizer of a hub id or folder, or for a model that reads `images` the processor that
+    holds it. Raises ValueError where there is none."""
     folder = Path(name)
     # transformers makes up an empty tokenizer for some architectures whose folder has none.
     if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
@@ -94,12 +139,13 @@ def _load_tokenizer(name: str, revision: str, trust: bool) -> PreTrainedTokenize
             f"{folder} has no tokenizer that can be loaded (model): it has no tokenizer.json"
         )
     try:
-        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+        auto_class = transformers.AutoProcessor if images else transformers.AutoTokenizer
+        found: PreTrainedTokenizerBase | ProcessorMixin = auto_class.from_pretrained(
             name, revision=revision, trust_remote_code=trust
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} has no tokenizer that can be loaded (model): {error}") from error
-    return tokenizer
+    return found
 
 
 @contextmanager
@@ -158,7 +204,25 @@ def token_budget(model: PreTrainedModel, device: torch.device) -> int:
 
 def hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """(T, D): the states that predict the batch's completion tokens."""
-    hidden = model.base_model(**batch.inputs, use_cache=False).last_hidden_state
+    return _states(model.base_model(**batch.inputs, use_cache=False), batch)
+
+
+def routed_states(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The same of a mixture of experts, and its router's logits: per layer (tokens, experts)."""
+    outputs = model.base_model(**batch.inputs, use_cache=False, output_router_logits=True)
+    return _states(outputs, batch), outputs.router_logits
+
+
+def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
+    """(T,): log-probs of the batch's completion tokens from the logits that the model itself
+    computes, output head and all. What we compute is compared with it."""
+    logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
+    chosen = logits[batch.source_T].float() / temperature
+    return chosen.log_softmax(-1).gather(-1, batch.target_T[:, None])[:, 0]
+
+
+def _states(outputs: Any, batch: MicroBatch) -> Tensor:
+    hidden: Tensor = outputs.last_hidden_state
     return hidden.flatten(0, 1).index_select(0, batch.source_T)
 
 

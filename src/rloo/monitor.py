@@ -10,10 +10,12 @@ import math
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -35,17 +37,14 @@ from rloo.console import (
     spread,
     write_line,
 )
+from rloo.images import images_of, save_images, without_images
 from rloo.metrics import window_mean
 from rloo.records import append_rows, truncate_rows, write_json
-from rloo.reporting import event_sender, reporting_callbacks
 from rloo.types import Group
 from rloo.verdict import verdict
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState
-
-    from rloo.policy import Policy
-    from rloo.reporting import Callback
+    from rloo.reporting import Events
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
@@ -64,8 +63,8 @@ class Monitor:
     """The console and the files of one run; its folder must exist when the first line is written.
 
     Steps count finished optimizer steps, from 1. Order: `truncate_after` when resuming, then
-    `start`, `on_train_begin`, the calls of the loop, and `finish`, which also restores the
-    terminal and so must be reached when training fails.
+    `start`, `attach`, the calls of the loop, and `finish`, which also restores the terminal and so
+    must be reached when training fails.
     """
 
     def __init__(
@@ -90,9 +89,8 @@ class Monitor:
         self._last_line = (0, -math.inf)
         self._last_table = 0
         self._window: list[Mapping[str, float]] = []
-        self._callbacks: list[Callback] = []
-        self._state: TrainerState | None = None
-        self._send: Callable[..., TrainerControl] | None = None
+        self._losses: list[float] = []
+        self._events: Events | None = None
 
     # -- the console and the files ---------------------------------------------------------------
 
@@ -141,16 +139,45 @@ class Monitor:
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
         chosen = list(spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
-        append_rows(self.output_dir / COMPLETIONS, [_record(step, *item) for item in chosen])
+        append_rows(self.output_dir / COMPLETIONS, [self._record(step, *item) for item in chosen])
         if due:
             self._last_table = step
-            limit, encoding = self.config.num_completions_to_print, self._console.encoding
-            self._console.print(completions_table(step, groups, limit=limit, encoding=encoding))
+            table = completions_table(
+                step,
+                _printable(groups),
+                limit=self.config.num_completions_to_print,
+                encoding=self._console.encoding,
+                unique_prompts=self.config.log_unique_prompts,
+            )
+            self._console.print(table)
 
-    def evaluation(self, step: int, name: str, metrics: Mapping[str, Any]) -> None:
-        """Print an evaluation and record it in evaluations.jsonl."""
-        append_rows(self.output_dir / EVALUATIONS, [{"step": step, "name": name, **metrics}])
-        self.say(f"evaluation ({name}) at step {step}: {evaluation_line(metrics)}")
+    def _record(self, step: int, group: Group, index: int) -> dict[str, Any]:
+        content = group.prompt.content
+        record: dict[str, Any] = {
+            "step": step,
+            "prompt_id": group.prompt.id,
+            "prompt": without_images(content),
+            "completion": group.texts[index],
+            "reward": group.rewards[index],
+            "scores": {name: values[index] for name, values in group.scores.items()},
+            "finish": group.completions[index].finish,
+            "extras": {name: values[index] for name, values in group.extras.items()},
+        }
+        if self.config.log_multimodal and images_of(content):
+            record["images"] = save_images(content, self.output_dir)
+        return record
+
+    def evaluation(
+        self, step: int, name: str, metrics: Mapping[str, Any], *, dataset: str = ""
+    ) -> None:
+        """Print an evaluation and record it in evaluations.jsonl; `dataset` tells one of several
+        sets."""
+        of_set = {"dataset": dataset} if dataset else {}
+        append_rows(
+            self.output_dir / EVALUATIONS, [{"step": step, "name": name, **of_set, **metrics}]
+        )
+        place = f"{name}, {dataset}" if dataset else name
+        self.say(f"evaluation ({place}) at step {step}: {evaluation_line(metrics)}")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json whole or not at all, and print the verdict and where the results are.
@@ -177,14 +204,16 @@ class Monitor:
             self.say(line)
         files = [n for n in (METRICS, COMPLETIONS, EVALUATIONS) if (self.output_dir / n).exists()]
         self.say(f"Results in {self.output_dir}: {', '.join([SUMMARY, *files])}")
-        if self._send is not None:
+        if self._events is not None:
             if self._window:
                 self._flush()
-            self._send("on_train_end")
+            self._events.send("on_train_end")
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
         self._recent.append(metrics)
         self._refused_steps += bool(metrics.get("update/nonfinite"))
+        loss = metrics.get("loss", 0.0)  # where nothing had signal there is none
+        self._losses += [loss] if math.isfinite(loss) else []
         if "reward" in metrics:  # only the first step on a rollout brings rewards
             self._scored.append({n: metrics[n] for n in REWARD + DRIFTS if n in metrics})
 
@@ -217,48 +246,34 @@ class Monitor:
 
     # -- transformers' callbacks and loggers -----------------------------------------------------
 
-    def add_callbacks(self, callbacks: Sequence[Callback]) -> None:
-        """Callbacks (objects or classes) to drive beside the loggers; before `on_train_begin`."""
-        self._callbacks.extend(callbacks)
+    def attach(self, events: Events) -> None:
+        """Log to these callbacks, and to the history in their state, from now on."""
+        self._events = events
 
-    def on_train_begin(self, state: TrainerState, control: TrainerControl, policy: Policy) -> None:
-        """Make the loggers of `report_to` and tell them and the callbacks that training begins."""
-        self._state = state
-        callbacks = [*reporting_callbacks(self.config), *self._callbacks]
-        if callbacks:
-            self._send = event_sender(
-                callbacks, self.config, state=state, control=control, policy=policy
-            )
-            self._send("on_init_end")
-            self._send("on_train_begin")
-
-    def log(self, state: TrainerState, metrics: Mapping[str, float]) -> None:
+    def log(self, metrics: Mapping[str, float]) -> None:
         """Tell the callbacks that a step ended; at a log also the mean of each metric since the
         last log, under Trainer's and TRL's names, which is appended to `state.log_history`."""
-        self._state = state
+        assert self._events is not None
         self._window.append(dict(metrics))
-        wanted = self._send is not None and self._send("on_step_end").should_log
-        first = self.config.logging_first_step and state.global_step == 1
-        if wanted or first or state.global_step % self._every == 0:
+        self._events.send("on_step_end")
+        if self._events.control.should_log:
             self._flush()
 
-    def on_evaluate(
-        self, state: TrainerState, control: TrainerControl, metrics: Mapping[str, Any]
-    ) -> None:
-        """Log an evaluation's numbers with the prefix `eval_`, as Trainer does. Intervals are left
-        to evaluations.jsonl: loggers take numbers only."""
-        self._state = state
-        numbers = {
-            f"eval_{name}": value for name, value in metrics.items() if isinstance(value, Real)
-        }
+    def log_evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Log an evaluation's numbers, named as Trainer does. Intervals are left to
+        evaluations.jsonl: loggers take numbers only."""
+        assert self._events is not None
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, Real)}
         self._log(numbers)
-        if self._send is not None:
-            self._send("on_evaluate", metrics=numbers)
+        self._events.send("on_evaluate", metrics=numbers)
 
-    def on_save(self, state: TrainerState, control: TrainerControl) -> None:
-        """Tell the callbacks that a checkpoint was saved."""
-        if self._send is not None:
-            self._send("on_save")
+    def log_totals(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Log what Trainer logs at the end, with the mean loss of all steps; returns it."""
+        whole = {**totals, "train_loss": fmean(self._losses) if self._losses else 0.0}
+        if self._window:
+            self._flush()
+        self._log(whole)
+        return whole
 
     def _flush(self) -> None:
         means = window_mean(self._window)
@@ -267,12 +282,12 @@ class Monitor:
         self._log(means | last)
 
     def _log(self, logs: Mapping[str, Any]) -> None:
-        assert self._state is not None
+        assert self._events is not None
+        state = self._events.state
         finite = {name: value for name, value in logs.items() if math.isfinite(value)}
-        finite["epoch"] = self._state.epoch
-        self._state.log_history.append({**finite, "step": self._state.global_step})
-        if self._send is not None:
-            self._send("on_log", logs=finite)
+        finite["epoch"] = state.epoch
+        state.log_history.append({**finite, "step": state.global_step})
+        self._events.send("on_log", logs=finite)
 
 
 def versions() -> dict[str, str]:
@@ -281,14 +296,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **libraries, "rloo": __version__}
 
 
-def _record(step: int, group: Group, index: int) -> dict[str, Any]:
-    return {
-        "step": step,
-        "prompt_id": group.prompt.id,
-        "prompt": group.prompt.content,
-        "completion": group.texts[index],
-        "reward": group.rewards[index],
-        "scores": {name: values[index] for name, values in group.scores.items()},
-        "finish": group.completions[index].finish,
-        "extras": {name: values[index] for name, values in group.extras.items()},
-    }
+def _printable(groups: Sequence[Group]) -> list[Group]:
+    return [
+        replace(g, prompt=replace(g.prompt, content=without_images(g.prompt.content)))
+        for g in groups
+    ]

@@ -5,7 +5,7 @@ tensors have one entry for each completion token (`_T`), per-completion tensors 
 completion (`_N`); `sequence_T` maps a token to its completion and `group_N` a completion to its
 group. A missing reward is NaN. All functions keep the dtype of their inputs, float64 included.
 
-    reward -> clip -> minus beta * KL -> minus the mean of the other rewards -> (normalise) -> loss
+    reward -> clip -> minus beta * KL -> minus the mean of the other rewards -> (scale) -> loss
 
 Source of the default: Ahmadian et al. 2024 (arXiv 2402.14740), equations 5 to 9: the whole
 completion is one action, so log-probs are summed, and the KL penalty is part of the reward.
@@ -13,14 +13,15 @@ completion is one action, so log-probs are summed, and the KL penalty is part of
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Level = Literal["none", "group", "batch"]
-RatioLevel = Literal["sequence", "token"]
+RatioLevel = Literal["sequence", "sequence_mean", "token"]
 Aggregation = Literal["sequence", "sequence_token_mean", "token_mean", "constant"]
+WeightMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 # exp(20) is 5e8: far outside every clipping range, far inside float32. Without a bound a ratio
 # overflows to infinity, and infinity times an advantage of 0 is NaN.
@@ -32,9 +33,30 @@ def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:
     return values.new_zeros(size).index_add(0, index, values)
 
 
-def clip_rewards(rewards_N: Tensor, bounds: tuple[float, float] | None) -> Tensor:
-    """Clamp rewards to (low, high), before the KL penalty and before the baseline (TRL's place)."""
-    return rewards_N if bounds is None else rewards_N.clamp(*bounds)
+def ratio_of(log_ratio: Tensor) -> Tensor:
+    """exp, with the log-ratio bounded: see MAX_LOG_RATIO."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def kl_estimate(
+    policy_T: Tensor, reference_T: Tensor, *, estimator: str = "k1", clip: float | None = None
+) -> Tensor:
+    """An estimate of KL(policy || reference) from each sampled token, in nats: (T,).
+
+    With x = log policy - log reference: k1 is x, k2 x^2 / 2, k3 exp(-x) - 1 + x (Schulman 2020).
+    All are differentiable; `clip` bounds them on both sides. Raises ValueError for another name.
+    """
+    x = policy_T - reference_T
+    if estimator == "k1":
+        estimate = x
+    elif estimator == "k2":
+        estimate = x**2 / 2
+    elif estimator == "k3":
+        # expm1 keeps the digits that exp(-x) - 1 + x loses where x is small.
+        estimate = torch.expm1(-x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + x
+    else:
+        raise ValueError(f"kl_estimator is {estimator!r}; it must be k1, k2 or k3")
+    return estimate if clip is None else estimate.clamp(-clip, clip)
 
 
 def sequence_kl(policy_T: Tensor, reference_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
@@ -46,13 +68,23 @@ def sequence_kl(policy_T: Tensor, reference_T: Tensor, sequence_T: Tensor, size:
     return sum_by((policy_T - reference_T).detach(), sequence_T, size)
 
 
-def countable(rewards_N: Tensor, group_N: Tensor) -> Tensor:
-    """bool (N,): scored completions whose group has at least two scores.
+def return_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
+    """The sum of each token's value and those of all later tokens of its completion: (T,).
 
-    Only these have a leave-one-out baseline; the others carry no gradient and no weight.
+    Completions lie one after another, their tokens in order.
+    """
+    summed = values_T.double().cumsum(0)
+    ends = sum_by(torch.ones_like(sequence_T), sequence_T, size).cumsum(0) - 1
+    return (summed[ends][sequence_T] - summed + values_T).to(values_T.dtype)
+
+
+def countable(rewards_N: Tensor, group_N: Tensor, *, smallest_group: int = 2) -> Tensor:
+    """bool (N,): scored completions whose group has at least `smallest_group` scores.
+
+    With two, only these have a leave-one-out baseline; the others carry no gradient and no weight.
     """
     scored = ~rewards_N.isnan()
-    return scored & (_group_sum(scored.to(rewards_N.dtype), group_N)[group_N] >= 2)
+    return scored & (_group_sum(scored.to(rewards_N.dtype), group_N)[group_N] >= smallest_group)
 
 
 def leave_one_out(rewards_N: Tensor, group_N: Tensor) -> Tensor:
@@ -65,6 +97,53 @@ def leave_one_out(rewards_N: Tensor, group_N: Tensor) -> Tensor:
     return _centre(rewards_N, group_N, leave_one_out=True)
 
 
+def centred(
+    values: Tensor, group: Tensor, *, mean_level: Level = "group", mean_leave1out: bool = True
+) -> Tensor:
+    """Values minus their baseline, (E,) as given: the mean over their group or over all, without
+    the element itself if `mean_leave1out`; NaN is left out and gives 0. Elements are completions,
+    or tokens (AReaL's documented `adv_norm`, which leaves out one token)."""
+    if mean_level == "none":
+        return torch.where(values.isnan(), 0.0, values)
+    index = group if mean_level == "group" else torch.zeros_like(group)
+    return _centre(values, index, leave_one_out=mean_leave1out)
+
+
+def scale(
+    rewards_N: Tensor,
+    group_N: Tensor,
+    *,
+    std_level: Level,
+    std_leave1out: bool = False,
+    epsilon: float = 1e-4,
+    epsilon_in_variance: bool = False,
+) -> Tensor:
+    """What advantages are multiplied by: 1 / (standard deviation + epsilon), (N,).
+
+    The deviation has Bessel's correction and is that of the group or of the batch, of the others
+    alone if `std_leave1out` (NeMo-RL). Nothing is scaled where it is 0. `epsilon_in_variance` is
+    1 / sqrt(variance + epsilon) (verl).
+    """
+    if std_level == "none":
+        return torch.ones_like(rewards_N)
+    index = group_N if std_level == "group" else torch.zeros_like(group_N)
+    if std_leave1out:
+        variance = _variance_of_others(rewards_N, index)
+    else:
+        variance = _variance(rewards_N, index)[index]
+    return _inverse_deviation(variance, epsilon, epsilon_in_variance)
+
+
+def standardise(
+    values: Tensor, *, epsilon: float = 1e-4, epsilon_in_variance: bool = False
+) -> Tensor:
+    """All values made mean 0 and deviation 1 (TRL's `normalize_advantages`; over tokens: AReaL's
+    `adv_norm`, verl's `masked_whiten`); NaN is left out and gives 0."""
+    whole = torch.zeros(values.shape, dtype=torch.long, device=values.device)
+    factor = _inverse_deviation(_variance(values, whole), epsilon, epsilon_in_variance)
+    return _centre(values, whole, leave_one_out=False) * (factor[0] if len(factor) else 1.0)
+
+
 def advantages(
     rewards_N: Tensor,
     group_N: Tensor,
@@ -72,33 +151,52 @@ def advantages(
     mean_level: Level = "group",
     mean_leave1out: bool = True,
     std_level: Level = "none",
+    std_leave1out: bool = False,
     normalize: bool = False,
     epsilon: float = 1e-4,
+    epsilon_in_variance: bool = False,
 ) -> Tensor:
     """Advantages of completions: (N,); 0 where `countable` is False.
 
-    `mean_level` is where the baseline's mean is taken (over a group, over the batch, or 0), without
-    the completion itself if `mean_leave1out`. `std_level` divides by (standard deviation of the
-    rewards at that level + epsilon), with Bessel's correction. `normalize` then makes the batch's
-    advantages mean 0 and deviation 1 (TRL's `normalize_advantages`). One completion is one element
-    at every level: AReaL's documented `adv_norm` counts tokens instead. A mean that holds the
-    completion itself, and any division by a deviation, is biased.
+    `centred`, times `scale`, and if `normalize` then `standardise`d over the batch. A mean that
+    holds the completion itself, and any division by a deviation, is biased.
     """
-    valid = countable(rewards_N, group_N)
+    grouped = "group" in (mean_level, std_level)
+    valid = countable(rewards_N, group_N, smallest_group=2 if grouped else 1)
     kept = torch.where(valid, rewards_N, torch.nan)
-    whole = torch.zeros_like(group_N)
-    if mean_level == "none":
-        result = torch.where(valid, kept, 0.0)
-    else:
-        index = group_N if mean_level == "group" else whole
-        result = _centre(kept, index, leave_one_out=mean_leave1out)
-    if std_level != "none":
-        index = group_N if std_level == "group" else whole
-        result = result / (_deviation(kept, index)[index] + epsilon)
+    form: dict[str, Any] = {"epsilon": epsilon, "epsilon_in_variance": epsilon_in_variance}
+    result = centred(kept, group_N, mean_level=mean_level, mean_leave1out=mean_leave1out)
+    result = result * scale(kept, group_N, std_level=std_level, std_leave1out=std_leave1out, **form)
     if normalize:
-        centred = _centre(torch.where(valid, result, torch.nan), whole, leave_one_out=False)
-        result = centred / (_deviation(torch.where(valid, result, torch.nan), whole)[0] + epsilon)
+        result = standardise(torch.where(valid, result, torch.nan), **form)
     return torch.where(valid, result, 0.0)
+
+
+def importance_weights(
+    trainer_T: Tensor,
+    sampler_T: Tensor,
+    sequence_T: Tensor,
+    size: int,
+    *,
+    mode: WeightMode,
+    upper: float,
+    lower: float | None = None,
+) -> Tensor:
+    """Weights (T,), detached, that correct for a sampler which is not quite the policy.
+
+    The ratio trainer / sampler of each token, or of its whole completion (the product). Truncating
+    bounds it by `upper` (Espeholt et al. 2018); masking drops what is above it or below `lower`
+    (IcePop). The trainer is the policy before the rollout's first update: with token_mask this is
+    AReaL's decoupled objective (arXiv 2505.24298, equation 5).
+    """
+    log_ratio = (trainer_T - sampler_T).detach()
+    if mode.startswith("sequence"):
+        log_ratio = sum_by(log_ratio, sequence_T, size)[sequence_T]
+    ratio = ratio_of(log_ratio)
+    if mode.endswith("truncate"):
+        return ratio.clamp(max=upper)
+    inside = (ratio <= upper) & (ratio >= (0.0 if lower is None else lower))
+    return torch.where(inside, ratio, 0.0)
 
 
 class PolicyLoss(NamedTuple):
@@ -129,43 +227,65 @@ def loss_denominator(
 def policy_loss(
     logprobs_T: Tensor,
     old_T: Tensor,
-    advantages_N: Tensor,
+    advantages: Tensor,
     sequence_T: Tensor,
     *,
+    size: int,
     denominator: float,
     ratio_level: RatioLevel = "sequence",
     aggregation: Aggregation = "sequence",
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
+    delta: float | None = None,
+    weights_T: Tensor | None = None,
 ) -> PolicyLoss:
     """The clipped surrogate, to be minimised, as a sum over this micro-batch / `denominator`.
 
-    `old_T` are the trainer's own log-probs before the first update on these completions (pass
-    `logprobs_T.detach()` when there is one update: the ratio is then 1 and the gradient that of
-    REINFORCE). Ratio of level "sequence": product over the completion (TRL, the paper); "token":
-    one ratio a token (AReaL, ms-swift, verl). A completion's terms are multiplied by 1, except for
-    aggregation "sequence_token_mean", which divides them by its length (AReaL's printed formula
-    with level "token").
+    `advantages` are (N,), or (T,) with level "token"; N is `size`. `old_T` are the trainer's own
+    log-probs before the first update on these completions (pass `logprobs_T.detach()` when there is
+    one update: the ratio is then 1 and the gradient that of REINFORCE). Ratio of level "sequence":
+    product over the completion (TRL, the paper); "sequence_mean": its geometric mean (GSPO, arXiv
+    2507.18071); "token": one ratio a token (AReaL, ms-swift, verl). `delta` bounds the ratio where
+    the advantage is negative (dual clip, arXiv 1912.09729). `weights_T` multiply the tokens' terms;
+    those of a whole completion are equal for all of its tokens. Terms are then summed by
+    `aggregate`.
     """
-    size = advantages_N.shape[0]
     log_ratio = logprobs_T - old_T.detach()
-    if ratio_level == "sequence":
+    if ratio_level != "token":
         log_ratio = sum_by(log_ratio, sequence_T, size)
-        advantage = advantages_N
-    else:
-        advantage = advantages_N[sequence_T]
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        if ratio_level == "sequence_mean":
+            log_ratio = log_ratio / _lengths(sequence_T, size)
+    ratio = ratio_of(log_ratio)
     clipped = ratio.clamp(1.0 - epsilon_low, 1.0 + epsilon_high)
-    terms = -torch.minimum(ratio * advantage, clipped * advantage)
+    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    terms = -torch.minimum(bounded * advantages, clipped * advantages)
     if ratio_level == "token":
-        terms = sum_by(terms, sequence_T, size)
-    if aggregation == "sequence_token_mean":
-        lengths = sum_by(torch.ones_like(logprobs_T), sequence_T, size).clamp(min=1)
-        terms = terms / lengths
+        weighted = terms if weights_T is None else terms * weights_T
+        loss = aggregate(weighted, sequence_T, size, aggregation=aggregation)
+    else:
+        if weights_T is not None:
+            terms = terms * sum_by(weights_T, sequence_T, size) / _lengths(sequence_T, size)
+        if aggregation == "sequence_token_mean":
+            terms = terms / _lengths(sequence_T, size)
+        loss = terms.sum()
     with torch.no_grad():
-        clipped_low = (ratio < 1.0 - epsilon_low) & (advantage < 0)
-        clipped_high = (ratio > 1.0 + epsilon_high) & (advantage > 0)
-    return PolicyLoss(terms.sum() / denominator, clipped_low, clipped_high)
+        clipped_low = (ratio < 1.0 - epsilon_low) & (advantages < 0)
+        clipped_high = (ratio > 1.0 + epsilon_high) & (advantages > 0)
+    return PolicyLoss(loss / denominator, clipped_low, clipped_high)
+
+
+def aggregate(
+    values_T: Tensor, sequence_T: Tensor, size: int, *, aggregation: Aggregation
+) -> Tensor:
+    """Sum over tokens, each completion divided by its length with "sequence_token_mean" (AReaL's
+    printed formula): a scalar, to be divided by `loss_denominator`."""
+    if aggregation == "sequence_token_mean":
+        return (sum_by(values_T, sequence_T, size) / _lengths(sequence_T, size)).sum()
+    return values_T.sum()
+
+
+def _lengths(sequence_T: Tensor, size: int) -> Tensor:
+    return sum_by(torch.ones_like(sequence_T), sequence_T, size).clamp(min=1)
 
 
 def _group_sum(values: Tensor, index: Tensor) -> Tensor:
@@ -191,8 +311,27 @@ def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
     return torch.where(valid & (counts >= 2), centred, 0.0)
 
 
-def _deviation(values: Tensor, index: Tensor) -> Tensor:
-    """Standard deviation over each bin with Bessel's correction, NaN left out; 0 below two."""
-    centred = _centre(values, index, leave_one_out=False)
+def _variance(values: Tensor, index: Tensor) -> Tensor:
+    """Variance over each bin with Bessel's correction, NaN left out; 0 below two."""
+    deviations = _centre(values, index, leave_one_out=False)
     counts = _group_sum((~values.isnan()).to(values.dtype), index)
-    return (_group_sum(centred**2, index) / (counts - 1).clamp(min=1)).sqrt()
+    return _group_sum(deviations**2, index) / (counts - 1).clamp(min=1)
+
+
+def _variance_of_others(values: Tensor, index: Tensor) -> Tensor:
+    """For each value the variance of the others of its bin, with Bessel's correction; 0 below two
+    others. From sums of squares about the bin's mean m: those of the others about their own mean
+    are S - n / (n - 1) * (x - m)^2."""
+    counts = _group_sum((~values.isnan()).to(values.dtype), index)[index]
+    deviations = _centre(values, index, leave_one_out=False)
+    squares = _group_sum(deviations**2, index)[index]
+    others = squares - counts / (counts - 1).clamp(min=1) * deviations**2
+    # What rounding leaves of equal values is no variance.
+    rounding = 16 * torch.finfo(values.dtype).eps
+    others = torch.where(others <= rounding * squares, 0.0, others)
+    return others / (counts - 2).clamp(min=1)
+
+
+def _inverse_deviation(variance: Tensor, epsilon: float, in_variance: bool) -> Tensor:
+    divisor = (variance + epsilon).sqrt() if in_variance else variance.sqrt() + epsilon
+    return torch.where(variance > 0, 1.0 / divisor, 1.0)

@@ -203,4 +203,7 @@ def _plain(path: str, value: Any) -> Any:
         return value
     if str(value).startswith("torch."):  # a dtype: transformers takes its name as well
         return str(value).removeprefix("torch.")
+    if hasattr(value, "to_diff_dict"):  # a configuration of transformers' (quantization_config)
+        given = value.to_diff_dict().items()
+        return _plain(path, {name: item for name, item in given if name[0] != "_"})
     raise ValueError(f"{path} is {value!r}; it must be text, a number, a switch, a list or null")

@@ -20,6 +20,8 @@ from rloo.batch import Sample, split
 from rloo.budget import available_bytes, gigabytes, largest_micro_batch, workload_of
 from rloo.config import RLOOConfig
 from rloo.console import duration, write_line
+from rloo.credit import credit
+from rloo.data import PromptSource
 from rloo.engines import hf, native
 from rloo.engines.borrowing import bytes_per_row, rows_at_once
 from rloo.engines.sampling import noise_key
@@ -32,7 +34,6 @@ from rloo.memory import (
     predicted_peak_bytes,
     weight_bytes,
 )
-from rloo.rollout import credit
 from rloo.train import Run, rehearse
 from rloo.trainer import RLOOTrainer
 from rloo.types import Prompt
@@ -85,6 +86,7 @@ def make_plan(config: RLOOConfig) -> Plan:
     trainer = RLOOTrainer(args=config)
     run = trainer.make_run()
     policy = run.policy
+    assert isinstance(run.prompts, PromptSource)  # what options name is no stream
     held = weight_bytes(policy.model)
     reference = weight_bytes(policy.reference) if policy.reference is not None else 0
     available = available_bytes(policy.device) + held + reference
@@ -200,7 +202,7 @@ def _measure_time(run: Run, longest: int) -> tuple[dict[str, float], bool]:
 
     def learn() -> None:
         batch = policy.batch(part)
-        logprobs, _ = policy.logprobs(batch)
+        logprobs = policy.logprobs(batch).logprobs
         if whole_groups:
             policy.reference_logprobs(batch)
         policy.backward(logprobs.mean())
@@ -243,6 +245,7 @@ def _expected_length(run: Run, seconds_a_position: float) -> float:
     config = run.config
     affordable = int(_LENGTH_SECONDS / max(seconds_a_position, 1e-6))
     positions = max(1, min(config.max_completion_length, _LENGTH_POSITIONS, affordable))
+    assert isinstance(run.prompts, PromptSource)
     prompts = run.prompts.all_prompts(_LENGTH_PROMPTS)
     sampling = replace(run.sampling, max_tokens=positions)
     with run.policy.autocast():
@@ -266,7 +269,7 @@ def _prompts(number: int, tokens: int) -> list[Prompt]:
 
 def _sample(run: Run, prompts: list[Prompt], num_samples: int, positions: int) -> None:
     """Sample exactly so many positions: no token ends a completion."""
-    sampling = replace(run.sampling, max_tokens=positions, stop_token_ids=())
+    sampling = replace(run.sampling, max_tokens=positions, stop_token_ids=(), stop_strings=())
     with run.policy.autocast():
         run.engine.sample(prompts, num_samples, sampling, noise_key(run.config.seed, "train", 0))
 

@@ -16,62 +16,75 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from rloo import adapters, attention
+from rloo import adapters, attention, offload, quantization
 from rloo.adapters import Adapter
 from rloo.batch import MicroBatch, Sample, pack, pad
 from rloo.config import RLOOConfig
-from rloo.logprobs import CHUNK_ELEMENTS, score_tokens, token_logprobs
+from rloo.experts import balancing_coefficient, balancing_loss
+from rloo.images import tokenizer_of
+from rloo.logprobs import CHUNK_ELEMENTS, TokenScores, score_tokens, token_logprobs
 from rloo.modeling import (
     copy_frozen,
     enable_checkpointing,
     hidden_states,
     output_head,
+    own_logprobs,
+    pick_device,
     quiet,
     remove_dropout,
     require_float32,
+    routed_states,
     token_budget,
 )
-from rloo.optimizers import build_optimizer, build_scheduler
+from rloo.offload import ParkedState, activations_on_host
+from rloo.optimizers import Given, make_optimizers
+from rloo.state import load_optimizer
 
 # Largest difference of a log-prob between two float32 computations that is still rounding.
 TOLERANCE = 1e-4
 # 16-bit logits around 32 are 0.125 or 0.25 apart (a frozen base of 16 bits under an adapter).
 LOW_PRECISION_TOLERANCE = 0.5
+# Of a checkpoint, where `sync_ref_model` moves the reference.
+REFERENCE_FOLDER = "reference"
 
 
 class Policy:
-    """A causal language model in training.
+    """A causal language model in training; it may read images beside the text.
 
     Parameters stay float32 whatever the precision; `bf16` and `fp16` are the precision of the
     computation (autocast), since bf16 parameters lose updates at RLOO's learning rates.
 
     Of a PeftModel the adapter is trained: `model` is the transformers model that it is in. The
     reference is then the same module, and no copy of the base is made.
+
+    `processing_class` is the model's tokenizer, or the processor that holds it.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         config: RLOOConfig,
         *,
         num_training_steps: int,
+        optimizers: Given = (None, None),
     ) -> None:
         self.config = config
-        self.tokenizer = tokenizer
-        self.device = torch.device(
-            "cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu"
-        )
+        self.processing_class = processing_class
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
+        self.device = pick_device(config)
         self.notes: list[str] = []
         self._check_precision()
+        offload.check(config, self.device)
         self.adapter = Adapter(model) if adapters.is_adapted(model) else None
         if self.adapter is None:
             adapters.refuse_loose_layers(model)
         else:
             model = self.adapter.model
         self.model = model
+        self.notes += quantization.prepare(model, config, adapted=self.adapter is not None)
         nn.Module.to(model, self.device)
         require_float32(model)
         self.reference: PreTrainedModel | None = None
@@ -88,10 +101,17 @@ class Policy:
             enable_checkpointing(model, config.gradient_checkpointing_kwargs)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.initial_weights = self._hash_start()
-        self.optimizer = build_optimizer(model, config)
-        self.scheduler = build_scheduler(self.optimizer, config, num_training_steps)
+        self.optimizer, self.scheduler = make_optimizers(
+            optimizers, model, config, num_training_steps
+        )
+        if "paged" in config.optim and self.device.type == "cpu":
+            self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
+        self._parked = (
+            ParkedState(self.optimizer, self.device) if config.offload_optimizer else None
+        )
         self.scaler = torch.amp.GradScaler("cuda") if config.fp16 else None
         self.max_tokens = config.max_tokens_per_micro_batch or token_budget(model, self.device)
+        self.aux_loss_weight = balancing_coefficient(model, config)
         self._head = output_head(model)
         self._vocab_size = model.config.get_text_config().vocab_size
 
@@ -100,23 +120,30 @@ class Policy:
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
         if self.packed:
             return pack(samples, self.device)
+        return self._pad(samples)
+
+    def _pad(self, samples: Sequence[Sample]) -> MicroBatch:
         return pad(samples, self.device, self.pad_token_id)
 
-    def logprobs(
-        self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs of the batch's completion tokens at the sampling temperature, and entropies:
-        both (T,), float32, in nats. With gradients where they are enabled. `chunk_elements`: see
-        `token_logprobs`."""
-        with self.autocast():
-            return token_logprobs(
+    def logprobs(self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS) -> TokenScores:
+        """Scores of the batch's completion tokens at the sampling temperature, with gradients where
+        they are enabled. `chunk_elements`: see `token_logprobs`."""
+        balance = None
+        with self.autocast(), self._offloading():
+            if self.aux_loss_weight:
+                hidden, router_logits = routed_states(self.model, batch)
+                balance = balancing_loss(self.model, router_logits, batch.multiplicity)
+            else:
+                hidden = hidden_states(self.model, batch)
+            logprobs, entropy = token_logprobs(
                 self._head,
-                hidden_states(self.model, batch),
+                hidden,
                 batch.target_T,
                 temperature=self.config.temperature,
                 vocab_size=self._vocab_size,
                 chunk_elements=chunk_elements,
             )
+        return TokenScores(logprobs, entropy, balance)
 
     def score(self, batch: MicroBatch) -> Tensor:
         """The log-probs alone, without gradients: (T,)."""
@@ -151,6 +178,11 @@ class Policy:
             return torch.autocast(self.device.type, dtype=dtype)
         return nullcontext()
 
+    def _offloading(self) -> AbstractContextManager[Any]:
+        if self.config.activation_offloading and torch.is_grad_enabled():
+            return activations_on_host(self.model.parameters(), self.device)
+        return nullcontext()
+
     # -- how it learns ---------------------------------------------------------------------------
 
     def backward(self, loss: Tensor) -> None:
@@ -175,10 +207,11 @@ class Policy:
         }
         if finite:
             before = _probe(self.parameters)
-            if self.scaler:
-                self.scaler.step(self.optimizer)
-            else:
-                self.optimizer.step()
+            with self._parked.fetched() if self._parked else nullcontext():
+                if self.scaler:
+                    self.scaler.step(self.optimizer)
+                else:
+                    self.optimizer.step()
             stats["update/changed_share"] = (
                 (_probe(self.parameters) != before).float().mean().item()
             )
@@ -187,6 +220,12 @@ class Policy:
         self.optimizer.zero_grad(set_to_none=True)
         self.advance_schedule()
         return stats
+
+    def load_optimizer(self, tensors: dict[str, Tensor], meta: Any) -> None:
+        """Take on an optimizer's saved state, as `rloo.state.load_optimizer` does."""
+        load_optimizer(self.optimizer, tensors, meta)
+        if self._parked:
+            self._parked.park()
 
     def advance_schedule(self) -> None:
         """The schedule counts the run's steps, also those that changed no weight."""
@@ -225,6 +264,20 @@ class Policy:
             )
         return tuple(dict.fromkeys(listed))
 
+    @torch.no_grad()
+    def move_reference(self, share: float) -> None:
+        """Move the reference's weights by `share` of their way to the policy's (TR-DPO, arXiv
+        2404.09656, equation 6)."""
+        if self.reference is None:
+            raise ValueError(
+                "the reference has no weights of its own to move: beta is 0, or it is the base "
+                "under an adapter (sync_ref_model)"
+            )
+        for frozen, parameter in zip(
+            self.reference.parameters(), self.model.parameters(), strict=True
+        ):
+            frozen.lerp_(parameter.detach(), share)
+
     def save_pretrained(self, path: str | Path) -> None:
         """Write model and tokenizer in Hugging Face format (safetensors); of an adapted model the
         adapter alone, in peft's."""
@@ -236,16 +289,28 @@ class Policy:
                 Path(path, name).unlink(missing_ok=True)
             with quiet():
                 self.model.save_pretrained(path)
-        self.tokenizer.save_pretrained(path)
+        self.processing_class.save_pretrained(path)
 
     def load_pretrained(self, path: str | Path) -> None:
         """Take on the weights that `save_pretrained` wrote, to the last bit."""
         if self.adapter is not None:
             self.adapter.load(path)
             return
-        dtype = next(self.model.parameters()).dtype
-        weights = type(self.model).from_pretrained(path, dtype=dtype)
-        self.model.load_state_dict(weights.state_dict())
+        _load_weights(self.model, path)
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """`save_pretrained`, and a reference that has moved in the folder `reference`."""
+        self.save_pretrained(path)
+        if self.config.sync_ref_model and self.reference is not None:
+            with quiet():
+                self.reference.save_pretrained(Path(path, REFERENCE_FOLDER))
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Take on what `save_checkpoint` wrote."""
+        self.load_pretrained(path)
+        folder = Path(path, REFERENCE_FOLDER)
+        if self.reference is not None and folder.is_dir():
+            _load_weights(self.reference, folder)
 
     # -- start-up --------------------------------------------------------------------------------
 
@@ -259,15 +324,19 @@ class Policy:
         self.checked = True
         precise = self.model.dtype.itemsize >= 4
         tolerance = TOLERANCE if precise else LOW_PRECISION_TOLERANCE
-        padded = pad(samples, self.device, self.pad_token_id)
-        logits = self.model(**padded.inputs, use_cache=False).logits
-        chosen = logits.flatten(0, 1)[padded.source_T].float() / self.config.temperature
-        expected = chosen.log_softmax(-1).gather(-1, padded.target_T[:, None])[:, 0]
+        temperature = self.config.temperature
+        samples = sorted(samples, key=lambda sample: sample.key)
+        padded = self._pad(samples)
+        # Where images are put together, the standard is each sample by itself.
+        apart = [[s] for s in samples] if any(s.pixels for s in samples) else [samples]
+        alone = [own_logprobs(self.model, self._pad(part), temperature) for part in apart]
+        expected = torch.cat(alone)
         difference = self._difference(padded, expected)
         if not difference <= tolerance:
             raise ValueError(
                 f"log-probs from {type(self.model).__name__}'s hidden states differ from its "
-                f"logits by {difference:.1e}; its output head does something not known here"
+                f"logits by {difference:.1e}; its output head does something not known here, or "
+                "its images are put together in another way"
             )
         if self.packed:
             try:
@@ -318,6 +387,11 @@ class Policy:
                 "fp16 is True on a CPU, whose float16 arithmetic is a hundred times "
                 "slower than float32; use bf16 or neither (fp16)"
             )
+
+
+def _load_weights(model: PreTrainedModel, path: str | Path) -> None:
+    weights = type(model).from_pretrained(path, dtype=next(model.parameters()).dtype)
+    model.load_state_dict(weights.state_dict())
 
 
 def _probe(parameters: Sequence[Tensor]) -> Tensor:

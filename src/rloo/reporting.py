@@ -1,11 +1,12 @@
 """Callbacks and loggers of transformers, driven the way Trainer drives them.
 
-Knows nothing of when to log and what: `monitor.py` decides.
+Knows nothing of what a step is or what is logged: `train.py` and `monitor.py` decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rloo.config import RLOOConfig
@@ -27,46 +28,89 @@ def reporting_callbacks(config: RLOOConfig) -> list[type[TrainerCallback]]:
     return get_reporting_integration_callbacks(config.report_to)
 
 
-def check_loggers(config: RLOOConfig) -> None:
-    """Raises ValueError for a logger of `report_to` that cannot be used here."""
+def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
+    """The loggers of `report_to`. Raises ValueError for one that cannot be used here."""
+    loggers = []
     for logger in reporting_callbacks(config):
         try:
-            logger()
+            loggers.append(logger())
         except (ImportError, RuntimeError) as error:
             raise ValueError(f"report_to is {config.report_to}: {error} (report_to)") from error
+    return loggers
 
 
-def event_sender(
-    callbacks: Sequence[Callback],
-    config: RLOOConfig,
-    *,
-    state: TrainerState,
-    control: TrainerControl,
-    policy: Policy,
-) -> Callable[..., TrainerControl]:
-    """A function (event, **details) that calls that method of every callback, with the arguments
-    that Trainer gives, and returns `control`, on which they may have set flags."""
-    from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+class Events:
+    """The callbacks of a run, told of every event in Trainer's order and with its arguments.
 
-    from rloo.training_arguments import to_training_arguments
+    Trainer's own DefaultFlowCallback comes first: from the intervals in `state` it sets the flags
+    of `control` (log, evaluate, save, stop), which the others may change and the loop follows.
+    """
 
-    class LoopDecides(DefaultFlowCallback):
-        """The handler insists on a flow callback; what is due is the loop's own business."""
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        config: RLOOConfig,
+        *,
+        policy: Policy,
+        state: TrainerState,
+        control: TrainerControl,
+    ) -> None:
+        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+        from rloo.training_arguments import to_training_arguments
 
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+        self.state = state
+        self.control = control
+        self._optimizer = policy.optimizer
+        self._arguments = to_training_arguments(config)
+        self._handler = CallbackHandler(
+            [DefaultFlowCallback, *callbacks],
+            policy.model,
+            policy.processing_class,
+            policy.optimizer,
+            policy.scheduler,
+        )
+        self.add = self._handler.add_callback
+        self.pop = self._handler.pop_callback
+        self.remove = self._handler.remove_callback
 
-    handler = CallbackHandler(
-        [LoopDecides, *callbacks],
-        policy.model,
-        policy.tokenizer,
-        policy.optimizer,
-        policy.scheduler,
-    )
-    arguments = to_training_arguments(config)
+    @property
+    def callbacks(self) -> list[TrainerCallback]:
+        return list(self._handler.callbacks)
 
-    def send(event: str, **details: Any) -> TrainerControl:
-        return getattr(handler, event)(arguments, state, control, **details)
+    def send(self, event: str, **details: Any) -> None:
+        """Call the method `event` of every callback."""
+        getattr(self._handler, event)(self._arguments, self.state, self.control, **details)
 
-    return send
+    @contextmanager
+    def of_optimizer(self) -> Iterator[None]:
+        """Tell of every step of the optimizer: before it, the gradients clipped, and after it."""
+
+        def tell(event: str) -> Any:
+            return lambda *_: self.send(event)
+
+        hooks = [
+            self._optimizer.register_step_pre_hook(tell("on_pre_optimizer_step")),
+            self._optimizer.register_step_post_hook(tell("on_optimizer_step")),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What callbacks that can be saved want to keep, by class name, such as the evaluations
+        without improvement that EarlyStoppingCallback has counted."""
+        return {type(c).__name__: c.state()["attributes"] for c in self._exportable()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give it back to the callbacks of the same classes."""
+        for callback in self._exportable():
+            for name, value in state.get(type(callback).__name__, {}).items():
+                setattr(callback, name, value)
+
+    def _exportable(self) -> list[Any]:
+        from transformers.trainer_callback import ExportableState
+
+        return [c for c in self._handler.callbacks if isinstance(c, ExportableState)]

@@ -12,7 +12,6 @@ from rloo.checkpoint import Checkpoint, load_checkpoint
 from rloo.config import RLOOConfig
 from rloo.state import (
     capture_rng,
-    load_optimizer,
     optimizer_tensors,
     parameter_shapes,
     require_same_shapes,
@@ -49,6 +48,11 @@ HARMLESS = (
     "run_name",
     "disable_tqdm",
     "profile",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_strategy",
+    "hub_private_repo",
+    "hub_revision",
 )
 # Chosen automatically in the first session, and kept unless the user names another now.
 CHOSEN = ("num_threads", "max_tokens_per_micro_batch", "packing", "rollout_engine")
@@ -74,7 +78,9 @@ def snapshot(
             "start": start,
             "seconds": seconds,
             "budget_changes": run.budget_changes,
+            "adaptive": run.adaptive.state_dict(),
             "scaler": policy.scaler.state_dict() if policy.scaler else None,
+            "callbacks": run.events.state_dict(),
         },
     )
 
@@ -95,18 +101,29 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
         )
     run.budget_changes = saved["budget_changes"]
     _compare(saved["config"], run)
-    policy.load_pretrained(path)
-    load_optimizer(policy.optimizer, *checkpoint.optimizer)
+    policy.load_checkpoint(path)
+    policy.load_optimizer(*checkpoint.optimizer)
     policy.scheduler.load_state_dict(checkpoint.scheduler)
     if policy.scaler:
         policy.scaler.load_state_dict(saved["scaler"])
     restore_rng(checkpoint.rng)
     run.prompts.load_state_dict(saved["prompts"])
     run.num_tokens = saved["num_tokens"]
+    run.adaptive.load_state_dict(saved["adaptive"])
     run.state.global_step = saved["state"]["global_step"]
     run.state.log_history = saved["state"]["log_history"]
     run.state.epoch = run.prompts.epoch
+    _restore_best(run, saved["state"], path.parent)
+    run.events.load_state_dict(saved["callbacks"])
     return saved
+
+
+def _restore_best(run: Run, saved: dict[str, Any], folder: Path) -> None:
+    state = run.state
+    state.best_metric, state.best_global_step = saved["best_metric"], saved["best_global_step"]
+    # By number, since a run's folder may have been moved.
+    best = folder / f"checkpoint-{state.best_global_step}"
+    state.best_model_checkpoint = str(best) if best.is_dir() else None
 
 
 def _compare(before: dict[str, Any], run: Run) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 from datasets import (
@@ -24,32 +25,33 @@ from datasets import (
 from datasets.table import InMemoryTable
 from pyarrow import csv, parquet
 
+Given: TypeAlias = Dataset | IterableDataset | DatasetDict | IterableDatasetDict
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 
 
 def load_rows(
-    spec: Dataset | DatasetDict | str | Path,
+    spec: Given | str | Path,
     *,
     split: str = "train",
     config_name: str | None = None,
-) -> Dataset:
-    """The rows of a dataset, at least one.
+) -> Dataset | IterableDataset:
+    """The rows of a dataset, at least one; of a stream, the stream.
 
-    `spec` is a `Dataset` (returned as it is), a `DatasetDict`, a .jsonl, .json, .parquet or .csv
-    file, a folder of such files, a folder written by `save_to_disk`, or a hub id. `split` chooses
-    from whatever has several: in a folder of files, those named `train.jsonl`,
-    `train-00000-of-00002.parquet` and so on. What has no splits is "train", all of it.
-    `config_name` is for the hub alone.
+    `spec` is a `Dataset` or `IterableDataset` (returned as it is), a dict of their splits, a
+    .jsonl, .json, .parquet or .csv file, a folder of such files, a folder written by
+    `save_to_disk`, or a hub id. `split` chooses from whatever has several: in a folder of files,
+    those named `train.jsonl`, `train-00000-of-00002.parquet` and so on. What has no splits is
+    "train", all of it. `config_name` is for the hub alone.
 
     Raises ValueError for anything that cannot be read, with the file and line where there is one.
     """
-    if isinstance(spec, (IterableDataset, IterableDatasetDict)):
-        raise ValueError(
-            "the dataset is a stream; prompts are shuffled, checked for length and resumed by row "
-            "number, which needs a dataset with a length: load it without streaming (dataset)"
-        )
-    if isinstance(spec, (Dataset, DatasetDict)):
+    if isinstance(spec, IterableDataset):
+        return spec
+    rows: Dataset | IterableDataset
+    if isinstance(spec, Mapping):
+        rows = _of_split(spec, split, "given")
+    elif isinstance(spec, Dataset):
         rows = _choose_split(spec, split, "given")
     elif isinstance(spec, (str, Path)):
         rows = _load_by_name(str(spec), split, config_name)
@@ -58,8 +60,8 @@ def load_rows(
             f"the dataset is a {type(spec).__name__}; it must be a datasets.Dataset, a file, a "
             "folder or a hub id (dataset)"
         )
-    if len(rows) == 0:
-        name = "given" if isinstance(spec, (Dataset, DatasetDict)) else spec
+    if isinstance(rows, Dataset) and len(rows) == 0:
+        name = spec if isinstance(spec, (str, Path)) else "given"
         raise ValueError(f"dataset {name} has 0 rows; training needs at least 1 (dataset)")
     return rows
 
@@ -100,8 +102,12 @@ def _choose_split(rows: Dataset | DatasetDict, split: str, name: str) -> Dataset
         if split not in ("train", str(rows.split)):
             raise ValueError(_no_split(name, split))
         return rows
+    return _of_split(rows, split, name)
+
+
+def _of_split(rows: Mapping[str, Any], split: str, name: str) -> Any:
     if split not in rows:
-        raise ValueError(f"{_no_split(name, split)}; it has {', '.join(rows)}")
+        raise ValueError(f"{_no_split(name, split)}; it has {', '.join(map(str, rows))}")
     return rows[split]
 
 

@@ -7,36 +7,66 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rloo.config import RLOOConfig, resolve_interval
-from rloo.data import PromptSource, encode_prompt, with_prompts
+from rloo.data import PromptSource, encode_prompt, image_reader, with_prompts
 from rloo.engines import NativeEngine, build_engine
+from rloo.generation import stop_tokens
 from rloo.policy import Policy
-from rloo.rewards import RewardSet, load_reward
-from rloo.rows import load_rows
+from rloo.quantization import quantised_layers
+from rloo.rewards import RewardSet
+from rloo.rewards.model import as_reward
+from rloo.rows import Given, load_rows
+from rloo.stream import Prompts, StreamSource, as_table
 from rloo.tasks import load_task_rows
 from rloo.types import Engine, Sampling, Text
 
-Rows: TypeAlias = Dataset | DatasetDict | str
+Rows: TypeAlias = Given | str
 # Of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
+# A function, a reward model's module, an object with get_rewards, or the spec of one.
 RewardFunction: TypeAlias = Callable[..., Any] | str | Mapping[str, Any]
+Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
 
 
 def make_rewards(
-    given: RewardFunction | Sequence[RewardFunction] | None, args: RLOOConfig
+    given: RewardFunction | Sequence[RewardFunction] | None,
+    args: RLOOConfig,
+    processing_classes: Tokenizers = None,
 ) -> RewardSet:
-    """The reward functions given, or else those that `args.reward` names."""
+    """The rewards given, or else those that `args.reward` names: see `as_reward` for what they can
+    be. `processing_classes` are the tokenizers of reward models, one per reward (None: its own).
+    Raises ValueError for another number of them."""
     specs: Any = args.reward if given is None else given
-    if isinstance(specs, (str, Mapping)) or callable(specs):
-        specs = [specs]
-    return RewardSet([load_reward(spec) for spec in specs], weights=args.reward_weights)
+    specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
+    tokenizers: Any = processing_classes
+    if tokenizers is None:
+        tokenizers = [None] * len(specs)
+    elif not isinstance(tokenizers, (list, tuple)):
+        tokenizers = [tokenizers]
+    if len(tokenizers) != len(specs):
+        raise ValueError(
+            f"there are {len(tokenizers)} reward_processing_classes and {len(specs)} rewards; "
+            "their numbers must match, None for a reward that needs no tokenizer"
+        )
+    functions = [
+        as_reward(
+            spec,
+            tokenizer,
+            device="cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu",
+            trust_remote_code=args.trust_remote_code,
+            chat_template_kwargs=args.chat_template_kwargs,
+        )
+        for spec, tokenizer in zip(specs, tokenizers, strict=True)
+    ]
+    return RewardSet(functions, weights=args.reward_weights)
 
 
 def make_source(
@@ -47,51 +77,88 @@ def make_source(
     tokenizer: PreTrainedTokenizerBase,
     rewards: RewardSet,
     args: RLOOConfig,
-) -> PromptSource | None:
-    """The prompts of a dataset, tokenised; None for none. Raises ValueError for rows that cannot
-    be prompts, prompts that do not fit, and columns that a reward needs and that are not there."""
-    if spec is None:
-        return None
+    evaluation: bool = False,
+) -> Prompts:
+    """The prompts of a dataset, tokenised. Raises ValueError for rows that cannot be prompts,
+    prompts that do not fit (beside the completions of `evaluation` or training), and columns that a
+    reward needs and that are not there."""
     rows = load_task_rows(spec, split) if isinstance(spec, str) else None
     if rows is None:
         # A configuration belongs to the dataset that it was given with.
         own = isinstance(spec, str) and spec == (args.dataset or args.eval_dataset)
         rows = load_rows(spec, split=split, config_name=args.dataset_config if own else None)
-    rows = with_prompts(rows, args.prompt_template)
-    rewards.check([name for name in rows.column_names if name != "prompt"])
 
     def encode(content: Text) -> list[int]:
         template_options = args.chat_template_kwargs or {}
         return encode_prompt(content, tokenizer, chat_template_kwargs=template_options)
 
-    return PromptSource(
-        rows,
-        encode,
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        shuffle=args.shuffle_dataset,
-        max_prompt_length=prompt_limit(model, args),
-        overlong=args.overlong_prompts,
-    )
+    def source_of(rows: Dataset, seed: int) -> PromptSource:
+        rows = with_prompts(rows, args.prompt_template)
+        rewards.check([name for name in rows.column_names if name != "prompt"])
+        options = args.chat_template_kwargs or {}
+        return PromptSource(
+            rows,
+            encode,
+            seed=seed,
+            shuffle=args.shuffle_dataset,
+            max_prompt_length=prompt_limit(model, args, evaluation=evaluation),
+            overlong=args.overlong_prompts,
+            may_be_empty=streaming,
+            images=image_reader(rows, tokenizer, chat_template_kwargs=options),
+        )
+
+    streaming = isinstance(rows, IterableDataset)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return StreamSource(rows, source_of, seed=seed) if streaming else source_of(rows, seed)
 
 
-def prompt_limit(model: PreTrainedModel, args: RLOOConfig) -> int:
+def eval_sets(given: Rows | Mapping[str, Rows] | None, args: RLOOConfig) -> dict[str, Rows]:
+    """The evaluation sets by name, of which a single one has none (""); streams are read as far as
+    `eval_size`. Splits are sets of their own, unless `eval_split` names one."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping) and args.eval_split is None:
+        named = {str(name): rows for name, rows in given.items()}
+    elif isinstance(given, str):
+        named = {"": given}
+    else:
+        named = {"": load_rows(given, split=args.eval_split or "train")}
+    return {
+        name: as_table(list(islice(rows, args.eval_size)), rows)
+        if isinstance(rows, IterableDataset)
+        else rows
+        for name, rows in named.items()
+    }
+
+
+def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False) -> int:
     """Longest prompt that leaves room for the longest completion in the model's context."""
+    name = "max_completion_length"
+    if evaluation and args.eval_max_completion_length is not None:
+        name = "eval_max_completion_length"
+    completion = getattr(args, name)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is None:
         return args.max_prompt_length or 2**31
-    room = context - args.max_completion_length
+    room = context - completion
     if room < 1:
         raise ValueError(
-            f"max_completion_length is {args.max_completion_length} and the model sees {context} "
-            "tokens; at least 1 must be left for the prompt (max_completion_length)"
+            f"{name} is {completion} and the model sees {context} tokens; at least 1 must be left "
+            f"for the prompt ({name})"
         )
     return min(args.max_prompt_length or room, room)
 
 
-def make_state(source: PromptSource | None, args: RLOOConfig) -> TrainerState:
-    """Step 0 of a run, with the number of its steps and the intervals resolved."""
+def make_state(source: Prompts | None, args: RLOOConfig) -> TrainerState:
+    """Step 0 of a run, with the number of its steps and the intervals resolved. Raises ValueError
+    where they would follow from the length of a stream."""
     steps = args.max_steps
-    if source is not None and steps <= 0:
+    if isinstance(source, StreamSource) and steps <= 0:
+        raise ValueError(
+            "max_steps is -1 and the dataset is a stream, whose length is not known; say how many "
+            "steps to make (max_steps)"
+        )
+    if isinstance(source, PromptSource) and steps <= 0:
         rollouts = math.ceil(args.num_train_epochs * len(source) / args.prompts_per_rollout())
         steps = rollouts * args.steps_per_rollout()
     return TrainerState(
@@ -104,22 +171,46 @@ def make_state(source: PromptSource | None, args: RLOOConfig) -> TrainerState:
     )
 
 
-def make_sampling(args: RLOOConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """How training draws: the sampling options, and every token that ends a completion."""
+def make_sampling(
+    args: RLOOConfig,
+    stop_token_ids: tuple[int, ...],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    evaluation: bool = False,
+) -> Sampling:
+    """How training draws, or with `evaluation` how that does: the sampling options, and all that
+    ends a completion. `tokenizer` is needed for stop strings."""
+
+    def setting(name: str) -> Any:
+        own = getattr(args, f"eval_{name}") if evaluation else None
+        return getattr(args, name) if own is None else own
+
+    def decode(completions: list[list[int]]) -> list[str]:
+        assert tokenizer is not None
+        return tokenizer.batch_decode(completions)
+
     return Sampling(
-        max_tokens=args.max_completion_length,
-        stop_token_ids=stop_token_ids,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
+        max_tokens=setting("max_completion_length"),
+        stop_token_ids=stop_tokens(args.generation_kwargs, stop_token_ids),
+        temperature=setting("temperature"),
+        top_p=setting("top_p"),
+        top_k=setting("top_k"),
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
+        stop_strings=tuple(args.stop_strings or ()),
+        decode=decode if args.stop_strings and tokenizer is not None else None,
     )
 
 
 def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
     """What samples; a note tells of a slow one. Raises ValueError for a `rollout_dtype` that it
     cannot have."""
+    no_copy = None
+    if args.rollout_dtype is None and any(quantised_layers(policy.model)):
+        no_copy = (
+            "a copy of the base's weights in full would take several times its memory; "
+            "rollout_dtype bfloat16 makes one, of 2 bytes a weight"
+        )
     name = args.rollout_dtype or ("bfloat16" if args.bf16 else "float16" if args.fp16 else None)
     engine, note = build_engine(
         args.rollout_engine,
@@ -127,6 +218,7 @@ def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
         pad_token_id=policy.pad_token_id,
         weights=policy.weights,
         dtype=None if name is None else getattr(torch, name),
+        no_copy=no_copy,
     )
     if args.rollout_dtype is not None and not (isinstance(engine, NativeEngine) and engine.fused):
         raise ValueError(

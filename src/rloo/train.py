@@ -6,8 +6,6 @@ stored.
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -19,18 +17,22 @@ from typing import Any, TypeVar
 import torch
 from transformers import TrainerControl, TrainerState
 
+from rloo.adaptive import Adaptive
 from rloo.batch import Sample
 from rloo.budget import fitting_budget, workload_of
 from rloo.config import RLOOConfig
-from rloo.data import PromptSource
+from rloo.credit import Credit, FirstPass, credit
 from rloo.engines.sampling import noise_key
+from rloo.interrupts import uninterrupted
 from rloo.memory import count_tokens
 from rloo.metrics import rollout_metrics
 from rloo.monitor import Monitor
 from rloo.policy import Policy
 from rloo.profiling import StepProfile
+from rloo.reporting import Events
 from rloo.rewards import RewardSet
-from rloo.rollout import Credit, FirstPass, countable_samples, credit, score
+from rloo.rollout import countable_samples, score, shaped_rewards
+from rloo.stream import Prompts
 from rloo.types import Engine, Group, Sampling
 from rloo.update import minibatches, update
 
@@ -43,8 +45,10 @@ PROFILED_ROLLOUT = 3
 
 @dataclass
 class Run:
-    """What a training run consists of. `save` and `evaluate` are given from outside; `state` counts
-    optimizer steps in `global_step`, as transformers does. `resume_point` is the data position from
+    """What a training run consists of. `save` and `evaluate` (whether it was the best so far that a
+    checkpoint must be kept of) are given from outside; `state` counts optimizer steps in
+    `global_step`, as transformers does. What callbacks ask for in the middle of a rollout is noted
+    in `evaluation_due` and `save_due`. `resume_point` is the data position from
     which a checkpoint of this moment must go on: before the rollout that no step was made on yet.
     `budget_changes` tell from which step on micro-batches were smaller: that orders sums anew.
     """
@@ -52,21 +56,34 @@ class Run:
     config: RLOOConfig
     policy: Policy
     engine: Engine
-    prompts: PromptSource
+    prompts: Prompts
     rewards: RewardSet
     sampling: Sampling
     monitor: Monitor
+    events: Events
     state: TrainerState
     control: TrainerControl
     save: Callable[[], None]
-    evaluate: Callable[[], Any]
+    evaluate: Callable[[], bool]
     resume_point: dict[str, Any] = field(default_factory=dict)
     num_tokens: int = 0
     new_tokens: int = 0
     refused_in_a_row: int = 0
+    evaluation_due: bool = False
+    save_due: bool = False
+    evaluated_at: int | None = None
     budget_changes: list[dict[str, Any]] = field(default_factory=list)
     profile: StepProfile | None = None
     times: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    adaptive: Adaptive = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.adaptive = Adaptive(self.config.beta)
+
+    @property
+    def is_over(self) -> bool:
+        """All steps are made, or a callback asked to stop."""
+        return self.state.global_step >= self.state.max_steps or self.control.should_training_stop
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -113,8 +130,12 @@ def train(run: Run) -> None:
     One rollout serves `steps_per_rollout` optimizer steps; checkpoints and evaluations that fall
     due among them are made at the rollout's end, so that a resumed run repeats nothing.
     """
-    rollouts, pace = 0, None
-    while run.state.global_step < run.state.max_steps and not run.control.should_training_stop:
+    rollouts, pace, epoch = 0, None, -1
+    while not run.is_over:
+        if int(run.prompts.epoch) != epoch:
+            epoch = int(run.prompts.epoch)
+            run.events.send("on_epoch_begin")
+        run.events.send("on_step_begin")
         rollouts += 1
         last = run.state.global_step + run.config.steps_per_rollout() >= run.state.max_steps
         due = rollouts == PROFILED_ROLLOUT or (last and rollouts < PROFILED_ROLLOUT)
@@ -122,20 +143,23 @@ def train(run: Run) -> None:
             _profile_rollout(run, rollouts, pace)
         else:
             pace = _measure_rollout(run)
-        if run.control.should_evaluate:
-            run.evaluate()
-        if run.control.should_save:
+        _evaluate_if_due(run)
+        if run.is_over or int(run.prompts.epoch) != epoch:
+            run.events.send("on_epoch_end")
+            _ask_what_is_due(run)
+            _evaluate_if_due(run)
+        if run.save_due:
             with uninterrupted():
                 run.save()
-        run.control.should_evaluate = run.control.should_save = False
+        run.save_due = False
 
 
 def _train_on_rollout(run: Run) -> None:
     """Sample, score, and make every optimizer step that the rollout serves."""
     config, policy = run.config, run.policy
     run.engine.load(policy.weights())
-    groups, metrics = collect(run)
-    samples = countable_samples(groups, config)
+    groups, metrics = draw_groups(run)
+    samples = countable_samples(groups, config, run.adaptive)
     if samples and not policy.checked:
         packed = policy.packed
         policy.check_forward(_first_of_each_group(samples)[:4])
@@ -145,11 +169,19 @@ def _train_on_rollout(run: Run) -> None:
     given = _attempt(run, samples, lambda: _credit(run, samples)) or _credit(run, samples)
     with uninterrupted():
         for number, minibatch in enumerate(minibatches(samples, config)):
+            if number > 0:
+                run.events.send("on_step_begin")
             given, made = _step(run, samples, minibatch, given, first=number == 0)
+            if config.kl_target is not None:
+                made["kl/coef"] = run.adaptive.beta
+            _follow_policy(run)
             finish_step(run, groups, metrics | made)
             metrics = {}
-            if run.state.global_step >= run.state.max_steps:
+            if run.is_over:
                 break
+        # Only now, and so never by halves: a checkpoint goes on from a rollout's edge.
+        run.adaptive.see_rewards(shaped_rewards(groups, config), config.running_decay)
+        run.adaptive.see_kl(made.get("kl", config.kl_target or 0.0), len(samples), config)
 
 
 def _measure_rollout(run: Run) -> float:
@@ -175,7 +207,7 @@ def _profile_rollout(run: Run, number: int, pace: float | None) -> None:
 
 def _credit(run: Run, samples: list[Sample]) -> Credit:
     with run.timed("credit"):
-        return credit(samples, run.policy, run.config)
+        return credit(samples, run.policy, run.adaptive.apply(run.config))
 
 
 def _step(
@@ -190,7 +222,8 @@ def _step(
         more = run.config.steps_per_rollout() > 1 and given.old_logprobs is None
         record = FirstPass() if more else None
         with run.timed("update"):
-            made = given.stats | update(run.policy, minibatch, given, run.config, record=record)
+            config = run.adaptive.apply(run.config)
+            made = given.stats | update(run.policy, minibatch, given, config, record=record)
         return given if record is None else record.complete(given, made), made
 
     result = _attempt(run, minibatch, make)
@@ -231,27 +264,62 @@ def _attempt(run: Run, samples: Sequence[Sample], work: Callable[[], T]) -> T | 
     return None
 
 
-def collect(run: Run) -> tuple[list[Group], dict[str, float]]:
-    """Draw prompts, sample their completions and score them: one rollout and its metrics."""
-    config = run.config
+def draw_groups(run: Run) -> tuple[list[Group], dict[str, float]]:
+    """One rollout and the metrics of everything that was sampled for it.
+
+    With `dynamic_sample` groups without signal are replaced by those of further prompts, which are
+    drawn at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2); what is then
+    still missing is filled up with groups without signal.
+    """
     run.resume_point = run.prompts.state_dict()
-    prompts = run.prompts.next(config.prompts_per_rollout())
+    wanted = run.config.prompts_per_rollout()
+    groups, logged = collect(run, wanted)
+    everything = list(groups)
+    if run.config.dynamic_sample:
+        chosen = [group for group in groups if has_signal(group)]
+        for _ in range(run.config.max_resample_times):
+            if len(chosen) == wanted:
+                break
+            more, logged = collect(run, wanted - len(chosen))
+            everything += more
+            chosen += [group for group in more if has_signal(group)]
+        flat = [group for group in everything if not has_signal(group)]
+        groups = chosen + flat[: wanted - len(chosen)]
+        logged |= {"dynamic_sampling/drawn_share": len(everything) / wanted}
+    sampled = sum(len(c.token_ids) for g in everything for c in g.completions)
+    run.new_tokens = sampled + sum(len(g.prompt.token_ids) * len(g.completions) for g in everything)
+    speed = {"tokens_per_second/sample": sampled / run.times["time/sample"]}
+    return groups, rollout_metrics(everything) | logged | speed
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the rewards of a group differ at all."""
+    return len({reward for reward in group.rewards if reward is not None}) > 1
+
+
+def collect(run: Run, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
+    """Draw prompts, sample their completions and score them: groups and what rewards logged."""
+    config = run.config
+    prompts = run.prompts.next(num_prompts)
     noise = noise_key(config.seed, "train", run.state.global_step)
     with run.timed("sample"), run.policy.autocast():
         sampled = run.engine.sample(prompts, config.num_generations, run.sampling, noise)
     with run.timed("reward"):
-        groups, logged = score(
+        return score(
             prompts,
             sampled,
             run.rewards,
             tokenizer=run.policy.tokenizer,
             trainer_state=run.state,
         )
-    sampled_tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
-    prompt_tokens = sum(len(g.prompt.token_ids) * len(g.completions) for g in groups)
-    run.new_tokens = sampled_tokens + prompt_tokens
-    speed = {"tokens_per_second/sample": sampled_tokens / run.times["time/sample"]}
-    return groups, rollout_metrics(groups) | logged | speed
+
+
+def _follow_policy(run: Run) -> None:
+    """Move the reference a part of the way to the policy, every `ref_model_sync_steps` steps."""
+    config = run.config
+    due = (run.state.global_step + 1) % config.ref_model_sync_steps == 0
+    if config.sync_ref_model and due:
+        run.policy.move_reference(config.ref_model_mixup_alpha)
 
 
 def finish_step(run: Run, groups: Sequence[Group], metrics: dict[str, float]) -> None:
@@ -275,7 +343,7 @@ def finish_step(run: Run, groups: Sequence[Group], metrics: dict[str, float]) ->
     run.monitor.step(state.global_step, metrics)
     if "reward" in metrics:
         run.monitor.completions(state.global_step, groups)
-    run.monitor.log(state, metrics)
+    run.monitor.log(metrics)
     _ask_what_is_due(run)
     if run.refused_in_a_row >= MAX_REFUSED_STEPS:
         raise FloatingPointError(
@@ -285,40 +353,22 @@ def finish_step(run: Run, groups: Sequence[Group], metrics: dict[str, float]) ->
 
 
 def _ask_what_is_due(run: Run) -> None:
-    config, step = run.config, run.state.global_step
-    last = step >= run.state.max_steps
-    if config.eval_strategy == "steps" and step % run.state.eval_steps == 0 and not last:
-        run.control.should_evaluate = True
-    if config.save_strategy == "steps" and (step % run.state.save_steps == 0 or last):
-        run.control.should_save = True
+    """Note what the callbacks want; the next event takes it off the flags."""
+    control = run.control
+    run.evaluation_due |= control.should_evaluate and run.evaluated_at != run.state.global_step
+    run.save_due |= control.should_save
+    if control.should_epoch_stop:
+        raise ValueError(
+            "a callback set should_epoch_stop; an epoch cannot be left early here, training can "
+            "(should_training_stop)"
+        )
 
 
-class ForcedInterrupt(KeyboardInterrupt):
-    """A second Ctrl-C, in the middle of something: nothing that is half done may be saved."""
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done; a second one goes through."""
-    pending: list[Any] = []
-
-    def hold_back(*_: Any) -> None:
-        if pending:
-            raise ForcedInterrupt
-        pending.append(True)
-
-    # Only the main thread receives signals, and a background job may ignore this one.
-    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, hold_back)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if pending:
-        raise KeyboardInterrupt
+def _evaluate_if_due(run: Run) -> None:
+    if run.evaluation_due:
+        run.evaluation_due, run.evaluated_at = False, run.state.global_step
+        run.save_due |= run.evaluate()
+        run.save_due |= run.control.should_save
 
 
 def _report_notes(run: Run) -> None:

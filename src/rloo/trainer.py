@@ -5,88 +5,258 @@ Everything static is checked when the trainer is made, before the first sample i
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
+from accelerate import PartialState
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
     TrainerCallback,
     TrainerControl,
 )
+from transformers.trainer_utils import TrainOutput
 
-from rloo.adapters import add_adapter, is_adapted, lora_config
-from rloo.checkpoint import claim_output_dir, resume_path, save_checkpoint
+from rloo.checkpoint import claim_output_dir, resume_path
 from rloo.config import RLOOConfig
-from rloo.config_text import render_resolved
 from rloo.data import PromptSource
-from rloo.engines.sampling import noise_key
-from rloo.evaluate import evaluate
-from rloo.modeling import load_model
+from rloo.evaluator import Evaluator, flatten
+from rloo.hub import Hub
+from rloo.loading import default_config, obtain_model
+from rloo.model_card import model_card, write_card
 from rloo.monitor import Monitor, versions
+from rloo.optimizers import Given
 from rloo.policy import Policy
-from rloo.records import write_text
-from rloo.reporting import check_loggers
-from rloo.resume import restore, snapshot
+from rloo.reporting import Events, make_loggers
+from rloo.session import Session
 from rloo.setup import (
     RewardFunction,
     Rows,
+    Tokenizers,
+    eval_sets,
     keep_freed_memory,
     make_engine,
     make_rewards,
-    make_sampling,
     make_source,
     make_state,
     set_threads,
 )
-from rloo.train import ForcedInterrupt, Run, rehearse, train, uninterrupted
-from rloo.types import Prompt, Sampling
+from rloo.stream import Prompts, StreamSource
+from rloo.train import Run
+from rloo.types import Prompt
+
+Rewards = RewardFunction | Sequence[RewardFunction]
 
 
 class RLOOTrainer:
     """Trains a causal language model with REINFORCE Leave-One-Out.
 
-    `model` is a hub id, a folder, a model with float32 weights or a PeftModel; `reward_funcs` one
-    reward or a list: functions, built-in names, `module:function` or `file.py:function`.
-    `peft_config` (a LoraConfig) puts an adapter into the model and trains that. Raises ValueError
-    for anything that is known to be wrong before sampling.
+    The arguments are those of TRL's trainer of this name, in its order. `model` is a hub id, a
+    folder, a model with float32 weights or a PeftModel; `reward_funcs` (or `reward_model`) one
+    reward or a list: functions, reward models, built-in names, `module:function` or
+    `file.py:function`. `eval_dataset` may be a dict of named sets. `peft_config` (a LoraConfig)
+    puts an adapter into the model and trains that. Raises ValueError for anything that is known to
+    be wrong before sampling.
     """
 
     def __init__(
         self,
         model: str | PreTrainedModel | None = None,
-        reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None,
+        reward_funcs: Rewards | None = None,
         args: RLOOConfig | None = None,
         train_dataset: Rows | None = None,
-        eval_dataset: Rows | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        eval_dataset: Rows | Mapping[str, Rows] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Tokenizers = None,
         callbacks: Sequence[TrainerCallback] | None = None,
+        optimizers: Given = (None, None),
+        quantization_config: Any = None,
         peft_config: Any = None,
+        *,
+        reward_model: Rewards | None = None,
     ) -> None:
-        self.args = args or RLOOConfig()
+        if reward_funcs is not None and reward_model is not None:
+            raise ValueError("reward_funcs and reward_model are two names of one thing; give one")
+        if args is not None and not isinstance(args, RLOOConfig):
+            raise ValueError(f"args is a {type(args).__name__}; it must be a rloo.RLOOConfig")
+        self.args = default_config(model) if args is None else args
         transformers.set_seed(self.args.seed)
-        check_loggers(self.args)
-        self._callbacks = list(callbacks or [])
-        self.rewards = make_rewards(reward_funcs, self.args)
-        self._load(model, processing_class)
-        self._adapt(peft_config)
-        given = self.args.dataset if train_dataset is None else train_dataset
-        self._source = self._prompts(given, self.args.dataset_split)
-        eval_source = self._eval_source(eval_dataset)
-        if self._source is None and eval_source is None:
+        loggers = make_loggers(self.args)
+        self.reward_processing_classes = reward_processing_classes
+        self.rewards = make_rewards(
+            reward_model if reward_funcs is None else reward_funcs,
+            self.args,
+            reward_processing_classes,
+        )
+        self.model, self.processing_class, self.args = obtain_model(
+            model,
+            processing_class,
+            self.args,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        self.train_dataset = self.args.dataset if train_dataset is None else train_dataset
+        self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
+        self._load_prompts()
+        self._set_up(optimizers, [*loggers, *(callbacks or [])])
+        self.events.send("on_init_end")
+
+    # -- what a user calls -----------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train and write everything to `args.output_dir`. Returns the number of steps, the mean
+        loss and Trainer's figures of the whole; what was learnt is in summary.json.
+
+        Whatever ends it early, Ctrl-C or an error, a checkpoint is saved and the error raised.
+        """
+        path = self._claim_output_dir(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        totals = self._make_session().train(path)
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        if self.args.dataset is not None:
+            folder = self.args.output_dir
+            self.monitor.say(f"Evaluate it: rloo eval {folder}/config.yaml --model {folder}")
+        return TrainOutput(self.state.global_step, totals["train_loss"], totals)
+
+    def evaluate(
+        self,
+        eval_dataset: Rows | Mapping[str, Rows] | None = None,
+        *,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, Any]:
+        """Metrics on `eval_dataset`, on the trainer's set of that name, or on all of the trainer's;
+        each name prefixed as transformers does (eval_reward; eval_math_reward of a set `math`).
+        They are logged, and the callbacks told. Training is not disturbed, to the last bit."""
+        if isinstance(eval_dataset, str) and eval_dataset in self._eval_prompts:
+            sets = {eval_dataset: self._eval_prompts[eval_dataset]}
+        elif eval_dataset is not None:
+            sets = self._prompts_of_sets(eval_dataset)
+        else:
+            sets = self._eval_prompts
+        if not sets:
+            raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
+        metrics = flatten(self.evaluator.measure(sets), metric_key_prefix)
+        self.monitor.log_evaluation(metrics)
+        return metrics
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Write the model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
+        self.policy.save_pretrained(output_dir or self.args.output_dir)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Write model and card to `args.output_dir` and upload it, without its checkpoints, to
+        `args.hub_model_id`. `card` goes to `create_model_card`. Returns the commit, or its future
+        where it is not `blocking`."""
+        self.events.send("on_push_begin")
+        if self.hub.repo_id is None:
+            self.hub.create(token=token, private=private)
+        self.save_model()
+        self.create_model_card(**card)
+        for error in self.hub.finish():
+            self.monitor.note(f"a push to the hub failed: {error}")
+        return self.hub.upload(
+            Path(self.args.output_dir),
+            commit_message,
+            token=token,
+            revision=revision,
+            wait=blocking,
+        )
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | Sequence[str] | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Write README.md in `args.output_dir`: what was trained from what, and how."""
+        args, folder = self.args, Path(self.args.output_dir)
+        base = args.model or self.policy.model.name_or_path or type(self.policy.model).__name__
+        text = model_card(
+            args,
+            name=model_name or (args.hub_model_id or folder.absolute().name).split("/")[-1],
+            base_model=base,
+            adapter=self.policy.adapter is not None,
+            rewards=self.rewards.names,
+            versions=versions(),
+            datasets=_as_list(dataset_name or args.dataset),
+            tags=_as_list(tags),
+        )
+        write_card(folder, text)
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Have a callback, an object or a class, told of what happens from now on."""
+        self.events.add(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Tell it no more; a class means the first of that class."""
+        self.events.remove(callback)
+
+    def pop_callback(
+        self, callback: TrainerCallback | type[TrainerCallback]
+    ) -> TrainerCallback | None:
+        """As `remove_callback`; returns what was removed."""
+        return self.events.pop(callback)
+
+    def end(self) -> None:
+        """Let go of what rewards keep open."""
+        self.rewards.close()
+
+    @property
+    def accelerator(self) -> PartialState:
+        """What scripts print with and ask which process they are."""
+        return PartialState()
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository pushed to, once it exists."""
+        return self.hub.repo_id
+
+    # -- putting it together ---------------------------------------------------------------------
+
+    def _load_prompts(self) -> None:
+        self._notes: list[str] = []
+        self._source: Prompts | None = None
+        if self.train_dataset is not None:
+            self._source = self._prompts(self.train_dataset, self.args.dataset_split)
+            stream = isinstance(self._source, StreamSource)
+            where = "of the stream's first rows" if stream else "training"
+            self._notes += _length_notes(self._source, where)
+        given = self.eval_dataset
+        if given is None and self.args.eval_split is not None:
+            given = self.train_dataset
+        self._eval_prompts = self._prompts_of_sets(given)
+        if self._source is None and not self._eval_prompts:
             raise ValueError("there is no dataset; give one to train on (train_dataset, dataset)")
-        self._eval_prompts = eval_source.all_prompts(self.args.eval_size) if eval_source else None
-        self._evaluates = self.args.eval_on_start or self.args.eval_strategy != "no"
-        if self._evaluates and self._eval_prompts is None:
+        evaluates = self.args.eval_on_start or self.args.eval_strategy != "no"
+        if self._eval_prompts and self._source and not evaluates:
+            self._notes.append(
+                "the evaluation set is not used while training (eval_on_start, eval_strategy)"
+            )
+        if evaluates and not self._eval_prompts:
             raise ValueError(
                 "evaluation is asked for (eval_on_start, eval_strategy) and there is nothing to "
                 "evaluate on (eval_dataset, eval_split)"
             )
+        metric = (self.args.metric_for_best_model or "").removeprefix("eval_")
+        names = [name for name in self._eval_prompts if name]
+        if metric and names and not any(metric.startswith(f"{name}_") for name in names):
+            raise ValueError(
+                f"metric_for_best_model is {metric} and there are evaluation sets "
+                f"{', '.join(names)}; begin it with one, as {names[0]}_{metric}"
+            )
+
+    def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = make_state(self._source, self.args)
         self.control = TrainerControl()
         self.policy = Policy(
@@ -94,259 +264,89 @@ class RLOOTrainer:
             self.processing_class,
             self.args,
             num_training_steps=max(self.state.max_steps, 1),
+            optimizers=optimizers,
         )
+        self.optimizer, self.lr_scheduler = self.policy.optimizer, self.policy.scheduler
         if self.policy.device.type == "cpu":
             keep_freed_memory()
         set_threads(self.policy.model, self.args)
         self.engine = make_engine(self.policy, self.args)
-        self._note_sources(self._source, eval_source)
+        self.policy.notes += self._notes
+        self.events = Events(
+            callbacks, self.args, policy=self.policy, state=self.state, control=self.control
+        )
         self.monitor = Monitor(
             self.args, Path(self.args.output_dir), max_steps=self.state.max_steps
         )
-        self._run: Run | None = None
-        self._start: dict[str, Any] = {}
-        self._seconds_before = 0.0
-
-    # -- what a user calls -----------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> dict[str, Any]:
-        """Train, write everything to `args.output_dir`, and return the summary.
-
-        Whatever ends it early, Ctrl-C or an error, a checkpoint is saved and the error raised.
-        """
-        if self._source is None:
-            raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
-        output_dir = Path(self.args.output_dir)
-        path = resume_path(resume_from_checkpoint or self.args.resume_from_checkpoint, output_dir)
-        if self.args.model is not None and output_dir.resolve() == Path(self.args.model).resolve():
-            raise ValueError(
-                f"output_dir is the folder of the model, {output_dir}; it would be overwritten "
-                "(output_dir, model)"
-            )
-        claim_output_dir(
-            output_dir, overwrite=self.args.overwrite_output_dir, resuming=path is not None
+        self.monitor.attach(self.events)
+        self.evaluator = Evaluator(
+            self.policy, self.engine, self.rewards, self.args, state=self.state
         )
-        self._started = time.perf_counter()
-        run = self._run = self.make_run()
-        if path:
-            self._resume(run, path)
-        rehearse(run)
-        again = replace(self._resolved(), resume_from_checkpoint=None, overwrite_output_dir=False)
-        write_text(output_dir / "config.yaml", render_resolved(again))
-        self.monitor.start(self._describe())
-        for note in self.policy.notes:
-            self.monitor.note(note)
-        self._first_step = self.state.global_step
-        self._status, end = "failed", {}
-        try:
-            self.monitor.on_train_begin(self.state, self.control, self.policy)
-            if path is None and self.args.eval_on_start:
-                self._start = self._evaluate_and_report(name="start")
-            train(run)
-            with uninterrupted():
-                self.save_model()
-            if self._evaluates:
-                end = self._evaluate_and_report(name="end")
-            self._status = "finished"
-        except (KeyboardInterrupt, Exception) as error:
-            self._save_what_is_done(error)
-            raise
-        finally:
-            summary = self._summary(end)
-            self.monitor.finish(summary)
-        if self.args.dataset is not None:
-            folder = self.args.output_dir
-            self.monitor.say(f"Evaluate it: rloo eval {folder}/config.yaml --model {folder}")
-        return summary
+        self.hub = Hub(self.args)
 
-    def _save_what_is_done(self, error: BaseException) -> None:
-        """The weights are those of the last finished step, whatever came after, unless a second
-        Ctrl-C broke into a step."""
-        self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        if self.state.global_step > self._first_step and not isinstance(error, ForcedInterrupt):
-            with uninterrupted():
-                self._save_checkpoint()
-
-    def evaluate(
-        self, eval_dataset: Rows | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, Any]:
-        """Metrics on `eval_dataset` (or the trainer's), each name prefixed as transformers does."""
-        prompts = self._eval_prompts
-        if eval_dataset is not None:
-            source = self._eval_source(eval_dataset)
-            prompts = source.all_prompts(self.args.eval_size) if source else None
-        if prompts is None:
-            raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
-        prefix = f"{metric_key_prefix}_" if metric_key_prefix else ""
-        return {prefix + name: value for name, value in self._measure(prompts).items()}
-
-    def save_model(self, output_dir: str | None = None) -> None:
-        """Write the model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
-        self.policy.save_pretrained(output_dir or self.args.output_dir)
-
-    # -- putting it together ---------------------------------------------------------------------
-
-    def _load(
-        self, model: str | PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None
-    ) -> None:
-        if isinstance(model, PreTrainedModel) or is_adapted(model):
-            self.model: PreTrainedModel = model  # type: ignore[assignment] # or a PeftModel
-            name = tokenizer or transformers.AutoTokenizer.from_pretrained(self.model.name_or_path)
-            self.processing_class: PreTrainedTokenizerBase = name
-            return
-        if model is not None and not isinstance(model, str):
-            raise ValueError(
-                f"model is a {type(model).__name__}; it must be a hub id, a folder, a "
-                "transformers model or a PeftModel"
-            )
-        self.args = replace(self.args, model=model or self.args.model)
-        if self.args.model is None:
-            raise ValueError("there is no model; name one (model): a hub id or a folder")
-        self.model, self.processing_class = load_model(self.args, tokenizer)
-
-    def _adapt(self, peft_config: Any) -> None:
-        if peft_config is not None and self.args.use_peft:
-            raise ValueError("peft_config is given and use_peft is true; both add an adapter")
-        peft_config = peft_config or lora_config(self.args)
-        if peft_config is not None:
-            self.model = add_adapter(self.model, peft_config)
-
-    def _prompts(self, spec: Rows | None, split: str) -> PromptSource | None:
+    def _prompts(self, rows: Rows, split: str, *, evaluation: bool = False) -> Prompts:
         return make_source(
-            spec,
+            rows,
             split,
             model=self.model,
             tokenizer=self.processing_class,
             rewards=self.rewards,
             args=self.args,
+            evaluation=evaluation,
         )
 
-    def _eval_source(self, eval_dataset: Rows | None) -> PromptSource | None:
-        spec = self.args.eval_dataset if eval_dataset is None else eval_dataset
-        if spec is None and self.args.eval_split is not None:
-            spec = self.args.dataset
-        return self._prompts(spec, self.args.eval_split or "train")
-
-    def _note_sources(self, *sources: PromptSource | None) -> None:
-        for source in sources:
-            if source and source.dropped:
-                self.policy.notes.append(f"{source.dropped} prompts are too long and left out")
-            if source and source.truncated:
-                self.policy.notes.append(f"{source.truncated} prompts are cut on the left")
-        if self._eval_prompts and self._source and not self._evaluates:
-            self.policy.notes.append(
-                "the evaluation set is not used while training (eval_on_start, eval_strategy)"
-            )
+    def _prompts_of_sets(self, given: Rows | Mapping[str, Rows] | None) -> dict[str, list[Prompt]]:
+        prompts = {}
+        for name, rows in eval_sets(given, self.args).items():
+            split = self.args.eval_split if isinstance(rows, str) else None
+            source = self._prompts(rows, split or "train", evaluation=True)
+            self._notes += _length_notes(source, name or "the evaluation set")
+            assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
+            prompts[name] = source.all_prompts(self.args.eval_size)
+        return prompts
 
     def make_run(self) -> Run:
-        """What `train` works with, before its first step."""
-        assert self._source is not None
-        if self._sampling().filtered:
-            self.policy.notes.append(
-                "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are "
-                "drawn from another distribution than the one that is trained, which biases the "
-                "gradient"
-            )
-        self.monitor.add_callbacks(self._callbacks)
-        return Run(
-            config=self.args,
+        """What `rloo.train.train` works with, before its first step."""
+        return self._make_session().run
+
+    def _make_session(self) -> Session:
+        if self._source is None:
+            raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
+        return Session(
+            self.args,
             policy=self.policy,
             engine=self.engine,
             prompts=self._source,
             rewards=self.rewards,
-            sampling=self._sampling(),
             monitor=self.monitor,
-            state=self.state,
-            control=self.control,
-            save=self._save_checkpoint,
-            evaluate=lambda: self._evaluate_and_report(name="during"),
+            events=self.events,
+            evaluator=self.evaluator,
+            sets=self._eval_prompts,
+            hub=self.hub,
+            write_card=self.create_model_card,
         )
 
-    def _sampling(self) -> Sampling:
-        return make_sampling(self.args, self.policy.stop_token_ids)
+    def _claim_output_dir(self, resume_from_checkpoint: str | bool | None) -> Path | None:
+        """Returns the checkpoint to go on from."""
+        args, folder = self.args, Path(self.args.output_dir)
+        path = resume_path(resume_from_checkpoint, folder)
+        if args.model is not None and folder.resolve() == Path(args.model).resolve():
+            raise ValueError(
+                f"output_dir is the folder of the model, {folder}; it would be overwritten "
+                "(output_dir, model)"
+            )
+        claim_output_dir(folder, overwrite=args.overwrite_output_dir, resuming=path is not None)
+        return path
 
-    def _resolved(self) -> RLOOConfig:
-        """The options with everything that was chosen automatically filled in."""
-        return replace(
-            self.args,
-            num_threads=torch.get_num_threads(),
-            max_tokens_per_micro_batch=self.policy.max_tokens,
-            packing=self.policy.packed,
-            rollout_engine="native" if self.engine.name == "native" else "hf",
-        )
 
-    def _describe(self) -> dict[str, Any]:
-        assert self._source is not None
-        return {
-            "model": self.args.model or type(self.policy.model).__name__,
-            "parameters": sum(p.numel() for p in self.policy.parameters),
-            "rows": len(self._source),
-            "rewards": self.rewards.names,
-            "engine": self.engine.name,
-            "packing": self.policy.packed,
-            "threads": torch.get_num_threads(),
-            "device": str(self.policy.device),
-        }
+def _length_notes(source: Prompts, where: str) -> list[str]:
+    notes = []
+    if source.dropped:
+        notes.append(f"{source.dropped} prompts are too long and left out ({where})")
+    if source.truncated:
+        notes.append(f"{source.truncated} prompts are cut on the left ({where})")
+    return notes
 
-    # -- evaluating ------------------------------------------------------------------------------
 
-    def _measure(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        args = self.args
-        self.engine.load(self.policy.weights())
-        metrics, _ = evaluate(
-            self.engine,
-            prompts,
-            self.rewards,
-            tokenizer=self.processing_class,
-            sampling=self._sampling(),
-            num_samples=args.num_generations_eval or args.num_generations,
-            noise=noise_key(args.seed, "eval", 0),
-            pass_threshold=args.pass_threshold,
-            pass_k=args.eval_pass_k,
-            precision=self.policy.autocast,
-            trainer_state=self.state,
-        )
-        return metrics
-
-    def _evaluate_and_report(self, name: str) -> dict[str, Any]:
-        assert self._eval_prompts is not None
-        metrics = self._measure(self._eval_prompts)
-        self.monitor.evaluation(self.state.global_step, name, metrics)
-        self.monitor.on_evaluate(self.state, self.control, metrics)
-        return metrics
-
-    def _summary(self, end: dict[str, Any]) -> dict[str, Any]:
-        assert self._run is not None
-        return {
-            "status": self._status,
-            "steps": self.state.global_step,
-            "start": self._start,
-            "end": end,
-            "wall_seconds": self._seconds(),
-            "num_tokens": self._run.num_tokens,
-            "seed": self.args.seed,
-            "config": self._resolved().to_dict(),
-            "versions": versions(),
-        }
-
-    def _seconds(self) -> float:
-        """Wall time of this run, earlier sessions included."""
-        return self._seconds_before + time.perf_counter() - self._started
-
-    # -- checkpoints -----------------------------------------------------------------------------
-
-    def _save_checkpoint(self) -> None:
-        assert self._run is not None
-        save_checkpoint(
-            Path(self.args.output_dir),
-            snapshot(self._run, self._resolved(), start=self._start, seconds=self._seconds()),
-            write_model=self.policy.save_pretrained,
-            keep=self.args.save_total_limit,
-        )
-        self.monitor.on_save(self.state, self.control)
-
-    def _resume(self, run: Run, path: Path) -> None:
-        saved = restore(run, path)
-        self._start, self._seconds_before = saved["start"], saved["seconds"]
-        self.monitor.truncate_after(self.state.global_step)
-        self.monitor.note(f"resumed from {path} at step {self.state.global_step}")
+def _as_list(names: str | Sequence[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or [])

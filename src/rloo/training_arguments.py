@@ -35,4 +35,5 @@ def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
         for name, value in config.to_dict().items()
         if name in known and name not in OURS
     }
+    values["metric_for_best_model"] = config.metric_for_best_model or "reward"
     return TrainingArguments(**values, bf16=False, fp16=False, use_cpu=True)

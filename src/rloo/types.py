@@ -6,7 +6,7 @@ only in `batch.py`. This module imports nothing of the package.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -22,7 +22,8 @@ class Prompt:
     `id` is the row's number in its dataset: stable over epochs, ranks and resumes. `epoch` is the
     pass over the dataset in which it was drawn, so that a row that comes twice in one rollout is
     sampled anew. `content` is the prompt as the reward functions see it (a string or messages);
-    `columns` every other column.
+    `columns` every other column. `pixels` makes what a forward pass needs for its images (tensors,
+    by the name of the model's argument), anew at each call; None for a prompt of text.
     """
 
     id: int
@@ -30,6 +31,7 @@ class Prompt:
     content: Text
     columns: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
+    pixels: Callable[[], dict[str, Any]] | None = None
 
     @property
     def noise_id(self) -> int:
@@ -41,7 +43,8 @@ class Prompt:
 class Completion:
     """What an engine returns for one sample.
 
-    `token_ids` ends with the end-of-sequence token if and only if `finish == "stop"`.
+    `finish` is "stop" if and only if `token_ids` ends with a stop token, or with the token that
+    completed a stop string: all of that token's text is kept. Otherwise it is "length".
     `policy_logprobs` are taken after the temperature and before any filter or penalty;
     `sampling_logprobs` under the distribution that was really sampled. Natural logarithms, one per
     token.
@@ -59,7 +62,8 @@ class Sampling:
 
     `greedy` takes the most likely token and ignores temperature and filters (the log-probs are then
     those at temperature 1, and `sampling_logprobs` are 0). `stop_token_ids` are all tokens that end
-    a completion.
+    a completion; `stop_strings` texts that do, looked for in what `decode` makes of token ids (one
+    text for each list): special tokens are text there, and the prompt is not part of it.
     """
 
     max_tokens: int
@@ -70,6 +74,8 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     greedy: bool = False
+    stop_strings: tuple[str, ...] = ()
+    decode: Callable[[list[list[int]]], list[str]] | None = None
 
     @property
     def filtered(self) -> bool:

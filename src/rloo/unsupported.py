@@ -1,11 +1,13 @@
 """The options of TRL, transformers and others that this version does not implement, and why.
 
 Setting one to a value at which it changes nothing is accepted; anything else is refused with the
-reason, because an option that is silently ignored is worse than none.
+reason, because an option that is silently ignored is worse than none. The few that cannot change a
+result here whatever their value are accepted with a warning that says so.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from rloo.options import NULL_WORDS, coerce
@@ -32,55 +34,21 @@ _REASONS: dict[str, dict[str, Any]] = {
         "use_transformers_continuous_batching": False,
         "transformers_continuous_batching_config": None,
         "use_transformers_paged": False,
-        "cache_implementation": None,
-        "use_cache": False,
     },
-    "sampling has its own options (temperature, top_p, top_k, min_p, repetition_penalty)": {
-        "generation_kwargs": None,
-        "gconfig.greedy": False,
-    },
-    "completions are packed, not padded (packing)": {"pad_to_multiple_of": ("auto", None)},
-    "the reference model stays the initial one in this version": {
-        "sync_ref_model": False,
-        "ref_model_mixup_alpha": 0.6,
-        "ref_model_sync_steps": 512,
-    },
-    "a base of 4 or 8 bits is not part of this version (use_peft, bf16)": {
-        "load_in_4bit": False,
-        "load_in_8bit": False,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_quant_storage": None,
-        "use_bnb_nested_quant": False,
-    },
+    "training samples from the policy (temperature)": {"gconfig.greedy": False},
+    "the stored type of a 4-bit base is bitsandbytes' own": {"bnb_4bit_quant_storage": None},
     "the models here are causal language models": {"lora_task_type": "CAUSAL_LM"},
-    "the auxiliary loss of mixture-of-experts models is not part of this version": {
-        "router_aux_loss_coef": (None, 0.0),
-    },
-    "evaluation samples as much at once as memory allows": {"per_device_eval_batch_size": 8},
-    "optimizers are set by learning_rate, weight_decay and the adam_ options": {
-        "optim_args": None,
+    "optimizers that change single layers are not part of this version": {
         "optim_target_modules": None,
     },
     "every column of the dataset is handed to the rewards": {
         "remove_unused_columns": (False, None)
     },
-    "images are not part of this version": {"log_multimodal": True},
-    "all sampled completions are candidates for printing (num_completions_to_print)": {
-        "log_unique_prompts": False,
-    },
     "this version runs as one process on one device": {
-        "ds3_gather_for_generation": True,
-        "average_tokens_across_devices": True,
         "log_on_each_node": True,
         "save_on_each_node": False,
         "accelerator_config": None,
         "parallelism_config": None,
-        "ddp_find_unused_parameters": None,
-        "ddp_bucket_cap_mb": None,
-        "ddp_broadcast_buffers": None,
-        "ddp_static_graph": None,
-        "ddp_backend": None,
-        "ddp_timeout": 1800,
         "fsdp": (None, "", False),
         "fsdp_config": None,
         "deepspeed": None,
@@ -104,21 +72,16 @@ _REASONS: dict[str, dict[str, Any]] = {
         "torch_compile": False,
         "torch_compile_backend": None,
         "torch_compile_mode": None,
-        "use_liger_kernel": False,
         "liger_kernel_config": None,
     },
     "micro-batches follow from memory (max_tokens_per_micro_batch)": {
         "auto_find_batch_size": False,
-        "torch_empty_cache_steps": None,
-        "eval_accumulation_steps": None,
         "skip_memory_metrics": True,
     },
     "logging goes by steps (logging_steps) to the console and to report_to": {
         "logging_strategy": "steps",
         "logging_nan_inf_filter": True,
         "include_num_input_tokens_seen": ("no", False),
-        "log_level": "passive",
-        "log_level_replica": "warning",
         "trackio_bucket_id": None,
         "trackio_static_space_id": None,
         "debug": ("", []),
@@ -137,32 +100,11 @@ _REASONS: dict[str, dict[str, Any]] = {
         "ignore_data_skip": False,
         "restore_callback_states_from_checkpoint": False,
     },
-    "choosing the best checkpoint is not part of this version": {
-        "load_best_model_at_end": False,
-        "metric_for_best_model": None,
-        "greater_is_better": None,
-    },
-    "pushing to the hub is not part of this version": {
-        "push_to_hub": False,
-        "hub_token": None,
-        "hub_private_repo": None,
-        "hub_model_id": None,
-        "hub_strategy": "every_save",
-        "hub_always_push": False,
-        "hub_revision": None,
-    },
+    "a push that is under way is waited for (hub_strategy)": {"hub_always_push": False},
     "the seed decides alone; on a CPU equal options give equal results": {
         "full_determinism": False
     },
-    "prompts are tokenised once, without loader workers": {
-        "dataloader_drop_last": False,
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": True,
-        "dataloader_persistent_workers": False,
-        "dataloader_prefetch_factor": None,
-        "dataloader_multiprocessing_context": None,
-        "dataloader_in_order": True,
-    },
+    "no row is left out at the end of an epoch": {"dataloader_drop_last": False},
     "the order of the prompts is random or the dataset's (shuffle_dataset)": {
         "train_sampling_strategy": "random",
         "length_column_name": "length",
@@ -172,25 +114,22 @@ _REASONS: dict[str, dict[str, Any]] = {
         "do_eval": False,
         "do_predict": False,
     },
-    "this trainer is RLOO": {
+    "the estimator is set by its parts, or by a preset (preset)": {
         "advantage_estimator": "rloo",
         "algorithm.adv_estimator": ("rloo", "rloo_vectorized"),
         "algo.advantage.estimator": "rloo",
     },
-    "the KL penalty is part of the reward (beta)": {
-        "kl_in_reward": True,
-        "algorithm.use_kl_in_reward": True,
-    },
     "it never had an effect in TRL; the penalty is summed over the completion (beta)": {
         "token_level_kl": False,
     },
-    "a reward can look at completion_ids instead": {"missing_eos_penalty": None},
     "the form of the loss is set by loss_aggregation": {"loss_type": ()},
-    "shifting or scaling belongs in the reward function (reward_weights)": {
-        "actor.reward_bias": 0.0,
-        "actor.reward_scaling": 1.0,
+    "off-policy correction is set by rollout_importance_sampling_mode": {
+        "actor.use_decoupled_loss": False,
     },
-    "off-policy correction is not part of this version": {"actor.use_decoupled_loss": False},
+    "the ratio is to the policy that made the rollout; clipping one to the reference would stop all "
+    "learning at a fixed distance from it, which is what beta is for": {
+        "clip_ratio_against": ("old", "old_policy"),
+    },
     "one rollout feeds steps_per_generation accumulation steps": {"actor.ppo_n_minibatches": 1},
 }
 
@@ -200,6 +139,55 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     for reason, options in _REASONS.items()
     for name, values in options.items()
 }
+
+
+# reason -> {option: its default in TRL or transformers}
+_IDLE: dict[str, dict[str, Any]] = {
+    "evaluation samples as much at once as memory allows": {"per_device_eval_batch_size": 8},
+    "completions are packed, not padded": {"pad_to_multiple_of": "auto"},
+    "the engines keep their own caches": {"cache_implementation": None, "use_cache": False},
+    "prompts are tokenised once, without loader workers": {
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": True,
+        "dataloader_persistent_workers": False,
+        "dataloader_prefetch_factor": None,
+        "dataloader_multiprocessing_context": None,
+        "dataloader_in_order": True,
+    },
+    "this version runs as one process on one device": {
+        "ds3_gather_for_generation": True,
+        "average_tokens_across_devices": True,
+        "ddp_find_unused_parameters": None,
+        "ddp_bucket_cap_mb": None,
+        "ddp_broadcast_buffers": None,
+        "ddp_static_graph": None,
+        "ddp_backend": None,
+        "ddp_timeout": 1800,
+    },
+    "logits of all tokens never exist at once": {"use_liger_kernel": False},
+    "micro-batches follow from memory": {
+        "torch_empty_cache_steps": None,
+        "eval_accumulation_steps": None,
+    },
+    "the console shows what matters": {
+        "log_level": "passive",
+        "log_level_replica": "warning",
+    },
+}
+
+# option -> (its default in TRL or transformers, why it cannot matter here)
+WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
+    name: (default, reason)
+    for reason, options in _IDLE.items()
+    for name, default in options.items()
+}
+
+
+def warn_without_effect(name: str, value: Any) -> None:
+    """Say that `name` changes nothing here, unless it is set to what it is anyway."""
+    default, reason = WITHOUT_EFFECT[name]
+    if not _is_same(name, value, default):
+        warnings.warn(f"{name} is {value!r}, which has no effect: {reason}", stacklevel=2)
 
 
 def refuse(name: str, value: Any) -> None:

@@ -238,7 +238,8 @@ def test_completions_end_at_the_first_stop_token():
     tokens = torch.tensor([[5, 2, 2, 9], [5, 6, 7, 8], [3, -1, -1, -1], [5, 6, 7, 2]])
     logprobs = -torch.arange(16.0).view(4, 4)
 
-    completions = collect_completions((tokens, logprobs, logprobs * 2), (2, 3))
+    never = torch.full((4,), 5)
+    completions = collect_completions((tokens, logprobs, logprobs * 2, never), (2, 3))
 
     assert completions == [
         Completion([5, 2], "stop", [0.0, -1.0], [0.0, -2.0]),
@@ -248,6 +249,16 @@ def test_completions_end_at_the_first_stop_token():
     ]
 
 
+def test_completions_end_where_a_stop_string_or_a_stop_token_comes_first():
+    tokens = torch.tensor([[5, 6, 2, 9], [5, 2, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
+    zeros = torch.zeros(4, 4)
+
+    completions = collect_completions((tokens, zeros, zeros, torch.tensor([2, 3, 4, 5])), (2,))
+
+    assert [c.token_ids for c in completions] == [[5, 6], [5, 2], [5, 6, 7, 8], [5, 6, 7, 8]]
+    assert [c.finish for c in completions] == ["stop", "stop", "stop", "length"]
+
+
 def test_logits_that_are_not_numbers_are_reported():
     sampling = Sampling(max_tokens=1, stop_token_ids=())
     drawn = draw(torch.full((1, 300), math.nan), torch.tensor([0.5]).double(), sampling)
@@ -255,6 +266,7 @@ def test_logits_that_are_not_numbers_are_reported():
         drawn.tokens[:, None],
         drawn.policy_logprobs[:, None],
         drawn.sampling_logprobs[:, None],
+        torch.tensor([2]),
     )
 
     with pytest.raises(FloatingPointError, match="not finite"):
@@ -272,5 +284,7 @@ def test_requests_that_no_engine_can_serve_are_refused():
         check_request([prompt], 1, Sampling(max_tokens=0, stop_token_ids=()))
     with pytest.raises(ValueError, match=r"temperature is 0\.0"):
         check_request([prompt], 1, Sampling(max_tokens=1, stop_token_ids=(), temperature=0.0))
+    with pytest.raises(ValueError, match="there are stop_strings but no decode"):
+        check_request([prompt], 1, Sampling(1, (), stop_strings=("x",)))
     with pytest.raises(ValueError, match="prompt 7 has no tokens"):
         check_request([Prompt(7, [], "")], 1, good)

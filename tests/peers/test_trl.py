@@ -1,4 +1,4 @@
-"""TRL's own RLOOTrainer and ours on the same completions, rewards and weights."""
+"""TRL's own RLOOTrainer, and its GRPOTrainer, and ours on the same completions and weights."""
 
 import math
 import random
@@ -9,9 +9,11 @@ from datasets import Dataset
 from models import VOCAB_SIZE, make_model
 from text import make_tokenizer
 
+from rloo import objective
 from rloo.config import RLOOConfig
+from rloo.credit import FirstPass, credit
 from rloo.policy import Policy
-from rloo.rollout import FirstPass, countable_samples, credit
+from rloo.rollout import countable_samples
 from rloo.types import Completion, Group, Prompt
 from rloo.update import micro_loss
 
@@ -23,7 +25,7 @@ pytestmark = [
 K, PROMPTS = 4, 3
 
 
-def make_rollout(missing: bool):
+def make_rollout(missing: bool = False, cut: bool = False):
     rng = random.Random(1)
     prompts, completions, rewards = [], [], []
     for _ in range(PROMPTS):
@@ -34,6 +36,9 @@ def make_rollout(missing: bool):
         rewards.append(rng.random() * 4 - 1)
     if missing:
         rewards[1] = None
+    if cut:  # without an end-of-sequence token
+        completions[2] = completions[2][:-1]
+        completions[K] = completions[K][:-1]
     return prompts, completions, rewards
 
 
@@ -44,14 +49,13 @@ def perturb(model, seed: int, scale: float = 0.02) -> None:
             parameter.add_(torch.randn_like(parameter) * scale)
 
 
-def theirs(tmp_path, rollout, options):
-    from trl import RLOOConfig as TRLConfig
-    from trl import RLOOTrainer as TRLTrainer
+def theirs(tmp_path, rollout, options, method="RLOO"):
+    import trl
 
     prompts, completions, rewards = rollout
     folder = str(tmp_path / "model")  # TRL loads its reference from where the model came from
     make_model("qwen3").save_pretrained(folder)
-    arguments = TRLConfig(
+    arguments = getattr(trl, f"{method}Config")(
         output_dir=str(tmp_path / "trl"),
         per_device_train_batch_size=PROMPTS * K,
         num_generations=K,
@@ -63,7 +67,7 @@ def theirs(tmp_path, rollout, options):
         model_init_kwargs={"dtype": "float32"},
         **options,
     )
-    trainer = TRLTrainer(
+    trainer = getattr(trl, f"{method}Trainer")(
         model=folder,
         reward_funcs=lambda completions, **_: rewards,
         args=arguments,
@@ -72,7 +76,13 @@ def theirs(tmp_path, rollout, options):
     )
     if trainer.ref_model is not None:
         perturb(trainer.ref_model, seed=2)
-    trainer._generate = lambda _: (prompts, completions, ["text"] * len(completions))
+    texts = ["text"] * len(completions)
+    generated = {
+        "RLOO": (prompts, completions, texts),
+        "GRPO": (prompts, completions, None, texts, None, {}, None, None),
+    }
+    trainer._generate = lambda _: generated[method]
+    trainer.current_gradient_accumulation_steps = 1  # set by Trainer's loop
     trainer.model.train()
     inputs = trainer._generate_and_score_completions([{"prompt": "x"}] * (PROMPTS * K))
     # "old" was taken before this; the update is measured at other weights, so that ratios matter.
@@ -80,7 +90,10 @@ def theirs(tmp_path, rollout, options):
     loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     gradients = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
-    return inputs["advantages"], loss.item(), gradients
+    # A completion without any token in the mask has an advantage there, and a constant in the loss.
+    seen = inputs["completion_mask"].any(dim=1)
+    constant = torch.where(seen, 0.0, inputs["advantages"]).sum().item() / len(completions)
+    return torch.where(seen, inputs["advantages"], 0.0), loss.item() + constant, gradients
 
 
 def ours(rollout, options, packing):
@@ -103,6 +116,7 @@ def judge(model, rollout, change, **options):
         gradient_checkpointing=False,
         num_generations=K,
         num_prompts=PROMPTS,
+        max_completion_length=16,
         num_iterations=2,  # "old" is what the first pass saw
         **options,
     )
@@ -114,7 +128,12 @@ def judge(model, rollout, change, **options):
         groups.append(
             Group(
                 Prompt(number, prompts[number * K], "x"),
-                [Completion(c, "stop", [0.0] * len(c), [0.0] * len(c)) for c in completions[part]],
+                [
+                    Completion(
+                        c, "stop" if c[-1] == 2 else "length", [0.0] * len(c), [0.0] * len(c)
+                    )
+                    for c in completions[part]
+                ],
                 ["text"] * K,
                 rewards[part],
             )
@@ -128,11 +147,17 @@ def judge(model, rollout, change, **options):
         given = record.complete(given, parts)
     change(policy, 3)
     batch = policy.batch(samples)
-    loss, _ = micro_loss(policy, batch, given, config, denominator=float(len(completions)))
+    denominator = objective.loss_denominator(
+        config.loss_aggregation,
+        num_sequences=len(completions),  # TRL counts the unscored ones, too
+        num_tokens=sum(map(len, completions)),
+        constant=config.loss_constant,
+    )
+    loss, _ = micro_loss(policy, batch, given, config, denominator=denominator)
     loss.backward()
     advantages = torch.zeros(len(completions), dtype=torch.float64)
     for (group, index), value in given.advantages.items():
-        advantages[group * K + index] = value
+        advantages[group * K + index] = value[0]
     trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     return advantages, loss.item(), {name: p.grad for name, p in trained.items()}
 
@@ -147,19 +172,59 @@ def judge(model, rollout, change, **options):
         {"beta": 0.05, "normalize_advantages": True},
         {"beta": 0.05, "temperature": 0.7, "epsilon": 0.05, "epsilon_high": 0.1},
         {"beta": 0.05, "missing": True},
+        {"beta": 0.5, "mask_truncated_completions": True, "cut": True},
     ],
     ids=str,
 )
 def test_advantages_loss_and_every_gradient_equal_trl(tmp_path, options, packing):
     options = dict(options)
-    rollout = make_rollout(missing=options.pop("missing", False))
-    their_advantages, their_loss, their_gradients = theirs(tmp_path, rollout, options)
-    advantages, loss, gradients = ours(rollout, options, packing)
+    rollout = make_rollout(missing=options.pop("missing", False), cut=options.pop("cut", False))
+    expected = theirs(tmp_path, rollout, options)
+    compare(ours(rollout, {"preset": "trl", **options}, packing), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "preset"),
+    [
+        (
+            {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False},
+            {"preset": "grpo"},
+        ),
+        (
+            {"loss_type": "grpo", "beta": 0.3, "delta": 1.3},
+            {"preset": "grpo", "delta": 1.3, "use_bias_correction_kl": True},
+        ),
+        ({"loss_type": "grpo", "epsilon_high": 0.05}, {"preset": "grpo", "epsilon_high": 0.05}),
+        ({"loss_type": "dr_grpo", "scale_rewards": "none"}, {"preset": "dr_grpo"}),
+        ({"loss_type": "grpo", "scale_rewards": "batch"}, {"preset": "grpo", "std_level": "batch"}),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+            {
+                "preset": "grpo",
+                "importance_sampling_level": "sequence_mean",
+                "loss_aggregation": "sequence",
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_grpo_and_its_relatives_equal_trl_s_grpo_trainer(tmp_path, options, preset):
+    rollout = make_rollout()
+    common = {"beta": 0.0, "epsilon": 0.1}
+    # With one iteration it would take "old" to be "now".
+    expected = theirs(tmp_path, rollout, {**common, **options, "num_iterations": 2}, "GRPO")
+    beta = options.get("beta", 0.0)
+    compare(ours(rollout, {**common, **preset, "beta": beta}, packing=True), expected)
+
+
+def compare(result, expected) -> None:
+    advantages, loss, gradients = result
+    their_advantages, their_loss, their_gradients = expected
     assert advantages.abs().max() > 0.1
     assert (advantages - their_advantages).abs().max() < 1e-6 * max(1, advantages.abs().max())
     assert math.isclose(loss, their_loss, rel_tol=1e-5)
     assert gradients.keys() == their_gradients.keys()
     for name, gradient in gradients.items():
-        expected = their_gradients[name]
-        assert expected.norm() > 0, name
-        assert (gradient - expected).norm() <= 1e-5 * expected.norm(), name
+        theirs_here = their_gradients[name]
+        assert theirs_here.norm() > 0, name
+        assert (gradient - theirs_here).norm() <= 1e-5 * theirs_here.norm(), name

@@ -25,27 +25,27 @@ def build_engine(
     pad_token_id: int,
     weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
     dtype: torch.dtype | None = None,
+    no_copy: str | None = None,
 ) -> tuple[Engine, str | None]:
     """The engine called `name` ("auto", "native" or "hf"), and one line for the user if it is
     another, or slower, than could be expected. "auto" is native where the model allows it.
 
     `weights` gives what `load` will be given (by default the model's parameters); `dtype` is that
     of the fused decoder's matrix products (by default the model's); other samplers have none of
-    their own.
+    their own. `no_copy` is the reason, if there is one, why no copy of the weights may be made,
+    as the fused decoder does.
     """
     if name not in ("auto", "native", "hf"):
         raise ValueError(f"engine is {name!r}; it must be auto, native or hf")
     weights = weights or model.named_parameters
     if name == "hf":
         return HFEngine(model, pad_token_id=pad_token_id), None
-    if can_fuse(model) and supports(model, weights=weights) is None:
+    if no_copy is None and can_fuse(model) and supports(model, weights=weights) is None:
         return NativeEngine(model, pad_token_id=pad_token_id, dtype=dtype), None
     reason = supports(model, fused=False)
     if reason is None:
-        note = (
-            f"sampling runs {type(model).__name__} layer by layer (slower): its arithmetic is not "
-            "among those that are fused"
-        )
+        why = no_copy or "its arithmetic is not among those that are fused"
+        note = f"sampling runs {type(model).__name__} layer by layer (slower): {why}"
         return NativeEngine(model, pad_token_id=pad_token_id, fused=False), note
     note = f"sampling with transformers' generate (slower): the native engine cannot, {reason}"
     return HFEngine(model, pad_token_id=pad_token_id), note

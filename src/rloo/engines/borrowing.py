@@ -17,8 +17,9 @@ from rloo.types import Completion, Prompt, Sampling
 
 # One sequence: a prompt and the sample's number k in its group.
 Row = tuple[Prompt, int]
-# Tokens, policy and sampling log-probabilities, each (R, max_tokens).
-Drawn = tuple[Tensor, Tensor, Tensor]
+# Tokens, policy and sampling log-probabilities, each (R, max_tokens), and the lengths (R,) at which
+# a stop string was complete.
+Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @contextmanager

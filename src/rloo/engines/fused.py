@@ -36,7 +36,9 @@ def can_fuse(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     if config.model_type not in ARCHITECTURES or config.hidden_act != "silu":
         return False
-    return getattr(model.base_model.rotary_emb, "rope_type", None) in _STATIC_ROTARY
+    # A model that reads images has none at its top.
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    return getattr(rotary, "rope_type", None) in _STATIC_ROTARY
 
 
 @dataclass(frozen=True, slots=True)

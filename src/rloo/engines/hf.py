@@ -1,6 +1,7 @@
 """The reference engine: transformers' own `generate` and its own filters, with our noise.
 
-Slow, and right for every causal language model that `generate` can run. Knows nothing of caches.
+Slow, and right for every causal language model that `generate` can run, and for those that read
+images. Knows nothing of caches.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from transformers import (
     MinPLogitsWarper,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -25,12 +28,14 @@ from transformers import (
 
 from rloo.engines.borrowing import Drawn, Row, sample_in_waves
 from rloo.engines.sampling import (
+    StopText,
     draw,
     gather_logprobs,
     invert_cdf,
     row_keys,
     uniforms,
 )
+from rloo.images import image_token_ids, join_inputs
 from rloo.types import Completion, Prompt, Sampling
 
 # What the cache of one call of `generate` may occupy; further rows wait for the next call.
@@ -38,7 +43,12 @@ CACHE_BYTES = 2 << 30
 
 
 class HFEngine:
-    """Samples with `generate` from the policy's own module."""
+    """Samples with `generate` from the policy's own module.
+
+    The tokens that stand for images in a prompt are never sampled, as no image would belong to
+    them. `sampling_logprobs` are those of the distribution without them; `policy_logprobs`, as in
+    training, are not, so that they say by how much the two differ.
+    """
 
     name = "hf"
 
@@ -83,9 +93,10 @@ class HFEngine:
             torch.tensor([prompt.noise_id for prompt, _ in rows], device=device),
             torch.tensor([k for _, k in rows], device=device),
         )
-        drawing = _Drawing(sampling, keys, pads, width)
+        drawing = _Drawing(sampling, keys, pads, width, image_token_ids(self._model.config))
         self._model.generate(  # type: ignore[operator]
             input_ids,
+            **join_inputs(_pixels(rows), padding, width, device),
             attention_mask=(torch.arange(width, device=device) >= pads[:, None]).long(),
             generation_config=GenerationConfig(
                 max_new_tokens=sampling.max_tokens,
@@ -96,8 +107,21 @@ class HFEngine:
                 pad_token_id=self._pad_token_id,
             ),
             logits_processor=LogitsProcessorList([drawing]),
+            stopping_criteria=StoppingCriteriaList([_AtStopText(drawing)]),
         )
-        return drawing.tokens, drawing.policy_logprobs, drawing.sampling_logprobs
+        return (
+            drawing.tokens,
+            drawing.policy_logprobs,
+            drawing.sampling_logprobs,
+            drawing.stop_text.lengths,
+        )
+
+
+def _pixels(rows: Sequence[Row]) -> list[dict[str, Any] | None]:
+    """Of each row's prompt, made once a prompt."""
+    prompts = {prompt.noise_id: prompt for prompt, _ in rows}
+    made = {key: prompt.pixels and prompt.pixels() for key, prompt in prompts.items()}
+    return [made[prompt.noise_id] for prompt, _ in rows]
 
 
 @contextmanager
@@ -114,28 +138,50 @@ def _no_defaults(model: PreTrainedModel) -> Iterator[None]:
 class _Drawing(LogitsProcessor):
     """Chooses each token with our noise and leaves `generate`, which is greedy, no other choice."""
 
-    def __init__(self, sampling: Sampling, keys: Tensor, pads: Tensor, width: int) -> None:
+    def __init__(
+        self, sampling: Sampling, keys: Tensor, pads: Tensor, width: int, never: Sequence[int]
+    ) -> None:
         self._sampling = sampling
+        self._never = torch.tensor(never, dtype=torch.long, device=keys.device)
         self._width = width
         self._noise = uniforms(keys, 0, sampling.max_tokens)
         self._filters = _make_filters(sampling, pads)
         self.tokens = torch.full((len(keys), sampling.max_tokens), -1, device=keys.device)
         self.policy_logprobs = torch.zeros(self.tokens.shape, device=keys.device)
         self.sampling_logprobs = torch.zeros(self.tokens.shape, device=keys.device)
+        self.stop_text = StopText(sampling, len(keys), keys.device)
+        self._rows = torch.arange(len(keys), device=keys.device)
+        self.ended = torch.zeros(len(keys), dtype=torch.bool, device=keys.device)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         position = input_ids.shape[1] - self._width
         noise = self._noise[:, position]
+        allowed = scores.index_fill(1, self._never, float("-inf"))
         if self._sampling.greedy or not self._sampling.filtered:
-            drawn = draw(scores, noise, self._sampling)
-            tokens, policy, behavior = drawn.tokens, drawn.policy_logprobs, drawn.sampling_logprobs
+            drawn = draw(allowed, noise, self._sampling)
+            tokens, behavior = drawn.tokens, drawn.sampling_logprobs
         else:
-            tokens, behavior = invert_cdf(self._filters(input_ids, scores), noise)  # type: ignore[arg-type]
-            policy = gather_logprobs(scores / self._sampling.temperature, tokens)
+            tokens, behavior = invert_cdf(self._filters(input_ids, allowed), noise)  # type: ignore[arg-type]
+        temperature = 1.0 if self._sampling.greedy else self._sampling.temperature
+        policy = behavior
+        if self._sampling.filtered or len(self._never):
+            policy = gather_logprobs(scores.float() / temperature, tokens)
         self.tokens[:, position] = tokens
         self.policy_logprobs[:, position] = policy
         self.sampling_logprobs[:, position] = behavior
+        ended = self.stop_text.see(self.tokens, self._rows, position)
+        self.ended = self.ended if ended is None else ended
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
+
+
+class _AtStopText(StoppingCriteria):
+    """Ends the rows whose last token completed a stop string."""
+
+    def __init__(self, drawing: _Drawing) -> None:
+        self._drawing = drawing
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return self._drawing.ended
 
 
 def _make_filters(sampling: Sampling, pads: Tensor) -> LogitsProcessorList:

@@ -19,7 +19,7 @@ from rloo import attention
 from rloo.engines.borrowing import Drawn, Row, sample_in_waves
 from rloo.engines.decoding import DecodeCache, PromptCache, fill_holes
 from rloo.engines.fused import FusedDecoder, can_fuse
-from rloo.engines.sampling import draw, row_keys, uniforms
+from rloo.engines.sampling import StopText, draw, row_keys, uniforms
 from rloo.types import Completion, Prompt, Sampling
 
 # What the caches of one wave may occupy; further prompts wait for the next wave.
@@ -87,7 +87,7 @@ class NativeEngine:
         )
 
     def _sample_wave(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
-        """Tokens, policy and sampling log-probs, each (R, max_tokens), in the order of `rows`."""
+        """What `collect_completions` takes, in the order of `rows`."""
         device = self._model.device
         prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
         number = {id(prompt): index for index, prompt in enumerate(prompts)}
@@ -101,14 +101,16 @@ class NativeEngine:
         tokens = torch.full((len(rows), sampling.max_tokens), -1, device=device)
         policy = torch.zeros(tokens.shape, device=device)
         behavior = torch.zeros(tokens.shape, device=device)
+        stop_text = StopText(sampling, len(rows), device)
         for position in range(sampling.max_tokens):
             drawn = draw(logits, active.noise_at(position), sampling, active.seen)
             tokens[active.index, position] = drawn.tokens
             policy[active.index, position] = drawn.policy_logprobs
             behavior[active.index, position] = drawn.sampling_logprobs
+            ended = stop_text.see(tokens, active.index, position)
             if position + 1 == sampling.max_tokens:
                 break
-            active.advance(drawn.tokens)
+            active.advance(drawn.tokens, ended)
             left = active.count_unfinished()
             if left == 0:
                 break
@@ -118,7 +120,7 @@ class NativeEngine:
                 decode.keep(order)
                 active.keep(order)
             logits = self._step(decode, active)
-        return tokens, policy, behavior
+        return tokens, policy, behavior, stop_text.lengths
 
     def _prefill(self, prompts: list[Prompt]) -> tuple[PromptCache, Tensor]:
         """The prompts' keys and values, and the logits (P, V) that follow each prompt."""
@@ -191,23 +193,26 @@ class _ActiveRows:
         self._keys = row_keys(noise, ids, samples)
         self._noise = uniforms(self._keys, 0, _NOISE_BLOCK)
         self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
+        self._can_end = len(sampling.stop_token_ids) + len(sampling.stop_strings) > 0
 
     def noise_at(self, position: int) -> Tensor:
         if position and position % _NOISE_BLOCK == 0:
             self._noise = uniforms(self._keys, position, _NOISE_BLOCK)
         return self._noise[:, position % _NOISE_BLOCK]
 
-    def advance(self, tokens: Tensor) -> None:
+    def advance(self, tokens: Tensor, ended: Tensor | None) -> None:
         self.tokens = tokens
         self.positions += 1
         if self.seen is not None:
             self.seen[torch.arange(len(tokens), device=tokens.device), tokens] = True
         if len(self._stops):
             self.alive &= (tokens[:, None] != self._stops).all(dim=-1)
+        if ended is not None:
+            self.alive &= ~ended
 
     def count_unfinished(self) -> int:
-        # The one place where a step waits for the device.
-        return int(self.alive.sum()) if len(self._stops) else len(self.alive)
+        # Without stop strings the one place where a step waits for the device.
+        return int(self.alive.sum()) if self._can_end else len(self.alive)
 
     def keep(self, order: Tensor) -> None:
         self.index = self.index[order]

@@ -184,26 +184,57 @@ def check_request(prompts: Sequence[Prompt], num_samples: int, sampling: Samplin
             f"temperature is {sampling.temperature}; it must be above 0 (greedy=True takes the "
             "most likely token)"
         )
+    if sampling.stop_strings and sampling.decode is None:
+        raise ValueError("there are stop_strings but no decode; an engine knows tokens, not text")
     for prompt in prompts:
         if not prompt.token_ids:
             raise ValueError(f"prompt {prompt.id} has no tokens; a model needs at least 1 to go on")
 
 
-def collect_completions(
-    drawn: tuple[Tensor, Tensor, Tensor], stop_token_ids: Sequence[int]
-) -> list[Completion]:
-    """Cut each row after its first stop token.
+class StopText:
+    """Looks for the stop strings in the rows of one call, token after token."""
 
-    drawn: tokens, policy and sampling log-probabilities, each (R, max_tokens); behind a stop token
-    anything may stand. Raises FloatingPointError where the model's logits were not numbers.
+    def __init__(self, sampling: Sampling, rows: int, device: torch.device) -> None:
+        # A token has at least one byte of text; a few more, as some (a leading space) have none.
+        self._window = 8 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
+        self._sampling = sampling
+        # Tokens up to the one that completed a stop string; more than there can be for none.
+        self.lengths = torch.full((rows,), sampling.max_tokens + 1, device=device)
+
+    def see(self, tokens: Tensor, index: Tensor, position: int) -> Tensor | None:
+        """bool (R',): whether the rows `index` (R',) of tokens (R, max_tokens), known up to
+        `position`, have come to a stop string now or before; None where there are none."""
+        if not self._sampling.stop_strings:
+            return None
+        assert self._sampling.decode is not None
+        begin = max(0, position + 1 - self._window)
+        texts = self._sampling.decode(tokens[index, begin : position + 1].tolist())
+        found = torch.tensor(
+            [any(stop in text for stop in self._sampling.stop_strings) for text in texts],
+            device=index.device,
+        )
+        lengths = self.lengths[index]
+        self.lengths[index] = lengths.where(~found, lengths.clamp(max=position + 1))
+        return self.lengths[index] <= position + 1
+
+
+def collect_completions(
+    drawn: tuple[Tensor, Tensor, Tensor, Tensor], stop_token_ids: Sequence[int]
+) -> list[Completion]:
+    """Cut each row after its first stop token, or where it came to a stop string.
+
+    drawn: tokens, policy and sampling log-probabilities, each (R, max_tokens), and `StopText`'s
+    lengths (R,); behind the end anything may stand. Raises FloatingPointError where the model's
+    logits were not numbers.
     """
-    tokens, policy, behavior = drawn
+    tokens, policy, behavior, stop_lengths = drawn
     stops = torch.tensor(stop_token_ids, dtype=tokens.dtype, device=tokens.device)
     stopped = torch.isin(tokens, stops)
-    ended = stopped.any(dim=-1).tolist()
-    lengths = torch.where(
-        stopped.any(dim=-1), stopped.int().argmax(dim=-1) + 1, tokens.shape[-1]
-    ).tolist()
+    limit = tokens.shape[-1]
+    by_token = torch.where(stopped.any(dim=-1), stopped.int().argmax(dim=-1) + 1, limit + 1)
+    whole = torch.minimum(by_token, stop_lengths)
+    ended = (whole <= limit).tolist()
+    lengths = whole.clamp(max=limit).tolist()
     completions = []
     for row, length, stop in zip(
         zip(tokens.tolist(), policy.tolist(), behavior.tolist(), strict=True),

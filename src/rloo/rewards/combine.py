@@ -120,10 +120,15 @@ class RewardSet:
         completion_ids: list[list[int]],
         columns: Mapping[str, list[Any]],
         trainer_state: Any,
+        *,
+        learn: bool = True,
     ) -> Scores:
         """Score N completions; every list, those of `columns` too, has one entry per completion.
 
         Every function gets its own copies of the lists and of lists and dictionaries within them.
+        With `learn`, a function's own `normalize(scores)` puts its scores on a running scale;
+        without, as in evaluation, they stay as they are: no state is touched, and they can be
+        compared over the whole run.
         Raises ValueError, with function, row and value, for a wrong number of rewards or one that
         is not a finite number; what a function raises is passed on with a note that names it.
         """
@@ -148,16 +153,34 @@ class RewardSet:
         by_function = {
             name: read_rewards(results[name], name, len(completions)) for name in self.names
         }
+        for name, function in self._having("normalize") if learn else ():
+            for raw in by_function[name]:
+                if raw is not None:
+                    logs[name].log_metric(f"rewards/{name}/raw_mean", raw)
+            by_function[name] = function.normalize(by_function[name])
         totals = [
             _sum_weighted(row, self.weights) for row in zip(*by_function.values(), strict=True)
         ]
         return Scores(totals, by_function, _merge_extras(logs, len(completions)), _mean(logs))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the functions that have a state have learned, by name, as JSON values."""
+        return {name: function.state_dict() for name, function in self._having("state_dict")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned: each function that is in both takes its part."""
+        for name, function in self._having("state_dict"):
+            if name in state:
+                function.load_state_dict(state[name])
 
     def close(self) -> None:
         """End the event loop of the coroutine functions; the next call starts another."""
         if self._loop is not None:
             self._loop.close()
             self._loop = None
+
+    def _having(self, method: str) -> list[tuple[str, Any]]:
+        return [(r.name, r.function) for r in self._rewards if hasattr(r.function, method)]
 
     def _call(self, arguments: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         results = {}

@@ -62,6 +62,11 @@ def load_reward(spec: str | Mapping[str, Any] | Callable[..., Any]) -> Callable[
     return _load_named(spec, {})
 
 
+def is_built_in(name: str) -> bool:
+    """Whether `name`, without options, is one of the rewards that come with the package."""
+    return name in _FUNCTIONS or name in _FACTORIES
+
+
 def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
     if name in _FACTORIES:
         factory = _load_attribute(_FACTORIES[name])
@@ -85,7 +90,7 @@ def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(
         f"unknown reward {name!r}{hint} (built in: {', '.join(built_in)}; your own: "
-        "package.module:function or file.py:function)"
+        "package.module:function or file.py:function; a reward model: a folder or owner/name)"
     )
 
 

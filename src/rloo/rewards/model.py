@@ -1,0 +1,299 @@
+"""Reward models: sequence classifiers, and objects with `get_rewards`, as reward functions.
+
+Knows which specs mean a model, how one is loaded, and how texts are built, batched and scored.
+Knows nothing about weights, other rewards or what the scores are used for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+
+from rloo.rewards.load import is_built_in, load_reward
+from rloo.rewards.normalizer import Normalized
+from rloo.types import Text
+
+# Padding included: what a forward pass computes at once.
+BATCH_TOKENS = 8192
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+OPTIONS = ("batch_tokens", "device", "dtype", "normalize", "revision")
+
+
+class RewardModel:
+    """A sequence classifier with one label: its score of prompt and completion is the reward.
+
+    Messages are written out by the chat template of the model's own tokenizer, strings are joined;
+    no special tokens are added to either. `model` is put in evaluation mode, and its configuration
+    takes over the tokenizer's padding token (or else its end-of-sequence token), by which
+    transformers finds the last token of a text: the model, unlike the tokenizer, is changed.
+    `batch_tokens` bounds rows times the longest row of one forward pass.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_tokens: int = BATCH_TOKENS,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises ValueError for a model of several labels, a tokenizer that has nothing to pad
+        with, and a `batch_tokens` below 1."""
+        path = getattr(model.config, "_name_or_path", "")
+        self.__name__ = path.rstrip("/").split("/")[-1] or type(model).__name__
+        if model.config.num_labels != 1:
+            raise ValueError(_describe_labels(self.__name__, model.config.num_labels))
+        if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int) or batch_tokens < 1:
+            raise ValueError(
+                f"batch_tokens of the reward model {self.__name__!r} is {batch_tokens!r}; it must "
+                "be a whole number of at least 1"
+            )
+        pad = tokenizer.pad_token_id
+        self._pad = tokenizer.eos_token_id if pad is None else pad
+        if self._pad is None:
+            raise ValueError(
+                f"the tokenizer of the reward model {self.__name__!r} has neither a padding nor an "
+                "end-of-sequence token; texts of different length need one "
+                "(reward_processing_classes)"
+            )
+        text_config = model.config.get_text_config()
+        text_config.pad_token_id = self._pad
+        text_config.use_cache = False
+        self._limit = getattr(text_config, "max_position_embeddings", None)
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+        self._batch_tokens = batch_tokens
+        self._template_options = dict(chat_template_kwargs or {})
+
+    def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
+        """One score per completion, as the model gives it.
+
+        Raises ValueError for a text that has no token or more than the model sees, and for a score
+        that is not finite.
+        """
+        texts = [self._write(p, c) for p, c in zip(prompts, completions, strict=True)]
+        encoded: Any = self._tokenizer(texts, add_special_tokens=False)
+        rows = encoded["input_ids"]
+        for row in rows:
+            self._check_length(len(row))
+        scores = torch.empty(len(rows))
+        for numbers in _batches([len(row) for row in rows], self._batch_tokens):
+            scores[numbers] = self._score([rows[number] for number in numbers])
+        if not scores.isfinite().all():
+            raise ValueError(
+                f"the reward model {self.__name__!r} gave {scores[~scores.isfinite()][0].item()}; "
+                "a score must be finite (dtype)"
+            )
+        return scores.tolist()
+
+    def _write(self, prompt: Text, completion: Text) -> str:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return prompt + completion
+        messages: list[Any] = list(prompt)
+        if messages[-1]["role"] == "assistant":  # begun in the prompt, whole in the completion
+            messages.pop()
+        return str(
+            self._tokenizer.apply_chat_template(
+                [*messages, *completion], tokenize=False, **self._template_options
+            )
+        )
+
+    def _check_length(self, length: int) -> None:
+        if length == 0:
+            raise ValueError(
+                f"a prompt and its completion have 0 tokens for the reward model {self.__name__!r};"
+                " a score needs at least 1 (reward_processing_classes)"
+            )
+        if self._limit is not None and length > self._limit:
+            raise ValueError(
+                f"a prompt and its completion have {length} tokens and the reward model "
+                f"{self.__name__!r} sees {self._limit} (max_completion_length, max_prompt_length)"
+            )
+
+    @torch.inference_mode()
+    def _score(self, rows: Sequence[list[int]]) -> Tensor:
+        """(B,) scores of B rows of token ids, padded on the right to the longest."""
+        ids = [torch.tensor(row) for row in rows]
+        input_ids = pad_sequence(ids, batch_first=True, padding_value=self._pad)
+        mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+        device = self._model.device
+        # In the model's own precision, whatever the policy computes in.
+        with torch.autocast(device.type, enabled=False):
+            output = self._model(input_ids=input_ids.to(device), attention_mask=mask.to(device))
+        if output.logits.shape != (len(rows), 1):
+            raise ValueError(
+                f"the reward model {self.__name__!r} gave an array of shape "
+                f"{tuple(output.logits.shape)} for {len(rows)} texts; it must be a sequence "
+                "classifier, which gives one number for each"
+            )
+        scores: Tensor = output.logits[:, 0].float().cpu()
+        return scores
+
+
+def as_reward(
+    spec: Any,
+    processing_class: PreTrainedTokenizerBase | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The reward function that `spec` means.
+
+    - A folder that exists, `owner/name` on the hub, or the mapping `{name: ..., normalize: true,
+      dtype: bfloat16, batch_tokens: 8192, device: cpu, revision: main}`: a `RewardModel`, loaded
+      to `device` in the dtype that it was saved in, and `Normalized` if asked for. Built-in names
+      come before folders.
+    - A sequence classification module: a `RewardModel` in the dtype that it has; it stays on the
+      accelerator that it is on.
+    - An object with `get_rewards(prompts, completions)`: a function that calls it.
+    - Anything else: what `load_reward` makes of it.
+
+    `processing_class` is a reward model's tokenizer; None takes the one saved with it. Raises
+    ValueError for what is not, or cannot be loaded as, a reward.
+    """
+    options = _read_options(spec)
+    is_module = isinstance(spec, nn.Module) and not hasattr(spec, "get_rewards")
+    if options is None and not is_module:
+        if processing_class is not None:
+            warnings.warn(
+                f"the tokenizer in reward_processing_classes for {spec!r:.60} has no effect: that "
+                "is no reward model",
+                stacklevel=2,
+            )
+        return _from_object(spec) if hasattr(spec, "get_rewards") else load_reward(spec)
+    if options is not None:
+        model = _load_model(options, trust_remote_code)
+        device = options.get("device", device)
+    elif hasattr(spec, "config"):
+        model, options = spec, {}
+    else:
+        raise ValueError(
+            f"the reward {type(spec).__name__} is a module without a configuration; it must be a "
+            "sequence classification model of transformers, or a function that calls it"
+        )
+    tokenizer = processing_class or _load_tokenizer(model, options, trust_remote_code)
+    reward = RewardModel(
+        model,
+        tokenizer,
+        batch_tokens=options.get("batch_tokens", BATCH_TOKENS),
+        chat_template_kwargs=chat_template_kwargs,
+    )
+    if model.device.type != torch.device(device).type:
+        nn.Module.to(model, device)
+    return Normalized(reward) if options.get("normalize") else reward
+
+
+def _from_object(judge: Any) -> Callable[..., Any]:
+    def reward(prompts: list[Text], completions: list[Text]) -> Any:
+        return judge.get_rewards(prompts, completions)
+
+    reward.__name__ = getattr(judge, "__name__", type(judge).__name__)
+    return reward
+
+
+def _read_options(spec: Any) -> dict[str, Any] | None:
+    """`spec` as the options of a model to load, its `name` among them; None for anything else."""
+    if isinstance(spec, str):
+        return {"name": spec} if _is_model(spec) else None
+    if not isinstance(spec, Mapping) or not _is_model(spec.get("name")):
+        return None
+    options = {str(key): value for key, value in spec.items()}
+    name = options["name"]
+    unknown = [key for key in options if key not in ("name", *OPTIONS)]
+    if unknown:
+        raise ValueError(
+            f"the reward model {name} has no option {unknown[0]} (options: {', '.join(OPTIONS)})"
+        )
+    if options.get("dtype", "auto") not in DTYPES:
+        raise ValueError(
+            f"dtype of the reward model {name} is {options['dtype']!r}; it must be one of "
+            f"{', '.join(DTYPES)}"
+        )
+    try:
+        torch.device(options.get("device", "cpu"))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device of the reward model {name}: {error}") from error
+    if not isinstance(options.get("normalize", False), bool):
+        raise ValueError(
+            f"normalize of the reward model {name} is {options['normalize']!r}; it must be true or "
+            "false"
+        )
+    return options
+
+
+def _is_model(name: Any) -> bool:
+    if not isinstance(name, str) or is_built_in(name):
+        return False
+    is_code = name.endswith(".py") or bool(set(":(") & set(name))  # file.py:function, name(options)
+    return Path(name).is_dir() or ("/" in name and not is_code)
+
+
+def _load_model(options: Mapping[str, Any], trust: bool) -> Any:
+    name = options["name"]
+    source = {"revision": options.get("revision", "main"), "trust_remote_code": trust}
+    try:
+        config = AutoConfig.from_pretrained(name, **source)
+        if config.num_labels != 1:
+            raise ValueError(_describe_labels(name, config.num_labels))
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            name, dtype=options.get("dtype", "auto"), output_loading_info=True, **source
+        )
+    except OSError as error:
+        raise ValueError(
+            f"the reward model {name} cannot be loaded; it must be a folder or a model of the hub: "
+            f"{error}"
+        ) from error
+    if report["missing_keys"]:
+        raise ValueError(
+            f"{name} has no weights for {', '.join(sorted(report['missing_keys']))}; it is no "
+            "trained reward model, and random ones would reward at random"
+        )
+    return model
+
+
+def _load_tokenizer(model: Any, options: Mapping[str, Any], trust: bool) -> PreTrainedTokenizerBase:
+    name = options.get("name") or getattr(model.config, "_name_or_path", "")
+    try:
+        if not name:
+            raise OSError("it has no name to look for one under")
+        return AutoTokenizer.from_pretrained(
+            name, revision=options.get("revision", "main"), trust_remote_code=trust
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the reward model {name or type(model).__name__} has no tokenizer that can be loaded; "
+            f"give one (reward_processing_classes): {error}"
+        ) from error
+
+
+def _describe_labels(name: str, count: int) -> str:
+    return (
+        f"the reward model {name} has {count} labels; a reward is one number, so it needs exactly "
+        "1 (num_labels of its configuration)"
+    )
+
+
+def _batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Rows by number, longest first, in batches of at most `budget` tokens with their padding; a
+    row of more is alone."""
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > budget:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
