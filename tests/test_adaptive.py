@@ -15,6 +15,7 @@ from test_train import (
 
 from rloo.adaptive import Adaptive
 from rloo.config import RLOOConfig
+from rloo.rewards.normalizer import Normalized
 from rloo.rollout import countable_samples, shaped_rewards
 from rloo.types import Completion, Group, Prompt
 
@@ -52,8 +53,8 @@ def test_rewards_standardised_by_earlier_rollouts_only():
     for rewards in ([1.0, 3.0], [5.0, 9.0]):
         past.see_rewards(rewards, 0.9)
     values = [1.0, 3.0, 5.0, 9.0]
-    assert (past.count, past.mean) == (4, statistics.fmean(values))
-    expected = [(v - past.mean) / statistics.stdev(values) for v in (2.0, 4.0)]
+    assert (past.past.count, past.past.mean) == (4, statistics.fmean(values))
+    expected = [(v - past.past.mean) / statistics.stdev(values) for v in (2.0, 4.0)]
     later = countable_samples([group([2.0, 4.0])], config, past)
     assert [s.reward for s in later] == pytest.approx(expected)
 
@@ -104,6 +105,27 @@ def test_resuming_equals_never_having_stopped(tmp_path, options):
     again.train(resume_from_checkpoint=True)
     assert equal(weights(trainer), weights(again))
     assert without_times(metrics_of(whole)) == without_times(metrics_of(half))
+
+
+def test_a_reward_s_own_scale_is_resumed(tmp_path):
+    def train(name, **options):
+        config = make_config(tmp_path / name, max_steps=4, **options)
+        trainer = make_trainer(config, Normalized(count_words_of))
+        return config, trainer
+
+    whole, trainer = train("whole")
+    trainer.train()
+    half, first = train("half", save_steps=2)
+    first.train()
+    shutil.rmtree(tmp_path / "half" / "run" / "checkpoint-4")
+    _, again = train("half", save_steps=2)
+    again.train(resume_from_checkpoint=True)
+    assert equal(weights(trainer), weights(again))
+    assert without_times(metrics_of(whole)) == without_times(metrics_of(half))
+
+
+def count_words_of(prompts, completions):
+    return count_words(completions)
 
 
 def test_the_coefficient_is_logged_and_used(tmp_path):

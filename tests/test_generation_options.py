@@ -244,6 +244,21 @@ def test_the_prompt_is_not_searched_and_special_tokens_are_text(engine):
     assert ended and all(c.token_ids[-1] == 1 and 1 not in c.token_ids[:-1] for c in ended)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_is_sampled_after_the_last_row_has_stopped(engine):
+    calls = []
+
+    def counted(rows):
+        calls.append(len(rows))
+        return decode(rows)
+
+    sampler = ENGINES[engine](make_model("qwen3"), pad_token_id=0)
+    sampling = stopping("w", decode=counted, stop_token_ids=())
+    groups = sampler.sample(make_prompts(), 6, sampling, noise=3)
+    longest = max(len(c.token_ids) for group in groups for c in group)
+    assert len(calls) == longest < sampling.max_tokens
+
+
 def test_stop_strings_are_found_across_many_small_tokens():
     # A tokenizer of single bytes: the stop string and a character of it are several tokens.
     from rloo.engines.sampling import StopText

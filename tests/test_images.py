@@ -5,16 +5,18 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, List, Value
 from PIL.Image import Image as Picture
-from vision_models import FAMILIES, make_image, make_processor, make_vision_model
+from transformers import LlamaConfig, LlamaForSequenceClassification
+from vision_models import FAMILIES, RELATIVES, make_image, make_processor, make_vision_model
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.batch import Sample
-from rloo.data import PromptSource, encode_prompt, image_reader
+from rloo.data import PromptSource, encode_prompt, image_reader, with_prompts
 from rloo.engines import HFEngine, build_engine
 from rloo.engines.hf import _Drawing
 from rloo.engines.sampling import row_keys
 from rloo.images import text_of, with_images
 from rloo.policy import Policy
+from rloo.rewards.model import as_reward
 from rloo.types import Completion, Prompt, Sampling
 
 SAMPLING = Sampling(max_tokens=6, stop_token_ids=(2,), temperature=0.8)
@@ -135,7 +137,7 @@ def own_logprobs(family: str, model, content, completion: list[int]) -> torch.Te
 # -- values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RELATIVES])
 def test_sampler_and_trainer_agree_with_the_model_on_each_prompt_alone(family, tmp_path):
     prompts = make_prompts(family)
     policy = make_policy(family, tmp_path, beta=0.0)
@@ -239,6 +241,13 @@ def test_the_native_engine_leaves_images_to_generate_and_says_so():
         engine, note = build_engine(name, make_vision_model("gemma3"), pad_token_id=0)
         assert isinstance(engine, HFEngine)
         assert "cannot, because Gemma3ForConditionalGeneration reads images" in note
+
+
+def test_a_mixture_of_experts_that_reads_images_is_balanced_as_the_model_does_it(tmp_path):
+    policy = make_policy("qwen3_vl_moe", tmp_path, beta=0.0)
+    batch = policy.batch(draw_samples(policy, make_prompts("qwen3_vl_moe")))
+    expected = policy.model(**batch.inputs, output_router_logits=True).aux_loss
+    torch.testing.assert_close(policy.logprobs(batch).aux_loss, expected, atol=1e-6, rtol=0)
 
 
 # -- messages and rows ---------------------------------------------------------------------------
@@ -367,6 +376,16 @@ def test_images_for_a_model_that_reads_none_and_prompts_cut_short_are_refused():
     assert kept.dropped == 1
 
 
+def test_a_template_makes_messages_beside_images_and_never_reads_them():
+    rows = Dataset.from_dict({"image": [make_image(1)]}).cast_column("image", Image())
+    template = [{"role": "user", "content": "what is it?"}]
+    (prompt,) = make_source(with_prompts(rows, template), make_processor("llava")).all_prompts()
+    assert [p["type"] for p in prompt.content[0]["content"]] == ["image", "text"]
+    named = rows.add_column("colour", ["red"])
+    with pytest.raises(ValueError, match=r"\{image\}, which is no column"):
+        with_prompts(named, "{colour} {image}")
+
+
 # -- training ------------------------------------------------------------------------------------
 
 
@@ -375,7 +394,7 @@ def count_letters(completions, **_):
 
 
 def make_trainer(family, folder, reward=count_letters, rows=None, model=None, **options):
-    extra = {name: options.pop(name) for name in ("peft_config",) if name in options}
+    extra = {n: options.pop(n) for n in ("peft_config", "eval_dataset") if n in options}
     return RLOOTrainer(
         model=model or make_model(family),
         reward_funcs=reward,
@@ -476,10 +495,34 @@ def test_a_folder_gives_model_and_processor_and_gets_them_back(tmp_path):
     folder = tmp_path / "model"
     make_model("gemma3").save_pretrained(folder)
     make_processor("gemma3").save_pretrained(folder)
-    trainer = make_trainer("gemma3", tmp_path, model=str(folder), max_steps=1)
+    trainer = make_trainer(
+        "gemma3", tmp_path, model=str(folder), max_steps=1, eval_dataset=make_rows()
+    )
     assert type(trainer.model).__name__ == "Gemma3ForConditionalGeneration"
     trainer.train()
+    assert trainer.evaluate()["eval_num_prompts"] == 4
     again = make_trainer("gemma3", tmp_path / "again", model=str(tmp_path / "run"), max_steps=1)
     assert type(again.processing_class).__name__ == "Gemma3Processor"
     for name, parameter in again.model.named_parameters():
         assert torch.equal(parameter, trainer.model.get_parameter(name)), name
+
+
+def test_a_reward_model_of_text_reads_the_text_beside_the_images():
+    tokenizer = make_processor("llava").tokenizer
+    # As most templates of text do, it would write a list out, objects and all.
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    reward = as_reward(LlamaForSequenceClassification(config), tokenizer)
+    answer = [{"role": "assistant", "content": "red"}]
+    plain, beside = user("what?"), with_images(user("what?"), [make_image(1)])
+    scores = reward(prompts=[plain, beside], completions=[answer, answer])
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6)

@@ -124,7 +124,7 @@ def test_its_weight_is_the_option_or_else_the_models_own(name, option, weight, t
 
 def test_a_weight_for_a_dense_model_is_refused(tmp_path):
     with pytest.raises(
-        ValueError, match=r"router_aux_loss_coef is 0\.1 and Qwen3ForCausalLM is no"
+        ValueError, match=r"router_aux_loss_coef is 0\.1 and Qwen3ForCausalLM is no mix"
     ):
         make_policy("qwen3", tmp_path, model=make_model("qwen3"), router_aux_loss_coef=0.1)
 

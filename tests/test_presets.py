@@ -5,9 +5,11 @@
 
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
+from test_unbiased import PRESET_FORMS
 
 from rloo.config import RLOOConfig
 from rloo.config_file import parse_command_line
@@ -215,3 +217,15 @@ def test_combinations_without_sense_are_refused_with_the_reason(options, expecte
     with pytest.raises(ValueError) as error:
         RLOOConfig(**options)
     assert expected in str(error.value)
+
+
+def test_the_documented_table_is_that_of_the_presets():
+    text = (Path(__file__).parent.parent / "docs/algorithm.md").read_text(encoding="utf-8")
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    for name, preset in PRESETS.items():
+        assert preset.formula in rows[name] and preset.source in rows[name]
+        for option, value in preset_options(name).items():
+            assert (f"{option} {value}" in rows[name]) == (value != BASE[option]), (name, option)
+        figures = PRESET_FORMS[name][1:] if name in PRESET_FORMS else (1, 1)
+        cells = [float(cell) for cell in rows[name].split("|")[-3:-1]]
+        assert cells == pytest.approx(figures, abs=1e-4)

@@ -384,6 +384,7 @@ def test_a_missing_library_is_named_with_its_remedy(monkeypatch):
 
 # -- optimizers of 8 bits -------------------------------------------------------------------------
 
+
 def test_states_are_of_8_bits_but_for_embeddings_and_small_ones():
     policy = make_policy(make_wide(), optim="adamw_8bit")
     foreseen = optimizer_bytes(policy)

@@ -25,8 +25,9 @@ ROWS = [
     "types objective options",
     "unsupported presets objective_checks aliases config config_options config_checks config_file "
     "config_text config_import generation training_arguments",
-    "attention flash shared_prefix logprobs batch data images rows stream metrics rewards "
-    "checkpoint state records reporting console verdict tasks best hub model_card interrupts",
+    "moments attention flash shared_prefix logprobs batch data images pixels rows stream metrics "
+    "rewards checkpoint state records reporting console verdict tasks best hub model_card "
+    "interrupts",
     "quantization offload",
     "adapters optimizers experts",
     "modeling",

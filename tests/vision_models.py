@@ -33,6 +33,8 @@ TOKENS = {
     "llava_next": {"image_token": "<image>"},
 }
 FAMILIES = list(PLACES)
+# Their relatives, which have the first one's processor.
+RELATIVES = ["qwen2_vl", "qwen3_vl_moe", "qwen3_5"]
 _TEXT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -88,6 +90,7 @@ class QwenImageProcessor(transformers.Qwen2_5_VLProcessor):
 
 
 def make_processor(family: str) -> ProcessorMixin:
+    family = "qwen2_5_vl" if family in RELATIVES else family
     tokenizer = make_vision_tokenizer(family)
     options = {"chat_template": _CHAT.replace("PLACE", PLACES[family])}
     square = {"height": 16, "width": 16}
@@ -113,32 +116,57 @@ def make_processor(family: str) -> ProcessorMixin:
     return transformers.LlavaNextProcessor(images, tokenizer, **options)
 
 
+def _make_qwen_config(family: str) -> transformers.PretrainedConfig:
+    tokenizer = make_vision_tokenizer("qwen2_5_vl")
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    text = {**_TEXT, "vocab_size": len(tokenizer), "head_dim": 8}
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    tokens = {
+        "image_token_id": tokenizer.image_token_id,
+        "video_token_id": tokenizer.video_token_id,
+        "vision_start_token_id": tokenizer.vision_bos_token_id,
+        "vision_end_token_id": tokenizer.vision_eos_token_id,
+    }
+    if family == "qwen2_5_vl":
+        kind = transformers.Qwen2_5_VLConfig
+        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    elif family == "qwen2_vl":
+        kind = transformers.Qwen2VLConfig
+        vision = {**vision, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    elif family == "qwen3_vl_moe":
+        kind = transformers.Qwen3VLMoeConfig
+        rope |= {"mrope_interleaved": True}
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    else:
+        kind = transformers.Qwen3_5Config
+        rope |= {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
+        text |= {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        }
+        vision |= {"num_position_embeddings": 64}
+    return kind(text_config={**text, "rope_parameters": rope}, vision_config=vision, **tokens)
+
+
 def _make_config(family: str) -> transformers.PretrainedConfig:
+    if family == "qwen2_5_vl" or family in RELATIVES:
+        return _make_qwen_config(family)
     tokenizer = make_vision_tokenizer(family)
     text = {**_TEXT, "vocab_size": len(tokenizer)}
     image = tokenizer.convert_tokens_to_ids(TOKENS[family]["image_token"])
-    if family == "qwen2_5_vl":
-        vision = {
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "out_hidden_size": 32,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        }
-        rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-        return transformers.Qwen2_5_VLConfig(
-            text_config={**text, "rope_parameters": rope},
-            vision_config=vision,
-            image_token_id=image,
-            video_token_id=tokenizer.video_token_id,
-            vision_start_token_id=tokenizer.vision_bos_token_id,
-            vision_end_token_id=tokenizer.vision_eos_token_id,
-        )
     if family == "gemma3":
         text |= {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
         return transformers.Gemma3Config(

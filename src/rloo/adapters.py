@@ -336,10 +336,7 @@ def _walk(
     """Names and values as `named_parameters` has them, adapted layers replaced by `unwrap`, and
     quantised ones by layers in full."""
     seen = set() if seen is None else seen
-    if isinstance(module, _layer_kinds()):
-        inner = unwrap(module)
-    else:
-        inner = in_full(module) if is_quantised(module) else module
+    inner = unwrap(module) if isinstance(module, _layer_kinds()) else in_full(module)
     replaced = inner is not module
     for name, parameter in inner.named_parameters(recurse=replaced):
         # A tied weight has one name. What replaces a layer is nobody else's, and may be freed.
@@ -381,8 +378,7 @@ def _merge_in_full(layer: Any) -> nn.Linear:
 def _original(layer: Any) -> nn.Module:
     if isinstance(layer, _peft().utils.ModulesToSaveWrapper):
         return layer.original_module
-    base = layer.get_base_layer()
-    return in_full(base) if is_quantised(base) else base
+    return in_full(layer.get_base_layer())
 
 
 def _layer_kinds() -> tuple[type, ...]:

@@ -5,58 +5,49 @@ Plain numbers with a state that goes into checkpoints. Knows nothing of tensors 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from rloo.config import RLOOConfig
+from rloo.moments import Moments
 
 
 @dataclass
 class Adaptive:
-    """`beta` is the KL coefficient now. `decayed_mean` follows the rollouts' mean rewards; `count`,
-    `mean` and `squares` are those of all rewards of earlier rollouts (Welford 1962)."""
+    """`beta` is the KL coefficient now. `decayed_mean` follows the rollouts' mean rewards; `past`
+    are all rewards of earlier rollouts."""
 
     beta: float
     decayed_mean: float | None = None
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
+    past: Moments = field(default_factory=Moments)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as JSON values."""
-        return asdict(self)
+        return {
+            "beta": self.beta,
+            "decayed_mean": self.decayed_mean,
+            "past": self.past.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
-        for name, value in state.items():
-            setattr(self, name, value)
+        self.beta, self.decayed_mean = state["beta"], state["decayed_mean"]
+        self.past.load_state_dict(state["past"])
 
     def apply(self, config: RLOOConfig) -> RLOOConfig:
         """`config` as it holds for the next rollout."""
         return config if config.kl_target is None else replace(config, beta=self.beta)
 
-    def standardise(self, rewards: Sequence[float]) -> list[float]:
-        """Rewards less the mean of earlier ones, over their deviation. The first rollout, before
-        which there is nothing, is left as it is: its own statistics would bias it."""
-        deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
-        return [(r - self.mean) / (deviation or 1.0) for r in rewards]
-
     def see_rewards(self, rewards: Sequence[float], decay: float) -> None:
         """Take a rollout's rewards into the past; afterwards, so that no reward is part of its own
         baseline."""
-        if not rewards:
-            return
-        average = fmean(rewards)
-        before = average if self.decayed_mean is None else self.decayed_mean
-        self.decayed_mean = decay * before + (1 - decay) * average
-        for reward in rewards:
-            self.count += 1
-            difference = reward - self.mean
-            self.mean += difference / self.count
-            self.squares += difference * (reward - self.mean)
+        if rewards:
+            average = fmean(rewards)
+            before = average if self.decayed_mean is None else self.decayed_mean
+            self.decayed_mean = decay * before + (1 - decay) * average
+            self.past.see(rewards)
 
     def see_kl(self, kl: float, completions: int, config: RLOOConfig) -> None:
         """Move `beta` towards `kl_target`: by at most 20 % in `kl_horizon` completions (Ziegler et

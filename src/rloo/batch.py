@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rloo.attention import no_mask
-from rloo.images import join_inputs
+from rloo.pixels import join_inputs
 from rloo.shared_prefix import PackedLayout, Span
 
 # Rows of one attention call: sorted by length, so that a short answer is not padded to the longest.

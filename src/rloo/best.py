@@ -5,6 +5,7 @@ What Trainer's callbacks read is kept in the `TrainerState`. Knows nothing of mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,8 @@ def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfi
         )
     value, best = float(metrics[name]), state.best_metric
     sign = -1 if config.greater_is_better is False else 1
-    if best is not None and sign * value <= sign * best:
+    # One that is not a number (nothing was scored) is no better than none.
+    if math.isnan(value) or (best is not None and sign * value <= sign * best):
         return False
     state.best_metric, state.best_global_step = value, state.global_step
     return True

@@ -283,7 +283,9 @@ class Options:
     hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = shared(
         "every_save", "When to push, and whether with checkpoints."
     )
-    hub_token: str | None = shared(None, "Of the hub; null is that of `hf auth login`.")
+    hub_token: str | None = shared(
+        None, "Of the hub, written nowhere; null is that of `hf auth login`.", secret=True
+    )
     hub_private_repo: bool | None = shared(None, "Make the repository private.")
     hub_revision: str | None = shared(None, "Branch to push to.")
     report_to: str | list[str] = shared("none", "Further loggers: tensorboard, wandb, trackio.")

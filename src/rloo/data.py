@@ -58,7 +58,10 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
             f"prompt_template is a {type(template).__name__}; it must be a string or a list of "
             "messages (prompt_template)"
         )
-    prompts = [_fill(template, row, number) for number, row in enumerate(rows)]
+    readable = [name for name in columns if not _holds_images(rows.features[name])]
+    # Images would be decoded for nothing; without any column there would be no rows.
+    texts = rows.select_columns(readable) if readable else rows
+    prompts = [_fill(template, row, number) for number, row in enumerate(texts)]
     if columns == ["prompt"]:  # a Dataset without columns has no rows that one could be added to
         return Dataset.from_dict({"prompt": prompts})
     others = rows.remove_columns("prompt") if "prompt" in columns else rows

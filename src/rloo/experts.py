@@ -17,20 +17,15 @@ def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
     Raises ValueError where the option asks for one that the model has not.
     """
     asked, settings = config.router_aux_loss_coef, model.config.get_text_config()
-    if not hasattr(settings, "output_router_logits"):
+    own = getattr(settings, "router_aux_loss_coef", None)
+    if own is None or not hasattr(settings, "num_experts_per_tok"):
         if asked:
             raise ValueError(
-                f"router_aux_loss_coef is {asked} and {type(model).__name__} is not a mixture of "
-                "experts that gives out its router's logits; leave it out (router_aux_loss_coef)"
+                f"router_aux_loss_coef is {asked} and {type(model).__name__} is no mixture of "
+                "experts with a balancing loss; leave it out (router_aux_loss_coef)"
             )
         return 0.0
-    coefficient = getattr(settings, "router_aux_loss_coef", 0.0) if asked is None else asked
-    if coefficient and not hasattr(settings, "num_experts_per_tok"):
-        raise ValueError(
-            f"{type(model).__name__} does not say how many experts a token goes to, so its "
-            "balancing loss is not known here; set it to 0 (router_aux_loss_coef)"
-        )
-    return float(coefficient or 0.0)
+    return float(own if asked is None else asked)
 
 
 def balancing_loss(

@@ -6,6 +6,7 @@ allocator counts), not resident pages. Knows the policy; nothing of budgets, sam
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,9 +97,10 @@ def measured_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
     return max(_peaks(policy, samples, CHUNK_ELEMENTS))
 
 
-def phase_peaks(device: torch.device, work: Callable[[Mark], None]) -> list[int]:
+def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[int]:
     """Peak of allocated bytes, above those at the start, in each phase of `work`, which calls its
     argument where a phase ends."""
+    gc.collect()  # what is freed in between would count as taken from what the work holds
     if device.type == "cuda":
         start, peaks = torch.cuda.memory_allocated(device), []
 
@@ -188,6 +190,20 @@ def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
     module.weight.grad = torch.zeros_like(values)
     optimizer.step()
     return _tensor_bytes(optimizer.state.values())
+
+
+def step_bytes(policy: Policy) -> int:
+    """Peak of an optimizer step on top of weights, gradients and state, state that is parked
+    included. It is made, so the policy is to be thrown away: its weights may decay."""
+
+    def fill() -> None:
+        for parameter in policy.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    fill()
+    policy.step()  # makes the state
+    fill()
+    return max(phase_peaks(policy.device, lambda _: policy.step()))
 
 
 def _tensor_bytes(states: Any) -> int:

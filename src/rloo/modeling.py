@@ -95,8 +95,17 @@ def load_model(
             raise ValueError(
                 f"{name} is an adapter of {base}, which cannot be loaded (model): {error}"
             ) from error
+        if few_bits is not None:
+            _copy_from_file(model)
         adapted = model if base is None else load_adapter(model, name, revision)
     return adapted, processing_class
+
+
+def _copy_from_file(model: PreTrainedModel) -> None:
+    """On a CPU what is not quantised is a part of the mapped file, which would stay as a whole."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.is_floating_point():
+            parameter.data = parameter.data.clone()
 
 
 def _auto_class(name: str, revision: str, trust: bool) -> Any:

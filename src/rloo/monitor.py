@@ -85,6 +85,7 @@ class Monitor:
         self._scored: list[Mapping[str, float]] = []
         self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self._refused_steps = 0
+        self._told_of_unscored = False
         self._live: Live | None = None
         self._last_line = (0, -math.inf)
         self._last_table = 0
@@ -120,6 +121,12 @@ class Monitor:
         On a terminal it is live; elsewhere a plain line at every log or after 10 seconds.
         """
         append_rows(self.output_dir / METRICS, [{"step": step, **metrics}])
+        if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
+            self._told_of_unscored = True
+            self.note(
+                f"in step {step} every reward function returned None for {unscored:.0f} "
+                "completions, which are left out; later ones are counted in reward/unscored"
+            )
         self._remember(metrics)
         if self.config.disable_tqdm:
             return

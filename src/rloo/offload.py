@@ -48,7 +48,7 @@ class ParkedState:
         """Inside, the state is where the parameters are."""
         for parameter, state in self._optimizer.state.items():
             for name, value in state.items():
-                if value is self._buffers.get((id(parameter), name)):
+                if isinstance(value, Tensor) and value is self._buffers.get((id(parameter), name)):
                     state[name] = value.to(self._device, non_blocking=True, copy=True)
         try:
             yield

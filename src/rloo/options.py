@@ -22,15 +22,16 @@ FALSE_WORDS = ("false", "no", "0")
 NULL_WORDS = ("none", "null")
 
 
-def _declare(default: Any, help: str, **metadata: bool) -> Any:
+def _declare(default: Any, help: str, *, secret: bool = False, **metadata: bool) -> Any:
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
-    return field(default=default, metadata={"help": help, **metadata})
+    return field(default=default, repr=not secret, metadata={"help": help, **metadata})
 
 
-def shared(default: Any, help: str) -> Any:
-    """A field that TRL, Unsloth and ms-swift have under this name, most through transformers."""
-    return _declare(default, help, trl=True, ms_swift=True)
+def shared(default: Any, help: str, *, secret: bool = False) -> Any:
+    """A field that TRL, Unsloth and ms-swift have under this name, most through transformers. A
+    secret one is not shown."""
+    return _declare(default, help, secret=secret, trl=True, ms_swift=True)
 
 
 def from_trl(default: Any, help: str) -> Any:

@@ -26,17 +26,21 @@ from rloo.engines import hf, native
 from rloo.engines.borrowing import bytes_per_row, rows_at_once
 from rloo.engines.sampling import noise_key
 from rloo.memory import (
+    Mark,
     count_tokens,
     gradient_bytes,
     make_samples,
     optimizer_bytes,
     phase_peaks,
     predicted_peak_bytes,
+    step_bytes,
     weight_bytes,
 )
+from rloo.policy import Policy
+from rloo.quantization import count_parameters
 from rloo.train import Run, rehearse
 from rloo.trainer import RLOOTrainer
-from rloo.types import Prompt
+from rloo.types import Engine, Prompt
 
 # Positions sampled to know what one costs, and tokens of context that this may take to prepare.
 _POSITIONS = 5
@@ -49,8 +53,9 @@ _LENGTH_PROMPTS, _LENGTH_SAMPLES, _LENGTH_POSITIONS, _LENGTH_SECONDS = 8, 4, 256
 class Plan:
     """Sizes in bytes, times in seconds. The worst case: every answer of greatest length, every
     prompt as long as the dataset's longest. `memory` is what training holds or takes at its peak;
-    sampling and updating do not happen at the same time."""
+    sampling, updating, stepping and loading the engine do not happen at the same time."""
 
+    parameters: int
     trained_parameters: int
     num_rows: int
     longest_prompt: int
@@ -58,6 +63,7 @@ class Plan:
     completions_per_step: int
     steps: int
     max_tokens: int
+    largest_micro_batch: int
     micro_batches: int
     expected_micro_batches: int
     expected_length: float
@@ -68,10 +74,11 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the whole run: what stays, and the larger of sampling and updating."""
-        lasting = sum(self.memory[n] for n in ("weights", "reference", "optimizer", "engine"))
-        update = self.memory["gradients"] + self.memory["micro-batch"]
-        return lasting + max(update, self.memory["sampling"])
+        """Of the whole run: what stays, and the largest of what comes and goes."""
+        parts = self.memory
+        lasting = sum(parts[n] for n in ("weights", "reference", "optimizer", "engine"))
+        update = parts["gradients"] + max(parts["micro-batch"], parts["step"])
+        return lasting + max(update, parts["sampling"], parts["loading"])
 
     @property
     def step_seconds(self) -> float:
@@ -87,24 +94,16 @@ def make_plan(config: RLOOConfig) -> Plan:
     run = trainer.make_run()
     policy = run.policy
     assert isinstance(run.prompts, PromptSource)  # what options name is no stream
-    held = weight_bytes(policy.model)
-    reference = weight_bytes(policy.reference) if policy.reference is not None else 0
-    available = available_bytes(policy.device) + held + reference
-    engine = max(
-        phase_peaks(policy.device, lambda mark: run.engine.load(policy.weights())), default=0
-    )
+    lasting = lasting_bytes(policy, run.engine)
+    available = available_bytes(policy.device) + lasting["weights"] + lasting["reference"]
     rehearse(run)
     workload = workload_of(run.prompts, config)
     largest = largest_micro_batch(policy, workload, policy.max_tokens)
-    memory = {
-        "weights": held,
-        "gradients": gradient_bytes(policy),
-        "optimizer": optimizer_bytes(policy),
-        "reference": reference,
-        "engine": engine,
+    memory = lasting | {
         "sampling": _rows_at_once(run, workload.longest_prompt)
         * bytes_per_row(policy.model, workload.longest_prompt, run.config.max_completion_length),
         "micro-batch": predicted_peak_bytes(policy, largest),
+        "step": step_bytes(policy),
     }
     seconds, whole_groups = _measure_time(run, workload.longest_prompt)
     length = _expected_length(run, seconds["sample"] / config.max_completion_length)
@@ -115,6 +114,7 @@ def make_plan(config: RLOOConfig) -> Plan:
         return len(_split(run, samples, whole_groups))
 
     return Plan(
+        parameters=count_parameters(policy.model),
         trained_parameters=sum(p.numel() for p in policy.parameters),
         num_rows=len(run.prompts),
         longest_prompt=workload.longest_prompt,
@@ -122,6 +122,7 @@ def make_plan(config: RLOOConfig) -> Plan:
         completions_per_step=config.completions_per_step(),
         steps=run.state.max_steps,
         max_tokens=policy.max_tokens,
+        largest_micro_batch=count_tokens(policy, largest),
         micro_batches=count(workload.longest_prompt, config.max_completion_length),
         expected_micro_batches=count(round(fmean(run.prompts.lengths)), math.ceil(length)),
         expected_length=length,
@@ -130,6 +131,26 @@ def make_plan(config: RLOOConfig) -> Plan:
         seconds=seconds,
         notes=list(policy.notes),
     )
+
+
+def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
+    """What training holds from step to step, and `loading`: what giving the engine its weights
+    takes on top of that. State that is parked in the machine's memory is not in it."""
+    reference = weight_bytes(policy.reference) if policy.reference is not None else 0
+
+    def load(mark: Mark) -> None:
+        engine.load(policy.weights())
+        mark()
+
+    peak, held = phase_peaks(policy.device, load)
+    return {
+        "weights": weight_bytes(policy.model),
+        "gradients": gradient_bytes(policy),
+        "optimizer": 0 if policy.config.offload_optimizer else optimizer_bytes(policy),
+        "reference": reference,
+        "engine": held,
+        "loading": peak - held,
+    }
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -149,7 +170,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     parts = {name: size for name, size in plan.memory.items() if size}
     spent = {name: seconds for name, seconds in plan.seconds.items() if seconds >= 5e-4}
     return [
-        ("trained parameters", f"{plan.trained_parameters:,}"),
+        ("parameters", f"{plan.parameters:,}, {plan.trained_parameters:,} of them trained"),
         ("prompts", f"{plan.num_rows:,}, the longest of {plan.longest_prompt:,} tokens"),
         (
             "optimizer steps",
@@ -163,7 +184,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
             "each)",
         ),
         ("peak memory", f"{gigabytes(plan.peak_bytes)} of {gigabytes(plan.available)}"),
-        *((f"  {name}", gigabytes(size)) for name, size in parts.items()),
+        *((f"  {name}", _sized(plan, name, size)) for name, size in parts.items()),
         ("time per step", f"{plan.step_seconds:.3g} s at worst, without the rewards"),
         *((f"  {name}", f"{seconds:.3g} s") for name, seconds in spent.items()),
         (
@@ -172,6 +193,14 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
             "without rewards, evaluations, checkpoints)",
         ),
     ]
+
+
+def _sized(plan: Plan, name: str, size: int) -> str:
+    if name == "sampling":
+        return f"{gigabytes(size)} at most"
+    if name == "micro-batch":
+        return f"{gigabytes(size)}, {size / plan.largest_micro_batch:,.0f} bytes a token"
+    return f"{gigabytes(size)}, {size / plan.parameters:.2f} bytes a parameter"
 
 
 def _split(run: Run, samples: Sequence[Sample], whole_groups: bool) -> list[list[Sample]]:

@@ -163,13 +163,11 @@ def _check_4bit(name: str, layer: Any) -> None:
 
 def _describe(model: nn.Module, layers: list[tuple[str, Any]]) -> str:
     few = sum(layer.in_features * layer.out_features for _, layer in layers)
-    packed = {id(layer.weight) for _, layer in layers}
-    others = sum(
-        p.numel() for p in model.parameters() if not p.requires_grad and id(p) not in packed
-    )
+    adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    base = count_parameters(model) - adapter
     bits = "4" if _is_4bit(layers[0][1]) else "8"
     return (
-        f"{few / (few + others):.0%} of the base's weights are of {bits} bits; products are with "
+        f"{few / base:.0%} of the base's weights are of {bits} bits; products are with "
         "the weights in full, activations are not rounded, in the precision of the run (bf16, "
         "fp16), whatever llm_int8_threshold and bnb_4bit_compute_dtype say"
     )
@@ -183,14 +181,28 @@ def full_weight(layer: Any) -> Tensor:
     return functional.int8_vectorwise_dequant(layer.weight.data, _row_scales(layer))
 
 
-def in_full(layer: Any) -> nn.Linear:
-    """A plain layer that computes the same, its weight at least float32; not kept by anyone."""
+def in_full(layer: Any) -> Any:
+    """A plain layer that computes the same, in float32 and kept by nobody; `layer` itself if it is
+    not quantised."""
+    if not is_quantised(layer):
+        return layer
     weight = full_weight(layer)
     plain = nn.Linear(1, 1, bias=False)
     plain.weight = nn.Parameter(weight.float(), requires_grad=False)
     if layer.bias is not None:
         plain.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
     return plain
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Numbers that the model's weights stand for: two 4-bit ones in a byte are two."""
+    packed = {id(layer.weight): layer for _, layer in quantised_layers(model)}
+    return sum(
+        layer.in_features * layer.out_features
+        if (layer := packed.get(id(parameter))) is not None
+        else parameter.numel()
+        for parameter in model.parameters()
+    )
 
 
 def statistics_bytes(model: nn.Module) -> int:

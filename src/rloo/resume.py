@@ -70,7 +70,7 @@ def snapshot(
         rng=capture_rng(),
         trainer_state={
             "state": asdict(run.state),
-            "prompts": run.resume_point or run.prompts.state_dict(),
+            **(run.resume_point or run.position()),
             "num_tokens": run.num_tokens,
             "config": resolved.to_dict(),
             "shapes": parameter_shapes(policy.model),
@@ -108,6 +108,7 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
         policy.scaler.load_state_dict(saved["scaler"])
     restore_rng(checkpoint.rng)
     run.prompts.load_state_dict(saved["prompts"])
+    run.rewards.load_state_dict(saved["rewards"])
     run.num_tokens = saved["num_tokens"]
     run.adaptive.load_state_dict(saved["adaptive"])
     run.state.global_step = saved["state"]["global_step"]

@@ -129,7 +129,8 @@ def _relate(rewards: list[float], config: RLOOConfig, past: Adaptive | None) -> 
         values = torch.tensor(rewards, dtype=torch.float64)
         return objective.standardise(values, epsilon=config.advantage_epsilon).tolist()
     if config.normalize_rewards == "running":
-        return (past or Adaptive(config.beta)).standardise(rewards)
+        # The first rollout is left as it is: its own statistics would bias it.
+        return rewards if past is None else past.past.standardise(rewards)
     if config.mean_level == "running" and past is not None and past.decayed_mean is not None:
         return [reward - past.decayed_mean for reward in rewards]
     return rewards

@@ -130,6 +130,11 @@ class Session:
         return self._evaluate("end")
 
     def _evaluate(self, name: str) -> bool:
+        if not self._sets:
+            raise ValueError(
+                "an evaluation is asked for by a callback, and there is nothing to evaluate on "
+                "(eval_dataset)"
+            )
         results = self._evaluator.measure(self._sets)
         step = self.state.global_step
         for dataset, metrics in results.items():

@@ -96,11 +96,8 @@ class StreamSource:
     def _begin_pass(self, number: int) -> None:
         self._pass, self._first_row, self._state = number, 0, None
         self._iterator = self._open(None)
-        rows = self._read()
-        if not rows:
-            raise ValueError("the stream has 0 rows; training needs at least 1 (dataset)")
         self._any_prompt = False
-        self._set_block(rows)
+        self._set_block(self._read())
 
     def _next_block(self) -> None:
         """Raises ValueError when a whole pass had no prompt that fits."""
@@ -149,7 +146,9 @@ Prompts: TypeAlias = PromptSource | StreamSource
 
 
 def as_table(rows: list[dict[str, Any]], stream: IterableDataset) -> Dataset:
-    """Rows of a stream as a dataset, with the columns of all of them."""
+    """Rows of a stream as a dataset, with the columns of all. Raises ValueError for no rows."""
+    if not rows:
+        raise ValueError("the stream has 0 rows; at least 1 is needed (dataset)")
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
     return Dataset.from_dict(columns, features=stream.features)

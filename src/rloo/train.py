@@ -85,6 +85,10 @@ class Run:
         """All steps are made, or a callback asked to stop."""
         return self.state.global_step >= self.state.max_steps or self.control.should_training_stop
 
+    def position(self) -> dict[str, Any]:
+        """Where the data stands, and what the rewards have learned from it."""
+        return {"prompts": self.prompts.state_dict(), "rewards": self.rewards.state_dict()}
+
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
@@ -271,7 +275,7 @@ def draw_groups(run: Run) -> tuple[list[Group], dict[str, float]]:
     drawn at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2); what is then
     still missing is filled up with groups without signal.
     """
-    run.resume_point = run.prompts.state_dict()
+    run.resume_point = run.position()
     wanted = run.config.prompts_per_rollout()
     groups, logged = collect(run, wanted)
     everything = list(groups)
@@ -326,7 +330,7 @@ def finish_step(run: Run, groups: Sequence[Group], metrics: dict[str, float]) ->
     """Count the step, record it, and ask the callbacks what is due."""
     state = run.state
     state.global_step += 1
-    run.resume_point = run.prompts.state_dict()
+    run.resume_point = run.position()
     run.num_tokens += run.new_tokens
     run.new_tokens = 0
     state.epoch = run.prompts.epoch

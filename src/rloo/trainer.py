@@ -30,6 +30,7 @@ from rloo.model_card import model_card, write_card
 from rloo.monitor import Monitor, versions
 from rloo.optimizers import Given
 from rloo.policy import Policy
+from rloo.presets import remarks
 from rloo.reporting import Events, make_loggers
 from rloo.session import Session
 from rloo.setup import (
@@ -112,8 +113,9 @@ class RLOOTrainer:
 
         Whatever ends it early, Ctrl-C or an error, a checkpoint is saved and the error raised.
         """
+        session = self._make_session()
         path = self._claim_output_dir(resume_from_checkpoint or self.args.resume_from_checkpoint)
-        totals = self._make_session().train(path)
+        totals = session.train(path)
         if self.args.push_to_hub:
             self.push_to_hub()
         if self.args.dataset is not None:
@@ -225,7 +227,7 @@ class RLOOTrainer:
     # -- putting it together ---------------------------------------------------------------------
 
     def _load_prompts(self) -> None:
-        self._notes: list[str] = []
+        self._notes: list[str] = remarks(self.args)
         self._source: Prompts | None = None
         if self.train_dataset is not None:
             self._source = self._prompts(self.train_dataset, self.args.dataset_split)

@@ -126,8 +126,8 @@ _REASONS: dict[str, dict[str, Any]] = {
     "off-policy correction is set by rollout_importance_sampling_mode": {
         "actor.use_decoupled_loss": False,
     },
-    "the ratio is to the policy that made the rollout; clipping one to the reference would stop all "
-    "learning at a fixed distance from it, which is what beta is for": {
+    "the ratio is to the policy that made the rollout; clipping one to the reference would stop "
+    "all learning at a fixed distance from it, which is what beta is for": {
         "clip_ratio_against": ("old", "old_policy"),
     },
     "one rollout feeds steps_per_generation accumulation steps": {"actor.ppo_n_minibatches": 1},

@@ -88,8 +88,8 @@ def micro_loss(
     record: FirstPass | None = None,
     input_tokens: int | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of one micro-batch (a scalar with gradient), and sums for the metrics. `input_tokens`
-    are those of all micro-batches, by default of this one."""
+    """The loss of one micro-batch (a scalar with gradient), and sums for the metrics.
+    `input_tokens` are those of all micro-batches, by default of this one."""
     logprobs, entropy, aux_loss = policy.logprobs(batch)
     now = logprobs.detach()
     sums: dict[str, float] = {}

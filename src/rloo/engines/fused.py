@@ -9,8 +9,10 @@ with the module before it is used. Knows nothing of rows, noise or stop tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -58,6 +60,11 @@ class _Layer:
     options: Options
 
 
+def _layer_number(item: tuple[str, Tensor]) -> int | None:
+    found = re.match(r"(?:model\.)?layers\.(\d+)\.", item[0])
+    return int(found[1]) if found else None
+
+
 class FusedDecoder:
     """A forward pass of `model`'s architecture.
 
@@ -87,15 +94,27 @@ class FusedDecoder:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the weights, under the model's own names. Matrices that need no other form are kept,
         not copied: they must not change until the next load. Raises KeyError for one not there."""
-        named = {name.removeprefix("model."): weight.detach() for name, weight in weights}
-        self._embedding = named["embed_tokens.weight"]
-        self._norm = named["norm.weight"].to(self._precise) * self._width**0.5
-        self._head = named.get("lm_head.weight", self._embedding).to(self._dtype)
         self._layers = []
-        for number, window in enumerate(layer_windows(self._model)):
+        windows = layer_windows(self._model)
+        others: dict[str, Tensor] = {}
+        layers: dict[int, _Layer] = {}
+        # A layer at a time: what was merged for one is freed before the next is.
+        for number, part in groupby(weights, key=_layer_number):
             start = f"layers.{number}."
-            own = {k.removeprefix(start): v for k, v in named.items() if k.startswith(start)}
-            self._layers.append(self._fuse(own, Options(scaling=1.0, sliding_window=window)))
+            named = {
+                name.removeprefix("model.").removeprefix(start): weight.detach()
+                for name, weight in part
+            }
+            if number is None:
+                others |= named
+            else:
+                options = Options(scaling=1.0, sliding_window=windows[number])
+                layers[number] = self._fuse(named, options)
+            del named
+        self._layers = [layers[number] for number in range(len(windows))]
+        self._embedding = others["embed_tokens.weight"]
+        self._norm = others["norm.weight"].to(self._precise) * self._width**0.5
+        self._head = others.get("lm_head.weight", self._embedding).to(self._dtype)
 
     def _fuse(self, named: Mapping[str, Tensor], options: Options) -> _Layer:
         scaling = self._size**-0.5

@@ -35,7 +35,8 @@ from rloo.engines.sampling import (
     row_keys,
     uniforms,
 )
-from rloo.images import image_token_ids, join_inputs
+from rloo.images import image_token_ids
+from rloo.pixels import join_inputs
 from rloo.types import Completion, Prompt, Sampling
 
 # What the cache of one call of `generate` may occupy; further rows wait for the next call.

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rloo.images import text_of
 from rloo.rewards.load import is_built_in, load_reward
 from rloo.rewards.normalizer import Normalized
 from rloo.types import Text
@@ -102,6 +103,11 @@ class RewardModel:
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt + completion
         messages: list[Any] = list(prompt)
+        # It is a model of text: of a prompt with images it reads the rest.
+        messages = [
+            {**m, "content": text_of(m["content"])} if isinstance(m.get("content"), list) else m
+            for m in messages
+        ]
         if messages[-1]["role"] == "assistant":  # begun in the prompt, whole in the completion
             messages.pop()
         return str(

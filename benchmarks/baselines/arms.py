@@ -1,0 +1,148 @@
+"""What is compared: the arms, what all of them share, and the runs that follow from both.
+
+Plain Python. Knows nothing of how a run is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+COMPLETIONS_PER_STEP = 64
+# One weight for every arm, whatever its preset says: arms differ in the estimator alone.
+BETA = 0.001
+TUNING_SEED = 100
+SEEDS = (0, 1, 2)
+# What the others are compared with.
+REFERENCE_ARM = "rloo_k8"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`size` is K, the completions of a prompt; `options` are the objective's."""
+
+    title: str
+    size: int
+    options: Mapping[str, Any]
+
+
+def _rloo(size: int) -> Arm:
+    return Arm(f"RLOO, K = {size}", size, {"preset": "paper"})
+
+
+ARMS = {
+    "rloo_k2": _rloo(2),
+    "rloo_k4": _rloo(4),
+    "rloo_k8": _rloo(8),
+    "rloo_k16": _rloo(16),
+    # Of the estimators in the loss only k2 has the gradient of the KL of the reward.
+    "rloo_kl_loss": Arm(
+        "RLOO, KL in the loss (k2)",
+        8,
+        {"preset": "paper", "kl_placement": "loss", "kl_estimator": "k2"},
+    ),
+    "grpo": Arm("GRPO", 8, {"preset": "grpo"}),
+    "dr_grpo": Arm("Dr. GRPO", 8, {"preset": "dr_grpo"}),
+    "reinforce_pp": Arm("REINFORCE++", 1, {"preset": "reinforce_pp"}),
+    "reinforce_pp_baseline": Arm("REINFORCE++ baseline", 8, {"preset": "reinforce_pp_baseline"}),
+    "reinforce_running": Arm(
+        "REINFORCE, running mean", 1, {"preset": "paper", "mean_level": "running"}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """`rows` makes a split, "train" or "heldout"; `reward` scores; `model` returns the folder of
+    the base model, which it may have to make in the folder that it is given."""
+
+    name: str
+    title: str
+    steps: int
+    rates: tuple[float, ...]
+    max_tokens: int
+    rows: Callable[[str], list[dict[str, Any]]]
+    reward: Callable[..., list[float]]
+    model: Callable[[Path], str]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process's work: a training run of an arm, or with `arm` None the gradient variance.
+
+    `heldout`: whether it is evaluated before and after. `options` are all of the trainer's that
+    matter, so that a result made with others is not taken for this one's.
+    """
+
+    task: str
+    arm: str | None
+    heldout: bool
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """Of the result, below the folder of all results."""
+        if self.arm is None:
+            return Path(self.task) / "variance.json"
+        rate, seed = self.options["learning_rate"], self.options["seed"]
+        return Path(self.task) / self.arm / f"rate{rate:g}_seed{seed}.json"
+
+
+def training_job(
+    task: Task, arm: str, *, rate: float, seed: int, steps: int | None = None
+) -> Job:
+    """A run of `steps`, by default the task's. Only the tuning seed is not evaluated: what it is
+    chosen by must not be what is reported."""
+    chosen = ARMS[arm]
+    options = {
+        **chosen.options,
+        "beta": BETA,
+        "num_generations": chosen.size,
+        "num_prompts": COMPLETIONS_PER_STEP // chosen.size,
+        "max_completion_length": task.max_tokens,
+        "max_steps": steps or task.steps,
+        "learning_rate": rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        # Adam does not see the scale of a loss, which differs between arms; clipping would.
+        "max_grad_norm": 0.0,
+        "num_generations_eval": 2,
+        "seed": seed,
+        **PLAIN,
+    }
+    return Job(task.name, arm, seed != TUNING_SEED, options)
+
+
+# A small model on a CPU, and nothing written but metrics.
+PLAIN = {
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "num_threads": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+def tuning_jobs(task: Task, arms: Sequence[str], steps: int | None = None) -> list[Job]:
+    """The same grid for each arm."""
+    return [
+        training_job(task, arm, rate=rate, seed=TUNING_SEED, steps=steps)
+        for arm in arms
+        for rate in task.rates
+    ]
+
+
+def variance_job(task: Task, **settings: Any) -> Job:
+    """The gradient variance of a task's base model; `settings` replace those of
+    `benchmarks.baselines.variance.measure`."""
+    options = {
+        "num_prompts": 8,
+        "num_completions": 512,
+        "num_coordinates": 4096,
+        "sizes": [2, 4, 8, 16],
+        "max_tokens": task.max_tokens,
+    }
+    return Job(task.name, None, False, options | settings)

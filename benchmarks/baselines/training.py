@@ -1,0 +1,105 @@
+"""One training run of an arm: its curve, and its held-out answers before and after.
+
+The trainer of the package as a user has it; only the held-out passes are taken apart here, because
+intervals over several runs need every prompt's own figure.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from datasets import Dataset
+
+from benchmarks.baselines.arms import Job, Task
+from rloo import RLOOConfig, RLOOTrainer
+from rloo.engines.sampling import noise_key
+from rloo.evaluate import evaluate
+from rloo.setup import make_sampling, make_source
+from rloo.types import Prompt
+
+# Of the metrics of each step, under the names of the curves.
+CURVES = {
+    "reward": "reward",
+    "length": "completions/mean_length",
+    "kl": "kl/sequence",
+    "signal": "groups/signal",
+    "grad_norm": "grad_norm",
+}
+
+
+def make_trainer(task: Task, options: Mapping[str, Any], *, out: Path, folder: Path) -> RLOOTrainer:
+    """A trainer on the task's base model, which writes to `folder`."""
+    return RLOOTrainer(
+        model=task.model(out),
+        reward_funcs=[task.reward],
+        args=RLOOConfig(output_dir=str(folder), **options),
+        train_dataset=Dataset.from_list(task.rows("train")),
+    )
+
+
+def run_training(task: Task, job: Job, *, out: Path) -> dict[str, Any]:
+    """`curves` of each step; `start` and `end` where the job wants them (see `_measure`)."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "run"
+        trainer = make_trainer(task, job.options, out=out, folder=folder)
+        prompts = _heldout_prompts(task, trainer) if job.heldout else []
+        result: dict[str, Any] = {}
+        if job.heldout:
+            result["start"] = _measure(trainer, prompts)
+        trainer.train()
+        if job.heldout:
+            result["end"] = _measure(trainer, prompts)
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line) for line in lines]
+    result["curves"] = {
+        name: [_rounded(step.get(metric)) for step in steps] for name, metric in CURVES.items()
+    }
+    return result | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def _heldout_prompts(task: Task, trainer: RLOOTrainer) -> Sequence[Prompt]:
+    source = make_source(
+        Dataset.from_list(task.rows("heldout")),
+        "train",
+        model=trainer.model,
+        tokenizer=trainer.processing_class,
+        rewards=trainer.rewards,
+        args=trainer.args,
+        evaluation=True,
+    )
+    return source.all_prompts(None)
+
+
+def _measure(trainer: RLOOTrainer, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Of each prompt the share of sampled answers that have the full reward, and their mean reward;
+    and the share of greedy answers over all prompts."""
+    config, policy = trainer.args, trainer.policy
+    trainer.engine.load(policy.weights())
+    metrics, groups = evaluate(
+        trainer.engine,
+        prompts,
+        trainer.rewards,
+        tokenizer=policy.tokenizer,
+        sampling=make_sampling(config, policy.stop_token_ids, policy.tokenizer, evaluation=True),
+        num_samples=config.num_generations_eval,
+        noise=noise_key(config.seed, "eval", 0),
+        pass_threshold=1.0,
+    )
+    rewards = [[reward or 0.0 for reward in group.rewards] for group in groups]
+    return {
+        "passed": [fmean(reward >= 1.0 for reward in some) for some in rewards],
+        "reward": [round(fmean(some), 4) for some in rewards],
+        "greedy": metrics["pass@1_greedy"],
+        "length": metrics["completions/mean_length"],
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")

@@ -1,0 +1,209 @@
+"""The variance of a group's gradient against K: measured at a base model, beside theory.
+
+RLOO's gradient of a group is a U-statistic of order 2 (Hoeffding 1948): with the score s = grad log
+pi(y), it is the mean over all pairs of h(y1, y2) = (r1 - r2)(s1 - s2) / 2. So its variance is
+
+    (4 (K - 2) z1 + 2 z2) / (K (K - 1)),   z1 = Var(E[h | y1]) = Var((r - mu) s) / 4,  z2 = Var(h)
+
+since E[h | y1] = ((r1 - mu) s1 + g) / 2 with mu = E r, g = E[r s] and E s = 0. Variances of vectors
+are traces of covariances. At equal completions, K times the variance falls from 2 z2 at K = 2 to
+4 z1, that of REINFORCE with the true mean as baseline.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.baselines.arms import PLAIN, Task
+from benchmarks.baselines.training import make_trainer
+from rloo import RLOOConfig, RLOOTrainer
+from rloo.batch import Sample
+from rloo.credit import credit
+from rloo.engines.sampling import noise_key
+from rloo.policy import Policy
+from rloo.rollout import countable_samples, score
+from rloo.train import Run
+from rloo.types import Prompt
+from rloo.update import micro_loss
+
+NUM_RESAMPLES = 1000
+# Completions drawn in one call of the engine.
+_AT_ONCE = 256
+# At the base model the KL is 0 to begin with: rewards alone make the gradient.
+_OPTIONS: dict[str, Any] = {"preset": "paper", "beta": 0.0, "num_prompts": 1, **PLAIN}
+NO_BASELINE = {"mean_level": "none"}
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "rloo": {},
+    "std": {"mean_leave1out": False, "std_level": "group"},
+    "none": NO_BASELINE,
+}
+
+
+def predicted_variance(size: int, z1: float | Tensor, z2: float | Tensor) -> Any:
+    """Of RLOO's gradient of a group of `size`, from z1 and z2 (see the module)."""
+    return (4 * (size - 2) * z1 + 2 * z2) / (size * (size - 1))
+
+
+def trace_variance(vectors: Tensor, counts: Tensor) -> Tensor:
+    """The trace of the covariance of vectors (n, D), unbiased, for each row of `counts` (B, n): how
+    often each of them is in a sample of n. Returns (B,)."""
+    n = len(vectors)
+    sums = counts @ vectors
+    squares = counts @ (vectors**2).sum(1)
+    return (squares - (sums**2).sum(1) / n) / (n - 1)
+
+
+def resamples(n: int, generator: torch.Generator) -> Tensor:
+    """Counts (1 + NUM_RESAMPLES, n) of the sample itself, and of bootstrap samples of it."""
+    drawn = torch.randint(n, (NUM_RESAMPLES, n), generator=generator)
+    counts = torch.zeros(NUM_RESAMPLES, n, dtype=torch.float64)
+    counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+    return torch.cat([torch.ones(1, n, dtype=torch.float64), counts])
+
+
+def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]:
+    """Variances summed over prompts, times K, measured and predicted from other completions, each
+    as [value, low, high]: 95 % bootstrap intervals over the completions of these prompts.
+
+    `noise` is that variance over the squared norm of the sum of the prompts' gradients: what counts
+    for estimators that differ in scale.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        sampled = {"max_completion_length": options["max_tokens"], "num_generations": 2}
+        trainer = make_trainer(task, _OPTIONS | sampled, out=out, folder=Path(folder) / "run")
+        run = trainer.make_run()
+        prompts = run.prompts.next(options["num_prompts"])
+        gradients = Gradients(trainer, options["num_coordinates"])
+        tallies: dict[tuple[str, int], Tally] = {}
+        theory = Theory()
+        for number, prompt in enumerate(prompts):
+            count = 2 * options["num_completions"]
+            samples = draw(trainer, run, prompt, count)
+            first, second = samples[: count // 2], samples[count // 2 :]
+            for estimator in ESTIMATORS:
+                for size in options["sizes"]:
+                    if estimator != "none" or size == options["sizes"][-1]:
+                        vectors = gradients.of_groups(first, size, ESTIMATORS[estimator])
+                        tallies.setdefault((estimator, size), Tally(size)).add(vectors, number)
+            theory.add(gradients.scores(second), [s.reward for s in second], number)
+    return {
+        "measured": [
+            {"estimator": estimator, "size": size, **tally.summary()}
+            for (estimator, size), tally in tallies.items()
+        ],
+        "predicted": {str(size): theory.summary(size) for size in options["sizes"]},
+        "limit": interval(4 * theory.z1),
+        "no_baseline": interval(theory.plain),
+        "mean_rewards": theory.mean_rewards,
+    }
+
+
+def draw(trainer: RLOOTrainer, run: Run, prompt: Prompt, count: int) -> list[Sample]:
+    """Scored completions of the base model, each a group's only one."""
+    run.engine.load(trainer.policy.weights())
+    found: list[Sample] = []
+    for start in range(0, count, _AT_ONCE):
+        size = min(_AT_ONCE, count - start)
+        noise = noise_key(trainer.args.seed, "eval", start)
+        sampled = run.engine.sample([prompt], size, run.sampling, noise)
+        groups, _ = score([prompt], sampled, run.rewards, tokenizer=trainer.policy.tokenizer)
+        found += countable_samples(groups, trainer.args)
+    return found
+
+
+class Gradients:
+    """Gradients by the code that trains, at a fixed random choice of parameters."""
+
+    def __init__(self, trainer: RLOOTrainer, num_coordinates: int) -> None:
+        self._policy: Policy = trainer.policy
+        self._config: RLOOConfig = trainer.args
+        total = sum(p.numel() for p in self._policy.parameters)
+        generator = torch.Generator().manual_seed(0)
+        self._chosen = torch.randperm(total, generator=generator)[:num_coordinates]
+
+    def of_groups(self, samples: Sequence[Sample], size: int, estimator: dict[str, Any]) -> Tensor:
+        """(groups, coordinates), float64: the samples cut into groups of `size`, in their order."""
+        config = replace(self._config, num_generations=size, **estimator)
+        groups = [samples[i : i + size] for i in range(0, len(samples) - size + 1, size)]
+        return torch.stack([self._gradient(group, config) for group in groups])
+
+    def scores(self, samples: Sequence[Sample]) -> Tensor:
+        """(samples, coordinates): of each the gradient of its log-prob."""
+        rewarded = [replace(sample, reward=1.0) for sample in samples]
+        return self.of_groups(rewarded, 1, NO_BASELINE)
+
+    def _gradient(self, group: Sequence[Sample], config: RLOOConfig) -> Tensor:
+        policy = self._policy
+        samples = [replace(sample, key=(0, index)) for index, sample in enumerate(group)]
+        given = credit(samples, policy, config)
+        loss, _ = micro_loss(policy, policy.batch(samples), given, config, len(samples))
+        found = torch.autograd.grad(-loss, policy.parameters)
+        return torch.cat([g.flatten() for g in found])[self._chosen].double()
+
+
+@dataclass
+class Tally:
+    """What groups of one size and estimator add up to, over prompts: K times the variance, and the
+    squared norm of the summed gradients; (B,), the first of them the sample itself."""
+
+    size: int
+    variance: Tensor | float = 0.0
+    mean: Tensor | float = 0.0
+    variance_of_mean: Tensor | float = 0.0
+
+    def add(self, vectors: Tensor, number: int) -> None:
+        """The groups of one more prompt."""
+        counts = resamples(len(vectors), torch.Generator().manual_seed(number))
+        variance = trace_variance(vectors, counts)
+        self.variance = self.variance + self.size * variance
+        self.mean = self.mean + counts @ vectors / len(vectors)
+        self.variance_of_mean = self.variance_of_mean + variance / len(vectors)
+
+    def summary(self) -> dict[str, Any]:
+        assert isinstance(self.mean, Tensor) and isinstance(self.variance, Tensor)
+        squared = (self.mean**2).sum(1)
+        # The squared norm of a mean is too large by the mean's variance, and that of a resampled
+        # one by as much again.
+        share = torch.full_like(squared, 2.0)
+        share[0] = 1.0
+        signal = squared - share * self.variance_of_mean
+        return {"variance": interval(self.variance), "noise": interval(self.variance / signal)}
+
+
+class Theory:
+    """z1, z2 and the variance without a baseline, summed over prompts: (B,) as in `Tally`."""
+
+    def __init__(self) -> None:
+        self.z1: Any = 0.0
+        self.z2: Any = 0.0
+        self.plain: Any = 0.0
+        self.mean_rewards: list[float] = []
+
+    def add(self, scores: Tensor, rewards: Sequence[float], number: int) -> None:
+        """One more prompt's completions: scores (n, D), n even. Two neighbours are a pair, and a
+        resample takes both or neither."""
+        r = torch.tensor(rewards, dtype=torch.float64)[:, None]
+        self.mean_rewards.append(round(r.mean().item(), 4))
+        pairs = (r[::2] - r[1::2]) * (scores[::2] - scores[1::2]) / 2
+        counts = resamples(len(pairs), torch.Generator().manual_seed(number))
+        of_each = counts.repeat_interleave(2, 1)
+        self.z1 = self.z1 + trace_variance((r - r.mean()) * scores, of_each) / 4
+        self.z2 = self.z2 + trace_variance(pairs, counts)
+        self.plain = self.plain + trace_variance(r * scores, of_each)
+
+    def summary(self, size: int) -> list[float]:
+        """K times the predicted variance, with its interval."""
+        return interval(size * predicted_variance(size, self.z1, self.z2))
+
+
+def interval(values: Tensor) -> list[float]:
+    """[the sample's own value, 2.5 % and 97.5 % points of the resamples], 5 digits."""
+    low, high = torch.quantile(values[1:], torch.tensor([0.025, 0.975], dtype=values.dtype))
+    return [float(f"{value:.5g}") for value in (values[0].item(), low.item(), high.item())]
