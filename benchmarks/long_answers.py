@@ -87,9 +87,9 @@ def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) ->
     """One update: predicted and measured peaks above weights, optimizer and reference in MiB, its
     seconds, the largest tensor and the sizes that it must stay below (elements)."""
     from rloo.config import RLOOConfig
+    from rloo.credit import credit
     from rloo.memory import gradient_bytes, phase_peaks, predicted_peak_bytes
     from rloo.policy import Policy
-    from rloo.credit import credit
     from rloo.update import update
 
     cuda = torch.cuda.is_available()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from rloo import objective
+from rloo import credit
 from rloo.cli import main
 from rloo.config import RLOOConfig
 from rloo.config_file import parse_command_line
@@ -249,14 +249,13 @@ def test_areal_s_reward_norms_give_the_same_advantages(mean, loo, std, tmp_path)
     )
     config = RLOOConfig(**found.options)
     rewards = [1.0, 0.0, 0.5, 0.25, 2.0, 2.0, -1.0, 0.0]
-    ours = objective.advantages(
+    ours = credit.advantages(
         torch.tensor(rewards, dtype=torch.float64),
+        torch.zeros(8, dtype=torch.float64),
+        torch.arange(8),
         torch.tensor([0] * 4 + [1] * 4),
-        mean_level=config.mean_level,
-        mean_leave1out=config.mean_leave1out,
-        std_level=config.std_level,
-        normalize=config.normalize_advantages,
-        epsilon=config.advantage_epsilon,
+        torch.zeros(8, dtype=torch.bool),
+        config,
     )
     expected = areal_s_advantages(rewards, mean=mean, loo=loo, std=std, eps=0.3)
     assert ours.tolist() == pytest.approx(expected, abs=1e-12)

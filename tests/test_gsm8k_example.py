@@ -13,7 +13,7 @@ import transformers
 from tokenizers import ByteLevelBPETokenizer
 
 import rloo
-from rloo import RLOOTrainer, objective
+from rloo import RLOOTrainer, credit
 from rloo.cli import main
 from rloo.config_file import parse_command_line
 
@@ -161,14 +161,14 @@ def result(request, tokenizer, tmp_path_factory) -> Result:
     folder = tmp_path_factory.mktemp(request.param)
     model = save_random_model(request.param, tokenizer, folder / "model")
     advantages = []
-    original = objective.advantages
+    original = credit.advantages
 
     def watched(*args, **options):
         advantages.append(original(*args, **options))
         return advantages[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(objective, "advantages", watched)
+        patch.setattr(credit, "advantages", watched)
         output = train(folder, model, "packed", packing="true")
     return Result(model, output, weights_in(model), advantages)
 

@@ -140,7 +140,7 @@ def variance_job(task: Task, **settings: Any) -> Job:
     `benchmarks.baselines.variance.measure`."""
     options = {
         "num_prompts": 8,
-        "num_completions": 512,
+        "num_completions": 1024,
         "num_coordinates": 4096,
         "sizes": [2, 4, 8, 16],
         "max_tokens": task.max_tokens,

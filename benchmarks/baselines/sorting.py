@@ -18,7 +18,7 @@ from typing import Any
 NUM_LETTERS = 6
 NUM_ROWS = {"heldout": 512, "train": 4000}
 SWAP_PROBABILITY = 0.5
-WARM_STEPS = 300
+WARM_STEPS = 200
 _BATCH_ROWS = 64
 _LEARNING_RATE = 3e-3
 _SPECIALS = ["<pad>", "<eos>", "<unk>", ":"]

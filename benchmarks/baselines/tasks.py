@@ -34,8 +34,8 @@ TASKS = {
         Task(
             name="sorting",
             title="Sorting six letters (reward: share of right positions)",
-            steps=100,
-            rates=(5e-4, 1e-3, 2e-3),
+            steps=150,
+            rates=(2.5e-4, 5e-4, 1e-3),
             max_tokens=10,
             rows=sorting.make_rows,
             reward=sorting.sorting_reward,

@@ -20,6 +20,7 @@ from benchmarks.baselines.arms import Job, Task
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.engines.sampling import noise_key
 from rloo.evaluate import evaluate
+from rloo.monitor import versions
 from rloo.setup import make_sampling, make_source
 from rloo.types import Prompt
 
@@ -44,7 +45,8 @@ def make_trainer(task: Task, options: Mapping[str, Any], *, out: Path, folder: P
 
 
 def run_training(task: Task, job: Job, *, out: Path) -> dict[str, Any]:
-    """`curves` of each step; `start` and `end` where the job wants them (see `_measure`)."""
+    """`curves` of each step; `start` and `end` where the job wants them (see `_measure`); seconds of
+    the whole and versions."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
@@ -61,7 +63,8 @@ def run_training(task: Task, job: Job, *, out: Path) -> dict[str, Any]:
     result["curves"] = {
         name: [_rounded(step.get(metric)) for step in steps] for name, metric in CURVES.items()
     }
-    return result | {"seconds": round(time.perf_counter() - began, 1)}
+    seconds = round(time.perf_counter() - began, 1)
+    return result | {"seconds": seconds, "versions": versions()}
 
 
 def _heldout_prompts(task: Task, trainer: RLOOTrainer) -> Sequence[Prompt]:

@@ -53,11 +53,14 @@ def predicted_variance(size: int, z1: float | Tensor, z2: float | Tensor) -> Any
 
 def trace_variance(vectors: Tensor, counts: Tensor) -> Tensor:
     """The trace of the covariance of vectors (n, D), unbiased, for each row of `counts` (B, n): how
-    often each of them is in a sample of n. Returns (B,)."""
+    often each of them is in it, first of all the sample itself, then its resamples. Returns (B,)."""
     n = len(vectors)
     sums = counts @ vectors
     squares = counts @ (vectors**2).sum(1)
-    return (squares - (sums**2).sum(1) / n) / (n - 1)
+    found = (squares - (sums**2).sum(1) / n) / (n - 1)
+    # A resample of n varies less than what it is drawn from, by (n - 1) / n.
+    found[1:] *= n / (n - 1)
+    return found
 
 
 def resamples(n: int, generator: torch.Generator) -> Tensor:

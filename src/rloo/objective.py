@@ -59,15 +59,6 @@ def kl_estimate(
     return estimate if clip is None else estimate.clamp(-clip, clip)
 
 
-def sequence_kl(policy_T: Tensor, reference_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
-    """The k1 estimate of KL(policy || reference) for each completion, in nats: (N,), detached.
-
-    The log-ratio summed over the completion's tokens; its mean over samples of the policy is the
-    divergence of whole completions. It can be negative for a single completion.
-    """
-    return sum_by((policy_T - reference_T).detach(), sequence_T, size)
-
-
 def return_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
     """The sum of each token's value and those of all later tokens of its completion: (T,).
 
@@ -78,31 +69,19 @@ def return_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
     return (summed[ends][sequence_T] - summed + values_T).to(values_T.dtype)
 
 
-def countable(rewards_N: Tensor, group_N: Tensor, *, smallest_group: int = 2) -> Tensor:
-    """bool (N,): scored completions whose group has at least `smallest_group` scores.
-
-    With two, only these have a leave-one-out baseline; the others carry no gradient and no weight.
-    """
-    scored = ~rewards_N.isnan()
-    return scored & (_group_sum(scored.to(rewards_N.dtype), group_N)[group_N] >= smallest_group)
-
-
-def leave_one_out(rewards_N: Tensor, group_N: Tensor) -> Tensor:
-    """`reward - mean of the other scored rewards of its group`: (N,).
-
-    Equals `K / (K - 1) * (reward - group mean)` over the K scored ones. A missing reward (NaN)
-    leaves the baseline of its siblings too; missing ones and singletons get exactly 0, as do all
-    members of a group with equal rewards (sums are taken relative to the group's minimum).
-    """
-    return _centre(rewards_N, group_N, leave_one_out=True)
-
-
 def centred(
     values: Tensor, group: Tensor, *, mean_level: Level = "group", mean_leave1out: bool = True
 ) -> Tensor:
     """Values minus their baseline, (E,) as given: the mean over their group or over all, without
-    the element itself if `mean_leave1out`; NaN is left out and gives 0. Elements are completions,
-    or tokens (AReaL's documented `adv_norm`, which leaves out one token)."""
+    the element itself if `mean_leave1out`.
+
+    The default is leave-one-out, `r_i - mean of the other r_j of the group`, which equals
+    `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) leaves the baseline of its siblings
+    too; missing ones and those without siblings get exactly 0, as do all members of a group with
+    equal values (sums are taken relative to the group's minimum). A mean that holds the element
+    itself is biased. Elements are completions, or tokens (AReaL's documented `adv_norm`, which
+    leaves out one token).
+    """
     if mean_level == "none":
         return torch.where(values.isnan(), 0.0, values)
     index = group if mean_level == "group" else torch.zeros_like(group)
@@ -142,34 +121,6 @@ def standardise(
     whole = torch.zeros(values.shape, dtype=torch.long, device=values.device)
     factor = _inverse_deviation(_variance(values, whole), epsilon, epsilon_in_variance)
     return _centre(values, whole, leave_one_out=False) * (factor[0] if len(factor) else 1.0)
-
-
-def advantages(
-    rewards_N: Tensor,
-    group_N: Tensor,
-    *,
-    mean_level: Level = "group",
-    mean_leave1out: bool = True,
-    std_level: Level = "none",
-    std_leave1out: bool = False,
-    normalize: bool = False,
-    epsilon: float = 1e-4,
-    epsilon_in_variance: bool = False,
-) -> Tensor:
-    """Advantages of completions: (N,); 0 where `countable` is False.
-
-    `centred`, times `scale`, and if `normalize` then `standardise`d over the batch. A mean that
-    holds the completion itself, and any division by a deviation, is biased.
-    """
-    grouped = "group" in (mean_level, std_level)
-    valid = countable(rewards_N, group_N, smallest_group=2 if grouped else 1)
-    kept = torch.where(valid, rewards_N, torch.nan)
-    form: dict[str, Any] = {"epsilon": epsilon, "epsilon_in_variance": epsilon_in_variance}
-    result = centred(kept, group_N, mean_level=mean_level, mean_leave1out=mean_leave1out)
-    result = result * scale(kept, group_N, std_level=std_level, std_leave1out=std_leave1out, **form)
-    if normalize:
-        result = standardise(torch.where(valid, result, torch.nan), **form)
-    return torch.where(valid, result, 0.0)
 
 
 def importance_weights(
