@@ -8,6 +8,7 @@ CUDA its allocator), above what there was before the model was built.
 from __future__ import annotations
 
 import argparse
+import gc
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -154,6 +155,7 @@ def value_loss(critic: Policy, samples: Sequence[Sample]) -> Tensor:
 
 def predict(folder: Path, shape: Shape, options: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
     """Parameters, tokens of the micro-batch, and the parts that `rloo plan` shows, in bytes."""
+    gc.collect()
     policy, samples = make_policy(folder, options), shape.samples()
     parts = lasting_bytes(policy, make_engine(policy, policy.config))
     parts["micro-batch"] = predicted_peak_bytes(policy, samples)
@@ -177,6 +179,7 @@ def measure(
         policy = make_policy(folder, options)
         other = None if critic == "none" else make_policy(folder, options, critic=True)
         engine = make_engine(policy, policy.config)
+        gc.collect()
         phase("building")
         for _ in range(2):
             engine.load(policy.weights())

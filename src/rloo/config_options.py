@@ -121,7 +121,7 @@ class Options:
     )
     rollout_importance_sampling_mode: (
         Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
-    ) = own(None, "Weigh by trainer over sampler, cut or dropped beyond the bounds.", ms_swift=True)
+    ) = own(None, "Weigh by trainer over sampler, cut or dropped beyond the bounds.")
     rollout_importance_sampling_threshold: float = own(
         2.0, "Upper bound of such a weight.", ms_swift=True
     )

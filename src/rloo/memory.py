@@ -100,7 +100,6 @@ def measured_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
 def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[int]:
     """Peak of allocated bytes, above those at the start, in each phase of `work`, which calls its
     argument where a phase ends."""
-    gc.collect()  # what is freed in between would count as taken from what the work holds
     if device.type == "cuda":
         start, peaks = torch.cuda.memory_allocated(device), []
 
@@ -109,16 +108,32 @@ def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[in
             torch.cuda.reset_peak_memory_stats(device)
 
         torch.cuda.reset_peak_memory_stats(device)
-        work(mark)
+        with _no_collection():
+            work(mark)
         mark()
         return peaks
     silence_profiler()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        _no_collection(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         work(_record_mark)
     times, totals = allocations(profiler)
     marks = sorted(e.start_ns() for e in recorded_events(profiler) if e.name() == _MARK)
     edges = [0, *marks, np.iinfo(np.int64).max]
     return [peak_between(times, totals, *phase) for phase in pairwise(edges)]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What is left of others, freed in between, would be taken off what the work holds."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def allocations(profiler: Any) -> tuple[np.ndarray, np.ndarray]:

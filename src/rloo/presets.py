@@ -1,8 +1,9 @@
 """What each system and paper means by RLOO, and by its relatives, as values of our options.
 
 A preset sets the parts of the objective and nothing else: no learning rate, batch or sampling
-option. An option that is given beside it wins. Each entry was read from the source that it names,
-and is compared with that system's own functions in `tests/peers/`.
+option. An option that is given beside it wins. Each entry was read from the source that it names.
+Those of TRL, verl, ms-swift and AReaL, and grpo, dr_grpo and reinforce_pp, are compared with the
+systems' own functions in `tests/peers/`; openrlhf and nemo_rl with their formulas.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "verl": Preset(
         "A_i as in the paper; token ratios with dual clipping at 3; mean over all tokens",
-        "verl 0.10, algorithm.adv_estimator=rloo, use_kl_in_reward=True",
+        "verl 0.9.1, algorithm.adv_estimator=rloo, use_kl_in_reward=True",
         _VERL,
     ),
     "openrlhf": Preset(
@@ -154,13 +155,13 @@ PRESETS: dict[str, Preset] = {
     "reinforce_pp": Preset(
         "A_it = r_i - beta * KL to come, whitened over all tokens of the rollout; no baseline; "
         "token ratios; mean over all tokens",
-        "REINFORCE++ (Hu 2025, arXiv 2501.03262) as verl 0.10's reinforce_plus_plus",
+        "REINFORCE++ (Hu 2025, arXiv 2501.03262) as verl 0.9.1's reinforce_plus_plus",
         {**_VERL, **_WHITENED, "kl_placement": "reward_to_go", "mean_level": "none"},
     ),
     "reinforce_pp_baseline": Preset(
         "R_i - mean of the group, its own included, whitened over all tokens of the rollout; token "
         "ratios; mean over all tokens",
-        "REINFORCE++ with baseline as verl 0.10's reinforce_plus_plus_baseline",
+        "REINFORCE++ with baseline as verl 0.9.1's reinforce_plus_plus_baseline",
         {**_VERL, **_WHITENED, "mean_leave1out": False},
     ),
     "grpo": Preset(
