@@ -90,9 +90,7 @@ class Job:
         return Path(self.task) / self.arm / f"rate{rate:g}_seed{seed}.json"
 
 
-def training_job(
-    task: Task, arm: str, *, rate: float, seed: int, steps: int | None = None
-) -> Job:
+def training_job(task: Task, arm: str, *, rate: float, seed: int, steps: int | None = None) -> Job:
     """A run of `steps`, by default the task's. Only the tuning seed is not evaluated: what it is
     chosen by must not be what is reported."""
     chosen = ARMS[arm]

@@ -84,9 +84,7 @@ def run_task(
         except ValueError as error:
             print(f"left out: {error}", flush=True)
             continue
-        finals += [
-            training_job(task, arm, rate=rate, seed=seed, steps=steps) for seed in seeds
-        ]
+        finals += [training_job(task, arm, rate=rate, seed=seed, steps=steps) for seed in seeds]
     # Seed by seed, so that an unfinished comparison is one of whole seeds.
     finals.sort(key=lambda job: job.options["seed"])
     return failed + run_jobs(out, finals, at_once=at_once, work=work)

@@ -29,7 +29,7 @@ _IGNORED_LABEL = -100
 def make_rows(split: str) -> list[dict[str, Any]]:
     """Always the same rows of a split, "train" or "heldout"; no set of letters is in both."""
     rng, seen = random.Random(0), set[frozenset[str]]()
-    rows = []
+    rows: list[dict[str, Any]] = []
     while len(rows) < sum(NUM_ROWS.values()):
         letters = rng.sample(string.ascii_lowercase, NUM_LETTERS)
         if frozenset(letters) not in seen:
@@ -41,7 +41,9 @@ def make_rows(split: str) -> list[dict[str, Any]]:
 
 def sorting_reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
     """The share of positions that are right, in [0, 1]; words too many are wrong ones."""
-    return [_score(text.split(), right.split()) for text, right in zip(completions, answer, strict=True)]
+    return [
+        _score(text.split(), right.split()) for text, right in zip(completions, answer, strict=True)
+    ]
 
 
 def _score(words: Sequence[str], right: Sequence[str]) -> float:

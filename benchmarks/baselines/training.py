@@ -45,8 +45,8 @@ def make_trainer(task: Task, options: Mapping[str, Any], *, out: Path, folder: P
 
 
 def run_training(task: Task, job: Job, *, out: Path) -> dict[str, Any]:
-    """`curves` of each step; `start` and `end` where the job wants them (see `_measure`); seconds of
-    the whole and versions."""
+    """`curves` of each step; `start` and `end` where the job wants them (see `_measure`); seconds
+    of the whole, and versions."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"

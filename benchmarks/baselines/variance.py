@@ -53,7 +53,7 @@ def predicted_variance(size: int, z1: float | Tensor, z2: float | Tensor) -> Any
 
 def trace_variance(vectors: Tensor, counts: Tensor) -> Tensor:
     """The trace of the covariance of vectors (n, D), unbiased, for each row of `counts` (B, n): how
-    often each of them is in it, first of all the sample itself, then its resamples. Returns (B,)."""
+    often each of them is in it; the first row is the sample itself, the others are resamples."""
     n = len(vectors)
     sums = counts @ vectors
     squares = counts @ (vectors**2).sum(1)
