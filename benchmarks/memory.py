@@ -38,6 +38,7 @@ from rloo.setup import make_engine
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 FOUR_BITS = {**LORA, "load_in_4bit": True, "use_bnb_nested_quant": True}
+COPY = {"rollout_copy": True, "rollout_dtype": "bfloat16"}
 KEEP, RECOMPUTE = {"gradient_checkpointing": False}, {"gradient_checkpointing": True}
 
 # What is chosen, beside float32 weights in float32 computation (bf16 false) and beta 0.
@@ -48,16 +49,17 @@ CHOICES: dict[str, dict[str, Any]] = {
     "full, checkpointing, reference": {**RECOMPUTE, "beta": 0.05},
     "full, 8-bit AdamW": {**RECOMPUTE, "optim": "adamw_8bit"},
     "full, Adafactor": {**RECOMPUTE, "optim": "adafactor"},
-    "full, bfloat16 engine": {**RECOMPUTE, "rollout_dtype": "bfloat16"},
-    "full, no engine copy": {**RECOMPUTE, "rollout_engine": "hf"},
+    "full, bfloat16 engine": {**RECOMPUTE, **COPY},
+    "full, no engine copy": {**RECOMPUTE, "rollout_copy": False},
     "LoRA": {**LORA, **KEEP},
     "LoRA, reference": {**LORA, **KEEP, "beta": 0.05},
     "LoRA, checkpointing": {**LORA, **RECOMPUTE},
     "LoRA, checkpointing, reference": {**LORA, **RECOMPUTE, "beta": 0.05},
-    "LoRA, bfloat16 engine": {**LORA, **RECOMPUTE, "rollout_dtype": "bfloat16"},
+    "LoRA, no engine copy": {**LORA, **RECOMPUTE, "rollout_copy": False},
+    "LoRA, bfloat16 engine": {**LORA, **RECOMPUTE, **COPY},
     "QLoRA, 4 bits": {**FOUR_BITS, **RECOMPUTE},
     "QLoRA, 4 bits, reference": {**FOUR_BITS, **RECOMPUTE, "beta": 0.05},
-    "QLoRA, 4 bits, bfloat16 engine": {**FOUR_BITS, **RECOMPUTE, "rollout_dtype": "bfloat16"},
+    "QLoRA, 4 bits, bfloat16 engine": {**FOUR_BITS, **RECOMPUTE, **COPY},
     "QLoRA, 8 bits": {**LORA, **RECOMPUTE, "load_in_8bit": True},
 }
 
@@ -169,6 +171,7 @@ def measure(
 ) -> dict[str, int]:
     """Peaks of a training step that finds the optimizer's state, by what it does. With a critic
     `joint`, both losses have one backward; `apart`, it is updated when the policy was."""
+    gc.collect()  # freed while others are measured, it would be taken off theirs
     samples, names = shape.samples(), []
 
     def train(mark: Mark) -> None:

@@ -12,6 +12,7 @@ from test_train import (
     weights,
     without_times,
 )
+from transformers import TrainerCallback
 
 from rloo.adaptive import Adaptive
 from rloo.config import RLOOConfig
@@ -168,6 +169,89 @@ def test_groups_without_signal_are_replaced_by_those_of_further_prompts(tmp_path
     assert used[-1] == [1, 3, 0]
     run()
     assert used[-1] == [0, 1, 2]
+
+
+def test_signal_is_what_the_update_would_see_and_every_draw_counts_in_what_rewards_log(tmp_path):
+    """Clipping takes the signal of the first group away; a penalty could give it."""
+
+    def reward(prompts, completions, log_metric, **_):
+        log_metric("seen", float(len(set(prompts))))
+        first = {"w0 w1 w2": [2.0, 3.0, 4.0, 5.0]}
+        return [first.get(p, [0, 0, 1, 1])[i % 4] for i, p in enumerate(prompts)]
+
+    config = make_config(
+        tmp_path,
+        shuffle_dataset=False,
+        max_steps=1,
+        beta=0.0,
+        dynamic_sample=True,
+        reward_clip_range=(0.0, 2.0),
+    )
+    trainer = make_trainer(config, reward)
+    used = []
+    trainer.monitor.completions = lambda step, groups: used.extend(g.prompt.id for g in groups)
+    trainer.train()
+    assert used == [1, 2, 3]
+    # Three prompts in the first draw, one in the second.
+    assert metrics_of(config)[0]["seen"] == pytest.approx((3 * 3 + 1 * 1) / 4)
+
+
+@pytest.mark.parametrize("wrap", [lambda function: function, Normalized])
+def test_ctrl_c_between_two_draws_leaves_nothing_of_them(tmp_path, wrap):
+    draws, trainers = [], []
+
+    def reward(prompts, completions, **_):
+        draws.append(trainers[-1].state.global_step)
+        if stopping and draws[-2:] == [1, 1]:
+            raise KeyboardInterrupt
+        # Of each draw the first group alone has signal.
+        return [float(len(c)) if i < 4 else 0.5 for i, c in enumerate(completions)]
+
+    def train(name, **more):
+        config = make_config(tmp_path / name, max_steps=3, dynamic_sample=True)
+        trainers.append(make_trainer(config, wrap(reward)))
+        trainers[-1].train(**more)
+        return trainers[-1], without_times(metrics_of(config))
+
+    stopping = False
+    whole, expected = train("whole")
+    assert draws.count(1) == 3
+    stopping = True
+    with pytest.raises(KeyboardInterrupt):
+        train("half")
+    stopping = False
+    resumed, rows = train("half", resume_from_checkpoint=True)
+    assert equal(weights(whole), weights(resumed))
+    assert rows == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{"kl_target": 0.05, "kl_horizon": 20}, {"normalize_rewards": "running"}], ids=str
+)
+def test_what_was_learned_of_a_step_is_kept_when_a_callback_fails_after_it(tmp_path, options):
+    whole = make_config(tmp_path / "whole", max_steps=4, **options)
+    trainer = make_trainer(whole)
+    trainer.train()
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 2:
+                raise RuntimeError("disk is full")
+
+    half = make_config(tmp_path / "half", max_steps=4, **options)
+    with pytest.raises(RuntimeError, match="disk is full"):
+        make_trainer(half, callbacks=[Fails()]).train()
+    again = make_trainer(half)
+    again.train(resume_from_checkpoint=True)
+    assert equal(weights(trainer), weights(again))
+
+
+def test_a_reference_under_an_adapter_cannot_follow(tmp_path):
+    from peft import LoraConfig
+
+    config = make_config(tmp_path, sync_ref_model=True)
+    with pytest.raises(ValueError, match="must not move"):
+        make_trainer(config, peft_config=LoraConfig(target_modules=["q_proj"]))
 
 
 def test_the_reference_moves_towards_the_policy(tmp_path):

@@ -35,7 +35,16 @@ from benchmarks.baselines.results import (
 from benchmarks.baselines.schedule import run_task
 from benchmarks.baselines.summary import summarise
 from benchmarks.baselines.tasks import TASKS
-from benchmarks.baselines.variance import predicted_variance, resamples, trace_variance
+from benchmarks.baselines.training import make_trainer, run_training
+from benchmarks.baselines.variance import (
+    OPTIONS,
+    Gradients,
+    draw,
+    measure,
+    predicted_variance,
+    resamples,
+    trace_variance,
+)
 from rloo.config import RLOOConfig
 from rloo.objective import centred
 
@@ -218,6 +227,46 @@ def test_trace_variance_is_the_sum_of_the_coordinates_variances():
     rows = vectors.repeat_interleave(counts[5].long(), 0)
     assert found[5].item() == pytest.approx(rows.var(0).sum().item() * 30 / 29, rel=1e-12)
     assert found[1:].mean().item() == pytest.approx(found[0].item(), rel=0.05)
+
+
+def test_group_gradients_are_weighted_sums_of_scores(tmp_path):
+    options = {**OPTIONS, "max_completion_length": 60, "num_generations": 2}
+    trainer = make_trainer(COUNTDOWN, options, out=tmp_path, folder=tmp_path / "run")
+    run = trainer.make_run()
+    samples = draw(trainer, run, run.prompts.next(1)[0], 4)
+    samples = [replace(s, reward=r) for s, r in zip(samples, [1.0, 0.0, 0.5, 2.0], strict=True)]
+    gradients = Gradients(trainer, 200)
+    scores = gradients.scores(samples)
+    # Of 1, 0, 0.5, 2 the others' means are 2.5, 3.5, 3 and 1.5 thirds.
+    weights = torch.tensor([1 - 2.5 / 3, -3.5 / 3, 0.5 - 1.0, 2 - 0.5], dtype=torch.float64) / 4
+    assert gradients.of_groups(samples, 4, {})[0].allclose(weights @ scores, atol=1e-6)
+    assert scores.abs().max() > 1e-3
+    twos = gradients.of_groups(samples, 2, {})
+    assert twos[1].allclose((0.5 - 2.0) * (scores[2] - scores[3]) / 2, atol=1e-6)
+
+
+def test_variance_is_measured_for_each_size_and_estimator(tmp_path):
+    job = variance_job(
+        COUNTDOWN, num_prompts=2, num_completions=8, num_coordinates=50, sizes=[2, 4]
+    )
+    result = measure(COUNTDOWN, job.options, out=tmp_path)
+    rows = [(row["estimator"], row["size"]) for row in result["measured"]]
+    assert rows == [("rloo", 2), ("rloo", 4), ("std", 2), ("std", 4), ("none", 4)]
+    assert list(result["predicted"]) == ["2", "4"]
+    assert len(result["mean_rewards"]) == 2
+
+
+def test_training_job_leaves_curves_and_every_prompts_figures(tmp_path):
+    task = replace(COUNTDOWN, rows=lambda split: COUNTDOWN.rows(split)[:70])
+    job = training_job(task, "rloo_k8", rate=1e-4, seed=0, steps=2)
+    result = run_training(task, job, out=tmp_path)
+    assert all(len(curve) == 2 for curve in result["curves"].values())
+    assert result["start"]["passed"] != result["end"]["passed"]
+    assert len(result["end"]["passed"]) == 70
+    assert set(result["end"]["passed"]) <= {0.0, 0.5, 1.0}
+
+    tuning = training_job(task, "rloo_k8", rate=1e-4, seed=TUNING_SEED, steps=1)
+    assert "end" not in run_training(task, tuning, out=tmp_path)
 
 
 # -- intervals and the report ----------------------------------------------------------------------

@@ -224,12 +224,79 @@ def test_an_interval_below_one_is_a_share_of_all_steps():
 def test_training_arguments_work_on_a_cpu_with_the_default_precision():
     config = RLOOConfig(optim="adafactor", lr_scheduler_type="cosine", warmup_steps=0.1, seed=7)
     arguments = to_training_arguments(config)
-    assert config.bf16 and not arguments.bf16
+    assert config.bf16 and arguments.bf16
     assert arguments.optim == "adafactor" and arguments.lr_scheduler_type == "cosine"
     assert arguments.get_warmup_steps(50) == 5
     assert (arguments.seed, arguments.learning_rate, arguments.device.type) == (7, 1e-6, "cpu")
-    with pytest.raises(ValueError, match="adamm"):
+    with pytest.raises(ValueError, match=r"optim is 'adamm'; did you mean \w+\?; transf"):
         to_training_arguments(RLOOConfig(optim="adamm"))
+    with pytest.raises(ValueError, match="lr_scheduler_type is 'cosin'; did you mean cosine"):
+        to_training_arguments(RLOOConfig(lr_scheduler_type="cosin"))
+
+
+def test_callbacks_and_loggers_are_given_every_option():
+    config = RLOOConfig(beta=0.07, num_generations=4, gradient_checkpointing=True, hub_token="no")
+    arguments = to_training_arguments(config)
+    assert (arguments.beta, arguments.num_generations) == (0.07, 4)
+    assert arguments.gradient_checkpointing is True
+    recorded = json.loads(arguments.to_json_string())
+    ours = {name: value for name, value in config.to_dict().items() if name != "hub_token"}
+    ours["metric_for_best_model"] = "reward"
+    differing = {name for name, value in ours.items() if recorded[name] != value}
+    # What TrainingArguments fills in by itself.
+    assert differing <= {"report_to", "disable_tqdm", "greater_is_better"}
+    assert "no" not in (recorded["hub_token"], arguments.hub_token)
+
+
+def test_what_scripts_for_trl_read_is_there():
+    config = RLOOConfig(kl_coef=0.07, max_new_tokens=9)
+    assert (config.kl_coef, config.max_new_tokens, config.rloo_k) == (0.07, 9, 2)
+    assert config.world_size == 1 and config.should_save and config.process_index == 0
+    assert config.deepspeed is None and config.use_vllm is False
+    with pytest.raises(AttributeError, match="has no option kl_coeff_2"):
+        _ = config.kl_coeff_2
+    with pytest.raises(AttributeError, match="has no option kl_in_reward"):
+        _ = config.kl_in_reward  # of other values than ours
+
+
+def test_options_are_changed_by_assignment_until_a_trainer_has_them():
+    config = RLOOConfig("out", per_device_train_batch_size=4, num_generations=2)
+    config.num_generations = 8  # fits with the next line only
+    config.per_device_train_batch_size = 16
+    config.model_init_kwargs = {"revision": "main"}
+    config.kl_coef = "0.2"
+    assert (config.num_generations, config.beta, config.prompts_per_rollout()) == (8, 0.2, 2)
+    for name, value, expected in (
+        ("max_step", 3, "unknown option max_step; did you mean max_steps"),
+        ("max_steps", "many", "max_steps is 'many'"),
+        ("use_vllm", True, "use_vllm is True; sampling with vLLM"),
+        ("preset", "verl", "preset is given when the options are made"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            setattr(config, name, value)
+    config.num_generations = 3
+    with pytest.raises(ValueError, match="not a multiple of num_generations 3"):
+        config.fixed()
+    config.num_generations = 4
+    fixed = config.fixed()
+    assert fixed == config and fixed is not config
+    for made in (config, fixed):
+        with pytest.raises(ValueError, match="beta cannot be changed: a trainer has these options"):
+            made.beta = 0.1
+    assert dataclasses.replace(fixed, beta=0.1).beta == 0.1
+    dataclasses.replace(fixed).beta = 0.3
+
+
+def test_flags_of_trls_script_are_understood():
+    with pytest.warns(UserWarning, match="attn_implementation is 'sdpa', which has no effect"):
+        RLOOConfig(attn_implementation="sdpa")
+    config = RLOOConfig(
+        model_name_or_path="m", reward_model_name_or_path="r", dtype="float32", model_revision=None
+    )
+    assert (config.model, config.reward) == ("m", ["r"])
+    assert "weights are float32" in message(dtype="bfloat16")
+    assert "model_init_kwargs" in message(model_revision="v2")
+    assert "train_dataset" in message(dataset_streaming=True)
 
 
 def check_defaults(theirs) -> None:

@@ -320,9 +320,9 @@ def test_areal_s_sequence_ratio_and_estimators_are_called_by_what_they_are(tmp_p
     config = RLOOConfig(**found.options)
     assert (config.importance_sampling_level, config.loss_aggregation) == (
         "sequence_mean",
-        "sequence",
+        "token_mean",
     )
-    assert any("once per token" in note for note in found.notes)
+    assert any("by completion" in note for note in found.notes)
     found = areal(tmp_path, "actor: {kl_estimator: k3, kl_ctl: 0.01}\nref: {path: m}\n")
     assert RLOOConfig(**found.options).kl_estimator == "k3_wrong_gradient"
 
@@ -421,11 +421,10 @@ def test_ms_swift_s_estimators_set_scale_and_kl(flags, expected):
         ("--loss_type dapo", ("token", "token_mean", None)),
         ("--loss_type bnpo", ("token", "token_mean", "over a micro-batch there")),
         ("--loss_type dr_grpo", ("token", "constant", None)),
-        ("--importance_sampling_level sequence", ("sequence_mean", "sequence", None)),
-        ("--importance_sampling_level sequence_token", ("sequence_mean", "sequence", None)),
+        ("--importance_sampling_level sequence", ("sequence_mean", "sequence_token_mean", None)),
         (
-            "--importance_sampling_level sequence --loss_type dapo",
-            ("sequence_mean", "sequence", "once per token"),
+            "--importance_sampling_level sequence_token --loss_type dapo",
+            ("sequence_mean", "token_mean", None),
         ),
         ("--loss_type cispo", ("token", "sequence_token_mean", "changes the objective")),
     ],

@@ -64,7 +64,7 @@ def test_arguments_have_the_order_and_names_of_trl_and_reward_model_is_another_n
     assert named.rewards.names == by_place.rewards.names == ["count_words"]
     with pytest.raises(ValueError, match="reward_funcs and reward_model are two names"):
         make_trainer(config, reward_model=count_words)
-    with pytest.raises(ValueError, match="args is a TrainingArguments"):
+    with pytest.raises(ValueError, match=r"args is a transformers.*Arguments; it must be"):
         make_trainer(transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
 
 
@@ -842,3 +842,87 @@ def test_a_readme_of_the_users_is_left_as_it_was(tmp_path):
     trainer.train()
     assert (folder / "README.md").read_text() == "mine"
     assert any(note.startswith("README.md in output_dir is not") for note in trainer.monitor.notes)
+
+
+# -- what scripts use beside training -------------------------------------------------------------
+
+
+def test_metrics_and_state_are_printed_logged_and_saved_as_with_trainer(tmp_path, capsys):
+    trainer = make_trainer(make_config(tmp_path, max_steps=1), eval_dataset=HELD_OUT)
+    result = trainer.train()
+    assert result.metrics["epoch"] == trainer.state.epoch
+    trainer.log_metrics("train", result.metrics)
+    measured = trainer.evaluate()
+    trainer.log_metrics("eval", measured)
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_metrics("eval", {**measured, "eval_nothing": float("nan")})
+    trainer.save_state()
+    shown, folder = capsys.readouterr().out, Path(trainer.args.output_dir)
+    assert "***** train metrics *****" in shown and "eval_reward" in shown
+    whole = json.loads((folder / "all_results.json").read_text())
+    assert whole["train_loss"] == result.training_loss and whole["eval_nothing"] is None
+    assert whole["eval_pass@1_interval"] == list(measured["eval_pass@1_interval"])
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert state["global_step"] == 1 and state["log_history"] == trainer.state.log_history
+    trainer.log({"mine": 0.5})
+    assert trainer.state.log_history[-1] == {"mine": 0.5, "epoch": trainer.state.epoch, "step": 1}
+    assert trainer.is_world_process_zero() and trainer.is_local_process_zero()
+    assert not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
+
+
+def test_the_reference_the_callbacks_and_the_names_of_rewards_are_where_trl_has_them(tmp_path):
+    stop = transformers.EarlyStoppingCallback()
+    trainer = make_trainer(make_config(tmp_path), callbacks=[stop])
+    assert trainer.ref_model is not trainer.model
+    assert equal(dict(trainer.ref_model.named_parameters()), weights(trainer))
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+    assert stop in trainer.callback_handler.callbacks
+    assert trainer.reward_func_names == ["count_words"]
+    assert make_trainer(make_config(tmp_path, beta=0.0)).ref_model is None
+
+
+def test_a_callback_reads_the_options_of_the_run(tmp_path):
+    seen = {}
+
+    class Reader(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            seen.update(beta=args.beta, k=args.num_generations, device=args.device.type)
+
+    make_trainer(make_config(tmp_path, max_steps=1, use_cpu=True), callbacks=[Reader]).train()
+    assert seen == {"beta": 0.05, "k": 4, "device": "cpu"}
+
+
+def test_an_attention_by_name_has_no_effect_unless_nothing_is_packed(tmp_path):
+    make_model("qwen3").save_pretrained(tmp_path / "tiny")
+    make_tokenizer().save_pretrained(tmp_path / "tiny")
+
+    def load(named: str | None, **options) -> str:
+        kwargs = {"attn_implementation": named, "dtype": None, "revision": None}
+        config = make_config(tmp_path, model_init_kwargs=kwargs, **options)
+        trainer = RLOOTrainer(str(tmp_path / "tiny"), count_words, config, ROWS)
+        assert trainer.model.dtype == torch.float32
+        return trainer.policy.model.config._attn_implementation
+
+    packed = load(None)
+    with pytest.warns(UserWarning, match="attn_implementation flash_attention_2, which has no eff"):
+        assert load("flash_attention_2") == packed
+    assert load("eager", packing=False, rollout_engine="hf") == "eager"
+
+
+def test_a_model_that_samples_nothing_is_refused(tmp_path):
+    config = make_model("qwen3").config
+    config.num_labels = 1
+    classifier = transformers.AutoModelForSequenceClassification.from_config(config)
+    with pytest.raises(ValueError, match=r"model is a Qwen3ForSequenceClassification; .*causal"):
+        RLOOTrainer(classifier, count_words, make_config(tmp_path), ROWS, None, make_tokenizer())
+
+
+def test_an_error_in_an_evaluation_set_names_the_set(tmp_path):
+    def compare(completions, answer):
+        return [0.0] * len(completions)
+
+    rows = Dataset.from_dict({"prompt": ["w1", "w2"], "answer": ["w3", "w4"]})
+    config = make_config(tmp_path)
+    for given, name in ((HELD_OUT, "the evaluation set"), ({"hard": HELD_OUT}, "hard")):
+        with pytest.raises(ValueError, match=f"in {name}: the reward function 'compare' requires"):
+            make_trainer(config, reward=compare, rows=rows, eval_dataset=given)

@@ -10,6 +10,7 @@ from vision_models import FAMILIES, RELATIVES, make_image, make_processor, make_
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.batch import Sample
+from rloo.console import as_string
 from rloo.data import PromptSource, encode_prompt, image_reader, with_prompts
 from rloo.engines import HFEngine, build_engine
 from rloo.engines.hf import _Drawing
@@ -526,3 +527,8 @@ def test_a_reward_model_of_text_reads_the_text_beside_the_images():
     plain, beside = user("what?"), with_images(user("what?"), [make_image(1)])
     scores = reward(prompts=[plain, beside], completions=[answer, answer])
     assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+
+
+def test_an_image_is_shown_as_a_word():
+    content = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    assert as_string([{"role": "user", "content": content}]) == "user: [image]What is this?"

@@ -19,6 +19,7 @@ from test_train import (
     without_times,
 )
 
+from benchmarks.memory import CHOICES, LASTING, Shape, measure, predict
 from rloo import budget, memory, train
 from rloo.budget import Workload, fitting_budget, generous_peak_bytes, largest_micro_batch
 from rloo.checkpoint import load_checkpoint
@@ -407,3 +408,50 @@ def test_a_step_in_which_weights_may_have_moved_is_not_made_again(tmp_path):
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     assert trainer.policy.max_tokens == asked
+
+
+# -- what the choices take, as docs/memory.md has them ----------------------------------------
+
+SMALL = Shape(hidden=128, layers=3, vocabulary=512, prompt=32, completion=64)
+
+
+@pytest.fixture(scope="module")
+def shaped_model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shaped")
+    SMALL.save(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "full, reference",
+        "full, checkpointing",
+        "full, 8-bit AdamW",
+        "LoRA, reference",
+        "LoRA, no engine copy",
+        "QLoRA, 4 bits",
+        "QLoRA, 8 bits",
+    ],
+)
+def test_what_is_planned_for_a_choice_is_what_it_takes(shaped_model, name):
+    options = {**CHOICES[name], "use_cpu": True}
+    parameters, _, parts = predict(shaped_model, SMALL, options)
+    peaks = measure(shaped_model, SMALL, options)
+    lasting = sum(parts[part] for part in LASTING)
+    for part in ("micro-batch", "step"):
+        assert lasting + parts[part] == pytest.approx(peaks[part], rel=0.1)
+    # Reference and engine are the base itself under an adapter.
+    assert (parts["reference"] == 0) == (name != "full, reference")
+    assert (parts["engine"] < 0.01 * parameters) == (
+        "no engine copy" in name or name.startswith("QLoRA")
+    )
+
+
+def test_a_critic_takes_more_than_the_policy_alone(shaped_model):
+    options = {**CHOICES["full, checkpointing, reference"], "use_cpu": True}
+    none, apart, joint = (
+        max(measure(shaped_model, SMALL, options, critic=kind).values())
+        for kind in ("none", "apart", "joint")
+    )
+    assert 1.2 * none < apart < joint < 2 * none

@@ -1,3 +1,4 @@
+import itertools
 import math
 import random
 import statistics
@@ -155,6 +156,48 @@ def test_an_enormous_ratio_is_finite_even_where_the_advantage_is_zero():
     assert now.grad.isfinite().all()
 
 
+def test_nothing_overflows_at_any_level_aggregation_or_weight():
+    """Log-ratios of 10,000 either way, in float32, with advantages of 0 among them."""
+    far = torch.tensor([1e4, -1e4, 0.0, 1e4, -1e4])
+    sequences = torch.tensor([0, 1, 2, 3, 3])
+    modes = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", None)
+    levels, aggregations = (
+        ("sequence", "sequence_mean", "token"),
+        ("sequence_token_mean", "sequence"),
+    )
+    for level, aggregation, mode in itertools.product(levels, aggregations, modes):
+        now = far.clone().requires_grad_()
+        advantages = torch.tensor([0.0, -1.0, 1.0, 0.0, -2.0])[: 5 if level == "token" else 4]
+        weights = mode and objective.importance_weights(
+            -far, far, sequences, 4, mode=mode, upper=1e30
+        )
+        result = objective.policy_loss(
+            now,
+            torch.zeros(5),
+            advantages,
+            sequences,
+            size=4,
+            denominator=1.0,
+            ratio_level=level,
+            aggregation=aggregation,
+            weights_T=weights,
+        )
+        loss = result.loss
+        for estimator in ("k1", "k2", "k3"):
+            kl = objective.kl_estimate(now, torch.zeros(5), estimator=estimator)
+            loss = loss + (kl * objective.ratio_of(now)).sum()
+        loss.backward()
+        assert loss.isfinite() and now.grad.isfinite().all(), (level, aggregation, mode)
+
+
+def test_a_kl_in_the_loss_never_pulls_away_from_the_reference():
+    for distance in (-1e4, -25.0, -1.0, 1.0, 25.0, 1e4):
+        for estimator in ("k2", "k3"):
+            policy = tensor(distance).requires_grad_()
+            objective.kl_estimate(policy, tensor(0.0), estimator=estimator).sum().backward()
+            assert policy.grad.item() * distance >= 0
+
+
 def test_denominators():
     numbers = {"num_sequences": 6, "num_tokens": 100}
     assert objective.loss_denominator("sequence", constant=None, **numbers) == 6
@@ -165,10 +208,37 @@ def test_denominators():
         objective.loss_denominator("constant", constant=None, **numbers)
 
 
-def test_the_geometric_mean_of_the_ratios_is_one_term_per_completion():
+def test_the_geometric_mean_of_the_ratios_is_that_of_each_token():
     # exp((0.1 + 0.2) / 2) = 1.1618 and exp(-0.5), clipped to 0.8 where the advantage is negative.
-    result = loss_of((1, -1), ratio_level="sequence_mean")
-    assert result.loss.item() == pytest.approx(-(math.exp(0.15) - 0.8) / 2)
+    first, second = math.exp(0.15), -0.8
+    for aggregation, expected in (
+        ("sequence", 2 * first + second),
+        ("token_mean", 2 * first + second),
+        ("sequence_token_mean", first + second),
+    ):
+        result = loss_of((1, -1), ratio_level="sequence_mean", aggregation=aggregation)
+        assert result.loss.item() == pytest.approx(-expected / 2)
+        assert result.clipped_low.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "sequence_token_mean", "token_mean"])
+def test_on_policy_every_level_of_the_ratio_has_the_same_gradient(aggregation):
+    found = []
+    for level in ("sequence", "sequence_mean", "token"):
+        now = tensor(*NOW).requires_grad_()
+        values = tensor(2, 2, -3) if level == "token" else tensor(2, -3)
+        objective.policy_loss(
+            now,
+            now.detach(),
+            values,
+            SEQUENCE,
+            size=2,
+            denominator=2.0,
+            ratio_level=level,
+            aggregation=aggregation,
+        ).loss.backward()
+        found.append(now.grad)
+    assert torch.allclose(found[0], found[1]) and torch.allclose(found[0], found[2])
 
 
 def test_dual_clipping_bounds_the_ratio_where_the_advantage_is_negative():

@@ -120,6 +120,13 @@ def test_trl_s_masked_completions_pay_no_kl_under_its_preset_only():
         assert result.tolist() == [0.75 - baseline, 0.0]
 
 
+def test_a_whole_completion_s_kl_comes_off_each_of_its_tokens_after_a_baseline_over_tokens():
+    config = form("areal_docs", kl_placement="reward", kl_in_baseline=False)
+    result = advantages_of(config, [1, 0], [2, 1], penalties=[0.1, 0.2, 0.5])
+    # Tokens 1, 1, 0; of the others 0.5, 0.5, 1.
+    assert result == pytest.approx([0.5 - 0.3, 0.5 - 0.3, -1 - 0.5])
+
+
 def test_the_penalty_of_a_token_is_bounded_where_the_preset_says_so():
     policy, reference = torch.tensor([0.0]), torch.tensor([-50.0])
     assert token_penalty(policy, reference, form("openrlhf")).tolist() == pytest.approx([0.1])
@@ -185,9 +192,17 @@ CONTRADICTIONS = [
     ),
     ({"preset": "areal_docs", "std_level": "group"}, "no deviation of its own"),
     ({"preset": "areal_docs", "mean_level": "batch"}, "it must be group"),
-    ({"std_leave1out": True}, "std_level is none"),
-    ({"epsilon_in_variance": True}, "nothing is divided"),
-    ({"kl_of_truncated": False}, "mask_truncated_completions is false"),
+    ({"preset": "areal_docs", "normalize_advantages": True}, "normalize_over tokens"),
+    ({"running_decay": 0.5}, "running_decay is 0.5, which acts with mean_level running only"),
+    ({"kl_horizon": 100}, "which acts with kl_target only"),
+    ({"max_resample_times": 5}, "which acts with dynamic_sample only"),
+    ({"rollout_importance_sampling_threshold": 3.0}, "acts with rollout_importance_sampling_mode"),
+    ({"preset": "grpo", "kl_in_baseline": False}, "acts with a KL in the reward only"),
+    ({"kl_target": 0.1, "kl_horizon": 7}, "kl_horizon is 7, below the 8 completions of a rollout"),
+    ({"std_leave1out": True}, "which acts with std_level only"),
+    ({"epsilon_in_variance": True}, "which acts with std_level or normalize_advantages only"),
+    ({"kl_of_truncated": False}, "which acts with mask_truncated_completions only"),
+    ({"preset": "paper", "kl_of_truncated": False}, "acts with mask_truncated_completions"),
     ({"kl_target": 0.1, "beta": 0.0}, "give a beta above 0"),
     ({"kl_target": 0.1, "preset": "grpo"}, "kl_target adapts the KL in the reward"),
     ({"delta": 1.1}, "inside the clipping range"),
@@ -217,6 +232,25 @@ def test_combinations_without_sense_are_refused_with_the_reason(options, expecte
     with pytest.raises(ValueError) as error:
         RLOOConfig(**options)
     assert expected in str(error.value)
+
+
+def test_what_a_preset_sets_for_another_case_may_stay_idle():
+    for options in (
+        {"preset": "areal", "rollout_importance_sampling_mode": None},
+        {"preset": "areal", "beta": 0.1, "kl_placement": "loss", "kl_estimator": "k3"},
+        {"preset": "nemo_rl", "std_level": "none"},
+        {"preset": "verl", "kl_placement": "loss", "kl_estimator": "k3"},
+        {"preset": "trl"},
+    ):
+        config = RLOOConfig(**options)
+        assert RLOOConfig(**config.to_dict()) == config
+
+
+def test_options_of_trl_that_wait_for_another_are_remarked():
+    config = RLOOConfig(ref_model_sync_steps=64, ref_model_mixup_alpha=0.5)
+    assert len(remarks(config)) == 2
+    assert "ref_model_sync_steps is 64 and has no effect: sync_ref_model" in remarks(config)[1]
+    assert not remarks(RLOOConfig(sync_ref_model=True, ref_model_sync_steps=64))
 
 
 def test_the_documented_table_is_that_of_the_presets():

@@ -146,7 +146,7 @@ def test_weights_load_into_a_base_in_full_that_computes_the_same(folder, kind, l
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_sample_from_the_policy(folder, kind, engine):
     few, _ = make_pair(folder, kind)
-    policy = make_policy(few, rollout_dtype="float32" if engine == "copy" else None)
+    policy = make_policy(few, rollout_copy=True if engine == "copy" else None)
     if engine == "hf":
         sampler, _ = build_engine("hf", policy.model, pad_token_id=0)
     else:
@@ -198,8 +198,10 @@ def make_trainer(config, folder: Path, name: str = "qwen3", model=None, **option
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("nf4", "qwen3"), ("nf4", "llama"), ("nested fp4", "qwen3"), ("int8", "qwen3")],
+)
 def test_training_moves_the_adapter_alone_and_begins_with_no_kl(tmp_path, folder, kind, name):
     config = make_config(tmp_path, gradient_checkpointing=True, **OPTIONS[kind])
     trainer = make_trainer(config, folder, name)
@@ -216,7 +218,7 @@ def test_training_moves_the_adapter_alone_and_begins_with_no_kl(tmp_path, folder
     assert all(row["mismatch/max"] < 1e-5 for row in rows)
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, folder, kind):
     options = {"max_steps": 4, "optim": "adamw_8bit", **OPTIONS[kind]}
     whole_config = make_config(tmp_path / "whole", **options)
@@ -288,6 +290,15 @@ def test_models_given_loaded_and_options_in_other_places(tmp_path, folder):
     trainer = make_trainer(config, folder, model=load_few_bits(folder), peft_config=make_lora())
     assert any("of 4 bits" in note for note in trainer.policy.notes)
     trainer.train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
+        ready = peft.prepare_model_for_kbit_training(load_few_bits(folder))
+    config = make_config(tmp_path / "prepared", max_steps=1)
+    make_trainer(config, folder, model=wrap(ready, make_lora())).train()
+    assert metrics_of(config)[0]["kl"] == 0
+    given = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    trainer = make_trainer(make_config(tmp_path / "a"), folder, quantization_config=given)
+    assert any("of 4 bits" in note for note in trainer.policy.notes)
     for given in ({"load_in_8bit": True}, BitsAndBytesConfig(load_in_8bit=True)):
         kwargs = {"quantization_config": given}
         trainer = make_trainer(make_config(tmp_path / "b", model_init_kwargs=kwargs), folder)
@@ -412,7 +423,7 @@ def test_what_is_said_of_an_embedding_is_forgotten_with_it():
     assert len(known) < before
 
 
-@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_32bit", "lion_8bit", "ademamix_8bit"])
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_32bit", "ademamix_8bit"])
 def test_their_states_are_resumed_to_the_last_bit(tmp_path, monkeypatch, optim):
     monkeypatch.setattr("test_train.make_model", lambda name: make_wide())
     options = {"optim": optim, "learning_rate": 1e-3}

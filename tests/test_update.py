@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import make_samples
+from models import VOCAB_SIZE, make_samples
 from test_rollout import make_config, make_policy
 
 from rloo.batch import pad
@@ -46,6 +46,21 @@ def test_the_entropy_bonus_has_the_gradient_of_the_mean_entropy(aggregation):
     pick = torch.sum if aggregation == "sequence" else torch.mean
     (-0.3 * sum(pick(e) for e in entropies) / 12).backward()
     assert_same(found, gradients(policy))
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=str)
+def test_the_entropy_bonus_is_the_same_in_chunks_and_with_checkpointing(options, chunks):
+    config = make_config(beta=0.0, entropy_coef=0.3, temperature=0.7, **options)
+    found = []
+    for number in (1, chunks):
+        policy, samples = make_policy(config), make_samples()
+        batch = policy.batch(samples)
+        rows = -(-len(batch.target_T) // number)
+        scores = policy.logprobs(batch, chunk_elements=rows * VOCAB_SIZE)
+        (scores.logprobs.sum() - 0.3 * scores.entropy.square().sum()).backward()
+        found.append(gradients(policy))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("corrected", [False, True])

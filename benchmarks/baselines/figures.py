@@ -113,7 +113,7 @@ def _heldout(tasks: Mapping[str, Any], path: Path) -> Path:
         axis.set_yticks(range(len(arms)), [arm["title"] for arm in arms])
         axis.invert_yaxis()
         axis.set_xlabel("held-out pass@1 after training, %")
-        axis.set_title(task["title"], fontsize=9)
+        axis.set_title(task["title"].split(" (")[0], fontsize=9)
     return _save(figure, path)
 
 

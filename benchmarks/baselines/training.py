@@ -18,6 +18,7 @@ from datasets import Dataset
 
 from benchmarks.baselines.arms import Job, Task
 from rloo import RLOOConfig, RLOOTrainer
+from rloo.data import PromptSource
 from rloo.engines.sampling import noise_key
 from rloo.evaluate import evaluate
 from rloo.monitor import versions
@@ -77,6 +78,7 @@ def _heldout_prompts(task: Task, trainer: RLOOTrainer) -> Sequence[Prompt]:
         args=trainer.args,
         evaluation=True,
     )
+    assert isinstance(source, PromptSource)  # a list of rows is no stream
     return source.all_prompts(None)
 
 
@@ -91,7 +93,7 @@ def _measure(trainer: RLOOTrainer, prompts: Sequence[Prompt]) -> dict[str, Any]:
         trainer.rewards,
         tokenizer=policy.tokenizer,
         sampling=make_sampling(config, policy.stop_token_ids, policy.tokenizer, evaluation=True),
-        num_samples=config.num_generations_eval,
+        num_samples=config.num_generations_eval or config.num_generations,
         noise=noise_key(config.seed, "eval", 0),
         pass_threshold=1.0,
     )

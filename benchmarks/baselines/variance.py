@@ -37,7 +37,7 @@ NUM_RESAMPLES = 1000
 # Completions drawn in one call of the engine.
 _AT_ONCE = 256
 # At the base model the KL is 0 to begin with: rewards alone make the gradient.
-_OPTIONS: dict[str, Any] = {"preset": "paper", "beta": 0.0, "num_prompts": 1, **PLAIN}
+OPTIONS: dict[str, Any] = {"preset": "paper", "beta": 0.0, "num_prompts": 1, **PLAIN}
 NO_BASELINE = {"mean_level": "none"}
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "rloo": {},
@@ -80,7 +80,7 @@ def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]
     """
     with tempfile.TemporaryDirectory() as folder:
         sampled = {"max_completion_length": options["max_tokens"], "num_generations": 2}
-        trainer = make_trainer(task, _OPTIONS | sampled, out=out, folder=Path(folder) / "run")
+        trainer = make_trainer(task, OPTIONS | sampled, out=out, folder=Path(folder) / "run")
         run = trainer.make_run()
         prompts = run.prompts.next(options["num_prompts"])
         gradients = Gradients(trainer, options["num_coordinates"])

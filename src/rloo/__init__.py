@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["RLOOConfig", "RLOOTrainer", "__version__"]
+
+# Where bitsandbytes is installed, transformers imports it by way of peft, and it tells on stderr
+# that a product that is not used here has no faster kernel.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _HOMES = {"RLOOConfig": "rloo.config", "RLOOTrainer": "rloo.trainer"}
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from rloo.config import RLOOConfig
-from rloo.quantization import hush, in_full, is_quantised
+from rloo.quantization import in_full, is_quantised
 
 # peft's name for the adapter that `get_peft_model` makes, and TRL's for the frozen copy.
 TRAINED = "default"
@@ -64,8 +64,9 @@ class Adapter:
         if names != [TRAINED] or self.wrapper.active_adapters != [TRAINED]:
             raise ValueError(
                 f"the model has the adapters {', '.join(names)}, of which "
-                f"{', '.join(self.wrapper.active_adapters)} is active; one can be trained, and it "
-                f"must be called {TRAINED}"
+                f"{', '.join(self.wrapper.active_adapters)} is active; there can be one, which is "
+                f"trained, and it must be called {TRAINED} ({REFERENCE} is what an earlier trainer "
+                "kept of its start: model.delete_adapter removes it)"
             )
         _check_config(self.wrapper.peft_config[TRAINED])
         for name, layer in self._layers():
@@ -389,7 +390,6 @@ def _layer_kinds() -> tuple[type, ...]:
 
 
 def _peft() -> Any:
-    hush()
     try:
         import peft
     except ImportError as error:

@@ -27,6 +27,7 @@ ALIASES: dict[str, tuple[str, str]] = {
     "normalize_reward": ("normalize_advantages", "TRL before 0.22"),
     "normalize_advantage": ("normalize_advantages", "TRL before 0.22"),
     "model_name_or_path": ("model", "TRL"),
+    "reward_model_name_or_path": ("reward", "TRL"),
     "dataset_name": ("dataset", "TRL"),
     "dataset_train_split": ("dataset_split", "TRL"),
     "dataset_test_split": ("eval_split", "TRL"),

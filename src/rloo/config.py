@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rloo.aliases import resolve
+from rloo.aliases import ALIASES, CONVERSIONS, resolve
 from rloo.config_checks import ADAPTER_OPTIONS, check
 from rloo.config_options import DEFAULT_BATCH, Options
 from rloo.generation import sampling_options
@@ -28,16 +28,28 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
         "TRL resolves null to trainer_output; ours says what made it",
     ),
 }
+# What TrainingArguments says of where it runs, here always the same.
+ONE_PROCESS = {
+    "world_size": 1,
+    "process_index": 0,
+    "local_process_index": 0,
+    "should_save": True,
+    "should_log": True,
+}
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(init=False)
 class RLOOConfig(Options):
     """The options of a run. Takes every field by keyword, and every alias (`rloo.aliases`).
 
     Raises ValueError for an unknown option, a value of the wrong type or out of range, options
     that contradict each other, and an option of TRL or transformers that this version does not
-    implement, set to anything but its default. Change one with `dataclasses.replace`.
+    implement, set to anything but its default. Change one with `dataclasses.replace`, or as scripts
+    for TRL do, by assignment: what contradicts others is then refused by the trainer, which fixes
+    the options that it is given.
     """
+
+    _fixed = False
 
     def __init__(self, output_dir: str | None = None, **options: Any) -> None:
         if output_dir is not None:
@@ -63,12 +75,31 @@ class RLOOConfig(Options):
 
     if not TYPE_CHECKING:  # a type checker shall still find misspelt options
 
+        def __setattr__(self, name: str, value: Any) -> None:
+            if self._fixed:
+                raise ValueError(
+                    f"{name} cannot be changed: a trainer has these options; give another trainer "
+                    f"a copy, dataclasses.replace(args, {name}=...)"
+                )
+            if name == "preset":
+                raise ValueError(
+                    "preset is given when the options are made, RLOOConfig(preset=...): it says "
+                    "what those are that are not given"
+                )
+            for ours, read in resolve({name: value}, option_types()).items():
+                object.__setattr__(self, ours, read)
+
         def __getattr__(self, name: str) -> Any:
-            # Scripts written for TRL read options that are refused here (`if args.push_to_hub:`).
+            # Scripts written for TRL read options that are refused here (`if args.deepspeed:`), by
+            # the names that they have there, and what Trainer derives (`if args.should_save:`).
             if name in REFUSED and REFUSED[name][0]:
                 return REFUSED[name][0][0]
             if name in WITHOUT_EFFECT:
                 return WITHOUT_EFFECT[name][0]
+            if name in ONE_PROCESS:
+                return ONE_PROCESS[name]
+            if name in ALIASES and name not in CONVERSIONS:
+                return getattr(self, ALIASES[name][0])
             raise AttributeError(f"RLOOConfig has no option {name}{suggest(name, option_types())}")
 
     def completions_per_step(self, world_size: int = 1) -> int:
@@ -131,6 +162,13 @@ class RLOOConfig(Options):
         gradient_accumulation_steps."""
         rollout = self.completions_per_rollout(world_size)
         return self.num_iterations * (rollout // self.completions_per_step(world_size))
+
+    def fixed(self) -> RLOOConfig:
+        """An equal copy, everything checked. Neither can be changed by assignment from now on."""
+        copy = replace(self)
+        for config in (self, copy):
+            object.__setattr__(config, "_fixed", True)
+        return copy
 
     @property
     def compares_evaluations(self) -> bool:

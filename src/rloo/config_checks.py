@@ -168,12 +168,11 @@ def _check_batches(config: RLOOConfig) -> None:
 
 
 def _check_model(config: RLOOConfig) -> None:
-    for name, instead in (
-        ("attn_implementation", "packing false keeps the model's own attention"),
-        ("torch_dtype", "weights are float32; bf16 and fp16 set the precision of the computation"),
-    ):
-        if name in (config.model_init_kwargs or {}):
-            raise ValueError(f"model_init_kwargs has {name}, which would not act: {instead}")
+    if "torch_dtype" in (config.model_init_kwargs or {}):
+        raise ValueError(
+            "model_init_kwargs has torch_dtype, which would not act: weights are float32; bf16 and "
+            "fp16 set the precision of the computation"
+        )
 
 
 def _check_quantization(config: RLOOConfig) -> None:

@@ -17,7 +17,7 @@ from rloo.options import from_trl, own, shared
 DEFAULT_BATCH = (8, 1)
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(init=False)
 class Options:
     """The fields of `rloo.config.RLOOConfig`."""
 
@@ -70,6 +70,9 @@ class Options:
     repetition_penalty: float = shared(1.0, "Penalty on tokens seen before; not 1 is biased.")
     rollout_engine: Literal["auto", "native", "hf"] = own(
         "auto", "What samples: native, hf (generate, slow), or native wherever it can."
+    )
+    rollout_copy: bool | None = own(
+        None, "Let the native sampler keep a copy of the weights; null: but of quantised ones."
     )
     rollout_dtype: Literal["float32", "bfloat16"] | None = own(
         None, "Of the native sampler's matrix products; null: as in training. See mismatch/mean."

@@ -230,7 +230,14 @@ def as_string(text: Text) -> str:
     """A prompt or completion as one string; messages as `role: content`, one below the other."""
     if isinstance(text, str):
         return text
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in text)
+    return "\n".join(f"{message.get('role')}: {_content(message)}" for message in text)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return str(parts)
+    return "".join(part.get("text") or f"[{part.get('type')}]" for part in parts)
 
 
 def _score(value: float | None) -> str:

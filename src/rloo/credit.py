@@ -166,7 +166,6 @@ def advantages(
     whole_N = objective.sum_by(penalty_T, sequence_T, size)
     to_go = config.kl_placement == "reward_to_go"
     paid_T = objective.return_to_go(penalty_T, sequence_T, size) if to_go else whole_N[sequence_T]
-    inside = config.kl_in_baseline
     result = _above_baseline(
         reward_N, whole_N, paid_T, sequence_T=sequence_T, group_N=group_N, config=config
     )
@@ -177,8 +176,9 @@ def advantages(
 
     if config.advantage_clip_range is not None:
         result = result.clamp(*config.advantage_clip_range)
-    if not inside:
-        result = per_token(result) - paid_T if to_go else result - whole_N
+    if not config.kl_in_baseline:
+        by_token = to_go or config.mean_over == "tokens"
+        result = per_token(result) - paid_T if by_token else result - whole_N
     if config.importance_sampling_level == "token":
         over_tokens = config.normalize_over == "tokens"
         result = per_token(_normalised(per_token(result) if over_tokens else result, config))

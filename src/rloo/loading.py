@@ -36,6 +36,11 @@ def obtain_model(
         raise ValueError("peft_config is given and use_peft is true; both add an adapter")
     if isinstance(model, PreTrainedModel) or is_adapted(model):
         loaded: PreTrainedModel = model  # type: ignore[assignment] # or a PeftModel
+        if not loaded.can_generate():
+            raise ValueError(
+                f"model is a {type(loaded).__name__}; what samples completions is a causal "
+                "language model (AutoModelForCausalLM)"
+            )
         for name, value in (
             ("quantization_config", quantization_config),
             ("model_init_kwargs", args.model_init_kwargs),

@@ -12,6 +12,17 @@ from statistics import fmean
 from rloo.types import Group
 
 
+def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """The mean of each metric over parts of a rollout, weighted by their sizes; one that is not in
+    all of them over those that have it."""
+    names = dict.fromkeys(name for _, metrics in parts for name in metrics)
+    having = {name: [(n, m[name]) for n, m in parts if name in m] for name in names}
+    return {
+        name: sum(n * value for n, value in found) / sum(n for n, _ in found)
+        for name, found in having.items()
+    }
+
+
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """What the rollout shows before any update: rewards (unclipped, no KL), lengths, signal."""
     rewards = [[r for r in group.rewards if r is not None] for group in groups]

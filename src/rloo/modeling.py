@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +66,7 @@ def load_model(
     `quantization_config` (a BitsAndBytesConfig), or the options, load linear layers in few bits.
     Raises ValueError when there is no tokenizer that transformers can load.
     """
-    options = {"dtype": torch.float32, **(config.model_init_kwargs or {})}
+    options = _loading_options(config)
     few_bits = quantization_of(config, quantization_config)
     if few_bits is not None:
         # Quantised where it is used: it cannot be moved afterwards.
@@ -99,6 +100,18 @@ def load_model(
             _copy_from_file(model)
         adapted = model if base is None else load_adapter(model, name, revision)
     return adapted, processing_class
+
+
+def _loading_options(config: RLOOConfig) -> dict[str, Any]:
+    given = {n: value for n, value in (config.model_init_kwargs or {}).items() if value is not None}
+    # It might ask for a library that is not there.
+    if config.packing is not False and (named := given.pop("attn_implementation", None)):
+        warnings.warn(
+            f"model_init_kwargs has attn_implementation {named}, which has no effect: attention "
+            "follows from the model (packing false keeps the one named)",
+            stacklevel=4,
+        )
+    return {"dtype": torch.float32, **given}
 
 
 def _copy_from_file(model: PreTrainedModel) -> None:

@@ -270,31 +270,38 @@ class Monitor:
         """Log an evaluation's numbers, named as Trainer does. Intervals are left to
         evaluations.jsonl: loggers take numbers only."""
         assert self._events is not None
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, Real)}
-        self._log(numbers)
+        numbers = numbers_of(metrics)
+        self.log_numbers(numbers)
         self._events.send("on_evaluate", metrics=numbers)
 
     def log_totals(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Log what Trainer logs at the end, with the mean loss of all steps; returns it."""
+        assert self._events is not None
         whole = {**totals, "train_loss": fmean(self._losses) if self._losses else 0.0}
         if self._window:
             self._flush()
-        self._log(whole)
-        return whole
+        self.log_numbers(whole)
+        return {**whole, "epoch": self._events.state.epoch}
 
     def _flush(self) -> None:
         means = window_mean(self._window)
         last = {name: row[name] for row in self._window for name in LAST_VALUE if name in row}
         self._window = []
-        self._log(means | last)
+        self.log_numbers(means | last)
 
-    def _log(self, logs: Mapping[str, Any]) -> None:
+    def log_numbers(self, logs: Mapping[str, float]) -> None:
+        """Append those that are finite to `state.log_history`, and tell the callbacks."""
         assert self._events is not None
         state = self._events.state
         finite = {name: value for name, value in logs.items() if math.isfinite(value)}
         finite["epoch"] = state.epoch
         state.log_history.append({**finite, "step": state.global_step})
         self._events.send("on_log", logs=finite)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Without intervals and whatever else loggers do not take."""
+    return {name: value for name, value in metrics.items() if isinstance(value, Real)}
 
 
 def versions() -> dict[str, str]:

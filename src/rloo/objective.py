@@ -13,7 +13,7 @@ completion is one action, so log-probs are summed, and the KL penalty is part of
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +52,10 @@ def kl_estimate(
     elif estimator == "k2":
         estimate = x**2 / 2
     elif estimator == "k3":
+        # Bounded as a whole: with the exponential alone, x would pull away from the reference.
+        x = x.clamp(min=-MAX_LOG_RATIO)
         # expm1 keeps the digits that exp(-x) - 1 + x loses where x is small.
-        estimate = torch.expm1(-x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + x
+        estimate = torch.expm1(-x) + x
     else:
         raise ValueError(f"kl_estimator is {estimator!r}; it must be k1, k2 or k3")
     return estimate if clip is None else estimate.clamp(-clip, clip)
@@ -195,11 +197,12 @@ def policy_loss(
     `advantages` are (N,), or (T,) with level "token"; N is `size`. `old_T` are the trainer's own
     log-probs before the first update on these completions (pass `logprobs_T.detach()` when there is
     one update: the ratio is then 1 and the gradient that of REINFORCE). Ratio of level "sequence":
-    product over the completion (TRL, the paper); "sequence_mean": its geometric mean (GSPO, arXiv
-    2507.18071); "token": one ratio a token (AReaL, ms-swift, verl). `delta` bounds the ratio where
-    the advantage is negative (dual clip, arXiv 1912.09729). `weights_T` multiply the tokens' terms;
-    those of a whole completion are equal for all of its tokens. Terms are then summed by
-    `aggregate`.
+    product over the completion (TRL, the paper), one term; "sequence_mean": their geometric mean,
+    as the ratio of each of its tokens (GSPO, arXiv 2507.18071); "token": each token its own (AReaL,
+    ms-swift, verl). While the policy is "old", all three have one gradient. `delta` bounds the
+    ratio where the advantage is negative (dual clip, arXiv 1912.09729). `weights_T` multiply the
+    tokens' terms; those of a whole completion are equal for all of its tokens. Terms are then
+    summed by `aggregate`.
     """
     log_ratio = logprobs_T - old_T.detach()
     if ratio_level != "token":
@@ -210,8 +213,9 @@ def policy_loss(
     clipped = ratio.clamp(1.0 - epsilon_low, 1.0 + epsilon_high)
     bounded = ratio if delta is None else ratio.clamp(max=delta)
     terms = -torch.minimum(bounded * advantages, clipped * advantages)
-    if ratio_level == "token":
-        weighted = terms if weights_T is None else terms * weights_T
+    if ratio_level != "sequence":
+        terms_T = terms if ratio_level == "token" else terms[sequence_T]
+        weighted = terms_T if weights_T is None else terms_T * weights_T
         loss = aggregate(weighted, sequence_T, size, aggregation=aggregation)
     else:
         if weights_T is not None:

@@ -6,17 +6,51 @@ Each message names the fact, the rule and the option to change. Knows nothing of
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING
+
+from rloo.presets import preset_options
 
 if TYPE_CHECKING:
     from rloo.config import RLOOConfig
 
+FIXED_REFERENCE = (
+    "sync_ref_model is true and an adapter is trained; the reference is the base under it, which "
+    "must not move (sync_ref_model, use_peft, peft_config)"
+)
+
 
 def check_objective(config: RLOOConfig) -> None:
     """Raise ValueError for the first contradiction in the objective of `config`."""
-    for find in (_in_group, _in_kl, _in_tokens, _in_loss, _in_reference, _in_weights):
+    parts = (_in_vain, _in_group, _in_kl, _in_tokens, _in_loss, _in_reference, _in_weights)
+    for find in parts:
         for fault in find(config):
             raise ValueError(fault)
+
+
+def _in_vain(config: RLOOConfig) -> Iterator[str]:
+    """Options that were changed although what they act on is off. What a preset sets for the case
+    that it is on may stay."""
+    defaults = {field.name: field.default for field in fields(config)}
+    usual = defaults | preset_options(config.preset)
+    divided = config.std_level != "none" or config.normalize_advantages
+    for name, acts, other in (
+        ("running_decay", config.mean_level == "running", "mean_level running"),
+        ("kl_horizon", config.kl_target is not None, "kl_target"),
+        ("kl_in_baseline", config.kl_placement != "loss", "a KL in the reward"),
+        ("kl_of_truncated", config.mask_truncated_completions, "mask_truncated_completions"),
+        ("std_leave1out", config.std_level != "none", "std_level"),
+        ("epsilon_in_variance", divided, "std_level or normalize_advantages"),
+        ("max_resample_times", config.dynamic_sample, "dynamic_sample"),
+        (
+            "rollout_importance_sampling_threshold",
+            config.rollout_importance_sampling_mode is not None,
+            "rollout_importance_sampling_mode",
+        ),
+    ):
+        value = getattr(config, name)
+        if not acts and value not in (usual[name], defaults[name]):
+            yield f"{name} is {value}, which acts with {other} only"
 
 
 def _in_group(config: RLOOConfig) -> Iterator[str]:
@@ -30,11 +64,6 @@ def _in_group(config: RLOOConfig) -> Iterator[str]:
             )
     if config.num_generations < 2 and config.dynamic_sample:
         yield "dynamic_sample needs groups of at least 2 to see signal in (num_generations)"
-    if config.std_leave1out and config.std_level == "none":
-        yield "std_leave1out is true but std_level is none; there is no deviation (std_level)"
-    divided = config.std_level != "none" or config.normalize_advantages
-    if config.epsilon_in_variance and not divided:
-        yield "epsilon_in_variance is true but nothing is divided by a deviation (std_level)"
     if config.normalize_rewards != "none" and config.mean_level == "running":
         yield (
             f"normalize_rewards is {config.normalize_rewards} and mean_level is running; both take "
@@ -69,10 +98,11 @@ def _in_kl(config: RLOOConfig) -> Iterator[str]:
         yield "kl_estimator is k1_zero_gradient; in the reward it is called k1"
     if config.kl_target is not None and config.beta == 0:
         yield "kl_target is given but beta is 0, which it multiplies; give a beta above 0"
-    # Presets set it for the case that something is masked.
-    idle = not config.kl_of_truncated and not config.mask_truncated_completions
-    if idle and config.preset is None:
-        yield "kl_of_truncated is false but mask_truncated_completions is false, too"
+    if config.kl_target is not None and config.kl_horizon < config.completions_per_rollout():
+        yield (
+            f"kl_horizon is {config.kl_horizon}, below the {config.completions_per_rollout()} "
+            "completions of a rollout; in one rollout beta may move by a fifth at most (kl_horizon)"
+        )
 
 
 def _in_tokens(config: RLOOConfig) -> Iterator[str]:
@@ -90,12 +120,13 @@ def _in_tokens(config: RLOOConfig) -> Iterator[str]:
             )
     if config.normalize_over == "tokens" and not config.normalize_advantages:
         yield "normalize_over is tokens but normalize_advantages is false"
-    whole = config.normalize_advantages and config.normalize_over == "completions"
-    if whole and config.kl_placement == "reward_to_go":
-        yield (
-            "normalize_advantages is true and kl_placement is reward_to_go, whose advantages are "
-            "those of tokens; standardise over them (normalize_over tokens)"
-        )
+    if config.normalize_advantages and config.normalize_over == "completions":
+        for name in ("kl_placement reward_to_go", "mean_over tokens"):
+            if per_token[name]:
+                yield (
+                    f"normalize_advantages is true and {name} gives every token an advantage of "
+                    "its own; standardise over them (normalize_over tokens)"
+                )
     if config.mean_over == "tokens" and config.std_level != "none":
         yield "mean_over tokens has no deviation of its own (std_level none, normalize_advantages)"
     if config.mean_over == "tokens" and config.mean_level != "group":
@@ -125,20 +156,17 @@ def _in_reference(config: RLOOConfig) -> Iterator[str]:
     if config.sync_ref_model and config.beta == 0:
         yield "sync_ref_model is true but beta is 0; there is no reference to move (beta)"
     if config.sync_ref_model and config.use_peft:
-        yield (
-            "sync_ref_model is true and use_peft is true; the reference is the base under the "
-            "adapter, which must not move (sync_ref_model false)"
-        )
+        yield FIXED_REFERENCE
 
 
 def _in_weights(config: RLOOConfig) -> Iterator[str]:
     mode = config.rollout_importance_sampling_mode
     by_token = mode is not None and mode.startswith("token")
-    if by_token and config.importance_sampling_level != "token":
+    if by_token and config.importance_sampling_level == "sequence":
         yield (
             f"rollout_importance_sampling_mode is {mode} and importance_sampling_level is "
-            f"{config.importance_sampling_level}; one term for a completion has no weights by "
-            "token (a sequence mode, or importance_sampling_level token)"
+            "sequence; one term for a completion has no weights by token (a sequence mode, or "
+            "importance_sampling_level token)"
         )
     lower, upper = (
         config.rollout_importance_sampling_min,

@@ -38,6 +38,7 @@ from rloo.modeling import (
     routed_states,
     token_budget,
 )
+from rloo.objective_checks import FIXED_REFERENCE
 from rloo.offload import ParkedState, activations_on_host
 from rloo.optimizers import Given, make_optimizers
 from rloo.state import load_optimizer
@@ -89,6 +90,8 @@ class Policy:
         require_float32(model)
         self.reference: PreTrainedModel | None = None
         if config.beta != 0 and self.adapter is not None:
+            if config.sync_ref_model:
+                raise ValueError(FIXED_REFERENCE)
             self.adapter.keep_reference()
         dropout = remove_dropout(model)
         if dropout > 0:
@@ -268,11 +271,7 @@ class Policy:
     def move_reference(self, share: float) -> None:
         """Move the reference's weights by `share` of their way to the policy's (TR-DPO, arXiv
         2404.09656, equation 6)."""
-        if self.reference is None:
-            raise ValueError(
-                "the reference has no weights of its own to move: beta is 0, or it is the base "
-                "under an adapter (sync_ref_model)"
-            )
+        assert self.reference is not None, "checked at the start (sync_ref_model)"
         for frozen, parameter in zip(
             self.reference.parameters(), self.model.parameters(), strict=True
         ):

@@ -223,7 +223,8 @@ def describe_preset(name: str) -> list[str]:
 
 
 def remarks(config: RLOOConfig) -> list[str]:
-    """What a user must know of a chosen form whose gradient is not that of its name."""
+    """What a user must know of a chosen form whose gradient is not that of its name, and of options
+    that wait for another."""
     found = []
     if config.preset is not None and PRESETS[config.preset].warning:
         found.append(str(PRESETS[config.preset].warning))
@@ -238,6 +239,12 @@ def remarks(config: RLOOConfig) -> list[str]:
             f"{form} as KL in the {config.kl_placement} has a {fault.replace('_', ' ')}: it is "
             "used because kl_estimator names it so"
         )
+    # TRL takes them in silence, so its scripts may have them.
+    waiting = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512}
+    for name, default in waiting.items():
+        value = getattr(config, name)
+        if value != default and not config.sync_ref_model:
+            found.append(f"{name} is {value} and has no effect: sync_ref_model is false")
     return found
 
 

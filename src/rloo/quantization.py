@@ -7,7 +7,6 @@ Knows nothing of adapters or optimizers.
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import sys
 from collections.abc import Iterator
@@ -262,14 +261,7 @@ def _precision(config: RLOOConfig) -> torch.dtype:
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
 
 
-def hush() -> None:
-    """Keep bitsandbytes, which peft imports too, from telling on stderr that a product that is not
-    used here has no faster kernel."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-
 def _bitsandbytes() -> Any:
-    hush()
     try:
         import bitsandbytes
     except ImportError as error:

@@ -63,24 +63,24 @@ class Events:
         self.control = control
         self._optimizer = policy.optimizer
         self._arguments = to_training_arguments(config)
-        self._handler = CallbackHandler(
+        self.handler = CallbackHandler(
             [DefaultFlowCallback, *callbacks],
             policy.model,
             policy.processing_class,
             policy.optimizer,
             policy.scheduler,
         )
-        self.add = self._handler.add_callback
-        self.pop = self._handler.pop_callback
-        self.remove = self._handler.remove_callback
+        self.add = self.handler.add_callback
+        self.pop = self.handler.pop_callback
+        self.remove = self.handler.remove_callback
 
     @property
     def callbacks(self) -> list[TrainerCallback]:
-        return list(self._handler.callbacks)
+        return list(self.handler.callbacks)
 
     def send(self, event: str, **details: Any) -> None:
         """Call the method `event` of every callback."""
-        getattr(self._handler, event)(self._arguments, self.state, self.control, **details)
+        getattr(self.handler, event)(self._arguments, self.state, self.control, **details)
 
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:
@@ -113,4 +113,4 @@ class Events:
     def _exportable(self) -> list[Any]:
         from transformers.trainer_callback import ExportableState
 
-        return [c for c in self._handler.callbacks if isinstance(c, ExportableState)]
+        return [c for c in self.handler.callbacks if isinstance(c, ExportableState)]

@@ -203,13 +203,15 @@ def make_sampling(
 
 
 def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
-    """What samples; a note tells of a slow one. Raises ValueError for a `rollout_dtype` that it
-    cannot have."""
+    """What samples; a note tells of a slow one. Raises ValueError for a copy of the weights, or a
+    dtype of it, that it cannot have (`rollout_copy`, `rollout_dtype`)."""
     no_copy = None
-    if args.rollout_dtype is None and any(quantised_layers(policy.model)):
+    if args.rollout_copy is False:
+        no_copy = "it keeps no copy of the weights (rollout_copy)"
+    elif args.rollout_copy is None and any(quantised_layers(policy.model)):
         no_copy = (
             "a copy of the base's weights in full would take several times its memory; "
-            "rollout_dtype bfloat16 makes one, of 2 bytes a weight"
+            "rollout_copy true makes one, of 2 bytes a weight with rollout_dtype bfloat16"
         )
     name = args.rollout_dtype or ("bfloat16" if args.bf16 else "float16" if args.fp16 else None)
     engine, note = build_engine(
@@ -220,12 +222,14 @@ def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
         dtype=None if name is None else getattr(torch, name),
         no_copy=no_copy,
     )
-    if args.rollout_dtype is not None and not (isinstance(engine, NativeEngine) and engine.fused):
-        raise ValueError(
-            f"rollout_dtype is {args.rollout_dtype}; only the native engine's fused decoder has a "
-            f"dtype of its own, and {type(policy.model).__name__} is not sampled by it "
-            "(rollout_dtype, rollout_engine)"
-        )
+    copied = isinstance(engine, NativeEngine) and engine.fused
+    for option in ("rollout_dtype", "rollout_copy"):
+        if getattr(args, option) and not copied:
+            raise ValueError(
+                f"{option} is {getattr(args, option)}; only the native engine's fused decoder has "
+                f"weights of its own, and {type(policy.model).__name__} is not sampled by it "
+                "(rollout_copy, rollout_dtype, rollout_engine)"
+            )
     policy.notes += [note] if note else []
     return engine
 

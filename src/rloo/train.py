@@ -25,7 +25,7 @@ from rloo.credit import Credit, FirstPass, credit
 from rloo.engines.sampling import noise_key
 from rloo.interrupts import uninterrupted
 from rloo.memory import count_tokens
-from rloo.metrics import rollout_metrics
+from rloo.metrics import mean_of_parts, rollout_metrics
 from rloo.monitor import Monitor
 from rloo.policy import Policy
 from rloo.profiling import StepProfile
@@ -171,21 +171,22 @@ def _train_on_rollout(run: Run) -> None:
             rehearse(run)
         _report_notes(run)
     given = _attempt(run, samples, lambda: _credit(run, samples)) or _credit(run, samples)
+    used = {} if config.kl_target is None else {"kl/coef": run.adaptive.beta}
     with uninterrupted():
         for number, minibatch in enumerate(minibatches(samples, config)):
             if number > 0:
                 run.events.send("on_step_begin")
             given, made = _step(run, samples, minibatch, given, first=number == 0)
-            if config.kl_target is not None:
-                made["kl/coef"] = run.adaptive.beta
+            if number == 0:
+                # With the step that makes the rollout count: should one of the callbacks fail, the
+                # checkpoint goes on from the rollout's edge. All advantages are known by now.
+                run.adaptive.see_rewards(shaped_rewards(groups, config), config.running_decay)
+                run.adaptive.see_kl(made.get("kl", config.kl_target or 0.0), len(samples), config)
             _follow_policy(run)
-            finish_step(run, groups, metrics | made)
+            finish_step(run, groups, metrics | made | used)
             metrics = {}
             if run.is_over:
                 break
-        # Only now, and so never by halves: a checkpoint goes on from a rollout's edge.
-        run.adaptive.see_rewards(shaped_rewards(groups, config), config.running_decay)
-        run.adaptive.see_kl(made.get("kl", config.kl_target or 0.0), len(samples), config)
 
 
 def _measure_rollout(run: Run) -> float:
@@ -280,25 +281,25 @@ def draw_groups(run: Run) -> tuple[list[Group], dict[str, float]]:
     groups, logged = collect(run, wanted)
     everything = list(groups)
     if run.config.dynamic_sample:
-        chosen = [group for group in groups if has_signal(group)]
-        for _ in range(run.config.max_resample_times):
-            if len(chosen) == wanted:
-                break
+        parts = [(len(groups), logged)]
+        chosen = [group for group in groups if has_signal(group, run.config)]
+        while len(chosen) < wanted and len(parts) <= run.config.max_resample_times:
             more, logged = collect(run, wanted - len(chosen))
+            parts.append((len(more), logged))
             everything += more
-            chosen += [group for group in more if has_signal(group)]
-        flat = [group for group in everything if not has_signal(group)]
+            chosen += [group for group in more if has_signal(group, run.config)]
+        flat = [group for group in everything if not has_signal(group, run.config)]
         groups = chosen + flat[: wanted - len(chosen)]
-        logged |= {"dynamic_sampling/drawn_share": len(everything) / wanted}
+        logged = mean_of_parts(parts) | {"dynamic_sampling/drawn_share": len(everything) / wanted}
     sampled = sum(len(c.token_ids) for g in everything for c in g.completions)
     run.new_tokens = sampled + sum(len(g.prompt.token_ids) * len(g.completions) for g in everything)
     speed = {"tokens_per_second/sample": sampled / run.times["time/sample"]}
     return groups, rollout_metrics(everything) | logged | speed
 
 
-def has_signal(group: Group) -> bool:
-    """Whether the rewards of a group differ at all."""
-    return len({reward for reward in group.rewards if reward is not None}) > 1
+def has_signal(group: Group, config: RLOOConfig) -> bool:
+    """Whether the rewards of a group, as the update sees them, differ at all."""
+    return len(set(shaped_rewards([group], config))) > 1
 
 
 def collect(run: Run, num_prompts: int) -> tuple[list[Group], dict[str, float]]:

@@ -17,7 +17,9 @@ from transformers import (
     ProcessorMixin,
     TrainerCallback,
     TrainerControl,
+    trainer_pt_utils,
 )
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
 from rloo.checkpoint import claim_output_dir, resume_path
@@ -27,10 +29,11 @@ from rloo.evaluator import Evaluator, flatten
 from rloo.hub import Hub
 from rloo.loading import default_config, obtain_model
 from rloo.model_card import model_card, write_card
-from rloo.monitor import Monitor, versions
+from rloo.monitor import Monitor, numbers_of, versions
 from rloo.optimizers import Given
 from rloo.policy import Policy
 from rloo.presets import remarks
+from rloo.records import strict
 from rloo.reporting import Events, make_loggers
 from rloo.session import Session
 from rloo.setup import (
@@ -82,8 +85,9 @@ class RLOOTrainer:
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model are two names of one thing; give one")
         if args is not None and not isinstance(args, RLOOConfig):
-            raise ValueError(f"args is a {type(args).__name__}; it must be a rloo.RLOOConfig")
-        self.args = default_config(model) if args is None else args
+            kind = f"{type(args).__module__}.{type(args).__name__}"
+            raise ValueError(f"args is a {kind}; it must be a rloo.RLOOConfig")
+        self.args = default_config(model) if args is None else args.fixed()
         transformers.set_seed(self.args.seed)
         loggers = make_loggers(self.args)
         self.reward_processing_classes = reward_processing_classes
@@ -99,6 +103,7 @@ class RLOOTrainer:
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+        self.args = self.args.fixed()
         self.train_dataset = self.args.dataset if train_dataset is None else train_dataset
         self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
         self._load_prompts()
@@ -196,6 +201,29 @@ class RLOOTrainer:
         )
         write_card(folder, text)
 
+    def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
+        """Add numbers to `state.log_history` and send them to the loggers."""
+        self.monitor.log_numbers(logs)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics, intervals left out."""
+        trainer_pt_utils.log_metrics(self, split, numbers_of(metrics))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write `<split>_results.json` in `args.output_dir`, and add them to all_results.json."""
+        trainer_pt_utils.save_metrics(self, split, strict(metrics), combined)
+
+    def save_state(self) -> None:
+        """Write trainer_state.json in `args.output_dir`."""
+        trainer_pt_utils.save_state(self)
+
+    def is_world_process_zero(self) -> bool:
+        """True: this version runs as one process."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+    is_deepspeed_enabled = is_fsdp_enabled = False
+
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Have a callback, an object or a class, told of what happens from now on."""
         self.events.add(callback)
@@ -218,6 +246,21 @@ class RLOOTrainer:
     def accelerator(self) -> PartialState:
         """What scripts print with and ask which process they are."""
         return PartialState()
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference; None without `beta`, and with an adapter, whose model it shares."""
+        return self.policy.reference
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """Holds the callbacks."""
+        return self.events.handler
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """As the metrics name them."""
+        return self.rewards.names
 
     @property
     def hub_model_id(self) -> str | None:
@@ -301,7 +344,10 @@ class RLOOTrainer:
         prompts = {}
         for name, rows in eval_sets(given, self.args).items():
             split = self.args.eval_split if isinstance(rows, str) else None
-            source = self._prompts(rows, split or "train", evaluation=True)
+            try:
+                source = self._prompts(rows, split or "train", evaluation=True)
+            except ValueError as error:
+                raise ValueError(f"in {name or 'the evaluation set'}: {error}") from error
             self._notes += _length_notes(source, name or "the evaluation set")
             assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
             prompts[name] = source.all_prompts(self.args.eval_size)

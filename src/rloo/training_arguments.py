@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rloo.config import RLOOConfig
+from rloo.config import RLOOConfig, option_types
+from rloo.options import suggest
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# Ours to decide: TrainingArguments would refuse bf16 where it finds no GPU.
-OURS = (
+# TrainingArguments would refuse bf16 where it finds no GPU, and warn of names that change.
+SET_AFTERWARDS = (
     "bf16",
     "fp16",
-    "use_cpu",
     "gradient_checkpointing",
     "gradient_checkpointing_kwargs",
     "resume_from_checkpoint",
@@ -22,18 +23,39 @@ OURS = (
 
 
 def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
-    """The arguments that optimizer and scheduler factories and logging callbacks ask for.
+    """The arguments that optimizer and scheduler factories and callbacks are given. Every option of
+    ours is among them, so that a logger records it and a callback reads `args.beta`, as with TRL.
 
-    Precision, device and resuming are not in it. Raises ValueError when transformers knows no
-    optimizer or schedule of that name.
+    Raises ValueError when transformers knows no optimizer or schedule of that name.
     """
+    kind = _arguments_type()
+    known = {field.name for field in fields(kind)}
+    values = {name: value for name, value in config.to_dict().items() if name in known}
+    values["metric_for_best_model"] = config.metric_for_best_model or "reward"
+    _check_names(config)
+    made = kind(**{n: v for n, v in values.items() if n not in SET_AFTERWARDS}, bf16=False)
+    for name in SET_AFTERWARDS:
+        setattr(made, name, values[name])
+    return made
+
+
+@cache
+def _arguments_type() -> type[TrainingArguments]:
     from transformers import TrainingArguments
 
-    known = {field.name for field in fields(TrainingArguments)}
-    values: dict[str, Any] = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name in known and name not in OURS
-    }
-    values["metric_for_best_model"] = config.metric_for_best_model or "reward"
-    return TrainingArguments(**values, bf16=False, fp16=False, use_cpu=True)
+    theirs = {field.name for field in fields(TrainingArguments)}
+    ours: list[Any] = [(name, Any, None) for name in option_types() if name not in theirs]
+    made: Any = make_dataclass("RLOOArguments", ours, bases=(TrainingArguments,))
+    return made
+
+
+def _check_names(config: RLOOConfig) -> None:
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    for name, kind in (("optim", OptimizerNames), ("lr_scheduler_type", SchedulerType)):
+        value, known = getattr(config, name), [member.value for member in kind]
+        if value not in known:
+            raise ValueError(
+                f"{name} is {value!r}{suggest(value, known)}; transformers has {', '.join(known)}"
+            )

@@ -59,6 +59,15 @@ _REASONS: dict[str, dict[str, Any]] = {
         "label_names": None,
         "neftune_noise_alpha": None,
     },
+    "weights are float32; bf16 and fp16 set the precision of the computation": {
+        "dtype": ("float32", None, "auto"),
+    },
+    "a revision is named in model_init_kwargs, as {revision: ...}": {
+        "model_revision": ("main", None)
+    },
+    "rows that are named are read whole; RLOOTrainer takes an IterableDataset (train_dataset)": {
+        "dataset_streaming": False,
+    },
     "precision is set by bf16 or fp16 alone": {
         "bf16_full_eval": False,
         "fp16_full_eval": False,
@@ -165,6 +174,7 @@ _IDLE: dict[str, dict[str, Any]] = {
         "ddp_timeout": 1800,
     },
     "logits of all tokens never exist at once": {"use_liger_kernel": False},
+    "attention follows from the model (packing)": {"attn_implementation": None},
     "micro-batches follow from memory": {
         "torch_empty_cache_steps": None,
         "eval_accumulation_steps": None,

@@ -169,7 +169,9 @@ def _other_terms(
     masked as truncated have neither."""
     if not _has_other_terms(config):
         return 0.0
-    terms = -config.entropy_coef * entropy
+    terms = torch.zeros_like(logprobs)
+    if config.entropy_coef != 0:  # its backward costs passes over the vocabulary
+        terms = terms - config.entropy_coef * entropy
     if config.beta != 0 and config.kl_placement == "loss":
         assert reference is not None
         kl = objective.kl_estimate(

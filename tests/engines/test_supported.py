@@ -18,6 +18,15 @@ def test_the_native_engine_runs(name):
     assert model.training == make_model(name).training
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_the_native_engine_runs_experts_whose_configuration_asks_for_router_logits(name):
+    model = make_model(name)
+    model.config.output_router_logits = True
+
+    assert supports(model) is None
+    assert model.config.output_router_logits is True
+
+
 @pytest.mark.parametrize("name", ["auto", "native"])
 def test_a_hybrid_model_falls_back_with_one_line(name):
     model = make_linear_attention_model()

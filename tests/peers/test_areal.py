@@ -114,6 +114,17 @@ def test_preset_areal_docs_is_the_recipe_of_its_page(sizes, options):
     assert_equal(found, theirs(rollout, settings), TOLERANCE)
 
 
+def test_its_ratio_of_a_sequence_is_the_geometric_mean_at_each_token():
+    rollout = make_rollout([4] * 4, seed=4)
+    settings = shipped(4) | {"importance_sampling_level": "sequence", "adv_norm": None}
+    # Tokens that it drops leave its mean of the ratios, too, which is not part of ours.
+    settings["rejection_sampling"].action = "clamp"
+    form = {"normalize_advantages": False, "normalize_over": "completions"}
+    form |= {"importance_sampling_level": "sequence_mean", "kl_placement": "reward"}
+    form |= {"rollout_importance_sampling_mode": "token_truncate"}
+    assert_equal(ours(rollout, preset="areal", **form), theirs(rollout, settings), TOLERANCE)
+
+
 def test_the_recipe_of_its_page_leaves_out_one_token_in_both():
     rows = [torch.zeros(1, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
     rollout = Rollout([0, 0], [1.0, 0.0], rows, rows, rows, rows)

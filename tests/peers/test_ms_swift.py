@@ -136,13 +136,19 @@ def test_options_of_the_same_name_do_the_same(options):
     assert_equal(ours(rollout, preset="ms_swift", **options), expected)
 
 
-def test_gspo_is_the_geometric_mean_of_ratios():
+@pytest.mark.parametrize(
+    ("kind", "aggregation"),
+    [("grpo", "sequence_token_mean"), ("bnpo", "token_mean"), ("dr_grpo", "constant")],
+)
+@pytest.mark.parametrize("level", ["sequence", "sequence_token"])
+def test_gspo_is_the_geometric_mean_of_ratios(level, kind, aggregation):
     rollout = make_rollout([4, 4, 4, 4], seed=6)
-    expected = theirs(rollout, advantage_estimator="rloo", importance_sampling_level="sequence")
+    form = {"importance_sampling_level": level, "loss_type": kind}
+    expected = theirs(rollout, advantage_estimator="rloo", **form)
     found = ours(
         rollout,
         preset="ms_swift",
         importance_sampling_level="sequence_mean",
-        loss_aggregation="sequence",
+        loss_aggregation=aggregation,
     )
     assert_equal(found, expected)

@@ -23,6 +23,8 @@ pytestmark = [
 ]
 
 K, PROMPTS = 4, 3
+# As TRL's GRPOTrainer divides by default.
+SCALED = {"std_level": "group"}
 
 
 def make_rollout(missing: bool = False, cut: bool = False):
@@ -199,11 +201,11 @@ def test_advantages_loss_and_every_gradient_equal_trl(tmp_path, options, packing
         ({"loss_type": "grpo", "scale_rewards": "batch"}, {"preset": "grpo", "std_level": "batch"}),
         (
             {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-            {
-                "preset": "grpo",
-                "importance_sampling_level": "sequence_mean",
-                "loss_aggregation": "sequence",
-            },
+            {"preset": "grpo", "importance_sampling_level": "sequence_mean"},
+        ),
+        (
+            {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},
+            {"preset": "dr_grpo", "importance_sampling_level": "sequence_mean", **SCALED},
         ),
     ],
     ids=str,

@@ -112,7 +112,7 @@ def test_ratios_of_geometric_means_are_its_gspo():
         beta=0.0,
         importance_sampling_level="sequence_mean",
         epsilon=0.2,
-        loss_aggregation="sequence",
+        loss_aggregation="sequence_token_mean",
     )
     assert_equal(found, expected)
 

@@ -175,7 +175,7 @@ def test_an_error_inside_the_users_file_is_passed_on(tmp_path):
         ("length(target_max=)", "cannot read the reward"),
         ("gsm8k(x=1)", "the reward 'gsm8k' takes no options, but got x"),
         ({"target_max": 5}, "has no name"),
-        (3, "3 is neither a name nor a function"),
+        (3, "3 is neither a name nor a function, nor a reward model, nor an object with get_"),
         ("no_such_file.py:reward", "no_such_file.py (rewards are given as file.py:function)"),
         ("reward.py", "names no function; write reward.py:function"),
         ("no_such_module:reward", "there is no module 'no_such_module'"),

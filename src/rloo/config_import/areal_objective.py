@@ -31,11 +31,10 @@ def read_objective(source: Source, options: dict[str, Any]) -> dict[str, Any]:
         if read["beta"]:
             source.notes.append("the KL is by completion, as what is standardised is (reward_norm)")
     if source.take("actor.importance_sampling_level", str, "token") == "sequence":
-        source.notes.append(
-            "a completion's ratio weighs it once here (loss_aggregation sequence), in AReaL once "
-            "per token; whitening and KL are by completion as well"
-        )
-        read |= {"importance_sampling_level": "sequence_mean", "loss_aggregation": "sequence"}
+        source.notes.append("whitening and KL are by completion, as the ratio is")
+        if read.get("rollout_importance_sampling_mode") == "token_mask":
+            source.notes.append("tokens that are dropped stay in the mean of their ratios here")
+        read["importance_sampling_level"] = "sequence_mean"
         read |= {"kl_placement": "reward", "normalize_over": "completions"}
         read |= {"mean_over": "completions"}
     return read

@@ -297,14 +297,8 @@ def _read_loss(source: Source) -> dict[str, Any]:
         source.give_back("loss_type", kind, "this loss is not part of this version")
         source.notes.append(f"loss_type {kind} is left out, which changes the objective")
     read = {"loss_aggregation": forms.get(kind, "sequence_token_mean")}
-    if level == "token":
-        return read | {"importance_sampling_level": "token"}
-    if kind != "grpo":
-        source.notes.append(
-            f"a completion's ratio weighs it once here, with loss_type {kind} there once per token"
-        )
-    # A mean over tokens of one and the same ratio is the ratio.
-    return {"importance_sampling_level": "sequence_mean", "loss_aggregation": "sequence"}
+    # Its sequence_token has the values and the gradient of its sequence.
+    return read | {"importance_sampling_level": "token" if level == "token" else "sequence_mean"}
 
 
 def _read_weights(source: Source) -> dict[str, Any]:

@@ -27,10 +27,15 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode and no autograd inside; each submodule's own mode is restored outside.
 
     Gradient checkpointing is inactive in evaluation mode, and `use_cache` is passed with each
-    forward, so neither setting is touched.
+    forward, so neither setting is touched. A mixture of experts does not return its router's logits
+    inside, whatever its configuration says: of a cached forward its balancing loss cannot be taken.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
+    text_config = model.config.get_text_config()
+    routed = getattr(text_config, "output_router_logits", False)
+    if routed:
+        text_config.output_router_logits = False
     try:
         # inference_mode is faster, but in it autocast casts every weight anew for every token.
         autocast = torch.is_autocast_enabled(model.device.type)
@@ -39,6 +44,8 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+        if routed:
+            text_config.output_router_logits = routed
         # Autocast keeps the low-precision copies of weights made here, which a later forward with
         # gradients cannot use.
         torch.clear_autocast_cache()

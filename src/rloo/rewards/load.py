@@ -55,7 +55,10 @@ def load_reward(spec: str | Mapping[str, Any] | Callable[..., Any]) -> Callable[
             raise ValueError(f"the reward {dict(spec)!r} has no name; write {{name: ...}}")
         return _load_named(spec["name"], options)
     if not isinstance(spec, str):
-        raise ValueError(f"the reward {spec!r} is neither a name nor a function")
+        raise ValueError(
+            f"the reward {spec!r} is neither a name nor a function, nor a reward model, nor an "
+            "object with get_rewards(prompts, completions) (reward_funcs)"
+        )
     spec = spec.strip()
     if _CALL.fullmatch(spec):
         return _load_named(*_parse_call(spec))
