@@ -84,11 +84,11 @@ def test_the_kl_coefficient_moves_by_at_most_a_fifth_of_the_horizon():
 @pytest.mark.parametrize(
     "options",
     [
-        {"kl_target": 0.05, "kl_horizon": 20},
+        {"kl_target": 0.05, "kl_horizon": 24, "steps_per_generation": 2},
         {"normalize_rewards": "running", "preset": "openrlhf"},
         {"mean_level": "running", "num_generations": 1, "num_prompts": 12},
         {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
-        {"dynamic_sample": True},
+        {"dynamic_sample": True, "steps_per_generation": 2},
         {"preset": "areal", "temperature": 0.8},
         {"preset": "grpo", "entropy_coef": 0.01, "num_iterations": 2},
         {"preset": "reinforce_pp_baseline", "steps_per_generation": 2},

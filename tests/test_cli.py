@@ -233,7 +233,7 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder)
     )
     for arguments, expected in [
         (["--num_generatoins", "4"], "rloo: unknown option --num_generatoins; did you mean"),
-        (["--num_generations", "1"], "rloo: num_generations is 1 and mean_level is group; leave-one-out needs at least 2"),
+        (["--num_generations", "1"], "rloo: num_generations is 1 and mean_level is group"),
     ]:
         command = [sys.executable, "-c", code, "train", "run.yaml", *arguments]
         refused = subprocess.run(command, capture_output=True, text=True)

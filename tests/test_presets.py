@@ -174,6 +174,10 @@ def test_what_does_not_do_what_its_name_says_is_remarked():
 CONTRADICTIONS = [
     ({"kl_placement": "loss"}, "k1_zero_gradient does it all the same"),
     ({"use_bias_correction_kl": True}, "it is for KL in the loss"),
+    (
+        {"use_bias_correction_kl": True, "kl_placement": "loss", "kl_estimator": "k2"},
+        "which is a KL for k1 and k3",
+    ),
     ({"kl_estimator": "k3"}, "k3_wrong_gradient does it all the same"),
     ({"kl_estimator": "k2"}, "k2_wrong_gradient does it all the same"),
     ({"kl_estimator": "k1_zero_gradient"}, "in the reward it is called k1"),

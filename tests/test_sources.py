@@ -24,7 +24,7 @@ ROWS = [
     "rloo",
     "types objective options",
     "unsupported presets objective_checks aliases config config_options config_checks config_file "
-    "config_text config_import generation training_arguments",
+    "config_text config_import generation training_arguments formula",
     "moments attention flash shared_prefix logprobs batch data images pixels rows stream metrics "
     "rewards checkpoint state records reporting console verdict tasks best hub model_card "
     "interrupts",

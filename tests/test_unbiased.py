@@ -130,6 +130,7 @@ def test_expected_gradient_is_that_of_reward_minus_beta_kl(size, beta):
 TOKEN = {"importance_sampling_level": "token"}
 UNBIASED = {
     "token ratios": TOKEN,
+    "geometric mean ratios": {"importance_sampling_level": "sequence_mean"},
     "no baseline": {"mean_level": "none"},
     "KL after the baseline": {"kl_in_baseline": False},
     "KL to go": {**TOKEN, "kl_placement": "reward_to_go"},
@@ -167,6 +168,13 @@ def test_rewards_missing_because_of_the_completion_bias_it():
     assert error_of(gradient, 0.0) == pytest.approx(0.0453, abs=1e-4)
     measured = torch.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0)
     assert measured.item() == pytest.approx(0.9635, abs=1e-4)
+
+
+def test_k2_in_the_loss_has_the_gradient_of_k1_and_k3_with_bias_correction():
+    plain = expected_gradient(2, form(kl_placement="loss", kl_estimator="k2"))
+    for estimator in ("k1", "k3"):
+        config = form(kl_placement="loss", kl_estimator=estimator, use_bias_correction_kl=True)
+        assert (expected_gradient(2, config) - plain).abs().max().item() < 1e-12
 
 
 def test_k1_in_the_loss_has_no_expected_gradient_at_all():

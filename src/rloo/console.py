@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text as RichText
 
 from rloo.config import RLOOConfig
+from rloo.formula import objective_line
 from rloo.metrics import deviation
 from rloo.types import Group, Text
 
@@ -80,44 +81,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value))
     return str(value)
-
-
-def objective_line(config: RLOOConfig) -> str:
-    """The gradient that `config` estimates, in one line; parts that do not act are left out."""
-    reward = "r{}"
-    if config.reward_clip_range is not None:
-        low, high = config.reward_clip_range
-        reward = f"clip(r{{}}, {low:g}, {high:g})"
-    shaped = f"{reward} - {config.beta:g} KL{{}}" if config.beta else reward
-    others = "other " if config.mean_leave1out else ""
-    place = {"group": "", "batch": " of the batch"}.get(config.mean_level)
-    advantage = shaped.format("_i", "_i")
-    if place is not None:
-        baseline = shaped.format("_j", "_j")
-        baseline = f"({baseline})" if config.beta else baseline
-        advantage += f" - mean of the {others}{baseline}{place}"
-    if config.beta or place is not None:
-        advantage = f"({advantage})"
-    if config.std_level != "none":
-        advantage += f" / std of the {config.std_level}"
-    if config.normalize_advantages:
-        advantage = f"standardised over the rollout[{advantage}]"
-    weight = ""
-    if config.steps_per_rollout() > 1:
-        ratio = (
-            "ratio_i" if config.importance_sampling_level == "sequence" else "ratio of the token"
-        )
-        upper = config.epsilon if config.epsilon_high is None else config.epsilon_high
-        weight = f" * clip({ratio}, {1 - config.epsilon:g}, {1 + upper:g})"
-    adding, divisor = {
-        "sequence": ("mean", ""),
-        "sequence_token_mean": ("mean", " / tokens of answer_i"),
-        "token_mean": ("sum", " / tokens of all answers"),
-        "constant": ("mean", f" / {config.loss_constant}"),
-    }[config.loss_aggregation]
-    masked = ", 0 for truncated answers" if config.mask_truncated_completions else ""
-    term = f"{advantage}{weight} * grad log p(answer_i){divisor}"
-    return f"gradient = {adding} over answers of {term}{masked}"
 
 
 def mean_reward(rows: Sequence[Row]) -> Estimate:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rloo.config import RLOOConfig
-from rloo.console import objective_line
+from rloo.formula import objective_line
 from rloo.records import write_text
 
 FILE = "README.md"

@@ -82,6 +82,11 @@ def _in_kl(config: RLOOConfig) -> Iterator[str]:
             )
         if estimator.endswith("_wrong_gradient"):
             yield f"kl_estimator is {estimator}; in the loss it is called {estimator[:2]}"
+        if estimator in ("k2", "k1_zero_gradient") and config.use_bias_correction_kl:
+            yield (
+                f"use_bias_correction_kl is true and kl_estimator is {estimator}; with the ratio "
+                "the gradient is that of the value, which is a KL for k1 and k3 (kl_estimator)"
+            )
         if config.kl_target is not None:
             yield "kl_target adapts the KL in the reward; kl_placement is loss (kl_placement)"
     elif estimator in ("k2", "k3") and config.beta != 0:
