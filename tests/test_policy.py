@@ -264,8 +264,16 @@ def test_bf16_computes_in_bf16_on_float32_weights():
 def test_precision_faults_are_refused_at_once():
     with pytest.raises(ValueError, match="fp16 is True on a CPU"):
         make_policy(make_model("llama"), fp16=True, bf16=False)
-    with pytest.raises(ValueError, match="trained parameters must be float32"):
-        make_policy(make_model("llama").bfloat16())
+
+
+def test_a_model_loaded_in_16_bits_is_trained_in_float32_with_a_note():
+    model = make_model("llama").bfloat16()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    policy = make_policy(model)
+    assert {p.dtype for p in policy.parameters} == {torch.float32}
+    assert all(torch.equal(p.bfloat16(), before[n]) for n, p in model.named_parameters())
+    assert any("loaded in torch.bfloat16" in note for note in policy.notes)
+    assert make_policy(make_model("llama")).notes == []
 
 
 def test_every_stop_token_of_tokenizer_and_model_counts():

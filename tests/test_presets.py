@@ -13,6 +13,7 @@ from test_unbiased import PRESET_FORMS
 
 from rloo.config import RLOOConfig
 from rloo.config_file import parse_command_line
+from rloo.config_text import render_resolved
 from rloo.credit import advantages, token_penalty
 from rloo.presets import BASE, PRESETS, describe_preset, preset_options, remarks
 from rloo.rollout import countable_samples
@@ -138,6 +139,14 @@ def test_an_option_beside_a_preset_wins_and_the_resolved_file_reads_back():
     assert (config.beta, config.loss_aggregation, config.delta) == (0.5, "sequence", 3.0)
     assert RLOOConfig(**config.to_dict()) == config
     assert parse_command_line(["--preset", "grpo", "--epsilon", "0.3"]).epsilon == 0.3
+
+
+def test_a_preset_on_the_command_line_wins_over_the_file(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(render_resolved(form("areal", learning_rate=0.5)))
+    config = parse_command_line([str(file), "--preset", "grpo", "--epsilon", "0.3"])
+    assert (config.preset, config.kl_placement, config.reward_scaling) == ("grpo", "loss", 1.0)
+    assert (config.epsilon, config.learning_rate, config.num_generations) == (0.3, 0.5, 4)
 
 
 def test_every_preset_is_a_valid_configuration_and_its_own_description():

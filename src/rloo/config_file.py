@@ -16,6 +16,7 @@ import yaml
 from rloo.aliases import ALIASES, resolve
 from rloo.config import RLOOConfig, option_types
 from rloo.options import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, suggest
+from rloo.presets import BASE
 from rloo.unsupported import REFUSED, WITHOUT_EFFECT
 
 # Options whose value may be a file or folder beside the YAML file.
@@ -34,6 +35,8 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
     types = option_types()
     written = {name: value for name, value in written.items() if name not in given}
     values = resolve(written, types, where=lines)
+    if "preset" in given:  # a resolved file names every part of the objective
+        values = {name: value for name, value in values.items() if name not in BASE}
     if path:
         values = {name: _beside(path, name, value) for name, value in values.items()}
     return RLOOConfig(**(values | resolve(given, types)))

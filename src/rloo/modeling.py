@@ -182,15 +182,31 @@ def quiet() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def require_float32(model: PreTrainedModel) -> None:
-    """Raises ValueError for a trained parameter of less precision."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}; trained parameters must be float32, since "
-                "smaller ones lose updates at these learning rates (load the model with "
-                "dtype=torch.float32; bf16 is the precision of the computation)"
-            )
+def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
+    """Make trained parameters float32, since smaller ones lose updates at these learning rates;
+    returns notes. Raises ValueError for layers trained as a whole beside an adapter, whose base
+    stays as it was loaded.
+    """
+    precise = (torch.float32, torch.float64)
+    small = [
+        (name, parameter.dtype)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dtype not in precise
+    ]
+    if not small:
+        return []
+    name, dtype = small[0]
+    if adapted:
+        raise ValueError(
+            f"parameter {name} is {dtype}; trained parameters must be float32, and the base of an "
+            "adapter stays as it is (load the model with dtype=torch.float32; bf16 is the "
+            "precision of the computation)"
+        )
+    model.float()
+    return [
+        f"the model was loaded in {dtype}; its weights are float32 now, since smaller ones lose "
+        "updates at these learning rates (bf16 is the precision of the computation)"
+    ]
 
 
 def copy_frozen(model: PreTrainedModel) -> PreTrainedModel:

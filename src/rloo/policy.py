@@ -28,13 +28,13 @@ from rloo.logprobs import CHUNK_ELEMENTS, TokenScores, score_tokens, token_logpr
 from rloo.modeling import (
     copy_frozen,
     enable_checkpointing,
+    ensure_float32,
     hidden_states,
     output_head,
     own_logprobs,
     pick_device,
     quiet,
     remove_dropout,
-    require_float32,
     routed_states,
     token_budget,
 )
@@ -87,7 +87,7 @@ class Policy:
         self.model = model
         self.notes += quantization.prepare(model, config, adapted=self.adapter is not None)
         nn.Module.to(model, self.device)
-        require_float32(model)
+        self.notes += ensure_float32(model, adapted=self.adapter is not None)
         self.reference: PreTrainedModel | None = None
         if config.beta != 0 and self.adapter is not None:
             if config.sync_ref_model:

@@ -11,6 +11,9 @@ from typing import Any
 
 from rloo.console import Z, duration, percent, plus_minus
 
+# A standard error from fewer steps on either side is itself a matter of chance.
+FEWEST_STEPS = 3
+
 
 def verdict(summary: Mapping[str, Any]) -> str:
     """What the run achieved, one sentence a line.
@@ -70,9 +73,11 @@ def _training_reward(summary: Mapping[str, Any]) -> str:
     before, before_error = training["start"]["reward"]
     after, after_error = training["end"]["reward"]
     num_steps = training["num_steps"]
+    change = f"The training reward went from {before:.3f} to {after:.3f}"
     if not (math.isfinite(before_error) and math.isfinite(after_error)):
-        change = f"The training reward went from {before:.3f} to {after:.3f}"
         return f"{change}; its error is unknown, so nothing says whether by more than chance."
+    if num_steps < FEWEST_STEPS:
+        return f"{change} in so few steps that nothing says whether by more than chance."
     bounds = [
         (mean - Z * error, mean + Z * error)
         for mean, error in ((before, before_error), (after, after_error))
