@@ -451,6 +451,8 @@ def test_without_evaluation_the_verdict_judges_training_reward_and_says_so():
     assert "did not change by more than chance explains" in verdict(same)
     unknown = make_summary(training=make_training((0.2, math.nan), (0.3, 0.05)))
     assert "error is unknown" in verdict(unknown)
+    few = make_summary(training=make_training((0.2, 0.0), (0.3, 0.0)) | {"num_steps": 2})
+    assert "in so few steps that nothing says" in verdict(few)
 
 
 def test_the_verdict_tells_of_drift_refused_steps_notes_and_interruption():

@@ -24,7 +24,7 @@ ROWS = [
     "rloo",
     "types objective options",
     "unsupported presets objective_checks aliases config config_options config_checks config_file "
-    "config_text config_import generation training_arguments formula",
+    "config_text config_import generation training_arguments formula parsing",
     "moments attention flash shared_prefix logprobs batch data images pixels rows stream metrics "
     "rewards checkpoint state records reporting console verdict tasks best hub model_card "
     "interrupts",
@@ -192,7 +192,7 @@ def test_optional_libraries_are_imported_in_one_file_inside_functions(library):
 
 @pytest.mark.parametrize(
     "code",
-    ["import rloo", "import rloo.config", "from rloo.cli import main; main(['--help'])"],
+    ["import rloo", "from rloo import RLOOArguments", "from rloo.cli import main; main(['--help'])"],
 )
 def test_help_and_options_need_neither_torch_nor_transformers(code, tmp_path):
     check = "import sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"

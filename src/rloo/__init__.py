@@ -7,16 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rloo.config import RLOOConfig
+    from rloo.parsing import RLOOArguments
     from rloo.trainer import RLOOTrainer
 
 __version__ = "0.1.0"
-__all__ = ["RLOOConfig", "RLOOTrainer", "__version__"]
+__all__ = ["RLOOArguments", "RLOOConfig", "RLOOTrainer", "__version__"]
 
 # Where bitsandbytes is installed, transformers imports it by way of peft, and it tells on stderr
 # that a product that is not used here has no faster kernel.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-_HOMES = {"RLOOConfig": "rloo.config", "RLOOTrainer": "rloo.trainer"}
+_HOMES = {
+    "RLOOArguments": "rloo.parsing",
+    "RLOOConfig": "rloo.config",
+    "RLOOTrainer": "rloo.trainer",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,10 +12,19 @@ from rloo.adapters import add_adapter, is_adapted, lora_config
 from rloo.config import RLOOConfig
 from rloo.images import is_vision_config
 from rloo.modeling import load_model, load_processing_class
+from rloo.parsing import RLOOArguments
 
 
-def default_config(model: str | PreTrainedModel | None) -> RLOOConfig:
-    """The options of a run that is given none: TRL's, with its name of the output folder."""
+def obtain_config(args: Any, model: str | PreTrainedModel | None) -> RLOOConfig:
+    """The options of a run, which cannot be changed from now on; for None TRL's, with its name of
+    the output folder. Raises ValueError for what are no options of ours."""
+    if isinstance(args, RLOOArguments):
+        args = args.to_config()
+    if isinstance(args, RLOOConfig):
+        return args.fixed()
+    if args is not None:
+        kind = f"{type(args).__module__}.{type(args).__name__}"
+        raise ValueError(f"args is a {kind}; it must be a rloo.RLOOConfig (or RLOOArguments)")
     name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
     last = name.rstrip("/").split("/")[-1]
     return RLOOConfig(f"{last}-RLOO") if last else RLOOConfig()

@@ -73,7 +73,8 @@ def load_model(
         on_gpu = pick_device(config).type == "cuda"
         place = {"": torch.cuda.current_device() if on_gpu else "cpu"}
         options |= {"quantization_config": few_bits, "device_map": place}
-    name, trust = resolve_model(str(config.model)), config.trust_remote_code
+    name = resolve_model(str(config.model))
+    trust = options.pop("trust_remote_code", config.trust_remote_code)
     revision = options.get("revision", "main")
     base = find_base(name, revision)
     if base is not None:

@@ -27,10 +27,11 @@ from rloo.config import RLOOConfig
 from rloo.data import PromptSource
 from rloo.evaluator import Evaluator, flatten
 from rloo.hub import Hub
-from rloo.loading import default_config, obtain_model
+from rloo.loading import obtain_config, obtain_model
 from rloo.model_card import model_card, write_card
 from rloo.monitor import Monitor, numbers_of, versions
 from rloo.optimizers import Given
+from rloo.parsing import RLOOArguments
 from rloo.policy import Policy
 from rloo.presets import remarks
 from rloo.records import strict
@@ -70,7 +71,7 @@ class RLOOTrainer:
         self,
         model: str | PreTrainedModel | None = None,
         reward_funcs: Rewards | None = None,
-        args: RLOOConfig | None = None,
+        args: RLOOConfig | RLOOArguments | None = None,
         train_dataset: Rows | None = None,
         eval_dataset: Rows | Mapping[str, Rows] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
@@ -84,10 +85,7 @@ class RLOOTrainer:
     ) -> None:
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model are two names of one thing; give one")
-        if args is not None and not isinstance(args, RLOOConfig):
-            kind = f"{type(args).__module__}.{type(args).__name__}"
-            raise ValueError(f"args is a {kind}; it must be a rloo.RLOOConfig")
-        self.args = default_config(model) if args is None else args.fixed()
+        self.args = obtain_config(args, model)
         transformers.set_seed(self.args.seed)
         loggers = make_loggers(self.args)
         self.reward_processing_classes = reward_processing_classes

@@ -45,7 +45,7 @@ def _arguments_type() -> type[TrainingArguments]:
 
     theirs = {field.name for field in fields(TrainingArguments)}
     ours: list[Any] = [(name, Any, None) for name in option_types() if name not in theirs]
-    made: Any = make_dataclass("RLOOArguments", ours, bases=(TrainingArguments,))
+    made: Any = make_dataclass("CallbackArguments", ours, bases=(TrainingArguments,))
     return made
 
 
