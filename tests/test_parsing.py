@@ -15,16 +15,16 @@ from rloo import RLOOArguments, RLOOConfig, RLOOTrainer
 from rloo.unsupported import REFUSED, WITHOUT_EFFECT
 
 
-def parse(*flags: str) -> RLOOArguments:
+def parse(text: str, *flags: str) -> RLOOArguments:
     (arguments,) = HfArgumentParser(RLOOArguments).parse_args_into_dataclasses(
-        list(flags), look_for_args_file=False
+        [*text.split(), *flags], look_for_args_file=False
     )
     return arguments
 
 
 def test_without_flags_the_options_are_the_defaults_of_the_config():
-    assert parse() == RLOOArguments()
-    assert parse().to_config() == RLOOConfig()
+    assert parse("") == RLOOArguments()
+    assert parse("").to_config() == RLOOConfig()
     assert HfArgumentParser(RLOOArguments).format_help().count("--hub_strategy") == 2
 
 
@@ -34,9 +34,9 @@ def test_flags_of_every_kind_reach_the_config():
         "--log_completions --no_log_multimodal --bf16 True --eval_strategy steps --eval_steps 0.5 "
         "--reward_weights 1 0.5 --reward_clip_range -5 5 --report_to wandb "
         "--resume_from_checkpoint true --save-total-limit 2 --hub_model_id none --min_p 0.1"
-    ).split()
+    )
     given = {"dtype": "float32", "nested": {"a": [1, True, None]}}
-    arguments = parse(*flags, "--model_init_kwargs", json.dumps(given))
+    arguments = parse(flags, "--model_init_kwargs", json.dumps(given))
     assert arguments.model_init_kwargs == given  # scripts update it
     assert arguments.resume_from_checkpoint is True  # scripts hand it to `train`
     assert arguments.eval_strategy == "steps"
@@ -65,19 +65,19 @@ def test_every_option_parses_at_its_default_written_out():
         default = getattr(RLOOArguments(), field.name)
         if default is None or default in ("", []):
             continue
-        flags = [f"--{field.name}", str(default)]
-        assert parse(*flags).to_config() == RLOOConfig(), flags
+        flags = f"--{field.name} {default}"
+        assert parse(flags).to_config() == RLOOConfig(), flags
 
 
 def test_what_is_refused_parses_and_is_refused_by_the_config_with_its_reason():
     with pytest.raises(ValueError, match="use_vllm is True; sampling with vLLM is not part"):
         parse("--use_vllm").to_config()
-    with pytest.raises(ValueError, match="deepspeed is 'zero3.json'; this version runs as one"):
-        parse("--deepspeed", "zero3.json").to_config()
+    with pytest.raises(ValueError, match=r"deepspeed is 'zero3\.json'; this version runs as one"):
+        parse("--deepspeed zero3.json").to_config()
     with pytest.warns(UserWarning, match="per_device_eval_batch_size is 2, which has no effect"):
-        parse("--per_device_eval_batch_size", "2").to_config()
+        parse("--per_device_eval_batch_size 2").to_config()
     # At the values that change nothing they are accepted, also at those that are not the default.
-    assert parse("--fsdp", "", "--tf32", "none").to_config() == RLOOConfig()
+    assert parse("--tf32 none --fsdp", "").to_config() == RLOOConfig()
     names = {field.name for field in fields(RLOOArguments)}
     assert {"use_vllm", "deepspeed"} <= names & set(REFUSED)
     assert "use_cache" in names & set(WITHOUT_EFFECT)
@@ -85,9 +85,9 @@ def test_what_is_refused_parses_and_is_refused_by_the_config_with_its_reason():
 
 def test_wrong_values_are_refused_when_they_are_parsed():
     with pytest.raises(ValueError, match="model_init_kwargs is 'x'; it must be a mapping"):
-        parse("--model_init_kwargs", "x")
-    with pytest.raises(ValueError, match="reward_clip_range is .*; it must be a pair of numbers"):
-        parse("--reward_clip_range", "1")
+        parse("--model_init_kwargs x")
+    with pytest.raises(ValueError, match=r"reward_clip_range is .*; it must be a pair of numbers"):
+        parse("--reward_clip_range 1")
 
 
 def test_options_can_be_read_and_set_and_a_misspelt_one_is_an_error():
@@ -113,9 +113,11 @@ def test_a_subclass_adds_options_of_ours_changes_defaults_and_keeps_its_own_fiel
         system_prompt: str | None = None
 
     parser = HfArgumentParser(Arguments)
-    flags = ["--preset", "verl", "--system_prompt", "Think.", "--epsilon", "0.3"]
+    flags = ["--preset", "areal", "--system_prompt", "Think.", "--epsilon", "0.3"]
     (arguments,) = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
-    assert arguments.to_config() == RLOOConfig(preset="verl", beta=0.0, epsilon=0.3)
+    config = arguments.to_config()
+    assert config == RLOOConfig(preset="areal", beta=0.0, epsilon=0.3)
+    assert config.normalize_advantages  # the preset says so, and no default overrules it
     assert Arguments().to_config() == RLOOConfig(beta=0.0)
 
 
@@ -132,7 +134,7 @@ def test_yaml_values_that_skip_the_command_line_are_read_as_by_the_config():
 def test_the_trainer_takes_them_with_what_trls_script_puts_into_model_init_kwargs(tmp_path):
     make_model("qwen3").save_pretrained(tmp_path / "tiny")
     make_tokenizer().save_pretrained(tmp_path / "tiny")
-    arguments = parse("--output_dir", str(tmp_path / "out"), *"--max_steps 1 --use_cpu".split())
+    arguments = parse("--max_steps 1 --use_cpu --output_dir", str(tmp_path / "out"))
     arguments.model_init_kwargs = {
         "revision": "main",
         "trust_remote_code": arguments.trust_remote_code,

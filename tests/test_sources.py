@@ -192,7 +192,11 @@ def test_optional_libraries_are_imported_in_one_file_inside_functions(library):
 
 @pytest.mark.parametrize(
     "code",
-    ["import rloo", "from rloo import RLOOArguments", "from rloo.cli import main; main(['--help'])"],
+    [
+        "import rloo",
+        "from rloo import RLOOArguments",
+        "from rloo.cli import main; main(['--help'])",
+    ],
 )
 def test_help_and_options_need_neither_torch_nor_transformers(code, tmp_path):
     check = "import sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"

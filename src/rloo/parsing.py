@@ -38,7 +38,15 @@ def _default_of(option: Field[Any]) -> Any:
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
-_DEFAULTS: dict[str, Any] = {option.name: _default_of(option) for option in fields(RLOOConfig)}
+# option that is refused or idle here -> (its default, help)
+_OTHERS: dict[str, tuple[Any, str]] = {
+    **{n: (values[0], f"Refused: {why}.") for n, (values, why) in REFUSED.items() if values},
+    **{n: (default, f"No effect: {why}.") for n, (default, why) in WITHOUT_EFFECT.items()},
+}
+_DEFAULTS: dict[str, Any] = {
+    **{name: default for name, (default, _) in _OTHERS.items()},
+    **{option.name: _default_of(option) for option in fields(RLOOConfig)},
+}
 
 
 def _parseable(hint: Any) -> Any:
@@ -73,16 +81,10 @@ def _options() -> Iterator[tuple[str, Any, Any]]:
                 option.metadata["help"],
                 repr=option.repr,
             )
-    others = {name: (values[0], reason) for name, (values, reason) in REFUSED.items() if values}
-    for name, (default, reason) in (others | WITHOUT_EFFECT).items():
-        if "." in name or name in ELSEWHERE:
-            continue
-        _DEFAULTS[name] = default
-        kind = list[str] if isinstance(default, list) else type(default)
-        word = "No effect" if name in WITHOUT_EFFECT else "Refused"
-        yield _declare(
-            name, str | None if default is None else kind, default, f"{word}: {reason}."
-        )
+    for name, (default, help) in _OTHERS.items():
+        if "." not in name and name not in ELSEWHERE:
+            kind = list[str] if isinstance(default, list) else type(default)
+            yield _declare(name, str | None if default is None else kind, default, help)
 
 
 _Fields: Any = make_dataclass(

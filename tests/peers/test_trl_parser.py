@@ -38,7 +38,6 @@ def test_trls_script_trains(tmp_path, monkeypatch, lora):
     for split in ("train", "test"):
         lines = "\n".join(json.dumps(row) for row in rows)
         (tmp_path / "rows" / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    # Options from both: TRL's scripts are mostly run with a configuration file.
     (tmp_path / "options.yaml").write_text(
         f"model_name_or_path: countdown\ndataset_name: {tmp_path / 'rows'}\n"
         "reward_funcs: [test_trl_parser.reward_digits]\neval_strategy: no\nreport_to: none\n"
@@ -50,7 +49,8 @@ def test_trls_script_trains(tmp_path, monkeypatch, lora):
         "--max_completion_length 8 --num_generations 4 --use_cpu --eval_strategy steps "
         "--eval_steps 2 --bf16 False"
     ).split()
-    flags += "--use_peft --lora_r 4 --lora_target_modules all-linear".split() if lora else []
+    if lora:
+        flags += ["--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear"]
     parser = script.make_parser()
     parsed = parser.parse_args_and_config(flags, fail_with_unknown_args=False)
     script.main(*parsed)
@@ -66,6 +66,6 @@ def test_options_of_an_adapter_are_those_of_model_config():
 
     parser = TrlParser((ScriptArguments, RLOOArguments, ModelConfig))
     flags = ["--dataset_name", "rows", "--beta", "0.1", "--lora_r", "3"]
-    script, arguments, model = parser.parse_args_and_config(flags)
-    assert (script.dataset_name, arguments.beta, model.lora_r) == ("rows", 0.1, 3)
+    rows, arguments, model = parser.parse_args_and_config(flags)
+    assert (rows.dataset_name, arguments.beta, model.lora_r) == ("rows", 0.1, 3)
     assert arguments.to_config().lora_r == 16
