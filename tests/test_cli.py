@@ -549,3 +549,12 @@ def test_the_embedded_run_replaces_no_other_and_can_be_resumed(folder, capsys):
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == [1, 2]
     assert cli.main(["eval", "runs/countdown/config.yaml", "--model", "runs/countdown"]) == 0
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    command = (
+        f"{sys.executable} -m rloo.cli config --preset verl | head -n 1; exit ${{PIPESTATUS[0]}}"
+    )
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert result.stdout.startswith("# preset verl") and result.stderr == ""
+    assert result.returncode == 0

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def run_embedded(tmp_path, seed, reward=None, **options):
     config = parse_command_line([str(EMBEDDED), "--seed", str(seed), "--disable_tqdm", "true"])
     config = replace(config, output_dir=str(tmp_path / "run"), **options)
-    return RLOOTrainer(reward_funcs=reward, args=config).train()
+    RLOOTrainer(reward_funcs=reward, args=config).train()
+    return json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
 
 
 def read_rewards(tmp_path):

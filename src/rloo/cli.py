@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,12 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        return commands[given[0]](given[1:])
+        status = commands[given[0]](given[1:])
+        sys.stdout.flush()
+        return status
     except ValueError as error:
         if getattr(error, "__notes__", None):  # raised in a user's reward: the place matters
             raise
         print(f"rloo: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("rloo: interrupted", file=sys.stderr)
         return INTERRUPTED

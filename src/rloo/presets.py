@@ -117,8 +117,8 @@ PRESETS: dict[str, Preset] = {
             "advantage_epsilon": 1e-5,
         },
         "preset areal_docs is the recipe of AReaL's RLOO page: its adv_norm.mean_leave1out leaves "
-        "out one token, not one answer, so that an answer is nearly all of its own baseline's "
-        "share: that is not REINFORCE Leave-One-Out, and biased (preset areal, or paper)",
+        "out one token, not one answer, so that the rest of an answer stays in its own baseline: "
+        "that is not REINFORCE Leave-One-Out, and biased (preset areal, or paper)",
     ),
     "ms_swift": Preset(
         "A_i as in the paper; token ratios; each answer's mean over its tokens, then the mean over "
