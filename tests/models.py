@@ -41,7 +41,11 @@ CONFIGS = {
         pad_token_id=0,
     ),
     "gemma2": lambda: transformers.Gemma2Config(
-        **_COMMON, sliding_window=WINDOW, query_pre_attn_scalar=8, final_logit_softcapping=5.0
+        **_COMMON,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=8,
+        final_logit_softcapping=5.0,
+        attn_implementation="eager",  # others leave out the cap of its scores in transformers 5.17
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **_COMMON, sliding_window=WINDOW, query_pre_attn_scalar=8

@@ -185,14 +185,28 @@ class _AtStopText(StoppingCriteria):
         return self._drawing.ended
 
 
+class _PenaltyBehindPadding(LogitsProcessor):
+    """transformers' repetition penalty for tokens of the prompt and the completion; padding on the
+    left is neither (only newer versions can be told so)."""
+
+    def __init__(self, penalty: float, pads: Tensor) -> None:
+        self._penalty = RepetitionPenaltyLogitsProcessor(penalty)
+        self._pads = pads
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        penalised = scores.clone()
+        for pad in self._pads.unique().tolist():
+            rows = self._pads == pad
+            ids = input_ids[rows, pad:]
+            penalised[rows] = self._penalty(ids, scores[rows])
+        return penalised
+
+
 def _make_filters(sampling: Sampling, pads: Tensor) -> LogitsProcessorList:
     """transformers' own, in the order in which its `generate` applies them when it samples."""
     filters = LogitsProcessorList()
     if sampling.repetition_penalty != 1.0:
-        # The penalty is for tokens of the prompt and the completion; padding is neither.
-        filters.append(
-            RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty, prompt_ignore_length=pads)
-        )
+        filters.append(_PenaltyBehindPadding(sampling.repetition_penalty, pads))
     filters.append(TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k > 0:
         filters.append(TopKLogitsWarper(sampling.top_k))
