@@ -14,11 +14,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from test_policy import TEMPERATURE, gradients, make_policy, one_by_one, weights_of
 from test_train import (
     ROWS,
-    PowerCut,
     count_words,
     equal,
     make_config,
     metrics_of,
+    train_until_power_cut,
     without_times,
 )
 from text import make_tokenizer
@@ -382,16 +382,7 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, lora):
     whole.train()
     config = make_config(tmp_path / "parts", max_steps=6, save_steps=2)
     first = adapted_trainer(config, tmp_path, make_lora(**lora))
-    original = first.monitor.step
-
-    def stop_after_three(step, metrics):
-        original(step, metrics)
-        if step == 3:
-            raise PowerCut
-
-    first.monitor.step = stop_after_three
-    with pytest.raises(PowerCut):
-        first.train()
+    train_until_power_cut(first)
     second = adapted_trainer(config, tmp_path, make_lora(**lora))
     second.train(resume_from_checkpoint=True)
     for kind in (base_weights, trained_weights):

@@ -17,12 +17,12 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 from models import make_model
 from test_train import (
     ROWS,
-    PowerCut,
     count_words,
     equal,
     make_config,
     make_trainer,
     metrics_of,
+    train_until_power_cut,
     weights,
     without_times,
 )
@@ -527,16 +527,7 @@ def test_early_stopping_on_the_evaluations_reward(tmp_path):
 def test_patience_is_not_forgotten_by_resuming(tmp_path):
     stopper = transformers.EarlyStoppingCallback(early_stopping_patience=2)
     first = make_scored(tmp_path, [3.0, 2.0, 1.0], callbacks=[stopper])
-    original = first.monitor.step
-
-    def cut(step, metrics):
-        original(step, metrics)
-        if step == 3:
-            raise PowerCut
-
-    first.monitor.step = cut
-    with pytest.raises(PowerCut):
-        first.train()
+    train_until_power_cut(first)
     again = transformers.EarlyStoppingCallback(early_stopping_patience=2)
     second = make_scored(tmp_path, [1.0, 9.0, 9.0, 9.0], callbacks=[again])
     second.train(resume_from_checkpoint=True)

@@ -10,11 +10,11 @@ import yaml
 from models import CONFIGS, make_model
 from test_policy import make_policy
 from test_train import (
-    PowerCut,
     equal,
     make_config,
     make_trainer,
     metrics_of,
+    train_until_power_cut,
     weights,
     without_times,
 )
@@ -298,17 +298,8 @@ def test_a_lowered_budget_is_recorded_and_kept_by_a_resumed_run(tmp_path, monkey
     config = make_config(tmp_path / "lowered", **options)
     trainer = make_trainer(config)
     lower_to_half(monkeypatch, trainer)
-    step = trainer.monitor.step
-
-    def stop_after_three(number, metrics):
-        step(number, metrics)
-        if number == 3:
-            raise PowerCut
-
-    trainer.monitor.step = stop_after_three
     asked = trainer.policy.max_tokens
-    with pytest.raises(PowerCut):
-        trainer.train()
+    train_until_power_cut(trainer)
     found = trainer.policy.max_tokens
     assert found < asked
     (note,) = [n for n in trainer.monitor.notes if "max_tokens_per_micro_batch" in n]

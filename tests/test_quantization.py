@@ -12,7 +12,15 @@ import transformers
 from models import make_model, make_samples
 from test_adapters import logits_of, make_lora, perturb, trained_weights, wrap
 from test_policy import TEMPERATURE, gradients, make_policy, weights_of
-from test_train import ROWS, PowerCut, count_words, equal, make_config, metrics_of, without_times
+from test_train import (
+    ROWS,
+    count_words,
+    equal,
+    make_config,
+    metrics_of,
+    train_until_power_cut,
+    without_times,
+)
 from test_train import make_trainer as make_full_trainer
 from text import make_tokenizer
 from transformers import BitsAndBytesConfig
@@ -232,16 +240,7 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, folder, k
 def stop_and_resume(make, whole: RLOOTrainer) -> RLOOTrainer:
     """Stop after step 3, go on from step 2, and compare with the uninterrupted run."""
     first = make()
-    original = first.monitor.step
-
-    def stop_after_three(step, metrics):
-        original(step, metrics)
-        if step == 3:
-            raise PowerCut
-
-    first.monitor.step = stop_after_three
-    with pytest.raises(PowerCut):
-        first.train()
+    train_until_power_cut(first)
     second = make()
     second.train(resume_from_checkpoint=True)
     assert equal(trained_weights(whole), trained_weights(second))

@@ -6,12 +6,12 @@ import pytest
 from datasets import Dataset, IterableDataset, IterableDatasetDict
 from test_train import (
     ROWS,
-    PowerCut,
     count_words,
     equal,
     make_config,
     make_trainer,
     metrics_of,
+    train_until_power_cut,
     weights,
     without_times,
 )
@@ -178,16 +178,7 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, block, op
     whole.train()
     config = make_config(tmp_path / "parts", max_steps=6, save_steps=2, **options)
     first = make_trainer(config, rows=rows)
-    original = first.monitor.step
-
-    def stop_after_three(step, metrics):
-        original(step, metrics)
-        if step == 3:
-            raise PowerCut
-
-    first.monitor.step = stop_after_three
-    with pytest.raises(PowerCut):
-        first.train()
+    train_until_power_cut(first)
     second = make_trainer(config, rows=rows)
     second.train(resume_from_checkpoint=True)
     assert equal(weights(whole), weights(second))

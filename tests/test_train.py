@@ -75,6 +75,20 @@ class PowerCut(BaseException):
     """Nothing can be saved any more."""
 
 
+def train_until_power_cut(trainer: RLOOTrainer, after: int = 3) -> None:
+    """Train, and lose everything but the checkpoints when step `after` has been recorded."""
+    original = trainer.monitor.step
+
+    def cut(step, metrics):
+        original(step, metrics)
+        if step == after:
+            raise PowerCut
+
+    trainer.monitor.step = cut
+    with pytest.raises(PowerCut):
+        trainer.train()
+
+
 def test_reward_rises_and_falls_when_negated(tmp_path):
     means = {}
     for sign in (1, -1):
@@ -120,16 +134,7 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, options):
     whole.train()
     config = make_config(tmp_path / "parts", max_steps=6, save_steps=2, **options)
     first = make_trainer(config)
-    original = first.monitor.step
-
-    def stop_after_three(step, metrics):
-        original(step, metrics)
-        if step == 3:
-            raise PowerCut
-
-    first.monitor.step = stop_after_three
-    with pytest.raises(PowerCut):
-        first.train()
+    train_until_power_cut(first)
     second = make_trainer(config)
     second.train(resume_from_checkpoint=True)
     assert equal(weights(whole), weights(second))

@@ -117,13 +117,8 @@ _REASONS: dict[str, str] = {
 def import_areal(path: str) -> Imported:
     """AReaL's YAML file at `path`. Raises ValueError for one that cannot be read."""
     source = Source(follow_references(read_config_file(path)[0]))
-    options: dict[str, Any] = {}
-    for key, (ours, kind, default) in _SAME.items():
-        value = source.take(key, kind, default)
-        if value is not None:
-            options[ours] = value
-    for key, (harmless, reason) in _ONLY.items():
-        source.expect(key, harmless, reason)
+    options = source.take_same(_SAME)
+    source.expect_all(_ONLY)
     options |= _read_run(source, options) | _read_data(source, options) | _read_batches(source)
     options |= _read_optimizer(source) | _read_adapter(source) | read_objective(source, options)
     return source.finish(options, _reason)

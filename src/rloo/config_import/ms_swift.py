@@ -131,13 +131,8 @@ def import_ms_swift(text: str) -> Imported:
         except OSError as error:
             raise ValueError(f"{text}: {error.strerror or error}") from None
     source = Source(parse_script(text))
-    options: dict[str, Any] = {}
-    for key, (ours, kind, default) in _SAME.items():
-        value = source.take(key, kind, default)
-        if value is not None:
-            options[ours] = value
-    for key, (harmless, reason) in _ONLY.items():
-        source.expect(key, harmless, reason)
+    options = source.take_same(_SAME)
+    source.expect_all(_ONLY)
     options |= _read_data(source, options) | _read_batches(source) | _read_model(source)
     options |= _read_rewards(source, options) | _read_objective(source)
     return source.finish(options, _reason)

@@ -79,6 +79,20 @@ class Source:
         else:
             self.leave(key, reason)
 
+    def take_same(self, same: Mapping[str, tuple[str, Any, Any]]) -> dict[str, Any]:
+        """Our options for keys that mean the same: key -> (our name, type, their default)."""
+        options: dict[str, Any] = {}
+        for key, (ours, kind, default) in same.items():
+            value = self.take(key, kind, default)
+            if value is not None:  # another key may have set it
+                options[ours] = value
+        return options
+
+    def expect_all(self, only: Mapping[str, tuple[Any, str]]) -> None:
+        """`expect` for each key -> (the value at which it changes nothing, the reason)."""
+        for key, (harmless, reason) in only.items():
+            self.expect(key, harmless, reason)
+
     def leave(self, key: str, reason: str) -> None:
         """Put `key`, where it is given, among those without a counterpart."""
         if key in self.values:

@@ -43,8 +43,7 @@ def import_trl(path: str) -> Imported:
     source = Source(read_config_file(path)[0])
     hints = option_types()
     options: dict[str, Any] = {"preset": "trl"}
-    for key, (harmless, reason) in _ONLY.items():
-        source.expect(key, harmless, reason)
+    source.expect_all(_ONLY)
     options |= _read_model(source) | _read_rewards(source)
     given = {}
     for key in list(source.values):
