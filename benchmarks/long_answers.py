@@ -63,7 +63,7 @@ class LargestTensors(TorchDispatchMode):
 
 def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
     """One group on a real prompt; the completions are GSM8K's answers one after another."""
-    from rloo.batch import Sample
+    from rloo.model.batch import Sample
 
     rows = load_rows(gsm8k)
     prompt = tokenizer(make_prompt(rows[0]))["input_ids"]
@@ -86,11 +86,11 @@ def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
 def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) -> dict[str, Any]:
     """One update: predicted and measured peaks above weights, optimizer and reference in MiB, its
     seconds, the largest tensor and the sizes that it must stay below (elements)."""
-    from rloo.config import RLOOConfig
-    from rloo.credit import credit
-    from rloo.memory import gradient_bytes, phase_peaks, predicted_peak_bytes
-    from rloo.policy import Policy
-    from rloo.update import update
+    from rloo.algorithm.advantages import credit
+    from rloo.algorithm.update import update
+    from rloo.config.config import RLOOConfig
+    from rloo.model.memory import gradient_bytes, phase_peaks, predicted_peak_bytes
+    from rloo.model.policy import Policy
 
     cuda = torch.cuda.is_available()
     torch.set_num_threads(threads)

@@ -20,9 +20,10 @@ import transformers
 from torch import Tensor, nn
 
 from rloo import RLOOConfig
-from rloo.adapters import add_adapter, lora_config
-from rloo.batch import Sample
-from rloo.memory import (
+from rloo.model.adapters import add_adapter, lora_config
+from rloo.model.batch import Sample
+from rloo.model.forward import hidden_states, load_model, pick_device
+from rloo.model.memory import (
     Mark,
     count_tokens,
     make_samples,
@@ -30,11 +31,10 @@ from rloo.memory import (
     predicted_peak_bytes,
     step_bytes,
 )
-from rloo.modeling import hidden_states, load_model, pick_device
-from rloo.plan import lasting_bytes
-from rloo.policy import Policy
-from rloo.quantization import count_parameters
-from rloo.setup import make_engine
+from rloo.model.policy import Policy
+from rloo.model.quantization import count_parameters
+from rloo.run.plan import lasting_bytes
+from rloo.run.setup import make_engine
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 FOUR_BITS = {**LORA, "load_in_4bit": True, "use_bnb_nested_quant": True}

@@ -31,8 +31,8 @@ _PADDED_ROWS = 8
 def run_rloo(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:
     """Our trainer. To sample alone it is given rewards that hold no signal, so that nothing is
     updated."""
-    from rloo.config import RLOOConfig
-    from rloo.trainer import RLOOTrainer
+    from rloo.config.config import RLOOConfig
+    from rloo.run.trainer import RLOOTrainer
 
     settings = job["options"] | {"num_threads": job["threads"]} | options
     if job["kind"] == "sample":

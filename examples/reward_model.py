@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.tasks.countdown import (
+from rloo.data.tasks.countdown import (
     base_model_path,
     countdown_reward,
     list_attempts,

@@ -7,7 +7,7 @@ A reward that does not apply to a row returns None for it.
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.tasks.countdown import base_model_path, countdown_reward, make_problems
+from rloo.data.tasks.countdown import base_model_path, countdown_reward, make_problems
 
 problems = make_problems("train")[:256]
 rows = [{**row, "task": ("solve", "brief")[i % 4 == 3]} for i, row in enumerate(problems)]

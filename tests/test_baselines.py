@@ -45,8 +45,8 @@ from benchmarks.baselines.variance import (
     resamples,
     trace_variance,
 )
-from rloo.config import RLOOConfig
-from rloo.objective import centred
+from rloo.algorithm.objective import centred
+from rloo.config.config import RLOOConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "baselines.md"
 COUNTDOWN = TASKS["countdown"]

@@ -16,10 +16,10 @@ from models import make_model
 from text import WORDS, make_tokenizer
 
 from rloo import cli
-from rloo.aliases import ALIASES
-from rloo.config import option_types
-from rloo.config_file import parse_command_line
-from rloo.unsupported import REFUSED
+from rloo.config.aliases import ALIASES
+from rloo.config.config import option_types
+from rloo.config.parsing import parse_command_line
+from rloo.config.unsupported import REFUSED
 
 REWARDS = """
 import os, signal

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from text import make_tokenizer
 
 from rloo.cli import main
-from rloo.config import RLOOConfig
-from rloo.config_file import parse_command_line
+from rloo.config.config import RLOOConfig
+from rloo.config.parsing import parse_command_line
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT / "tests/rewards/data/gsm8k_200.jsonl"

@@ -13,9 +13,10 @@ import transformers
 from tokenizers import ByteLevelBPETokenizer
 
 import rloo
-from rloo import RLOOTrainer, credit
+from rloo import RLOOTrainer
+from rloo.algorithm import advantages as credit
 from rloo.cli import main
-from rloo.config_file import parse_command_line
+from rloo.config.parsing import parse_command_line
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXAMPLE = EXAMPLES / "gsm8k.yaml"

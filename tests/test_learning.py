@@ -8,8 +8,8 @@ import pytest
 
 from rloo import RLOOTrainer
 from rloo.cli import EMBEDDED
-from rloo.config_file import parse_command_line
-from rloo.tasks.countdown import countdown_reward
+from rloo.config.parsing import parse_command_line
+from rloo.data.tasks.countdown import countdown_reward
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

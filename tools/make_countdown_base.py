@@ -30,7 +30,7 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from rloo.tasks.countdown import (
+from rloo.data.tasks.countdown import (
     LARGEST_NUMBER,
     OPERATIONS,
     SEPARATOR,

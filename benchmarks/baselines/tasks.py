@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from benchmarks.baselines import sorting
 from benchmarks.baselines.arms import Task
-from rloo.tasks.countdown import Split, base_model_path, countdown_reward, make_problems
+from rloo.data.tasks.countdown import Split, base_model_path, countdown_reward, make_problems
 
 
 def _countdown_rows(split: str) -> list[dict[str, Any]]:

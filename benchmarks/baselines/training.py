@@ -18,11 +18,11 @@ from datasets import Dataset
 
 from benchmarks.baselines.arms import Job, Task
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.data import PromptSource
+from rloo.data.prompts import PromptSource
 from rloo.engines.sampling import noise_key
-from rloo.evaluate import evaluate
-from rloo.monitor import versions
-from rloo.setup import make_sampling, make_source
+from rloo.report.monitor import versions
+from rloo.run.evaluate import evaluate
+from rloo.run.setup import make_sampling, make_source
 from rloo.types import Prompt
 
 # Of the metrics of each step, under the names of the curves.

@@ -24,14 +24,14 @@ from torch import Tensor
 from benchmarks.baselines.arms import PLAIN, Task
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.batch import Sample
-from rloo.credit import credit
+from rloo.algorithm.advantages import credit
+from rloo.algorithm.rollout import countable_samples, score
+from rloo.algorithm.train import Run
+from rloo.algorithm.update import micro_loss
 from rloo.engines.sampling import noise_key
-from rloo.policy import Policy
-from rloo.rollout import countable_samples, score
-from rloo.train import Run
+from rloo.model.batch import Sample
+from rloo.model.policy import Policy
 from rloo.types import Prompt
-from rloo.update import micro_loss
 
 NUM_RESAMPLES = 1000
 # Completions drawn in one call of the engine.

@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rloo.config import RLOOConfig
-    from rloo.parsing import RLOOArguments
-    from rloo.trainer import RLOOTrainer
+    from rloo.config.arguments import RLOOArguments
+    from rloo.config.config import RLOOConfig
+    from rloo.run.trainer import RLOOTrainer
 
 __version__ = "0.1.0"
 __all__ = ["RLOOArguments", "RLOOConfig", "RLOOTrainer", "__version__"]
@@ -18,9 +18,9 @@ __all__ = ["RLOOArguments", "RLOOConfig", "RLOOTrainer", "__version__"]
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _HOMES = {
-    "RLOOArguments": "rloo.parsing",
-    "RLOOConfig": "rloo.config",
-    "RLOOTrainer": "rloo.trainer",
+    "RLOOArguments": "rloo.config.arguments",
+    "RLOOConfig": "rloo.config.config",
+    "RLOOTrainer": "rloo.run.trainer",
 }
 
 

@@ -31,7 +31,7 @@ examples:
   rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null
 """
 
-EMBEDDED = Path(__file__).parent / "tasks" / "countdown.yaml"
+EMBEDDED = Path(__file__).parent / "data" / "tasks" / "countdown.yaml"
 INTERRUPTED = 130
 
 
@@ -70,20 +70,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    from rloo.config_file import parse_command_line
+    from rloo.config.parsing import parse_command_line
 
     config = parse_command_line(_with_embedded(arguments))
-    from rloo.trainer import RLOOTrainer
+    from rloo.run.trainer import RLOOTrainer
 
     RLOOTrainer(args=config).train()
     return 0
 
 
 def _plan(arguments: list[str]) -> int:
-    from rloo.config_file import parse_command_line
+    from rloo.config.parsing import parse_command_line
 
     config = parse_command_line(_with_embedded(arguments))
-    from rloo.plan import make_plan, print_plan
+    from rloo.run.plan import make_plan, print_plan
 
     print_plan(make_plan(config))
     return 0
@@ -92,8 +92,8 @@ def _plan(arguments: list[str]) -> int:
 def _evaluate(arguments: list[str]) -> int:
     from dataclasses import replace
 
-    from rloo.config import without_adapter
-    from rloo.config_file import parse_command_line
+    from rloo.config.config import without_adapter
+    from rloo.config.parsing import parse_command_line
 
     config = parse_command_line(_with_embedded(arguments))
     if config.eval_dataset is None and config.eval_split is None:
@@ -107,8 +107,8 @@ def _evaluate(arguments: list[str]) -> int:
         eval_dataset=config.eval_dataset or config.dataset,
         dataset=None,
     )
-    from rloo.console import print_evaluation
-    from rloo.trainer import RLOOTrainer
+    from rloo.report.console import print_evaluation
+    from rloo.run.trainer import RLOOTrainer
 
     trainer = RLOOTrainer(args=config)
     split = config.eval_split or "train"
@@ -121,9 +121,9 @@ def _evaluate(arguments: list[str]) -> int:
 
 
 def _config(arguments: list[str]) -> int:
-    from rloo.config_file import parse_command_line
-    from rloo.config_text import render_options, render_resolved
-    from rloo.presets import describe_preset, remarks
+    from rloo.config.parsing import parse_command_line
+    from rloo.config.presets import describe_preset, remarks
+    from rloo.config.rendering import render_options, render_resolved
 
     if not arguments:
         print(render_options(), end="")
@@ -141,7 +141,7 @@ def _config(arguments: list[str]) -> int:
 
 
 def _import(arguments: list[str]) -> int:
-    from rloo.config_import import IMPORTERS, import_config, render_imported
+    from rloo.config.imports import IMPORTERS, import_config, render_imported
 
     if len(arguments) != 2:
         raise ValueError(
@@ -155,7 +155,7 @@ def _import(arguments: list[str]) -> int:
 
 def _with_embedded(arguments: list[str]) -> list[str]:
     """The embedded task's configuration in front, when the user names no other."""
-    from rloo.aliases import ALIASES
+    from rloo.config.aliases import ALIASES
 
     given = {a.lstrip("-").partition("=")[0].replace("-", "_") for a in arguments if a[:1] == "-"}
     given |= {a.partition("=")[0] for a in arguments if "=" in a}

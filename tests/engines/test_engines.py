@@ -9,8 +9,8 @@ from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from rloo import attention
 from rloo.engines import HFEngine, NativeEngine, noise_key
+from rloo.model import attention
 from rloo.types import Completion, Prompt, Sampling
 
 ENGINES = {
@@ -292,8 +292,8 @@ def test_taking_finished_rows_out_changes_nothing(share, monkeypatch):
     # Some prompts lose all their rows early; caches of 2 slots grow with rows taken out.
     sampling = Sampling(max_tokens=40, stop_token_ids=tuple(range(0, 97, 12)))
     expected = HFEngine(model, pad_token_id=0).sample(make_prompts(), 6, sampling, noise=11)
-    monkeypatch.setattr("rloo.engines.native._COMPACTION_SHARE", share)
-    monkeypatch.setattr("rloo.engines.decoding._FIRST_SLOTS", 2)
+    monkeypatch.setattr("rloo.engines.native.engine._COMPACTION_SHARE", share)
+    monkeypatch.setattr("rloo.engines.native.cache._FIRST_SLOTS", 2)
 
     groups = NativeEngine(model, pad_token_id=0).sample(make_prompts(), 6, sampling, noise=11)
 
@@ -307,7 +307,7 @@ def test_prefill_in_chunks_changes_nothing(monkeypatch):
     engine = NativeEngine(model, pad_token_id=0)
     sampling = Sampling(max_tokens=8, stop_token_ids=())
     expected = take_ids(engine.sample(make_prompts(), 2, sampling, noise=1))
-    monkeypatch.setattr("rloo.engines.native.PREFILL_TOKENS", 24)
+    monkeypatch.setattr("rloo.engines.native.engine.PREFILL_TOKENS", 24)
 
     assert take_ids(engine.sample(make_prompts(), 2, sampling, noise=1)) == expected
 
@@ -376,7 +376,7 @@ def test_no_prompts_give_no_completions(engine):
 
 
 def test_waves_are_as_large_as_the_memory_allows():
-    from rloo.engines.borrowing import cache_bytes_per_token, rows_at_once
+    from rloo.engines.in_process import cache_bytes_per_token, rows_at_once
 
     model = make_model("qwen3")
     per_token = 2 * 3 * 2 * 8 * 4  # keys and values, 3 layers, 2 heads of 8 float32 numbers

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rloo.batch import pack
-from rloo.config import RLOOConfig
-from rloo.credit import FirstPass, credit
-from rloo.rollout import countable_samples
+from rloo.algorithm.advantages import FirstPass, credit
+from rloo.algorithm.rollout import countable_samples
+from rloo.algorithm.update import update
+from rloo.config.config import RLOOConfig
+from rloo.model.batch import pack
 from rloo.types import Completion, Group, Prompt
-from rloo.update import update
 
 MAX_LENGTH = 12
 

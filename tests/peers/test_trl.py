@@ -9,13 +9,13 @@ from datasets import Dataset
 from models import VOCAB_SIZE, make_model
 from text import make_tokenizer
 
-from rloo import objective
-from rloo.config import RLOOConfig
-from rloo.credit import FirstPass, credit
-from rloo.policy import Policy
-from rloo.rollout import countable_samples
+from rloo.algorithm import objective
+from rloo.algorithm.advantages import FirstPass, credit
+from rloo.algorithm.rollout import countable_samples
+from rloo.algorithm.update import micro_loss
+from rloo.config.config import RLOOConfig
+from rloo.model.policy import Policy
 from rloo.types import Completion, Group, Prompt
-from rloo.update import micro_loss
 
 pytestmark = [
     pytest.mark.peers,

@@ -10,8 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from test_trl import PROMPTS, K, judge, make_rollout
 from text import make_tokenizer
 
-from rloo.adapters import add_adapter
-from rloo.config import RLOOConfig
+from rloo.config.config import RLOOConfig
+from rloo.model.adapters import add_adapter
 
 pytestmark = [
     pytest.mark.peers,
@@ -109,7 +109,7 @@ def test_advantages_loss_and_every_gradient_equal_trl(tmp_path, start, packing):
 def test_the_options_make_the_adapter_that_trl_makes_of_its_own():
     from trl import ModelConfig, get_peft_config
 
-    from rloo.adapters import lora_config
+    from rloo.model.adapters import lora_config
 
     for options in (
         {},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rloo import RLOOArguments, RLOOTrainer
-from rloo.tasks import load_task_rows
+from rloo.data.tasks import load_task_rows
 
 pytestmark = [
     pytest.mark.peers,

@@ -13,8 +13,8 @@ from rewards.test_model import (
 )
 from text import make_tokenizer
 
-from rloo.config import RLOOConfig
-from rloo.setup import make_rewards
+from rloo.config.config import RLOOConfig
+from rloo.run.setup import make_rewards
 
 pytestmark = [
     pytest.mark.peers,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from rollouts import MAX_LENGTH, Result, Rollout, assert_equal, make_rollout, ours, pad
 
-from rloo.adaptive import Adaptive
-from rloo.config import RLOOConfig
+from rloo.algorithm.adaptive import Adaptive
+from rloo.config.config import RLOOConfig
 
 pytestmark = [
     pytest.mark.peers,
@@ -163,7 +163,7 @@ def test_weights_against_the_sampler_are_its_rollout_correction(mode, level, thr
 def test_kl_estimates_are_its_own_in_value_and_gradient(ours_name):
     from verl.trainer.ppo.core_algos import kl_penalty
 
-    from rloo.objective import kl_estimate
+    from rloo.algorithm.objective import kl_estimate
 
     rollout = make_rollout([4, 4, 4], seed=8)
     reference = torch.cat(rollout.reference)

@@ -15,12 +15,12 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.config_file import parse_command_line
-from rloo.evaluate import evaluate
+from rloo.config.parsing import parse_command_line
 from rloo.rewards import RewardSet
 from rloo.rewards.model import RewardModel, as_reward
 from rloo.rewards.normalizer import Normalized
-from rloo.setup import make_rewards
+from rloo.run.evaluate import evaluate
+from rloo.run.setup import make_rewards
 from rloo.types import Completion, Prompt, Sampling
 
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6", "w7", "w1"]
@@ -171,7 +171,7 @@ def test_names_of_rewards_are_told_from_names_of_models(folder, tmp_path, monkey
     (tmp_path / "gsm8k").mkdir()  # a folder that happens to have a built-in name
     assert as_reward("gsm8k").__name__ == "gsm8k_reward"
     assert as_reward("format(pattern='a/b')").__name__ == "format_reward"
-    assert as_reward("rloo.tasks.countdown:countdown_reward").__name__ == "countdown_reward"
+    assert as_reward("rloo.data.tasks.countdown:countdown_reward").__name__ == "countdown_reward"
     (tmp_path / "judges" / "mine.py").write_text("def f(completions):\n    return []\n")
     assert as_reward("judges/mine.py:f").__name__ == "f"
     with pytest.raises(ValueError, match=r"names no function; write judges/mine.py:function"):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rloo.engines.fused import can_fuse
 from rloo.engines.hf import HFEngine
-from rloo.engines.native import NativeEngine
+from rloo.engines.native.engine import NativeEngine
+from rloo.engines.native.fused import can_fuse
+from rloo.engines.native.supported import supports
 from rloo.engines.sampling import noise_key
-from rloo.engines.supported import supports
 from rloo.types import Engine
 
 __all__ = ["HFEngine", "NativeEngine", "build_engine", "noise_key", "supports"]

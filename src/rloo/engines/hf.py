@@ -26,7 +26,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rloo.engines.borrowing import Drawn, Row, sample_in_waves
+from rloo.data.images import image_token_ids
+from rloo.data.pixels import join_inputs
+from rloo.engines.in_process import Drawn, Row, sample_in_waves
 from rloo.engines.sampling import (
     StopText,
     draw,
@@ -35,8 +37,6 @@ from rloo.engines.sampling import (
     row_keys,
     uniforms,
 )
-from rloo.images import image_token_ids
-from rloo.pixels import join_inputs
 from rloo.types import Completion, Prompt, Sampling
 
 # What the cache of one call of `generate` may occupy; further rows wait for the next call.

@@ -22,7 +22,7 @@ from typing import Any
 _FUNCTIONS = {
     "gsm8k": "rloo.rewards.gsm8k:gsm8k_reward",
     "gsm8k_format": "rloo.rewards.gsm8k:gsm8k_format_reward",
-    "countdown": "rloo.tasks.countdown:countdown_reward",
+    "countdown": "rloo.data.tasks.countdown:countdown_reward",
 }
 _FACTORIES = {
     "exact_match": "rloo.rewards.builtin:make_exact_match",

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rloo.images import text_of
+from rloo.data.images import text_of
 from rloo.rewards.load import is_built_in, load_reward
 from rloo.rewards.normalizer import Normalized
 from rloo.types import Text

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rloo.moments import Moments
+from rloo.rewards.moments import Moments
 from rloo.types import Text
 
 

@@ -1,0 +1,1 @@
+"""The method. Read in this order: train, rollout, advantages, update, objective."""

@@ -1,0 +1,57 @@
+"""What a run learns about itself as it goes: past rewards, and how strongly KL must be penalised.
+
+Plain numbers with a state that goes into checkpoints. Knows nothing of tensors or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from rloo.config.config import RLOOConfig
+from rloo.rewards.moments import Moments
+
+
+@dataclass
+class Adaptive:
+    """`beta` is the KL coefficient now. `decayed_mean` follows the rollouts' mean rewards; `past`
+    are all rewards of earlier rollouts."""
+
+    beta: float
+    decayed_mean: float | None = None
+    past: Moments = field(default_factory=Moments)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as JSON values."""
+        return {
+            "beta": self.beta,
+            "decayed_mean": self.decayed_mean,
+            "past": self.past.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.beta, self.decayed_mean = state["beta"], state["decayed_mean"]
+        self.past.load_state_dict(state["past"])
+
+    def apply(self, config: RLOOConfig) -> RLOOConfig:
+        """`config` as it holds for the next rollout."""
+        return config if config.kl_target is None else replace(config, beta=self.beta)
+
+    def see_rewards(self, rewards: Sequence[float], decay: float) -> None:
+        """Take a rollout's rewards into the past; afterwards, so that no reward is part of its own
+        baseline."""
+        if rewards:
+            average = fmean(rewards)
+            before = average if self.decayed_mean is None else self.decayed_mean
+            self.decayed_mean = decay * before + (1 - decay) * average
+            self.past.see(rewards)
+
+    def see_kl(self, kl: float, completions: int, config: RLOOConfig) -> None:
+        """Move `beta` towards `kl_target`: by at most 20 % in `kl_horizon` completions (Ziegler et
+        al. 2019, arXiv 1909.08593, section 2.2). `kl` is in nats per token."""
+        if config.kl_target is not None:
+            error = min(max(kl / config.kl_target - 1.0, -0.2), 0.2)
+            self.beta *= 1.0 + error * completions / config.kl_horizon

@@ -1,0 +1,239 @@
+"""Scored completions to advantages: the KL penalty, the baseline, the scale, in the order of TRL.
+
+What follows from the update's own forward pass is left to it. Knows nothing of optimizers, steps
+or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from rloo.algorithm import objective
+from rloo.config.config import RLOOConfig
+from rloo.model.batch import MicroBatch, Sample, exceeds, split
+from rloo.model.policy import Policy
+
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What is known before the update. `None` means that the update's own forward pass gives it:
+    in the first optimizer step "old" is "now", and no second pass over the policy is made.
+
+    The advantages of a completion are one number, or with token ratios one for each token.
+    """
+
+    advantages: dict[Key, Tensor] | None
+    old_logprobs: dict[Key, Tensor] | None
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def old_logprobs_of(self, batch: MicroBatch, now: Tensor) -> Tensor:
+        """(T,): as stored, or `now` where nothing had to be."""
+        if self.old_logprobs is None:
+            return now
+        return torch.cat([self.old_logprobs[key] for key in batch.keys])
+
+    def has_signal(self, key: Key) -> bool:
+        """False where the advantages are known to be exactly 0."""
+        return self.advantages is None or bool(self.advantages[key].any())
+
+
+@dataclass(slots=True)
+class FirstPass:
+    """What the first step on a whole rollout finds out in passing and later steps on it need."""
+
+    advantages: dict[Key, Tensor] = field(default_factory=dict)
+    old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
+
+    def see(self, batch: MicroBatch, logprobs: Tensor, advantages: Tensor) -> None:
+        self.advantages.update(_by_key(batch.keys, batch.lengths, advantages))
+        self.old_logprobs.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
+
+    def complete(self, given: Credit, metrics: Mapping[str, float]) -> Credit:
+        """`given` with what was missing; `metrics` are those of the step, whose KL it keeps."""
+        stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
+        advantages = self.advantages if given.advantages is None else given.advantages
+        return Credit(advantages, self.old_logprobs, stats)
+
+
+def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Credit:
+    """Advantages and old log-probs, as far as they must be known before the first step.
+
+    Without a KL penalty in the reward advantages follow from the rewards alone. With one, they need
+    log-probs: a pass of their own is made only if the first step is on a part of the rollout, a
+    statistic runs over the batch, or a group exceeds the token budget.
+    """
+    if not samples:
+        return Credit({}, {})
+    in_parts = config.steps_per_rollout() > config.num_iterations
+    if not kl_in_reward(config) and not in_parts:
+        return Credit(_sample_advantages(samples, {}, config), None)
+    needs_pass = (
+        in_parts
+        or _whole_batch(config)
+        or exceeds(samples, policy.max_tokens, packed=policy.packed)
+    )
+    if not needs_pass:
+        return Credit(None, None)
+    old: dict[Key, Tensor] = {}
+    penalties: dict[Key, Tensor] = {}
+    total = 0.0
+    for part in split(samples, policy.max_tokens, whole_groups=False, packed=policy.packed):
+        batch = policy.batch(part)
+        logprobs = policy.score(batch)
+        old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
+        if kl_in_reward(config):
+            reference = policy.reference_logprobs(batch)
+            total += (logprobs - reference).sum().item()
+            penalty = token_penalty(logprobs, reference, config).cpu()
+            penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
+    stats = {}
+    if kl_in_reward(config):
+        num_tokens = sum(len(s.token_ids) for s in samples)
+        stats = {"kl": total / num_tokens, "kl/sequence": total / len(samples)}
+    return Credit(_sample_advantages(samples, penalties, config), old, stats)
+
+
+def kl_in_reward(config: RLOOConfig) -> bool:
+    """Whether advantages depend on the reference."""
+    return config.beta != 0 and config.kl_placement != "loss"
+
+
+def batch_advantages(
+    batch: MicroBatch, logprobs: Tensor, reference: Tensor, config: RLOOConfig
+) -> Tensor:
+    """Advantages of a micro-batch of whole groups from its own forward pass: (N,), or (T,) with
+    token ratios."""
+    penalty = token_penalty(logprobs, reference, config)
+    values = advantages(
+        batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N, config
+    )
+    return values.to(logprobs.dtype)
+
+
+def token_penalty(logprobs: Tensor, reference: Tensor, config: RLOOConfig) -> Tensor:
+    """What each token pays: beta times its KL estimate, (T,), float64, detached."""
+    estimate = objective.kl_estimate(
+        logprobs.detach().double(),
+        reference.double(),
+        estimator=config.kl_estimator[:2],
+        clip=config.kl_clip,
+    )
+    return config.beta * estimate
+
+
+def _sample_advantages(
+    samples: Sequence[Sample], penalties: Mapping[Key, Tensor], config: RLOOConfig
+) -> dict[Key, Tensor]:
+    """Advantages of a whole rollout; without `penalties` nothing is paid."""
+    lengths = [len(s.token_ids) for s in samples]
+    keys = [s.key for s in samples]
+    if penalties:
+        penalty = torch.cat([penalties[key] for key in keys])
+    else:
+        penalty = torch.zeros(sum(lengths), dtype=torch.float64)
+    values = advantages(
+        torch.tensor([s.reward for s in samples], dtype=torch.float64),
+        penalty,
+        torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)),
+        torch.tensor([s.key[0] for s in samples]),
+        torch.tensor([s.truncated for s in samples]),
+        config,
+    )
+    return _by_key(keys, lengths, values)
+
+
+def advantages(
+    reward_N: Tensor,
+    penalty_T: Tensor,
+    sequence_T: Tensor,
+    group_N: Tensor,
+    truncated_N: Tensor,
+    config: RLOOConfig,
+) -> Tensor:
+    """Shaped rewards and token penalties (beta times KL) to advantages: (N,), or (T,) with token
+    ratios. Completions lie one after another; all of them count, and groups are whole."""
+    masked_N = truncated_N & config.mask_truncated_completions
+    if not config.kl_of_truncated:
+        penalty_T = torch.where(masked_N[sequence_T], 0.0, penalty_T)
+    size = len(reward_N)
+    whole_N = objective.sum_by(penalty_T, sequence_T, size)
+    to_go = config.kl_placement == "reward_to_go"
+    paid_T = objective.return_to_go(penalty_T, sequence_T, size) if to_go else whole_N[sequence_T]
+    result = _above_baseline(
+        reward_N, whole_N, paid_T, sequence_T=sequence_T, group_N=group_N, config=config
+    )
+
+    def per_token(values: Tensor) -> Tensor:
+        # Where both have one size, every completion is a single token.
+        return values if len(values) == len(sequence_T) else values[sequence_T]
+
+    if config.advantage_clip_range is not None:
+        result = result.clamp(*config.advantage_clip_range)
+    if not config.kl_in_baseline:
+        by_token = to_go or config.mean_over == "tokens"
+        result = per_token(result) - paid_T if by_token else result - whole_N
+    if config.importance_sampling_level == "token":
+        over_tokens = config.normalize_over == "tokens"
+        result = per_token(_normalised(per_token(result) if over_tokens else result, config))
+        return torch.where(masked_N[sequence_T], 0.0, result)
+    return torch.where(masked_N, 0.0, _normalised(result, config))
+
+
+def _above_baseline(
+    reward_N: Tensor,
+    whole_N: Tensor,
+    paid_T: Tensor,
+    *,
+    sequence_T: Tensor,
+    group_N: Tensor,
+    config: RLOOConfig,
+) -> Tensor:
+    """Returns less their baseline, over their deviation: (N,), or (T,) where they differ by token.
+
+    `whole_N` is what completions pay, `paid_T` what tokens pay from themselves on.
+    """
+    level = cast(Any, "none" if config.mean_level == "running" else config.mean_level)
+    mean = {"mean_level": level, "mean_leave1out": config.mean_leave1out}
+    if config.mean_over == "tokens":
+        returns_T = reward_N[sequence_T] - (paid_T if config.kl_in_baseline else 0.0)
+        return objective.centred(returns_T, group_N[sequence_T], **mean)
+    returns_N = reward_N - whole_N if config.kl_in_baseline else reward_N
+    factor_N = objective.scale(
+        returns_N,
+        group_N,
+        std_level=config.std_level,
+        std_leave1out=config.std_leave1out,
+        epsilon=config.advantage_epsilon,
+        epsilon_in_variance=config.epsilon_in_variance,
+    )
+    result = objective.centred(returns_N, group_N, **mean) * factor_N
+    if config.kl_placement == "reward_to_go" and config.kl_in_baseline:
+        # What was paid before a token is not of its making.
+        result = result[sequence_T] + (whole_N[sequence_T] - paid_T) * factor_N[sequence_T]
+    return result
+
+
+def _normalised(values: Tensor, config: RLOOConfig) -> Tensor:
+    if not config.normalize_advantages:
+        return values
+    return objective.standardise(
+        values,
+        epsilon=config.advantage_epsilon,
+        epsilon_in_variance=config.epsilon_in_variance,
+    )
+
+
+def _by_key(keys: Sequence[Key], lengths: Sequence[int], values: Tensor) -> dict[Key, Tensor]:
+    sizes = [1] * len(keys) if len(values) == len(keys) else list(lengths)
+    return dict(zip(keys, values.split(sizes), strict=True))
+
+
+def _whole_batch(config: RLOOConfig) -> bool:
+    return config.normalize_advantages or "batch" in (config.mean_level, config.std_level)

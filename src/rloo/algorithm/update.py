@@ -1,0 +1,235 @@
+"""One optimizer step: samples to micro-batches, loss, gradients, step.
+
+Finishes the credit of samples whose advantages follow from the forward pass that is made anyway.
+Knows nothing of sampling, rewards or files.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rloo.algorithm import objective
+from rloo.algorithm.advantages import Credit, FirstPass, batch_advantages
+from rloo.config.config import RLOOConfig
+from rloo.model.batch import MicroBatch, Sample, split
+from rloo.model.policy import Policy
+
+
+def minibatches(samples: Sequence[Sample], config: RLOOConfig) -> Iterator[list[Sample]]:
+    """The rollout cut into optimizer steps of `completions_per_step`, `num_iterations` times over.
+
+    The cut is by place in the rollout, so a completion that could not be scored moves no other one.
+    """
+    size = config.completions_per_step()
+    num_parts = config.prompts_per_rollout() * config.num_generations // size
+    for _ in range(config.num_iterations):
+        for part in range(num_parts):
+            yield [
+                s for s in samples if (s.key[0] * config.num_generations + s.key[1]) // size == part
+            ]
+
+
+def update(
+    policy: Policy,
+    samples: Sequence[Sample],
+    given: Credit,
+    config: RLOOConfig,
+    *,
+    record: FirstPass | None = None,
+) -> dict[str, float]:
+    """One optimizer step on `samples`: micro-batches forward and backward, then the step. `record`
+    takes down what further steps on the same samples need.
+
+    The loss is divided by what all countable samples make, those without signal included; a sample
+    whose advantage is known to be exactly 0 is counted but not computed.
+    """
+    denominator = objective.loss_denominator(
+        config.loss_aggregation,
+        num_sequences=config.completions_per_step() if config.count_unscored else len(samples),
+        num_tokens=sum(len(s.token_ids) for s in samples),
+        constant=config.loss_constant,
+    )
+    all_count = _has_other_terms(config) or policy.aux_loss_weight != 0
+    live = [s for s in samples if all_count or given.has_signal(s.key)]
+    input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
+    tally: dict[str, float] = defaultdict(float)
+    cut = {"whole_groups": given.advantages is None, "packed": policy.packed}
+    for part in split(live, policy.max_tokens, **cut):
+        loss, parts = micro_loss(
+            policy,
+            policy.batch(part),
+            given,
+            config,
+            denominator,
+            record=record,
+            input_tokens=input_tokens,
+        )
+        policy.backward(loss)
+        for name, value in parts.items():
+            tally[name] = max(tally[name], value) if name.endswith("max") else tally[name] + value
+    computed = {"update/computed_share": len(live) / len(samples) if samples else 0.0}
+    if not live:
+        policy.advance_schedule()
+        return computed | {"update/no_signal": 1.0}
+    return computed | _averages(tally) | policy.step()
+
+
+def micro_loss(
+    policy: Policy,
+    batch: MicroBatch,
+    given: Credit,
+    config: RLOOConfig,
+    denominator: float,
+    *,
+    record: FirstPass | None = None,
+    input_tokens: int | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss of one micro-batch (a scalar with gradient), and sums for the metrics.
+    `input_tokens` are those of all micro-batches, by default of this one."""
+    logprobs, entropy, aux_loss = policy.logprobs(batch)
+    now = logprobs.detach()
+    sums: dict[str, float] = {}
+    reference = None
+    if config.beta != 0 and (given.advantages is None or config.kl_placement == "loss"):
+        reference = policy.reference_logprobs(batch)
+        sums["kl"] = (now - reference).sum().item()
+    if given.advantages is not None:
+        known = torch.cat([given.advantages[key] for key in batch.keys])
+        advantages = known.to(now.device, now.dtype)
+    else:
+        assert reference is not None
+        advantages = batch_advantages(batch, now, reference, config)
+    if record is not None:
+        record.see(batch, now, advantages)
+    old = given.old_logprobs_of(batch, now)
+    weights = _correction(batch, old, config, sums)
+    result = objective.policy_loss(
+        logprobs,
+        old,
+        advantages,
+        batch.sequence_T,
+        size=batch.size,
+        denominator=denominator,
+        ratio_level=config.importance_sampling_level,
+        aggregation=config.loss_aggregation,
+        epsilon_low=config.epsilon,
+        epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
+        delta=config.delta,
+        weights_T=weights,
+    )
+    loss = result.loss
+    loss = loss + _other_terms(logprobs, old, entropy, reference, batch, config) / denominator
+    if aux_loss is not None:
+        loss = loss + policy.aux_loss_weight * _share(aux_loss, batch, input_tokens, sums)
+    mismatch = (now - batch.engine_T).abs()
+    sums |= {
+        "loss": loss.item(),
+        "entropy": entropy.sum().item(),
+        "tokens": float(len(now)),
+        "sequences": float(batch.size),
+        "ratios": float(result.clipped_low.numel()),
+        "clipped_low": result.clipped_low.sum().item(),
+        "clipped_high": result.clipped_high.sum().item(),
+        "mismatch": mismatch.sum().item(),
+        "mismatch/max": mismatch.max().item(),
+    }
+    return loss, sums
+
+
+def _share(
+    aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: dict[str, float]
+) -> Tensor:
+    """A micro-batch's part in the mean of the balancing loss over all tokens. The loss is a product
+    of means, so that mean is not quite the loss of all tokens together."""
+    here = batch.multiplicity.sum()
+    part: Tensor = aux_loss * (here / (input_tokens or here))
+    sums["aux_loss"] = part.item()
+    return part
+
+
+def _has_other_terms(config: RLOOConfig) -> bool:
+    """Whether the loss has terms that do not vanish with the advantage."""
+    in_loss = config.beta != 0 and config.kl_placement == "loss"
+    return in_loss or config.entropy_coef != 0
+
+
+def _other_terms(
+    logprobs: Tensor,
+    old: Tensor,
+    entropy: Tensor,
+    reference: Tensor | None,
+    batch: MicroBatch,
+    config: RLOOConfig,
+) -> Tensor | float:
+    """KL in the loss and the entropy bonus, summed as the policy's terms are; completions that are
+    masked as truncated have neither."""
+    if not _has_other_terms(config):
+        return 0.0
+    terms = torch.zeros_like(logprobs)
+    if config.entropy_coef != 0:  # its backward costs passes over the vocabulary
+        terms = terms - config.entropy_coef * entropy
+    if config.beta != 0 and config.kl_placement == "loss":
+        assert reference is not None
+        kl = objective.kl_estimate(
+            logprobs, reference, estimator=config.kl_estimator[:2], clip=config.kl_clip
+        )
+        if config.use_bias_correction_kl:
+            kl = kl * objective.ratio_of(logprobs - old)
+        terms = terms + config.beta * kl
+    if config.mask_truncated_completions:
+        terms = torch.where(batch.truncated_N[batch.sequence_T], 0.0, terms)
+    return objective.aggregate(
+        terms, batch.sequence_T, batch.size, aggregation=config.loss_aggregation
+    )
+
+
+def _correction(
+    batch: MicroBatch, old: Tensor, config: RLOOConfig, sums: dict[str, float]
+) -> Tensor | None:
+    """Weights for a sampler that is not quite the policy, their sums noted; None for none."""
+    if config.rollout_importance_sampling_mode is None:
+        return None
+    weights = objective.importance_weights(
+        old,
+        batch.sampler_T,
+        batch.sequence_T,
+        batch.size,
+        mode=config.rollout_importance_sampling_mode,
+        upper=config.rollout_importance_sampling_threshold,
+        lower=config.rollout_importance_sampling_min,
+    )
+    sums["weight"] = weights.sum().item()
+    sums["weight_squares"] = (weights**2).sum().item()
+    sums["sampling/importance_sampling_ratio/max"] = weights.max().item()
+    return weights
+
+
+def _averages(tally: dict[str, float]) -> dict[str, float]:
+    tokens, sequences, ratios = tally["tokens"], tally["sequences"], tally["ratios"]
+    low, high = tally["clipped_low"] / ratios, tally["clipped_high"] / ratios
+    metrics = {
+        "loss": tally["loss"],
+        "entropy": tally["entropy"] / tokens,
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low + high,
+        "mismatch/mean": tally["mismatch"] / tokens,
+        "mismatch/max": tally["mismatch/max"],
+    }
+    if "aux_loss" in tally:
+        metrics["aux_loss"] = tally["aux_loss"]
+    if "kl" in tally:
+        metrics |= {"kl": tally["kl"] / tokens, "kl/sequence": tally["kl"] / sequences}
+    if "weight" in tally:
+        name = "sampling/importance_sampling_ratio"
+        squares = tally["weight_squares"] or 1.0
+        metrics |= {
+            f"{name}/mean": tally["weight"] / tokens,
+            f"{name}/max": tally[f"{name}/max"],
+            "sampling/effective_share": tally["weight"] ** 2 / (tokens * squares),
+        }
+    return metrics

@@ -1,0 +1,1 @@
+"""The options of a run, read and checked. Imports neither torch nor transformers."""

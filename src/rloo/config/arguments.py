@@ -1,0 +1,125 @@
+"""RLOOArguments: TRL's options as a plain dataclass, for scripts that parse them with transformers'
+HfArgumentParser or TRL's TrlParser.
+
+Holds values and turns them into an RLOOConfig. Knows nothing of what they mean, and needs neither
+torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
+from typing import Any
+
+from rloo.config.aliases import ALIASES
+from rloo.config.config import ONE_PROCESS, RLOOConfig, option_types
+from rloo.config.reading import coerce
+from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+
+# Of the options that are refused or idle here, those that TRL's RLOOConfig does not have: they are
+# ModelConfig's and ScriptArguments', which scripts parse beside it, and other systems'.
+ELSEWHERE = {
+    "dtype",
+    "model_revision",
+    "attn_implementation",
+    "lora_task_type",
+    "bnb_4bit_quant_storage",
+    "dataset_streaming",
+    "advantage_estimator",
+    "token_level_kl",
+    "loss_type",
+    "clip_ratio_against",
+}
+
+
+def _default_of(option: Field[Any]) -> Any:
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
+# option that is refused or idle here -> (its default, help)
+_OTHERS: dict[str, tuple[Any, str]] = {
+    **{n: (values[0], f"Refused: {why}.") for n, (values, why) in REFUSED.items() if values},
+    **{n: (default, f"No effect: {why}.") for n, (default, why) in WITHOUT_EFFECT.items()},
+}
+_DEFAULTS: dict[str, Any] = {
+    **{name: default for name, (default, _) in _OTHERS.items()},
+    **{option.name: _default_of(option) for option in fields(RLOOConfig)},
+}
+
+
+def _parseable(hint: Any) -> Any:
+    """`hint`, or the nearest that an argument parser takes; RLOOConfig reads the text."""
+    kinds = typing.get_args(hint)
+    containers = [typing.get_origin(kind) for kind in kinds]
+    if tuple in containers:
+        return list[float] | None
+    # Of three kinds the parser takes the second: these are parsed as text.
+    if dict in containers:
+        return dict[str, Any] | str | None
+    if list in containers and str in kinds:
+        return list[str] | str | None
+    return str | None if bool in kinds and str in kinds else hint
+
+
+def _declare(name: str, hint: Any, default: Any, help: str, **options: Any) -> tuple[str, Any, Any]:
+    metadata = {"help": help}
+    if isinstance(default, list):
+        return name, hint, field(default_factory=lambda: list(default), metadata=metadata)
+    return name, hint, field(default=default, metadata=metadata, **options)
+
+
+def _options() -> Iterator[tuple[str, Any, Any]]:
+    hints = option_types()
+    for option in fields(RLOOConfig):
+        if option.metadata["trl"]:
+            yield _declare(
+                option.name,
+                _parseable(hints[option.name]),
+                _DEFAULTS[option.name],
+                option.metadata["help"],
+                repr=option.repr,
+            )
+    for name, (default, help) in _OTHERS.items():
+        if "." not in name and name not in ELSEWHERE:
+            kind = list[str] if isinstance(default, list) else type(default)
+            yield _declare(name, str | None if default is None else kind, default, help)
+
+
+_Fields: Any = make_dataclass(
+    "_Fields", _options(), namespace=dict(ONE_PROCESS), kw_only=True, slots=True
+)
+
+
+@dataclass(slots=True)
+class RLOOArguments(_Fields):
+    """Every option of TRL's RLOOConfig with the default that it has here, by keyword.
+
+    A dataclass that HfArgumentParser and TrlParser take beside ModelConfig and ScriptArguments,
+    and RLOOTrainer as `args`. A subclass may add further options of RLOOConfig (`preset`) and
+    change defaults. Raises ValueError for a value of another type; everything else is checked by
+    `to_config`.
+    """
+
+    def __post_init__(self) -> None:
+        # A parser leaves mappings and switches of several types as text; scripts read values.
+        hints = option_types()
+        for option in fields(self):
+            if option.name in hints:
+                value = coerce(option.name, hints[option.name], getattr(self, option.name))
+                setattr(self, option.name, value)
+
+    def to_config(self) -> RLOOConfig:
+        """The options that are not at RLOOConfig's default, as a RLOOConfig. Raises its errors.
+
+        Fields that a subclass adds and that are no option are the script's own and left out."""
+        known = {*_DEFAULTS, *ALIASES, *REFUSED, *WITHOUT_EFFECT}
+        values = {o.name: getattr(self, o.name) for o in fields(self) if o.name in known}
+        return RLOOConfig(
+            **{
+                name: deepcopy(value)
+                for name, value in values.items()
+                if name not in _DEFAULTS or value != _DEFAULTS[name]
+            }
+        )

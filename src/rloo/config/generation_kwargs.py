@@ -1,0 +1,154 @@
+"""`generation_kwargs`: sampling options under the names of transformers' GenerationConfig.
+
+They win over our options (TRL's rule), and so become them: whatever takes a temperature or a length
+from the configuration takes the one that is sampled with. Knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from rloo.config.reading import coerce, suggest
+
+# name -> (our option, its type there, ours where it is null)
+_OURS: dict[str, tuple[str, Any, Any]] = {
+    "temperature": ("temperature", float | None, 1.0),
+    "top_p": ("top_p", float | None, 1.0),
+    "top_k": ("top_k", int | None, 0),
+    "min_p": ("min_p", float | None, None),
+    "repetition_penalty": ("repetition_penalty", float | None, 1.0),
+    "max_new_tokens": ("max_completion_length", int, None),
+    "stop_strings": ("stop_strings", list[str] | None, None),
+}
+# reason -> {name: the values at which it changes nothing}; null always is one
+_REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "completions are sampled one token after the other, without beams": {
+        "num_beams": (1,),
+        "num_beam_groups": (1,),
+        "length_penalty": (1.0,),
+        "early_stopping": (False,),
+        "diversity_penalty": (0.0,),
+        "constraints": (),
+        "force_words_ids": (),
+        "penalty_alpha": (0.0,),
+        "dola_layers": (),
+    },
+    "training samples from the policy, evaluation is sampled and greedy": {"do_sample": (True,)},
+    "the number of completions is num_generations": {"num_return_sequences": (1,)},
+    "the longest completion is max_new_tokens": {"max_length": (), "max_time": ()},
+    "the filters of this version are top_k, top_p, min_p and repetition_penalty": {
+        "typical_p": (1.0,),
+        "top_h": (),
+        "epsilon_cutoff": (0.0,),
+        "eta_cutoff": (0.0,),
+        "no_repeat_ngram_size": (0,),
+        "encoder_repetition_penalty": (1.0,),
+        "encoder_no_repeat_ngram_size": (0,),
+        "bad_words_ids": (),
+        "sequence_bias": (),
+        "suppress_tokens": (),
+        "begin_suppress_tokens": (),
+        "guidance_scale": (1.0,),
+        "watermarking_config": (),
+        "exponential_decay_length_penalty": (),
+    },
+    "a completion ends when the policy ends it": {
+        "min_length": (0,),
+        "min_new_tokens": (0,),
+        "forced_bos_token_id": (),
+        "forced_eos_token_id": (),
+    },
+    "the prompt is given to the model as it is": {
+        "token_healing": (False,),
+        "decoder_start_token_id": (),
+    },
+    "completions are sampled by the policy alone (rollout_engine)": {
+        "assistant_confidence_threshold": (),
+        "assistant_early_exit": (),
+        "assistant_ensemble_weight": (),
+        "assistant_lookbehind": (),
+        "continuous_batching_config": (),
+        "is_assistant": (False,),
+        "max_matching_ngram_size": (),
+        "num_assistant_tokens": (),
+        "num_assistant_tokens_schedule": (),
+        "prompt_lookup_num_tokens": (),
+        "speculation_type": (),
+        "target_lookbehind": (),
+        "use_mtp": (False,),
+    },
+}
+_IDLE: dict[str, tuple[str, ...]] = {
+    "the engines keep their own caches": (
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "max_cache_len",
+        "prefill_chunk_size",
+        "low_memory",
+        "compile_config",
+        "disable_compile",
+    ),
+    "engines return tokens and their log-probabilities": (
+        "output_attentions",
+        "output_hidden_states",
+        "output_logits",
+        "output_scores",
+        "return_dict_in_generate",
+    ),
+    "probabilities are always normalised, and ones that are no numbers an error": (
+        "renormalize_logits",
+        "remove_invalid_values",
+    ),
+    "prompts and padding are the tokenizer's": ("pad_token_id", "bos_token_id"),
+}
+# What vLLM's SamplingParams call it.
+_ELSEWHERE = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "n": "num_generations"}
+
+_REASON_OF = {name: (ok, why) for why, names in _REFUSED.items() for name, ok in names.items()}
+_IDLE_OF = {name: why for why, names in _IDLE.items() for name in names}
+_KNOWN = (*_OURS, "eos_token_id", *_REASON_OF, *_IDLE_OF)
+
+
+def sampling_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Our options that `generation_kwargs` set; `eos_token_id` is not one (`stop_tokens`).
+
+    Raises ValueError for a name that transformers does not have, and for a setting that is not
+    implemented, with the reason. Warns of one that cannot matter here.
+    """
+    options: dict[str, Any] = {}
+    for name, value in (given or {}).items():
+        where = f"generation_kwargs.{name}"
+        if name in _OURS:
+            ours, kind, null = _OURS[name]
+            read = coerce(where, kind, value)
+            options[ours] = null if read is None else read
+        elif name in _REASON_OF:
+            harmless, reason = _REASON_OF[name]
+            if value is not None and value not in harmless:
+                raise ValueError(f"{where} is {value!r}; {reason}")
+        elif name in _IDLE_OF:
+            if value is not None:
+                warnings.warn(f"{where} has no effect: {_IDLE_OF[name]}", stacklevel=4)
+        elif name != "eos_token_id":
+            known = _ELSEWHERE.get(name)
+            hint = f"; here it is called {known}" if known else suggest(name, _KNOWN)
+            raise ValueError(f"unknown option {where}{hint}")
+    stop_tokens(given, ())
+    return options
+
+
+def stop_tokens(given: Mapping[str, Any] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end a completion: `eos_token_id` of `generation_kwargs`, one or several, or
+    else `default`. Raises ValueError where it is no token."""
+    asked = (given or {}).get("eos_token_id")
+    if asked is None:
+        return default
+    tokens = tuple(coerce("generation_kwargs.eos_token_id", list[int], asked))
+    if not tokens or min(tokens) < 0:
+        raise ValueError(
+            f"generation_kwargs.eos_token_id is {asked!r}; it must be a token, or a list of them"
+        )
+    return tokens

@@ -1,0 +1,94 @@
+"""Other systems' configurations as ours: `rloo config --from areal | ms-swift | trl`.
+
+What a file or command line leaves out has that system's default, which is not ours. Every key ends
+up in an option, or in the list of those without a counterpart. Only reads text: neither torch nor
+the other system is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import yaml
+
+from rloo.config.aliases import resolve
+from rloo.config.config import RLOOConfig, option_types
+from rloo.config.imports.areal import import_areal
+from rloo.config.imports.ms_swift import import_ms_swift
+from rloo.config.imports.source import Imported, Left
+from rloo.config.imports.trl import import_trl
+from rloo.config.presets import preset_options, remarks
+from rloo.config.reading import suggest
+
+__all__ = ["IMPORTERS", "Imported", "Left", "import_config", "render_imported"]
+
+# What --from takes -> (the system's name, what reads it: from a path, or a command line).
+IMPORTERS: dict[str, tuple[str, Callable[[str], Imported]]] = {
+    "areal": ("AReaL", import_areal),
+    "ms-swift": ("ms-swift", import_ms_swift),
+    "trl": ("TRL", import_trl),
+}
+
+
+def import_config(system: str, source: str) -> Imported:
+    """Read `source`: the path of a YAML file; for ms-swift a command line, or a script's path.
+
+    Raises ValueError for an unknown system, a source that cannot be read, values of a wrong type,
+    and a result that contradicts itself here.
+    """
+    if system not in IMPORTERS:
+        raise ValueError(
+            f"--from is {system!r}; it must be one of {', '.join(IMPORTERS)}"
+            f"{suggest(system, IMPORTERS)}"
+        )
+    found = IMPORTERS[system][1](source)
+    options = resolve(found.options, option_types())
+    config = RLOOConfig(**options)  # whether they fit together
+    notes = [*found.notes, *remarks(config)]
+    return Imported(options, found.taken, found.left, notes)
+
+
+def render_imported(system: str, found: Imported) -> str:
+    """YAML that `rloo train` reads: the options unlike our defaults, in our order, then as comments
+    the notes and every setting that has no counterpart."""
+    unlike = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in _in_order(found.options).items()
+        if value != _default(name, found.options.get("preset"))
+    }
+    name = IMPORTERS[system][0]
+    lines = [f"# Imported from {name}. Options that are not here have the default of rloo."]
+    lines += [f"# note: {_one_line(note)}" for note in found.notes]
+    lines.append(yaml.safe_dump(unlike, sort_keys=False, allow_unicode=True).rstrip())
+    if found.left:
+        lines.append(f"# Without a counterpart here, and so not taken over from {name}:")
+    for reason in dict.fromkeys(left.reason for left in found.left):
+        lines.append(f"# - {reason}")
+        lines += [
+            f"#     {_one_line(left.key)}: {_show(left.value)}"
+            for left in found.left
+            if left.reason == reason
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _in_order(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        field.name: options[field.name] for field in fields(RLOOConfig) if field.name in options
+    }
+
+
+def _default(name: str, preset: str | None) -> Any:
+    defaults = RLOOConfig()
+    return None if name == "preset" else preset_options(preset).get(name, getattr(defaults, name))
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

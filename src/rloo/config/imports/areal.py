@@ -1,0 +1,245 @@
+"""AReaL's experiment files (GRPOConfig of AReaL 1.0.4) as our options.
+
+The objective's defaults are those of AReaL's classes, which the file only shows in part: a token's
+ratio, the mean over all tokens, rewards clipped at 20, a KL of 0.1 in each token's reward to come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rloo.config.imports.areal_objective import read_objective
+from rloo.config.imports.source import Imported, Source, follow_references
+from rloo.config.parsing import read_config_file
+
+# AReaL's key -> (our option, its type, AReaL's default)
+_SAME: dict[str, tuple[str, Any, Any]] = {
+    "actor.path": ("model", str, None),
+    "train_dataset.path": ("dataset", str, None),
+    "train_dataset.split": ("dataset_split", str, "train"),
+    "train_dataset.shuffle": ("shuffle_dataset", bool, True),
+    "seed": ("seed", int, 1),
+    "total_train_epochs": ("num_train_epochs", float, 1.0),
+    "total_train_steps": ("max_steps", int, None),
+    "gconfig.n_samples": ("num_generations", int, 1),
+    "gconfig.max_new_tokens": ("max_completion_length", int, 16384),
+    "gconfig.temperature": ("temperature", float, 1.0),
+    "gconfig.top_p": ("top_p", float, 1.0),
+    "gconfig.stop": ("stop_strings", list[str], None),
+    "eval_gconfig.n_samples": ("num_generations_eval", int, None),
+    "eval_gconfig.max_new_tokens": ("eval_max_completion_length", int, None),
+    "eval_gconfig.temperature": ("eval_temperature", float, None),
+    "eval_gconfig.top_p": ("eval_top_p", float, None),
+    "actor.eps_clip": ("epsilon", float, 0.2),
+    "actor.eps_clip_higher": ("epsilon_high", float, None),
+    "actor.c_clip": ("delta", float, None),
+    "actor.reward_bias": ("reward_bias", float, 0.0),
+    "actor.reward_scaling": ("reward_scaling", float, 1.0),
+    "actor.disable_dropout": ("disable_dropout", bool, False),
+    "actor.gradient_checkpointing": ("gradient_checkpointing", bool, False),
+    "actor.mb_spec.max_tokens_per_mb": ("max_tokens_per_micro_batch", int, None),
+    "actor.optimizer.lr": ("learning_rate", float, 1e-3),
+    "actor.optimizer.weight_decay": ("weight_decay", float, 0.01),
+    "actor.optimizer.beta1": ("adam_beta1", float, 0.9),
+    "actor.optimizer.beta2": ("adam_beta2", float, 0.999),
+    "actor.optimizer.eps": ("adam_epsilon", float, 1e-8),
+    "actor.optimizer.gradient_clipping": ("max_grad_norm", float, 1.0),
+    "actor.optimizer.warmup_steps_proportion": ("warmup_steps", float, 0.001),
+    "evaluator.eval_before_train": ("eval_on_start", bool, False),
+}
+_ONE_PROCESS = "this version runs as one process on one device"
+_ENGINES = "completions are sampled by our own engines (rollout_engine)"
+_LOADER = "no effect: prompts are tokenised once, without loader workers"
+# key -> (the value at which it changes nothing, why no other)
+_ONLY: dict[str, tuple[Any, str]] = {
+    "actor.discount": (1.0, "a token's reward to come is not discounted here"),
+    "actor.gae_lambda": (1.0, "there is no value model (gae_lambda)"),
+    "actor.overlong_reward_penalty": (False, "the reward soft_overlong does it (reward)"),
+    "actor.use_sapo_loss": (False, "the SAPO loss is not part of this version"),
+    "actor.m2_threshold": (None, "the M2PO loss is not part of this version"),
+    "actor.init_from_scratch": (False, "a model starts from its weights"),
+    "actor.mask_no_eos_with_zero": (
+        False,
+        "the nearest is mask_truncated_completions, which leaves them out of the loss",
+    ),
+    "gconfig.greedy": (False, "training samples from the policy"),
+    "gconfig.min_new_tokens": (0, "completions end when the policy ends them"),
+    "gconfig.frequency_penalty": (0.0, "not a sampling option here (repetition_penalty)"),
+    "gconfig.stop_token_ids": ([], "tokens that end a completion are the model's"),
+    "gconfig.ignore_eos": (False, "completions end when the policy ends them"),
+    "gconfig.use_beam_search": (False, "training samples from the policy"),
+    "eval_gconfig.greedy": (False, "evaluation is sampled and greedy, both"),
+    "train_dataset.type": ("rl", "training is by reinforcement"),
+    "train_dataset.drop_last": (False, "no row is left out at the end of an epoch"),
+    "valid_dataset.type": ("rl", "evaluation is by the rewards"),
+    "valid_dataset.shuffle": (False, "evaluation takes all rows in their order"),
+    "rollout.max_head_offpolicyness": (0, "a rollout is sampled from the newest weights"),
+    "async_training": (False, "a rollout is sampled from the newest weights"),
+    "dynamic_bs": (False, "not the same as dynamic_sample, which refills groups"),
+    "recover.mode": ("disabled", "say so at the start (resume_from_checkpoint)"),
+    "enable_offload": (False, "memory is saved by offload_optimizer and activation_offloading"),
+}
+# beginning of a key -> why it has no counterpart
+_REASONS: dict[str, str] = {
+    "cluster.fileroot": "the run's files go to output_dir",
+    "cluster.": _ONE_PROCESS,
+    "scheduler.": _ONE_PROCESS,
+    "launcher.": _ONE_PROCESS,
+    "allocation_mode.": _ONE_PROCESS,
+    "actor.backend.": _ONE_PROCESS,
+    "actor.scheduling": _ONE_PROCESS,
+    "actor.fsdp.": _ONE_PROCESS,
+    "actor.megatron.": _ONE_PROCESS,
+    "actor.archon.": _ONE_PROCESS,
+    "rollout.": _ENGINES,
+    "sglang.": _ENGINES,
+    "vllm.": _ENGINES,
+    "gconfig.": _ENGINES,
+    "ref.": "the reference is the model before training; nothing has to be said of it",
+    "critic.": "leave-one-out needs no value model",
+    "teacher.": "distillation is not part of this version",
+    "actor.mb_spec.": "micro-batches follow from memory (max_tokens_per_micro_batch)",
+    "actor.attn_impl": "attention follows from the model (packing)",
+    "actor.overlong": "the reward soft_overlong does it (reward)",
+    "valid_dataset.batch_size": "evaluation samples as much at once as memory allows",
+    "train_dataset.": _LOADER,
+    "valid_dataset.": _LOADER,
+    "saver.": "checkpoints go to output_dir, by steps or epochs (save_strategy)",
+    "recover.": "a checkpoint holds all that resuming needs (resume_from_checkpoint)",
+    "evaluator.": "evaluation goes by steps or epochs (eval_strategy)",
+    "stats_logger.": "loggers are named by report_to; files go to output_dir",
+    "perf_tracer.": "the option here is profile",
+    "memory_profiler.": "the option here is profile",
+    "tokenizer_path.": "the tokenizer is the model's",
+}
+
+
+def import_areal(path: str) -> Imported:
+    """AReaL's YAML file at `path`. Raises ValueError for one that cannot be read."""
+    source = Source(follow_references(read_config_file(path)[0]))
+    options = source.take_same(_SAME)
+    source.expect_all(_ONLY)
+    options |= _read_run(source, options) | _read_data(source, options) | _read_batches(source)
+    options |= _read_optimizer(source) | _read_adapter(source) | read_objective(source, options)
+    return source.finish(options, _reason)
+
+
+def _reason(key: str) -> str | None:
+    return next((why for start, why in _REASONS.items() if f"{key}.".startswith(start)), None)
+
+
+def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+    names = [source.take(key, str) for key in ("experiment_name", "trial_name")]
+    for part in ("actor", "rollout", "ref", "saver", "recover", "evaluator", "stats_logger"):
+        source.expect(f"{part}.experiment_name", names[0], "the run has one name (run_name)")
+        source.expect(f"{part}.trial_name", names[1], "the run has one name (run_name)")
+    another = "the reference is the model before training, never another one"
+    source.expect("ref.path", options.get("model"), another)
+    source.expect("tokenizer_path", options.get("model"), "the tokenizer is the model's")
+    read: dict[str, Any] = {"run_name": "-".join(name for name in names if name) or None}
+    read["save_strategy"], steps = _read_timer(source, "saver")
+    read |= {"save_steps": steps} if steps else {}
+    if source.has("valid_dataset.path"):
+        read["eval_strategy"], steps = _read_timer(source, "evaluator")
+        read |= {"eval_steps": steps} if steps else {}
+    loggers = [
+        name
+        for name in ("wandb", "swanlab", "trackio")
+        if source.take(f"stats_logger.{name}.mode", str, "disabled") != "disabled"
+    ]
+    dtype = source.take("actor.dtype", str, "bfloat16")
+    read |= {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
+    return read | {"report_to": loggers or "none"}
+
+
+def _read_timer(source: Source, name: str) -> tuple[str, int | None]:
+    """How often `name` acts as our strategy and steps."""
+    steps = source.take(f"{name}.freq_steps", int)
+    if steps:
+        return "steps", steps
+    source.expect(f"{name}.freq_secs", None, "not by the clock, but by steps or epochs")
+    if source.has(f"{name}.freq_epochs") and source.values[f"{name}.freq_epochs"] == 1:
+        source.take(f"{name}.freq_epochs")
+        return "epoch", None
+    source.expect(f"{name}.freq_epochs", None, "after every epoch, or every so many steps")
+    return "no", None
+
+
+def _read_data(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+    read: dict[str, Any] = {}
+    longest = source.take("train_dataset.max_length", int)
+    if longest is not None:
+        read |= {"max_prompt_length": longest, "overlong_prompts": "drop"}
+    top_k = {"gconfig.top_k": "top_k", "eval_gconfig.top_k": "eval_top_k"}
+    for key, ours in top_k.items():
+        kept = source.take(key, int)
+        if kept is not None:
+            read[ours] = 0 if kept >= 10**8 else kept
+    if source.has("valid_dataset.path"):
+        read["eval_dataset"] = source.take("valid_dataset.path", str)
+        read["eval_split"] = source.take("valid_dataset.split", str, "test")
+    if str(options.get("dataset", "")).rstrip("/").endswith("gsm8k"):
+        read |= {
+            "dataset_config": "main",
+            "prompt_template": [
+                {
+                    "role": "user",
+                    "content": "{question}\nPlease put your final answer within \\boxed{}.",
+                }
+            ],
+            "reward": ["gsm8k"],
+        }
+        source.notes.append(
+            "dataset_config, prompt_template and reward are what AReaL's gsm8k loader and script "
+            "do; the reward compares numbers exactly, where theirs asks math-verify (reward math)"
+        )
+    else:
+        source.notes.append(
+            "AReaL's dataset loader and script make prompts and rewards: say so here with "
+            "prompt_template and reward"
+        )
+    return read
+
+
+def _read_batches(source: Source) -> dict[str, Any]:
+    prompts = source.take("train_dataset.batch_size", int, 1)
+    parts = source.take("actor.ppo_n_minibatches", int, 4)
+    if prompts % parts:
+        reason = f"{prompts} prompts (train_dataset.batch_size) cannot be parted into {parts}"
+        source.give_back("actor.ppo_n_minibatches", parts, reason)
+        source.notes.append(f"{reason}: each rollout serves one optimizer step")
+        return {"num_prompts": prompts}
+    read = {"num_prompts": prompts // parts}
+    return read | ({"steps_per_generation": parts} if parts > 1 else {})
+
+
+def _read_optimizer(source: Source) -> dict[str, Any]:
+    key = "actor.optimizer.type"
+    kind = source.take(key, str, "adam")
+    optimizers = {"adam": "adamw_torch_fused", "sgd": "sgd"}
+    if kind not in optimizers:
+        source.give_back(key, kind, "nearest: adamw_8bit keeps its state in 8 bits (optim)")
+    schedule = source.take("actor.optimizer.lr_scheduler_type", str, "constant")
+    least = source.take("actor.optimizer.min_lr_ratio", float, 0.0)
+    # AReaL's constant schedule warms up as well.
+    named = "constant_with_warmup" if schedule == "constant" else schedule
+    read: dict[str, Any] = {"optim": optimizers.get(kind, "adamw_torch_fused")}
+    if least and schedule == "cosine":
+        named = "cosine_with_min_lr"
+        read["lr_scheduler_kwargs"] = {"min_lr_rate": least}
+    elif least and schedule != "constant":
+        source.give_back("actor.optimizer.min_lr_ratio", least, f"{schedule} ends at 0 here")
+    return read | {"lr_scheduler_type": named}
+
+
+def _read_adapter(source: Source) -> dict[str, Any]:
+    if not source.take("actor.use_lora", bool, False):
+        return {}
+    source.expect("actor.peft_type", "lora", "adapters are LoRA (use_peft)")
+    return {
+        "use_peft": True,
+        "lora_r": source.take("actor.lora_rank", int, 32),
+        "lora_alpha": source.take("actor.lora_alpha", int, 16),
+        "lora_dropout": 0.0,
+        "lora_target_modules": source.take("actor.target_modules", list[str]) or None,
+    }

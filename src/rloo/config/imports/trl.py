@@ -1,0 +1,107 @@
+"""The YAML files of TRL's command line (`trl rloo --config`) as our options.
+
+Most names and defaults are ours too; the objective is the preset trl.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rloo.config.aliases import ALIASES, resolve
+from rloo.config.config import option_types
+from rloo.config.imports.source import Imported, Source
+from rloo.config.parsing import read_config_file
+from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+
+# TRL's reward functions that we have too.
+_REWARDS: dict[str, Any] = {
+    "accuracy_reward": "math",
+    "get_soft_overlong_punishment": {
+        "name": "soft_overlong",
+        "max_tokens": 1280,
+        "cache_tokens": 256,
+    },
+}
+# TRL's option -> (the value at which it changes nothing, why no other)
+_ONLY: dict[str, tuple[Any, str]] = {
+    "dataset_streaming": (False, "a stream is given to RLOOTrainer as a dataset"),
+    "ignore_bias_buffers": (False, "no buffer is shared between processes"),
+    "lora_task_type": ("CAUSAL_LM", "the models here are causal language models"),
+}
+_REASONS = {
+    "datasets": "training is on one dataset (dataset)",
+    "env.": "set it in the shell",
+    "gradient_checkpointing_use_reentrant": "gradient_checkpointing_kwargs has it",
+    "attn_implementation": "attention follows from the model (packing)",
+}
+_MODEL = {"model_revision": "revision"}
+
+
+def import_trl(path: str) -> Imported:
+    """TRL's YAML file at `path`. Raises ValueError for one that cannot be read, or whose options
+    contradict each other."""
+    source = Source(read_config_file(path)[0])
+    hints = option_types()
+    options: dict[str, Any] = {"preset": "trl"}
+    source.expect_all(_ONLY)
+    options |= _read_model(source) | _read_rewards(source)
+    given = {}
+    for key in list(source.values):
+        if key in REFUSED:
+            _read_refused(source, key)
+        elif key in WITHOUT_EFFECT:
+            source.leave(key, f"no effect: {WITHOUT_EFFECT[key][1]}")
+        elif key in hints or key in ALIASES:
+            given[key] = source.take(key)
+    # Nulls are not options that somebody chose.
+    options |= resolve({key: value for key, value in given.items() if value is not None}, hints)
+    if options.get("eval_strategy", "no") != "no" and "eval_split" not in options:
+        options["eval_split"] = "test"
+    return source.finish(options, _reason)
+
+
+def _reason(key: str) -> str | None:
+    return next((why for start, why in _REASONS.items() if key.startswith(start)), None)
+
+
+def _read_refused(source: Source, key: str) -> None:
+    try:
+        resolve({key: source.values[key]}, {})
+    except ValueError:
+        source.leave(key, REFUSED[key][1])
+    else:
+        source.take(key)
+
+
+def _read_model(source: Source) -> dict[str, Any]:
+    """What TRL passes to from_pretrained besides model_init_kwargs."""
+    model = dict(source.take("model_init_kwargs", dict[str, Any], {}))
+    for key, name in _MODEL.items():
+        value = source.take(key, str, "main")
+        if value != "main":
+            model[name] = value
+    for key in ("dtype", "torch_dtype"):
+        dtype = source.take(key, str, "float32")
+        if dtype not in ("float32", "auto"):
+            source.give_back(
+                key, dtype, "weights are float32; bf16 sets the computation's precision"
+            )
+    return {"model_init_kwargs": model} if model else {}
+
+
+def _read_rewards(source: Source) -> dict[str, Any]:
+    rewards: list[Any] = []
+    model = source.take("reward_model_name_or_path", str)
+    rewards += [model] if model else []
+    for name in source.take("reward_funcs", list[str], []):
+        if name in _REWARDS:
+            rewards.append(_REWARDS[name])
+            source.notes.append(
+                f"reward {name} is the built-in {_REWARDS[name]} here, not the same code"
+            )
+        elif "." in name:
+            module, _, function = name.rpartition(".")
+            rewards.append(f"{module}:{function}")
+        else:
+            rewards.append(f"trl.rewards:{name}")
+    return {"reward": rewards} if rewards else {}

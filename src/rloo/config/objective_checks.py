@@ -1,0 +1,189 @@
+"""Which parts of the objective make no sense together, and which have a wrong gradient.
+
+Each message names the fact, the rule and the option to change. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from rloo.config.presets import preset_options
+
+if TYPE_CHECKING:
+    from rloo.config.config import RLOOConfig
+
+FIXED_REFERENCE = (
+    "sync_ref_model is true and an adapter is trained; the reference is the base under it, which "
+    "must not move (sync_ref_model, use_peft, peft_config)"
+)
+
+
+def check_objective(config: RLOOConfig) -> None:
+    """Raise ValueError for the first contradiction in the objective of `config`."""
+    parts = (_in_vain, _in_group, _in_kl, _in_tokens, _in_loss, _in_reference, _in_weights)
+    for find in parts:
+        for fault in find(config):
+            raise ValueError(fault)
+
+
+def _in_vain(config: RLOOConfig) -> Iterator[str]:
+    """Options that were changed although what they act on is off. What a preset sets for the case
+    that it is on may stay."""
+    defaults = {field.name: field.default for field in fields(config)}
+    usual = defaults | preset_options(config.preset)
+    divided = config.std_level != "none" or config.normalize_advantages
+    for name, acts, other in (
+        ("running_decay", config.mean_level == "running", "mean_level running"),
+        ("kl_horizon", config.kl_target is not None, "kl_target"),
+        ("kl_in_baseline", config.kl_placement != "loss", "a KL in the reward"),
+        ("kl_of_truncated", config.mask_truncated_completions, "mask_truncated_completions"),
+        ("std_leave1out", config.std_level != "none", "std_level"),
+        ("epsilon_in_variance", divided, "std_level or normalize_advantages"),
+        ("max_resample_times", config.dynamic_sample, "dynamic_sample"),
+        (
+            "rollout_importance_sampling_threshold",
+            config.rollout_importance_sampling_mode is not None,
+            "rollout_importance_sampling_mode",
+        ),
+    ):
+        value = getattr(config, name)
+        if not acts and value not in (usual[name], defaults[name]):
+            yield f"{name} is {value}, which acts with {other} only"
+
+
+def _in_group(config: RLOOConfig) -> Iterator[str]:
+    grouped = {"mean_level": config.mean_level, "std_level": config.std_level}
+    for name, level in grouped.items():
+        if level == "group" and config.num_generations < 2:
+            yield (
+                f"num_generations is {config.num_generations} and {name} is group; leave-one-out "
+                "needs at least 2 completions per prompt, and so does every group statistic "
+                "(num_generations, or mean_level batch, running or none)"
+            )
+    if config.num_generations < 2 and config.dynamic_sample:
+        yield "dynamic_sample needs groups of at least 2 to see signal in (num_generations)"
+    if config.normalize_rewards != "none" and config.mean_level == "running":
+        yield (
+            f"normalize_rewards is {config.normalize_rewards} and mean_level is running; both take "
+            "a mean off every reward, give one"
+        )
+
+
+def _in_kl(config: RLOOConfig) -> Iterator[str]:
+    estimator, place = config.kl_estimator, config.kl_placement
+    if place == "loss":
+        if estimator == "k1" and config.beta != 0 and not config.use_bias_correction_kl:
+            yield (
+                "kl_placement is loss and kl_estimator is k1, whose expected gradient is zero: the "
+                "mean of grad log pi is 0, so nothing would hold the policy (kl_estimator k2 or "
+                "k3, or use_bias_correction_kl; k1_zero_gradient does it all the same)"
+            )
+        if estimator.endswith("_wrong_gradient"):
+            yield f"kl_estimator is {estimator}; in the loss it is called {estimator[:2]}"
+        if estimator in ("k2", "k1_zero_gradient") and config.use_bias_correction_kl:
+            yield (
+                f"use_bias_correction_kl is true and kl_estimator is {estimator}; with the ratio "
+                "the gradient is that of the value, which is a KL for k1 and k3 (kl_estimator)"
+            )
+        if config.kl_target is not None:
+            yield "kl_target adapts the KL in the reward; kl_placement is loss (kl_placement)"
+    elif estimator in ("k2", "k3") and config.beta != 0:
+        yield (
+            f"kl_estimator is {estimator} and kl_placement is {place}; a penalty in the reward "
+            "gets the gradient of its value only if that is k1: with any other the gradient is "
+            f"not that of a KL (kl_estimator k1; {estimator}_wrong_gradient does it all the same)"
+        )
+    elif config.use_bias_correction_kl:
+        yield (
+            f"use_bias_correction_kl is true and kl_placement is {place}; it is for KL in the loss"
+        )
+    elif estimator == "k1_zero_gradient":
+        yield "kl_estimator is k1_zero_gradient; in the reward it is called k1"
+    if config.kl_target is not None and config.beta == 0:
+        yield "kl_target is given but beta is 0, which it multiplies; give a beta above 0"
+    if config.kl_target is not None and config.kl_horizon < config.completions_per_rollout():
+        yield (
+            f"kl_horizon is {config.kl_horizon}, below the {config.completions_per_rollout()} "
+            "completions of a rollout; in one rollout beta may move by a fifth at most (kl_horizon)"
+        )
+
+
+def _in_tokens(config: RLOOConfig) -> Iterator[str]:
+    per_token = {
+        "kl_placement reward_to_go": config.kl_placement == "reward_to_go",
+        "mean_over tokens": config.mean_over == "tokens",
+        "normalize_over tokens": config.normalize_over == "tokens",
+    }
+    for name, chosen in per_token.items():
+        if chosen and config.importance_sampling_level != "token":
+            yield (
+                f"{name} gives every token an advantage of its own, and importance_sampling_level "
+                f"is {config.importance_sampling_level}, one ratio for all of them "
+                "(importance_sampling_level token)"
+            )
+    if config.normalize_over == "tokens" and not config.normalize_advantages:
+        yield "normalize_over is tokens but normalize_advantages is false"
+    if config.normalize_advantages and config.normalize_over == "completions":
+        for name in ("kl_placement reward_to_go", "mean_over tokens"):
+            if per_token[name]:
+                yield (
+                    f"normalize_advantages is true and {name} gives every token an advantage of "
+                    "its own; standardise over them (normalize_over tokens)"
+                )
+    if config.mean_over == "tokens" and config.std_level != "none":
+        yield "mean_over tokens has no deviation of its own (std_level none, normalize_advantages)"
+    if config.mean_over == "tokens" and config.mean_level != "group":
+        yield f"mean_over is tokens and mean_level is {config.mean_level}; it must be group"
+
+
+def _in_loss(config: RLOOConfig) -> Iterator[str]:
+    if config.count_unscored and config.loss_aggregation == "token_mean":
+        yield (
+            "count_unscored counts completions and loss_aggregation is token_mean; completions "
+            "that were not scored have no tokens in it (loss_aggregation)"
+        )
+    if config.loss_aggregation != "constant" and config.loss_constant is not None:
+        yield (
+            f"loss_constant is {config.loss_constant} but loss_aggregation is "
+            f"{config.loss_aggregation}; it is used with loss_aggregation constant only"
+        )
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    if config.delta is not None and config.delta <= 1 + high:
+        yield (
+            f"delta is {config.delta}, inside the clipping range up to {1 + high:g}; it bounds "
+            "ratios that clipping leaves alone, so it must be above 1 + epsilon_high"
+        )
+
+
+def _in_reference(config: RLOOConfig) -> Iterator[str]:
+    if config.sync_ref_model and config.beta == 0:
+        yield "sync_ref_model is true but beta is 0; there is no reference to move (beta)"
+    if config.sync_ref_model and config.use_peft:
+        yield FIXED_REFERENCE
+
+
+def _in_weights(config: RLOOConfig) -> Iterator[str]:
+    mode = config.rollout_importance_sampling_mode
+    by_token = mode is not None and mode.startswith("token")
+    if by_token and config.importance_sampling_level == "sequence":
+        yield (
+            f"rollout_importance_sampling_mode is {mode} and importance_sampling_level is "
+            "sequence; one term for a completion has no weights by token (a sequence mode, or "
+            "importance_sampling_level token)"
+        )
+    lower, upper = (
+        config.rollout_importance_sampling_min,
+        config.rollout_importance_sampling_threshold,
+    )
+    if lower is not None and (mode is None or mode.endswith("truncate")):
+        yield (
+            f"rollout_importance_sampling_min is {lower} but rollout_importance_sampling_mode is "
+            f"{mode}; a lower bound is for the modes that mask"
+        )
+    if lower is not None and lower >= upper:
+        yield (
+            f"rollout_importance_sampling_min is {lower}, not below the upper bound "
+            f"{upper} (rollout_importance_sampling_threshold)"
+        )

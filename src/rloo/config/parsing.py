@@ -1,0 +1,248 @@
+"""Configurations as people write them: a YAML file and a command line, the latter winning.
+
+Turns text into options and says where each came from; what an option means is not known here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rloo.config.aliases import ALIASES, resolve
+from rloo.config.config import RLOOConfig, option_types
+from rloo.config.presets import BASE
+from rloo.config.reading import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, suggest
+from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+
+# Options whose value may be a file or folder beside the YAML file.
+PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", "reward")
+
+
+def parse_command_line(arguments: list[str]) -> RLOOConfig:
+    """`[config.yaml] [--option value | --option=value | --switch | option=value] ...`
+
+    Dashes and underscores in option names are the same, aliases and dotted names are accepted, a
+    list takes several values or the option several times, a mapping is JSON. The command line wins
+    over the file. Raises ValueError that names the option, or the file and line.
+    """
+    path, given = _split(arguments)
+    written, lines = read_config_file(path) if path else ({}, {})
+    types = option_types()
+    written = {name: value for name, value in written.items() if name not in given}
+    values = resolve(written, types, where=lines)
+    if "preset" in given:  # a resolved file names every part of the objective
+        values = {name: value for name, value in values.items() if name not in BASE}
+    if path:
+        values = {name: _beside(path, name, value) for name, value in values.items()}
+    return RLOOConfig(**(values | resolve(given, types)))
+
+
+def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The options in a YAML file, nested names joined by dots, and `file, line n: ` for each.
+
+    Raises ValueError, with the line, for YAML that is broken, empty, no mapping, tagged, recursive
+    or has a key twice.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason}") from None
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            raise ValueError(f"{path} is empty; it must hold options (beta: 0.02)")
+        if not isinstance(root, yaml.MappingNode):
+            raise ValueError(f"{path}, line 1: must be a mapping of options (beta: 0.02)")
+        _check_nodes(path, root, ())
+        values: dict[str, Any] = {}
+        lines: dict[str, str] = {}
+        _collect(path, loader, root, "", values, lines)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{path}{line}: {getattr(error, 'problem', None) or error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
+    return values, lines
+
+
+PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "seq", "map")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader; and 1e-6 is a number (YAML 1.2), not text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def _check_nodes(path: str, node: yaml.Node, parents: tuple[yaml.Node, ...]) -> None:
+    line = f"{path}, line {node.start_mark.line + 1}"
+    if any(node is parent for parent in parents):
+        raise ValueError(f"{line}: an anchor holds itself")
+    if node.tag.removeprefix("tag:yaml.org,2002:") not in PLAIN_TAGS:
+        raise ValueError(f"{line}: tag {node.tag} is not allowed; a configuration is plain data")
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_nodes(path, item, (*parents, node))
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = f"{path}, line {key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ValueError(f"{line}: a key must be text")
+        if key.value in seen:
+            raise ValueError(
+                f"{line}: {key.value} is given twice (first in line {seen[key.value]})"
+            )
+        seen[key.value] = key.start_mark.line + 1
+        _check_nodes(path, value, (*parents, node))
+
+
+def _collect(
+    path: str,
+    loader: _Loader,
+    node: yaml.MappingNode,
+    prefix: str,
+    values: dict[str, Any],
+    lines: dict[str, str],
+) -> None:
+    loader.flatten_mapping(node)
+    for key, value in node.value:
+        name = prefix + key.value
+        line = f"{path}, line {key.start_mark.line + 1}: "
+        if isinstance(value, yaml.MappingNode) and value.value and not _is_known(name):
+            _collect(path, loader, value, f"{name}.", values, lines)
+        elif name in values and lines[name] != line:
+            raise ValueError(f"{line}{name} is given twice, dotted and nested")
+        else:
+            try:
+                values[name] = loader.construct_object(value, deep=True)
+            except ValueError as error:  # a date such as 2024-99-99
+                raise ValueError(f"{line}{name}: {error}") from None
+            lines[name] = line
+
+
+def _beside(path: str, name: str, value: Any) -> Any:
+    """`value` looked for in the current folder, then in the YAML file's."""
+    if name not in PATH_OPTIONS:
+        return value
+    if isinstance(value, list):
+        return [_beside(path, name, item) for item in value]
+    if isinstance(value, dict) and "name" in value:
+        return {**value, "name": _beside(path, name, value["name"])}
+    if not isinstance(value, str):
+        return value
+    is_path = name != "reward" or ("/" in value and ":" not in value)  # a reward model's folder
+    file, colon, function = (value, "", "") if is_path else value.rpartition(":")
+    candidate = os.path.join(os.path.dirname(path), file)
+    if not file or os.path.exists(file) or not os.path.exists(candidate):
+        return value
+    return candidate + colon + function
+
+
+def _is_known(name: str) -> bool:
+    return any(name in names for names in (option_types(), ALIASES, REFUSED, WITHOUT_EFFECT))
+
+
+def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any]]:
+    path: str | None = None
+    given: dict[str, Any] = {}
+    remaining = list(arguments)
+    while remaining:
+        token = remaining.pop(0)
+        key, equals, text = token.removeprefix("--").partition("=")
+        if not token.startswith("--") and not equals:
+            if not _is_yaml(token):
+                raise ValueError(
+                    f"{token} is no option; write --option value, option=value or the path of a "
+                    f".yaml file{_suggest_option(token)}"
+                )
+            if path is not None:
+                raise ValueError(f"two configuration files, {path} and {token}; give one")
+            path = token
+            continue
+        name = _option_name(key)
+        values = [text] if equals else _take(name, remaining)
+        if name == "config":
+            if path is not None or len(values) != 1:
+                raise ValueError("--config takes one .yaml file")
+            path = values[0]
+        else:
+            _add(given, name, values)
+    return path, given
+
+
+def _add(given: dict[str, Any], name: str, values: list[str]) -> None:
+    kinds = _kinds(name)
+    if not values:
+        if bool not in kinds:
+            raise ValueError(f"--{name} needs a value")
+        values = ["true"]
+    if name in given:
+        if list not in kinds:
+            raise ValueError(f"--{name} is given twice; give it once")
+        earlier = given[name]
+        values = [*(earlier if isinstance(earlier, list) else [earlier]), *values]
+    given[name] = values if len(values) > 1 else values[0]
+
+
+def _kinds(name: str) -> set[Any]:
+    """The types an option takes: bool, list, ... (a refused one: that of its default)."""
+    if name in REFUSED:
+        return {type(value) for value in REFUSED[name][0]}
+    if name in WITHOUT_EFFECT:
+        return {type(WITHOUT_EFFECT[name][0])}
+    hint = option_types()[ALIASES.get(name, (name,))[0]]
+    parts = typing.get_args(hint) if typing.get_origin(hint) not in (list, dict, tuple) else (hint,)
+    return {typing.get_origin(part) or part for part in parts or (hint,)}
+
+
+def _take(name: str, remaining: list[str]) -> list[str]:
+    """Remove from `remaining`, and return, the values that belong to option `name`."""
+    kinds = {str} if name == "config" else _kinds(name)
+    many = list in kinds or tuple in kinds
+    words = (*TRUE_WORDS, *FALSE_WORDS, *NULL_WORDS)
+    values: list[str] = []
+    while remaining and (many or not values):
+        token = remaining[0]
+        if token.startswith("--") or (_is_yaml(token) and (values or bool in kinds)):
+            break
+        if "=" in token and _is_known(_normal(token.partition("=")[0])):
+            break
+        if bool in kinds and str not in kinds and token.lower() not in words:
+            break
+        values.append(remaining.pop(0))
+    return values
+
+
+def _normal(key: str) -> str:
+    return key.strip().removeprefix("--").replace("-", "_")
+
+
+def _option_name(key: str) -> str:
+    name = _normal(key)
+    if name != "config" and not _is_known(name):
+        raise ValueError(f"unknown option --{name}{_suggest_option(name)}")
+    return name
+
+
+def _suggest_option(name: str) -> str:
+    return suggest(name, [*option_types(), *ALIASES, *REFUSED, *WITHOUT_EFFECT])
+
+
+def _is_yaml(token: str) -> bool:
+    return token.endswith((".yaml", ".yml"))

@@ -1,0 +1,252 @@
+"""What each system and paper means by RLOO, and by its relatives, as values of our options.
+
+A preset sets the parts of the objective and nothing else: no learning rate, batch or sampling
+option. An option that is given beside it wins. Each entry was read from the source that it names.
+Those of TRL, verl, ms-swift and AReaL, and grpo, dr_grpo and reinforce_pp, are compared with the
+systems' own functions in `tests/peers/`; openrlhf and nemo_rl with their formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rloo.config.reading import suggest
+
+if TYPE_CHECKING:
+    from rloo.config.config import RLOOConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """`formula` is for people; `options` are what it sets; `source` is where it was read."""
+
+    formula: str
+    source: str
+    options: Mapping[str, Any]
+    warning: str | None = None
+
+
+# The paper's form, which all others are differences from.
+BASE: dict[str, Any] = {
+    "reward_bias": 0.0,
+    "reward_scaling": 1.0,
+    "reward_clip_range": None,
+    "beta": 0.05,
+    "kl_placement": "reward",
+    "kl_estimator": "k1",
+    "use_bias_correction_kl": False,
+    "kl_in_baseline": True,
+    "kl_clip": None,
+    "kl_of_truncated": True,
+    "mean_level": "group",
+    "mean_leave1out": True,
+    "mean_over": "completions",
+    "std_level": "none",
+    "std_leave1out": False,
+    "advantage_epsilon": 1e-4,
+    "epsilon_in_variance": False,
+    "advantage_clip_range": None,
+    "normalize_advantages": False,
+    "normalize_over": "completions",
+    "importance_sampling_level": "sequence",
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "delta": None,
+    "loss_aggregation": "sequence",
+    "count_unscored": False,
+    "rollout_importance_sampling_mode": None,
+    "rollout_importance_sampling_threshold": 2.0,
+}
+_TOKEN = {"importance_sampling_level": "token"}
+_TOKEN_MEAN = {**_TOKEN, "loss_aggregation": "token_mean"}
+_KL_TO_GO = {"kl_placement": "reward_to_go", "kl_in_baseline": False, "kl_clip": 10.0}
+_VERL = {**_TOKEN_MEAN, "beta": 0.001, "delta": 3.0}
+_WHITENED = {
+    "normalize_advantages": True,
+    "normalize_over": "tokens",
+    "advantage_epsilon": 1e-8,
+    "epsilon_in_variance": True,
+}
+
+PRESETS: dict[str, Preset] = {
+    "paper": Preset(
+        "A_i = R_i - mean of the other R_j, R = r - beta * KL of the whole completion; "
+        "loss = -mean_i A_i * log pi(y_i)",
+        "Ahmadian et al. 2024, arXiv 2402.14740, equations 5 to 9",
+        {},
+    ),
+    "trl": Preset(
+        "the paper's; completions without a reward still count in the mean, and those masked as "
+        "truncated pay no KL",
+        "TRL 1.16, trainer/rloo_trainer.py",
+        {"count_unscored": True, "kl_of_truncated": False},
+    ),
+    "areal": Preset(
+        "r = clip(10 * (r - 0.5)), leave-one-out over answers, then whitened over all tokens; "
+        "token ratios against the recomputed policy, weighted by it over the sampler; mean over "
+        "all tokens",
+        "AReaL 1.0.4, examples/math/gsm8k_rloo.yaml",
+        {
+            **_TOKEN_MEAN,
+            **_KL_TO_GO,
+            "beta": 0.0,
+            "reward_bias": -0.5,
+            "reward_scaling": 10.0,
+            "reward_clip_range": (-20.0, 20.0),
+            "normalize_advantages": True,
+            "normalize_over": "tokens",
+            "advantage_epsilon": 1e-5,
+            "epsilon": 0.4,
+            "rollout_importance_sampling_mode": "token_mask",
+            "rollout_importance_sampling_threshold": 5.0,
+        },
+    ),
+    "areal_docs": Preset(
+        "A_it = G_it - mean of all other G_js of the group's tokens, G the reward less the KL to "
+        "come; token ratios; mean over all tokens",
+        "AReaL 1.0.4, its RLOO page (actor.adv_norm.mean_leave1out)",
+        {
+            **_TOKEN_MEAN,
+            **_KL_TO_GO,
+            "kl_in_baseline": True,
+            "beta": 0.1,
+            "reward_clip_range": (-20.0, 20.0),
+            "mean_over": "tokens",
+            "advantage_epsilon": 1e-5,
+        },
+        "preset areal_docs is the recipe of AReaL's RLOO page: its adv_norm.mean_leave1out leaves "
+        "out one token, not one answer, so that the rest of an answer stays in its own baseline: "
+        "that is not REINFORCE Leave-One-Out, and biased (preset areal, or paper)",
+    ),
+    "ms_swift": Preset(
+        "A_i as in the paper; token ratios; each answer's mean over its tokens, then the mean over "
+        "answers",
+        "ms-swift 4.6, --rlhf_type grpo --advantage_estimator rloo on its Hugging Face backend",
+        {**_TOKEN, "loss_aggregation": "sequence_token_mean", "beta": 0.04},
+    ),
+    "verl": Preset(
+        "A_i as in the paper; token ratios with dual clipping at 3; mean over all tokens",
+        "verl 0.9.1, algorithm.adv_estimator=rloo, use_kl_in_reward=True",
+        _VERL,
+    ),
+    "openrlhf": Preset(
+        "A_it = clip(r_i - mean of the other r_j, -10, 10) - beta * KL to come; token ratios; mean "
+        "over all tokens",
+        "OpenRLHF 0.11, --algo.advantage.estimator rloo",
+        {**_TOKEN_MEAN, **_KL_TO_GO, "beta": 0.01, "advantage_clip_range": (-10.0, 10.0)},
+    ),
+    "nemo_rl": Preset(
+        "A_i = (r_i - mean of the others) / deviation of the others; k3 KL in the loss; token "
+        "ratios; mean over all tokens",
+        "NeMo-RL 0.6, grpo.use_leave_one_out_baseline=true",
+        {
+            **_TOKEN_MEAN,
+            "beta": 0.01,
+            "kl_placement": "loss",
+            "kl_estimator": "k3",
+            "kl_clip": 10.0,
+            "std_level": "group",
+            "std_leave1out": True,
+            "advantage_epsilon": 1e-6,
+        },
+    ),
+    "reinforce_pp": Preset(
+        "A_it = r_i - beta * KL to come, whitened over all tokens of the rollout; no baseline; "
+        "token ratios; mean over all tokens",
+        "REINFORCE++ (Hu 2025, arXiv 2501.03262) as verl 0.9.1's reinforce_plus_plus",
+        {**_VERL, **_WHITENED, "kl_placement": "reward_to_go", "mean_level": "none"},
+    ),
+    "reinforce_pp_baseline": Preset(
+        "R_i - mean of the group, its own included, whitened over all tokens of the rollout; token "
+        "ratios; mean over all tokens",
+        "REINFORCE++ with baseline as verl 0.9.1's reinforce_plus_plus_baseline",
+        {**_VERL, **_WHITENED, "mean_leave1out": False},
+    ),
+    "grpo": Preset(
+        "A_i = (r_i - mean of the group) / deviation of the group; k3 KL in the loss; token "
+        "ratios; each answer's mean over its tokens, then the mean over answers",
+        "Shao et al. 2024, arXiv 2402.03300, equations 3 and 4",
+        {
+            **_TOKEN,
+            "loss_aggregation": "sequence_token_mean",
+            "beta": 0.04,
+            "kl_placement": "loss",
+            "kl_estimator": "k3",
+            "mean_leave1out": False,
+            "std_level": "group",
+        },
+    ),
+    "dr_grpo": Preset(
+        "A_i = r_i - mean of the group; token ratios; summed over tokens and divided by the "
+        "longest length allowed",
+        "Liu et al. 2025, arXiv 2503.20783",
+        {
+            **_TOKEN,
+            "loss_aggregation": "constant",
+            "beta": 0.0,
+            "kl_placement": "loss",
+            "kl_estimator": "k3",
+            "mean_leave1out": False,
+        },
+    ),
+}
+
+
+def preset_options(name: str | None) -> dict[str, Any]:
+    """Every part of the objective under the preset `name`; nothing without one.
+
+    Raises ValueError for an unknown name, with the nearest known one.
+    """
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise ValueError(
+            f"preset is {name!r}; it must be one of {', '.join(PRESETS)}{suggest(name, PRESETS)}"
+        )
+    return {**BASE, **PRESETS[name].options}
+
+
+def describe_preset(name: str) -> list[str]:
+    """What a preset means, what it sets unlike the paper, and where each of the others differs."""
+    preset, ours = PRESETS[name], preset_options(name)
+    lines = [f"preset {name}: {preset.formula}", f"source: {preset.source}"]
+    lines += [f"warning: {preset.warning}"] if preset.warning else []
+    unlike = _differences(ours, preset_options("paper"))
+    lines.append(f"unlike the paper's form: {unlike or 'nothing'}")
+    for other in PRESETS:
+        if other != name:
+            found = _differences(preset_options(other), ours)
+            lines.append(f"{other} differs in: {found or 'nothing'}")
+    return lines
+
+
+def remarks(config: RLOOConfig) -> list[str]:
+    """What a user must know of a chosen form whose gradient is not that of its name, and of options
+    that wait for another."""
+    found = []
+    if config.preset is not None and PRESETS[config.preset].warning:
+        found.append(str(PRESETS[config.preset].warning))
+    elif config.mean_over == "tokens":
+        found.append(
+            "the baseline is a mean over tokens (mean_over): mean_leave1out leaves out one token, "
+            "not one answer, which is biased"
+        )
+    if config.beta != 0 and config.kl_estimator.endswith("_gradient"):
+        form, _, fault = config.kl_estimator.partition("_")
+        found.append(
+            f"{form} as KL in the {config.kl_placement} has a {fault.replace('_', ' ')}: it is "
+            "used because kl_estimator names it so"
+        )
+    # TRL takes them in silence, so its scripts may have them.
+    waiting = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512}
+    for name, default in waiting.items():
+        value = getattr(config, name)
+        if value != default and not config.sync_ref_model:
+            found.append(f"{name} is {value} and has no effect: sync_ref_model is false")
+    return found
+
+
+def _differences(options: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items() if value != base[name])

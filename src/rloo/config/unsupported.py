@@ -1,0 +1,218 @@
+"""The options of TRL, transformers and others that this version does not implement, and why.
+
+Setting one to a value at which it changes nothing is accepted; anything else is refused with the
+reason, because an option that is silently ignored is worse than none. The few that cannot change a
+result here whatever their value are accepted with a warning that says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from rloo.config.reading import NULL_WORDS, coerce
+
+# reason -> {option: the value, or tuple of values, at which it changes nothing; the first is the
+# default of TRL or transformers}
+_REASONS: dict[str, dict[str, Any]] = {
+    "sampling with vLLM is not part of this version (rollout_engine is native or hf)": {
+        "use_vllm": False,
+        "vllm_mode": "colocate",
+        "vllm_model_impl": "vllm",
+        "vllm_enable_sleep_mode": False,
+        "vllm_structured_outputs_regex": None,
+        "vllm_server_base_url": None,
+        "vllm_server_host": "0.0.0.0",
+        "vllm_server_port": 8000,
+        "vllm_server_timeout": 240.0,
+        "vllm_group_port": 51216,
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": None,
+        "vllm_tensor_parallel_size": 1,
+    },
+    "generation is by our own engines (rollout_engine is native or hf)": {
+        "use_transformers_continuous_batching": False,
+        "transformers_continuous_batching_config": None,
+        "use_transformers_paged": False,
+    },
+    "training samples from the policy (temperature)": {"gconfig.greedy": False},
+    "the stored type of a 4-bit base is bitsandbytes' own": {"bnb_4bit_quant_storage": None},
+    "the models here are causal language models": {"lora_task_type": "CAUSAL_LM"},
+    "optimizers that change single layers are not part of this version": {
+        "optim_target_modules": None,
+    },
+    "every column of the dataset is handed to the rewards": {
+        "remove_unused_columns": (False, None)
+    },
+    "this version runs as one process on one device": {
+        "log_on_each_node": True,
+        "save_on_each_node": False,
+        "accelerator_config": None,
+        "parallelism_config": None,
+        "fsdp": (None, "", False),
+        "fsdp_config": None,
+        "deepspeed": None,
+        "local_rank": -1,
+    },
+    "the loss is RLOO's, not that of labelled text": {
+        "label_smoothing_factor": 0.0,
+        "label_names": None,
+        "neftune_noise_alpha": None,
+    },
+    "weights are float32; bf16 and fp16 set the precision of the computation": {
+        "dtype": ("float32", None, "auto"),
+    },
+    "a revision is named in model_init_kwargs, as {revision: ...}": {
+        "model_revision": ("main", None)
+    },
+    "rows that are named are read whole; RLOOTrainer takes an IterableDataset (train_dataset)": {
+        "dataset_streaming": False,
+    },
+    "precision is set by bf16 or fp16 alone": {
+        "bf16_full_eval": False,
+        "fp16_full_eval": False,
+        "tf32": None,
+    },
+    "the option here is gradient_checkpointing": {
+        "activation_checkpointing": None,
+        "activation_checkpointing_kwargs": None,
+    },
+    "compilation and replaced kernels are not part of this version": {
+        "torch_compile": False,
+        "torch_compile_backend": None,
+        "torch_compile_mode": None,
+        "liger_kernel_config": None,
+    },
+    "micro-batches follow from memory (max_tokens_per_micro_batch)": {
+        "auto_find_batch_size": False,
+        "skip_memory_metrics": True,
+    },
+    "logging goes by steps (logging_steps) to the console and to report_to": {
+        "logging_strategy": "steps",
+        "logging_nan_inf_filter": True,
+        "include_num_input_tokens_seen": ("no", False),
+        "trackio_bucket_id": None,
+        "trackio_static_space_id": None,
+        "debug": ("", []),
+    },
+    "evaluation samples completions and scores them with the rewards": {
+        "eval_delay": 0.0,
+        "prediction_loss_only": False,
+        "eval_do_concat_batches": True,
+        "eval_use_gather_object": False,
+        "include_for_metrics": ([], None),
+        "batch_eval_metrics": False,
+    },
+    "checkpoints are whole, and resuming is exact (save_strategy, resume_from_checkpoint)": {
+        "save_only_model": False,
+        "enable_jit_checkpoint": False,
+        "ignore_data_skip": False,
+        "restore_callback_states_from_checkpoint": False,
+    },
+    "a push that is under way is waited for (hub_strategy)": {"hub_always_push": False},
+    "the seed decides alone; on a CPU equal options give equal results": {
+        "full_determinism": False
+    },
+    "no row is left out at the end of an epoch": {"dataloader_drop_last": False},
+    "the order of the prompts is random or the dataset's (shuffle_dataset)": {
+        "train_sampling_strategy": "random",
+        "length_column_name": "length",
+    },
+    "the command (rloo train, rloo eval) says what to do": {
+        "do_train": False,
+        "do_eval": False,
+        "do_predict": False,
+    },
+    "the estimator is set by its parts, or by a preset (preset)": {
+        "advantage_estimator": "rloo",
+        "algorithm.adv_estimator": ("rloo", "rloo_vectorized"),
+        "algo.advantage.estimator": "rloo",
+    },
+    "it never had an effect in TRL; the penalty is summed over the completion (beta)": {
+        "token_level_kl": False,
+    },
+    "the form of the loss is set by loss_aggregation": {"loss_type": ()},
+    "off-policy correction is set by rollout_importance_sampling_mode": {
+        "actor.use_decoupled_loss": False,
+    },
+    "the ratio is to the policy that made the rollout; clipping one to the reference would stop "
+    "all learning at a fixed distance from it, which is what beta is for": {
+        "clip_ratio_against": ("old", "old_policy"),
+    },
+    "one rollout feeds steps_per_generation accumulation steps": {"actor.ppo_n_minibatches": 1},
+}
+
+# option -> (values at which it is accepted, the default first; why no other)
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    name: (values if isinstance(values, tuple) else (values,), reason)
+    for reason, options in _REASONS.items()
+    for name, values in options.items()
+}
+
+
+# reason -> {option: its default in TRL or transformers}
+_IDLE: dict[str, dict[str, Any]] = {
+    "evaluation samples as much at once as memory allows": {"per_device_eval_batch_size": 8},
+    "completions are packed, not padded": {"pad_to_multiple_of": "auto"},
+    "the engines keep their own caches": {"cache_implementation": None, "use_cache": False},
+    "prompts are tokenised once, without loader workers": {
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": True,
+        "dataloader_persistent_workers": False,
+        "dataloader_prefetch_factor": None,
+        "dataloader_multiprocessing_context": None,
+        "dataloader_in_order": True,
+    },
+    "this version runs as one process on one device": {
+        "ds3_gather_for_generation": True,
+        "average_tokens_across_devices": True,
+        "ddp_find_unused_parameters": None,
+        "ddp_bucket_cap_mb": None,
+        "ddp_broadcast_buffers": None,
+        "ddp_static_graph": None,
+        "ddp_backend": None,
+        "ddp_timeout": 1800,
+    },
+    "logits of all tokens never exist at once": {"use_liger_kernel": False},
+    "attention follows from the model (packing)": {"attn_implementation": None},
+    "micro-batches follow from memory": {
+        "torch_empty_cache_steps": None,
+        "eval_accumulation_steps": None,
+    },
+    "the console shows what matters": {
+        "log_level": "passive",
+        "log_level_replica": "warning",
+    },
+}
+
+# option -> (its default in TRL or transformers, why it cannot matter here)
+WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
+    name: (default, reason)
+    for reason, options in _IDLE.items()
+    for name, default in options.items()
+}
+
+
+def warn_without_effect(name: str, value: Any) -> None:
+    """Say that `name` changes nothing here, unless it is set to what it is anyway."""
+    default, reason = WITHOUT_EFFECT[name]
+    if not _is_same(name, value, default):
+        warnings.warn(f"{name} is {value!r}, which has no effect: {reason}", stacklevel=2)
+
+
+def refuse(name: str, value: Any) -> None:
+    """Raise ValueError with the reason unless `name` changes nothing at `value`."""
+    accepted, reason = REFUSED[name]
+    if not any(_is_same(name, value, allowed) for allowed in accepted):
+        raise ValueError(f"{name} is {value!r}; {reason}")
+
+
+def _is_same(name: str, value: Any, allowed: Any) -> bool:
+    if allowed is None:
+        return value is None or (isinstance(value, str) and value.lower() in NULL_WORDS)
+    if isinstance(allowed, list):
+        return value == allowed
+    try:
+        return coerce(name, type(allowed), value) == allowed
+    except ValueError:
+        return False

@@ -1,0 +1,380 @@
+"""From rows to prompts: templates, tokenising, and the cursor over them.
+
+Knows nothing of models, groups or rewards; every column but `prompt` is carried along unread.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+from datasets import Dataset, Image
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from rloo.data.images import (
+    ImageReader,
+    check_parts,
+    image_columns,
+    in_colour,
+    tokenizer_of,
+    with_images,
+)
+from rloo.types import Message, Prompt, Text
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset:
+    """`rows` with a `prompt` column made from `template`; without a template, `rows` as they are.
+
+    In the template, or in each string of a list of messages, `{name}` becomes the value of that
+    column, as text. Nothing else is interpreted: no attributes, no formats. `{{` and `}}` are
+    literal braces, and so is `{}` (as in `\\boxed{}`).
+
+    >>> with_prompts(Dataset.from_dict({"question": ["1+1?"]}), "Q: {question} A:")[0]["prompt"]
+    'Q: 1+1? A:'
+    """
+    columns = rows.column_names
+    if template is None:
+        if "prompt" not in columns:
+            raise ValueError(
+                f"the dataset has no column 'prompt'; its columns are {', '.join(columns)}. Name "
+                f"the ones that make the prompt, for example '{{{columns[0]}}}' (prompt_template)"
+            )
+        return rows
+    if isinstance(template, list):
+        for message in template:
+            _check_message(message)
+    elif not isinstance(template, str):
+        raise ValueError(
+            f"prompt_template is a {type(template).__name__}; it must be a string or a list of "
+            "messages (prompt_template)"
+        )
+    readable = [name for name in columns if not _holds_images(rows.features[name])]
+    # Images would be decoded for nothing; without any column there would be no rows.
+    texts = rows.select_columns(readable) if readable else rows
+    prompts = [_fill(template, row, number) for number, row in enumerate(texts)]
+    if columns == ["prompt"]:  # a Dataset without columns has no rows that one could be added to
+        return Dataset.from_dict({"prompt": prompts})
+    others = rows.remove_columns("prompt") if "prompt" in columns else rows
+    return others.add_column("prompt", prompts)
+
+
+def encode_prompt(
+    content: Text,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    *,
+    chat_template_kwargs: dict[str, Any],
+) -> list[int]:
+    """Token ids of a prompt, at least one.
+
+    A string is tokenised as it is, with the special tokens that the tokenizer adds by itself, but
+    never with a second beginning-of-sequence token when the string has one already. Messages go
+    through the chat template, which opens the assistant's turn; when the last message is the
+    assistant's, that message is left open and continued.
+
+    Raises ValueError for content that is neither, and for what the chat template refuses.
+    """
+    if isinstance(content, str):
+        tokenizer = tokenizer_of(processing_class)
+        begins = tokenizer.bos_token is not None and content.startswith(str(tokenizer.bos_token))
+        ids = tokenizer(content, add_special_tokens=not begins)["input_ids"]
+    elif isinstance(content, list):
+        ids = apply_chat_template(content, processing_class, chat_template_kwargs)["input_ids"]
+        if isinstance(processing_class, ProcessorMixin):
+            ids = ids[0].tolist()
+    else:
+        raise ValueError(
+            f"the prompt is a {type(content).__name__}; it must be a string or a list of messages"
+        )
+    if not ids:
+        raise ValueError("the prompt has 0 tokens; a completion needs at least 1 to follow")
+    return list(ids)
+
+
+def image_reader(
+    rows: Dataset,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    *,
+    chat_template_kwargs: dict[str, Any],
+) -> ImageReader:
+    """How images come into the prompts of `rows`. Raises ValueError for images that the model, of
+    which only a tokenizer is known, would not see."""
+    columns = image_columns(rows.column_names)
+    if not isinstance(processing_class, ProcessorMixin):
+        if any(_holds_images(rows.features[name]) for name in columns):
+            raise ValueError(
+                f"the dataset has images (column {columns[0]}) and the model has no processor that "
+                "reads them; give one (processing_class) or remove the column"
+            )
+        return ImageReader()
+    process = partial(
+        apply_chat_template, processing_class=processing_class, kwargs=chat_template_kwargs
+    )
+    return ImageReader(columns, process)
+
+
+def _holds_images(feature: Any) -> bool:
+    return isinstance(getattr(feature, "feature", feature), Image)
+
+
+class PromptSource:
+    """A cursor over the prompts of a dataset, in an order that (seed, epoch, index) determines.
+
+    All rows are tokenised once, here, so that a faulty or overlong prompt is found before the first
+    sample. `overlong` says what happens to prompts of more than `max_prompt_length` tokens:
+    "error" refuses them, "drop" leaves them out (`dropped` counts them), "left" keeps their last
+    tokens (`truncated` counts them). Raises ValueError when no prompt is left, unless it
+    `may_be_empty`. `images` reads the rows' images into the prompts; where there are any, a prompt
+    is never cut.
+    """
+
+    def __init__(
+        self,
+        rows: Dataset,
+        encode: Callable[[Text], list[int]],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        max_prompt_length: int,
+        overlong: Literal["error", "drop", "left"] = "error",
+        may_be_empty: bool = False,
+        images: ImageReader | None = None,
+    ) -> None:
+        if max_prompt_length < 1:
+            raise ValueError(
+                f"max_prompt_length is {max_prompt_length}; a prompt needs at least 1 token "
+                "(max_prompt_length)"
+            )
+        images = images or ImageReader()
+        tokens = _tokenise(rows, encode, images)
+        too_long = {i: len(ids) for i, ids in enumerate(tokens) if len(ids) > max_prompt_length}
+        if too_long and overlong == "error":
+            raise ValueError(_describe_overlong(too_long, max_prompt_length))
+        if too_long and overlong == "left" and images.columns:
+            raise ValueError(
+                f"{len(too_long)} prompts have more than {max_prompt_length} tokens, and the "
+                "prompts of a dataset with images cannot be cut, since each image needs all of its "
+                "tokens (overlong_prompts, max_prompt_length)"
+            )
+        self.dropped = len(too_long) if overlong == "drop" else 0
+        self.truncated = len(too_long) if overlong == "left" else 0
+        if self.dropped == len(rows) and not may_be_empty:
+            raise ValueError(
+                f"all {len(rows)} prompts have more than {max_prompt_length} tokens and were "
+                "dropped; training needs at least 1 (max_prompt_length, overlong_prompts)"
+            )
+        self._rows = rows
+        self._images = images
+        self._tokens = [ids[-max_prompt_length:] for ids in tokens]
+        self._numbers = [i for i in range(len(rows)) if not (self.dropped and i in too_long)]
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order: tuple[int, np.ndarray] | None = None
+        self._drawn = 0
+        self._identity = {
+            "seed": seed,
+            "shuffle": shuffle,
+            "prompts": len(self._numbers),
+            "rows": len(rows),
+            "columns": sorted(rows.column_names),
+            "content": _hash_content(rows),
+        }
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._numbers)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt, in the order of the dataset."""
+        return [len(self._tokens[number]) for number in self._numbers]
+
+    @property
+    def epoch(self) -> float:
+        """Prompts drawn so far, in passes over the dataset."""
+        return self._drawn / len(self)
+
+    def next(self, num: int) -> list[Prompt]:
+        """The next `num` prompts. Crosses into the next epoch where this one ends: no row is left
+        out, and a row can come twice when `num` spans the seam."""
+        positions = range(self._drawn, self._drawn + num)
+        prompts = [self._prompt(self._number_at(p), p // len(self)) for p in positions]
+        self._drawn += num
+        return prompts
+
+    def all_prompts(self, limit: int | None = None) -> list[Prompt]:
+        """Every prompt once, at most `limit`, in the order of the dataset; the cursor stays."""
+        return [self._prompt(number) for number in self._numbers[:limit]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what it is a position in, as plain JSON values."""
+        return {"drawn": self._drawn, **self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position. Raises ValueError when it is one in other data or another order,
+        since the rows that follow would not be those that have not been seen."""
+        for name, here in self._identity.items():
+            if state[name] != here:
+                raise ValueError(
+                    f"the saved position is in other prompts: {name} is {state[name]} in the "
+                    f"checkpoint and {here} now; resume with the dataset, the seed and the prompt "
+                    "settings of the run (resume_from_checkpoint)"
+                )
+        self._drawn = state["drawn"]
+
+    def _number_at(self, position: int) -> int:
+        epoch, index = divmod(position, len(self))
+        if not self._shuffle:
+            return self._numbers[index]
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, _shuffled_order(len(self), self._seed, epoch))
+        return self._numbers[self._order[1][index]]
+
+    def _prompt(self, number: int, epoch: int = 0) -> Prompt:
+        columns = dict(self._rows[number])
+        content = self._images.content(columns)
+        del columns["prompt"]
+        return Prompt(
+            id=number,
+            token_ids=self._tokens[number].tolist(),
+            content=content,
+            columns=columns,
+            epoch=epoch,
+            pixels=self._images.pixels(content),
+        )
+
+
+def _shuffled_order(size: int, seed: int, epoch: int) -> np.ndarray:
+    # NumPy promises the raw stream of a bit generator for all versions, but not `permutation`.
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
+
+
+def _tokenise(
+    rows: Dataset, encode: Callable[[Text], list[int]], images: ImageReader
+) -> list[array]:
+    # Four bytes a token: a list of ints would take 36.
+    tokens = []
+    for number, row in enumerate(rows.select_columns(["prompt", *images.columns])):
+        try:
+            tokens.append(array("i", encode(images.content(row))))
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error} (dataset)") from error
+    return tokens
+
+
+def _describe_overlong(too_long: dict[int, int], limit: int) -> str:
+    shown = ", ".join(f"row {i}: {length}" for i, length in list(too_long.items())[:5])
+    more = ", ..." if len(too_long) > 5 else ""
+    return (
+        f"{len(too_long)} prompts have more than {limit} tokens ({shown}{more}). Choose: a larger "
+        "max_prompt_length, overlong_prompts 'drop' (leave these rows out) or 'left' (keep the "
+        "last tokens) (max_prompt_length, overlong_prompts)"
+    )
+
+
+def _hash_content(rows: Dataset) -> str:
+    # As Arrow, a row reads the same whatever format or decoding the user has set.
+    digest = hashlib.sha256()
+    for batch in rows.with_format("arrow").iter(batch_size=1000):
+        for row in batch.to_pylist():
+            digest.update(json.dumps(row, sort_keys=True, default=_plain).encode())
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> str:
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else repr(value)
+
+
+def apply_chat_template(
+    messages: list[Message],
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    kwargs: dict[str, Any],
+) -> Mapping[str, Any]:
+    """What a tokenizer makes of messages (lists), or a processor of messages and the images in
+    them (a batch of one, as tensors)."""
+    if not messages:
+        raise ValueError("the prompt is an empty list of messages; it needs at least 1")
+    processes = isinstance(processing_class, ProcessorMixin)
+    for message in messages:
+        _check_message(message, parts=processes)
+    if processing_class.chat_template is None:
+        raise ValueError(
+            "the prompt is a list of messages and the tokenizer has no chat template; give "
+            "prompts as strings, or a model whose tokenizer has one (model)"
+        )
+    continues = messages[-1]["role"] == "assistant"
+    fixed: dict[str, Any] = {
+        "add_generation_prompt": not continues,
+        "continue_final_message": continues,
+        "tokenize": True,
+        "return_dict": True,
+        "return_tensors": "pt" if processes else None,
+    }
+    if clashes := sorted(fixed.keys() & kwargs.keys()):
+        raise ValueError(
+            f"chat_template_kwargs has {', '.join(clashes)}, which follow from the prompt itself; "
+            "leave them out (chat_template_kwargs)"
+        )
+    # Arrow gives every message the keys of all, and to some templates `tool_calls: None` is a call.
+    # transformers 5.17 passes them on; 5.23 removes them itself.
+    present = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    if processes:
+        present = in_colour(with_images(present, []))
+    try:
+        # Its type depends on `tokenize` and `return_dict`, which a checker cannot see here.
+        encoded: Any = processing_class.apply_chat_template(present, **fixed, **kwargs)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    found: Mapping[str, Any] = encoded
+    return found
+
+
+def _check_message(message: Any, *, parts: bool = False) -> None:
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        found = sorted(message) if isinstance(message, dict) else type(message).__name__
+        raise ValueError(f"a message needs the keys role and content; this one is {found}")
+    if message["role"] not in ROLES:
+        raise ValueError(
+            f"a message has the role {message['role']!r}; roles are {', '.join(ROLES)}"
+        )
+    if parts and isinstance(message["content"], list):
+        check_parts(message["content"])
+    elif not isinstance(message["content"], str) and not message.get("tool_calls"):
+        raise ValueError(
+            f"the content of a message is a {type(message['content']).__name__}; it must be a "
+            "string, or for a model that reads images a list of parts"
+        )
+
+
+def _fill(template: str | list[Message], row: dict[str, Any], number: int) -> Text:
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1]
+        if name is None:
+            return match[0][0]
+        if name not in row:
+            near = difflib.get_close_matches(name, row, n=1)
+            hint = f" (did you mean {{{near[0]}}}?)" if near else ""
+            raise ValueError(
+                f"the template has {{{name}}}, which is no column{hint}. The columns are "
+                f"{', '.join(row)}; write {{{{ and }}}} for literal braces (prompt_template)"
+            )
+        if row[name] is None:
+            raise ValueError(f"row {number}: column '{name}' is empty (prompt_template)")
+        return str(row[name])
+
+    def filled(text: str) -> str:
+        return re.sub(r"\{\{|\}\}|\{([^{}]+)\}", value_of, text)
+
+    if isinstance(template, str):
+        return filled(template)
+    return [{**m, "content": filled(m["content"] or "")} for m in template]

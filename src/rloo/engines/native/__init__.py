@@ -1,0 +1,1 @@
+"""The native engine: our own decoding loop, caches and fused arithmetic."""

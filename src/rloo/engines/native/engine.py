@@ -1,0 +1,225 @@
+"""The native engine: the model with our cache and our attention, run by `fused.py` where it knows
+the architecture, else by the Hugging Face module itself.
+
+Each prompt is prefilled once; its keys and values are stored once and read once a step for all of
+its completions. Rows are decoded in lock-step; finished rows are taken out. Knows nothing of
+particular architectures: `supported.py` finds out whether a model can be run this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rloo.engines.in_process import Drawn, Row, sample_in_waves
+from rloo.engines.native.cache import DecodeCache, PromptCache, fill_holes
+from rloo.engines.native.fused import FusedDecoder, can_fuse
+from rloo.engines.sampling import StopText, draw, row_keys, uniforms
+from rloo.model import attention
+from rloo.types import Completion, Prompt, Sampling
+
+# What the caches of one wave may occupy; further prompts wait for the next wave.
+CACHE_BYTES = 4 << 30
+# Prompt tokens, padding included, in one prefill forward.
+PREFILL_TOKENS = 4096
+# Finished rows are taken out as soon as they are this share of the rows still computed.
+_COMPACTION_SHARE = 1 / 16
+# Positions for which noise is made in one go.
+_NOISE_BLOCK = 32
+
+
+class NativeEngine:
+    """Samples from the policy's weights; `supports` says whether a model can be run.
+
+    `dtype` is that of the matrix products where the architecture is fused (None: the model's own);
+    `fused=False` always runs the module.
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        pad_token_id: int,
+        cache_bytes: int = CACHE_BYTES,
+        dtype: torch.dtype | None = None,
+        fused: bool = True,
+    ) -> None:
+        if model.config._attn_implementation != attention.IMPLEMENTATION:
+            attention.install(model)
+        self._model = model
+        self._pad_token_id = pad_token_id
+        self._cache_bytes = cache_bytes
+        self._decoder = None
+        if fused and can_fuse(model):
+            self._decoder = FusedDecoder(model, dtype or model.dtype)
+        self._loaded = False
+
+    def load(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Take the policy's weights; where the module itself is run there is nothing to do."""
+        if self._decoder is not None:
+            self._decoder.load(weights)
+            self._loaded = True
+
+    @property
+    def fused(self) -> bool:
+        """Whether the weights are a copy, which `load` must renew when the policy has changed."""
+        return self._decoder is not None
+
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
+    ) -> list[list[Completion]]:
+        """See `rloo.types.Engine`. Before the first `load` it samples from the model as it is."""
+        if self._decoder is not None and not self._loaded:
+            self._decoder.load(self._model.named_parameters())
+        return sample_in_waves(
+            self._model,
+            prompts,
+            num_samples,
+            sampling,
+            cache_bytes=self._cache_bytes,
+            sample_rows=lambda rows: self._sample_wave(rows, sampling, noise),
+        )
+
+    def _sample_wave(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
+        """What `collect_completions` takes, in the order of `rows`."""
+        device = self._model.device
+        prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
+        number = {id(prompt): index for index, prompt in enumerate(prompts)}
+        prompt_of_row = torch.tensor([number[id(prompt)] for prompt, _ in rows], device=device)
+        cache, logits = self._prefill(prompts)
+        logits = logits[prompt_of_row]
+        decode = DecodeCache(cache, prompt_of_row, max_tokens=sampling.max_tokens)
+        active = _ActiveRows(
+            rows, prompts, sampling, noise, vocabulary=logits.shape[-1], device=device
+        )
+        tokens = torch.full((len(rows), sampling.max_tokens), -1, device=device)
+        policy = torch.zeros(tokens.shape, device=device)
+        behavior = torch.zeros(tokens.shape, device=device)
+        stop_text = StopText(sampling, len(rows), device)
+        for position in range(sampling.max_tokens):
+            drawn = draw(logits, active.noise_at(position), sampling, active.seen)
+            tokens[active.index, position] = drawn.tokens
+            policy[active.index, position] = drawn.policy_logprobs
+            behavior[active.index, position] = drawn.sampling_logprobs
+            ended = stop_text.see(tokens, active.index, position)
+            if position + 1 == sampling.max_tokens:
+                break
+            active.advance(drawn.tokens, ended)
+            left = active.count_unfinished()
+            if left == 0:
+                break
+            finished = len(active.index) - left
+            if finished and finished >= _COMPACTION_SHARE * len(active.index):
+                order = fill_holes(active.alive)
+                decode.keep(order)
+                active.keep(order)
+            logits = self._step(decode, active)
+        return tokens, policy, behavior, stop_text.lengths
+
+    def _prefill(self, prompts: list[Prompt]) -> tuple[PromptCache, Tensor]:
+        """The prompts' keys and values, and the logits (P, V) that follow each prompt."""
+        device = self._model.device
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        cache = PromptCache(len(prompts), longest)
+        logits = []
+        size = max(1, PREFILL_TOKENS // longest)
+        for start in range(0, len(prompts), size):
+            part = [prompt.token_ids for prompt in prompts[start : start + size]]
+            width = max(map(len, part))
+            padding = [width - len(ids) for ids in part]
+            input_ids = torch.tensor(
+                [[self._pad_token_id] * pad + ids for pad, ids in zip(padding, part, strict=True)],
+                device=device,
+            )
+            pads = torch.tensor(padding, device=device)
+            cache.begin(start, pads, width)
+            positions = torch.arange(width, device=device)[None, :] - pads[:, None]
+            logits.append(self._forward(input_ids, positions.clamp_(min=0), cache))
+        return cache, torch.cat(logits)
+
+    def _step(self, decode: DecodeCache, active: _ActiveRows) -> Tensor:
+        logits = self._forward(active.tokens[:, None], active.positions[:, None], decode)
+        decode.length += 1
+        return logits
+
+    def _forward(
+        self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | DecodeCache
+    ) -> Tensor:
+        if self._decoder is not None:
+            return self._decoder.forward(input_ids, position_ids, cache)
+        output = self._model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention.no_mask(input_ids.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            rloo_layout=cache,
+        )
+        return output.logits[:, -1]
+
+
+class _ActiveRows:
+    """The rows still computed, and what each needs for its next token."""
+
+    def __init__(
+        self,
+        rows: list[Row],
+        prompts: list[Prompt],
+        sampling: Sampling,
+        noise: int,
+        *,
+        vocabulary: int,
+        device: torch.device,
+    ) -> None:
+        self.index = torch.arange(len(rows), device=device)
+        self.alive = torch.ones(len(rows), dtype=torch.bool, device=device)
+        # Of the token that is drawn next; `advance` makes it that of the token drawn last.
+        self.positions = torch.tensor([len(p.token_ids) - 1 for p, _ in rows], device=device)
+        self.tokens = torch.zeros_like(self.index)
+        self.seen: Tensor | None = None
+        if sampling.repetition_penalty != 1.0 and not sampling.greedy:
+            self.seen = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
+            for row, (prompt, _) in enumerate(rows):
+                self.seen[row, torch.tensor(prompt.token_ids, device=device)] = True
+        ids = torch.tensor([p.noise_id for p, _ in rows], device=device)
+        samples = torch.tensor([k for _, k in rows], device=device)
+        self._keys = row_keys(noise, ids, samples)
+        self._noise = uniforms(self._keys, 0, _NOISE_BLOCK)
+        self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
+        self._can_end = len(sampling.stop_token_ids) + len(sampling.stop_strings) > 0
+
+    def noise_at(self, position: int) -> Tensor:
+        if position and position % _NOISE_BLOCK == 0:
+            self._noise = uniforms(self._keys, position, _NOISE_BLOCK)
+        return self._noise[:, position % _NOISE_BLOCK]
+
+    def advance(self, tokens: Tensor, ended: Tensor | None) -> None:
+        self.tokens = tokens
+        self.positions += 1
+        if self.seen is not None:
+            self.seen[torch.arange(len(tokens), device=tokens.device), tokens] = True
+        if len(self._stops):
+            self.alive &= (tokens[:, None] != self._stops).all(dim=-1)
+        if ended is not None:
+            self.alive &= ~ended
+
+    def count_unfinished(self) -> int:
+        # Without stop strings the one place where a step waits for the device.
+        return int(self.alive.sum()) if self._can_end else len(self.alive)
+
+    def keep(self, order: Tensor) -> None:
+        self.index = self.index[order]
+        self.alive = self.alive[order]
+        self.positions = self.positions[order]
+        self.tokens = self.tokens[order]
+        self._keys = self._keys[order]
+        self._noise = self._noise[order]
+        if self.seen is not None:
+            self.seen = self.seen[order]

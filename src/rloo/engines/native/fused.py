@@ -1,0 +1,253 @@
+"""The decoder's arithmetic on weights laid out for sampling: a few large operations a layer.
+
+A transformers module spends more time between operations than in them when it computes one token a
+row. For the architectures named here the same arithmetic is written out once: queries, keys and
+values from one matrix, both halves of the gated layer from another, norms' weights multiplied into
+the matrix behind them, rotary embeddings as complex products. `supported.py` compares the result
+with the module before it is used. Knows nothing of rows, noise or stop tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from rloo.engines.in_process import layer_windows
+from rloo.engines.native.cache import DecodeCache, PromptCache
+from rloo.model.attention import Options
+
+# RMSNorm before attention and before a gated SiLU layer, rotary positions, nothing else.
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+# Rotary frequencies that do not depend on how long the sequence has become.
+# Below this many rows the vocabulary's matrix stands on the left; above, turning the logits costs
+# more than two threads gain by it.
+_FEW_ROWS = 48
+_STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
+def can_fuse(model: PreTrainedModel) -> bool:
+    """Whether the configuration is one that `FusedDecoder` knows; a trial tells the rest."""
+    config = model.config.get_text_config()
+    if config.model_type not in ARCHITECTURES or config.hidden_act != "silu":
+        return False
+    # A model that reads images has none at its top.
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    return getattr(rotary, "rope_type", None) in _STATIC_ROTARY
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Matrices (out, in), or (in, out) for `out` and `down`, whose product is added to the residual
+    stream. `qkv` holds queries, keys and values, `gate_up` both halves of the gated layer."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    options: Options
+
+
+def _layer_number(item: tuple[str, Tensor]) -> int | None:
+    found = re.match(r"(?:model\.)?layers\.(\d+)\.", item[0])
+    return int(found[1]) if found else None
+
+
+class FusedDecoder:
+    """A forward pass of `model`'s architecture.
+
+    `dtype` is that of the matrix products; what stands between them, the residual stream and the
+    caches are float32 at least. `load` comes before the first forward.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        config = model.config.get_text_config()
+        self._model = model
+        self._dtype = dtype
+        self._precise = torch.promote_types(model.dtype, torch.float32)
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._size: int = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        epsilon: float = config.rms_norm_eps
+        self._width: int = config.hidden_size
+        self._floors = {
+            size: torch.tensor((size * epsilon) ** 0.5, dtype=self._precise, device=model.device)
+            for size in (self._size, self._width)
+        }
+        self._layers: list[_Layer] = []
+        self._rotations = torch.empty(0, 0)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the weights, under the model's own names. Matrices that need no other form are kept,
+        not copied: they must not change until the next load. Raises KeyError for one not there."""
+        self._layers = []
+        windows = layer_windows(self._model)
+        others: dict[str, Tensor] = {}
+        layers: dict[int, _Layer] = {}
+        # A layer at a time: what was merged for one is freed before the next is.
+        for number, part in groupby(weights, key=_layer_number):
+            start = f"layers.{number}."
+            named = {
+                name.removeprefix("model.").removeprefix(start): weight.detach()
+                for name, weight in part
+            }
+            if number is None:
+                others |= named
+            else:
+                options = Options(scaling=1.0, sliding_window=windows[number])
+                layers[number] = self._fuse(named, options)
+            del named
+        self._layers = [layers[number] for number in range(len(windows))]
+        self._embedding = others["embed_tokens.weight"]
+        self._norm = others["norm.weight"].to(self._precise) * self._width**0.5
+        self._head = others.get("lm_head.weight", self._embedding).to(self._dtype)
+
+    def _fuse(self, named: Mapping[str, Tensor], options: Options) -> _Layer:
+        scaling = self._size**-0.5
+        qk_norm = None
+        if "self_attn.q_norm.weight" in named:
+            # The norm undoes any scaling before it, so the scaling goes into its weight.
+            query, key = (
+                self._interleave(named[f"self_attn.{name}_norm.weight"].to(self._precise))
+                * self._size**0.5
+                for name in "qk"
+            )
+            qk_norm = torch.cat(
+                [(query * scaling).expand(self._heads, -1), key.expand(self._kv_heads, -1)]
+            )
+            scaling = 1.0
+
+        def join_qkv(kind: str) -> Tensor:
+            query, key, value = (
+                named[f"self_attn.{name}_proj.{kind}"].to(self._precise) for name in "qkv"
+            )
+            return torch.cat([self._interleave(query) * scaling, self._interleave(key), value])
+
+        def join_gate_up(kind: str) -> Tensor:
+            return torch.cat(
+                [named[f"mlp.{name}_proj.{kind}"].to(self._precise) for name in ("gate", "up")]
+            )
+
+        def bias(name: str) -> Tensor | None:
+            return named[f"{name}.bias"].to(self._precise) if f"{name}.bias" in named else None
+
+        def norm(name: str) -> Tensor:
+            return named[f"{name}_layernorm.weight"] * self._width**0.5
+
+        return _Layer(
+            qkv=(join_qkv("weight") * norm("input")).to(self._dtype),
+            qkv_bias=join_qkv("bias") if "self_attn.q_proj.bias" in named else None,
+            qk_norm=qk_norm,
+            out=named["self_attn.o_proj.weight"].to(self._dtype).t(),
+            out_bias=bias("self_attn.o_proj"),
+            gate_up=(join_gate_up("weight") * norm("post_attention")).to(self._dtype),
+            gate_up_bias=join_gate_up("bias") if "mlp.gate_proj.bias" in named else None,
+            down=named["mlp.down_proj.weight"].to(self._dtype).t(),
+            down_bias=bias("mlp.down_proj"),
+            options=options,
+        )
+
+    def _interleave(self, rows: Tensor) -> Tensor:
+        """Rows of one or more heads, reordered so that the two numbers that rotary embedding turns
+        together are neighbours. Queries and keys alike, so their products stay as they are."""
+        heads = rows.view(-1, 2, self._size // 2, *rows.shape[1:])
+        return heads.transpose(1, 2).reshape(rows.shape)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, cache: PromptCache | DecodeCache
+    ) -> Tensor:
+        """input_ids and positions int64 (B, Q) to the logits (B, V) that follow the last token."""
+        with torch.autocast(input_ids.device.type, enabled=False):
+            batch, length = input_ids.shape
+            hidden = F.embedding(input_ids.flatten(), self._embedding).to(self._precise)
+            rotations = self._rotate_by(positions, cache.get_seq_length() + length)
+            for number, layer in enumerate(self._layers):
+                states = self._attend(layer, number, hidden, rotations, (batch, length), cache)
+                hidden = self._add(hidden, states, layer.out, layer.out_bias)
+                states = self._gate(layer, hidden)
+                hidden = self._add(hidden, states, layer.down, layer.down_bias)
+            last = hidden.view(batch, length, -1)[:, -1]
+            return self._logits(self._normalize(last) * self._norm)
+
+    def _attend(
+        self,
+        layer: _Layer,
+        number: int,
+        hidden: Tensor,
+        rotations: Tensor,
+        shape: tuple[int, int],
+        cache: PromptCache | DecodeCache,
+    ) -> Tensor:
+        turned = self._heads + self._kv_heads
+        states = self._product(self._normalize(hidden), layer.qkv).contiguous()
+        if layer.qkv_bias is not None:
+            states += layer.qkv_bias
+        states = states.view(len(hidden), -1, self._size)
+        if layer.qk_norm is not None:
+            qk = self._normalize(states[:, :turned]) * layer.qk_norm
+        else:
+            qk = states[:, :turned].contiguous()
+        torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotations)
+        query, key, value = (
+            part.view(*shape, -1, self._size).transpose(1, 2)
+            for part in (qk[:, : self._heads], qk[:, self._heads :], states[:, turned:])
+        )
+        cache.update(key, value, number)
+        return cache.attend(query, key, value, layer.options).flatten(0, 1).flatten(1)
+
+    def _gate(self, layer: _Layer, hidden: Tensor) -> Tensor:
+        states = self._product(self._normalize(hidden), layer.gate_up)
+        if layer.gate_up_bias is not None:
+            states += layer.gate_up_bias
+        gate, up = states.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def _normalize(self, states: Tensor) -> Tensor:
+        """RMSNorm without its weight and without the root of the size, which the weights hold:
+        x / sqrt(sum of squares + size * epsilon)."""
+        floor = self._floors[states.shape[-1]]
+        return states / torch.linalg.vector_norm(states, dim=-1, keepdim=True).hypot_(floor)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        if len(states) < _FEW_ROWS:
+            return self._product(states, self._head)
+        return F.linear(states.to(self._dtype), self._head).to(self._precise)
+
+    def _product(self, states: Tensor, matrix: Tensor) -> Tensor:
+        # Few rows: the matrix on the left is what two threads divide well.
+        return (matrix @ states.to(self._dtype).t()).t().to(self._precise)
+
+    def _add(self, hidden: Tensor, states: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        if self._dtype == hidden.dtype:
+            hidden = torch.addmm(hidden, states, matrix)
+        else:
+            hidden = hidden + states.to(self._dtype) @ matrix
+        return hidden if bias is None else hidden.add_(bias)
+
+    def _rotate_by(self, positions: Tensor, limit: int) -> Tensor:
+        """complex (B * Q, 1, head size / 2) of positions below `limit`, from a table that grows."""
+        if len(self._rotations) < limit:
+            self._rotations = self._rotation_table(2 * limit)
+        return self._rotations[positions.flatten(), None]
+
+    def _rotation_table(self, length: int) -> Tensor:
+        positions = torch.arange(length, device=self._embedding.device)[None]
+        like = torch.empty(0, dtype=self._precise, device=positions.device)
+        rotary: Any = self._model.base_model.rotary_emb
+        cosine, sine = rotary(like, positions)
+        half = self._size // 2
+        return torch.complex(cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())

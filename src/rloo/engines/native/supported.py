@@ -1,0 +1,115 @@
+"""Finding out whether the native engine can run a model: by its configuration, then by a trial.
+
+Knows nothing of particular architectures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rloo.engines.in_process import borrowed, layer_windows
+from rloo.engines.native.engine import NativeEngine
+from rloo.engines.sampling import gather_logprobs
+from rloo.model import attention
+from rloo.types import Prompt, Sampling
+
+_TOLERANCE = 1e-4
+# 16-bit logits around 32 are 0.125 or 0.25 apart.
+_LOW_PRECISION_TOLERANCE = 0.5
+
+
+def supports(
+    model: PreTrainedModel,
+    *,
+    weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
+    fused: bool = True,
+) -> str | None:
+    """Why the native engine cannot run `model`, or None if it can. Leaves the model as it was.
+
+    What the configuration cannot tell is tried: two prompts are sampled and scored again by a
+    plain forward without our cache and attention. `fused` and `weights`, by default the model's
+    parameters, are what the engine will be given.
+    """
+    reason = attention.incompatibility(model)
+    if reason is not None:
+        return f"because {reason}"
+    implementation = model.config._attn_implementation
+    try:
+        attention.install(model)
+        return _check_windows(model) or _check_probe(
+            model, implementation, weights or model.named_parameters, fused
+        )
+    except Exception as error:  # any model's code may fail in any way; the answer is the fallback
+        return f"because a trial of it failed: {type(error).__name__}: {error}"
+    finally:
+        model.set_attn_implementation(implementation)
+
+
+class _WindowRecorder:
+    """A layout that notes what window each layer asks for."""
+
+    def __init__(self) -> None:
+        self.windows: list[int | None] = []
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: attention.Options
+    ) -> Tensor:
+        self.windows.append(options.sliding_window)
+        return attention.attend(query, key, value, None, options).transpose(1, 2)
+
+
+def _check_windows(model: PreTrainedModel) -> str | None:
+    """A window longer than the trial's prompts would not show in its numbers."""
+    recorder = _WindowRecorder()
+    with borrowed(model):
+        model(
+            input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device),
+            attention_mask=attention.no_mask(model.device),
+            use_cache=False,
+            rloo_layout=recorder,
+        )
+    expected = layer_windows(model)
+    if len(recorder.windows) != len(expected):
+        return (
+            f"because {len(recorder.windows)} of its {len(expected)} layers call the attention "
+            "function"
+        )
+    if recorder.windows != expected:
+        return "because its layers do not tell the attention function their sliding windows"
+    return None
+
+
+def _check_probe(
+    model: PreTrainedModel,
+    implementation: str,
+    weights: Callable[[], Iterable[tuple[str, Tensor]]],
+    fused: bool,
+) -> str | None:
+    vocabulary = model.config.get_text_config().vocab_size
+    prompts = [
+        Prompt(id=length, token_ids=[(7 * i + 3) % vocabulary for i in range(length)], content="")
+        for length in (2, 5)
+    ]
+    sampling = Sampling(max_tokens=4, stop_token_ids=())
+    engine = NativeEngine(model, pad_token_id=0, fused=fused)
+    engine.load(weights())
+    groups = engine.sample(prompts, 2, sampling, noise=0)
+    model.set_attn_implementation(implementation)
+    worst = 0.0
+    with borrowed(model):
+        for prompt, group in zip(prompts, groups, strict=True):
+            for completion in group:
+                ids = torch.tensor([prompt.token_ids + completion.token_ids], device=model.device)
+                logits = model(input_ids=ids, use_cache=False).logits[0, -5:-1].float()
+                expected = gather_logprobs(logits, ids[0, -4:])
+                returned = torch.tensor(completion.policy_logprobs, device=model.device)
+                worst = max(worst, float((expected - returned).abs().max()))
+    low_precision = model.dtype in (torch.float16, torch.bfloat16)
+    tolerance = _LOW_PRECISION_TOLERANCE if low_precision else _TOLERANCE
+    if worst > tolerance:
+        return f"because its log-probabilities would be off by {worst:.1e}"
+    return None

@@ -1,0 +1,399 @@
+"""LoRA adapters: put around a model, trained in place of its weights, saved without them.
+
+The one file that knows the library peft, which is imported where adapters are used. Knows nothing
+of optimizers, log-probs or rewards.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from rloo.config.config import RLOOConfig
+from rloo.model.quantization import in_full, is_quantised
+
+# peft's name for the adapter that `get_peft_model` makes, and TRL's for the frozen copy.
+TRAINED = "default"
+REFERENCE = "ref"
+CONFIG_FILE = "adapter_config.json"
+FILES = (CONFIG_FILE, "adapter_model.safetensors")
+# Starts at which the adapter is nothing but added to the weights as they were loaded.
+PLAIN_STARTS = (True, False, "gaussian")
+# Parts of a LoraConfig that change more than the weights of layers.
+OTHER_KINDS = ("layer_replication", "trainable_token_indices", "lora_bias")
+# Parts of a LoraConfig that do not change what the adapted model computes here.
+HARMLESS = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "init_lora_weights",
+    "lora_dropout",
+    "peft_version",
+    "revision",
+    "task_type",
+)
+
+
+class Adapter:
+    """The LoRA adapter of a PeftModel, and the transformers model that it sits in.
+
+    `model` computes with the adapter; its own weights are frozen. Raises ValueError for an adapter
+    that could not be trained, be told apart from its base, or be written as weights of the base.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self.model: PreTrainedModel = wrapper.get_base_model()
+        self._has_reference = False
+        self._check()
+
+    def _check(self) -> None:
+        names = list(self.wrapper.peft_config)
+        if names != [TRAINED] or self.wrapper.active_adapters != [TRAINED]:
+            raise ValueError(
+                f"the model has the adapters {', '.join(names)}, of which "
+                f"{', '.join(self.wrapper.active_adapters)} is active; there can be one, which is "
+                f"trained, and it must be called {TRAINED} ({REFERENCE} is what an earlier trainer "
+                "kept of its start: model.delete_adapter removes it)"
+            )
+        _check_config(self.wrapper.peft_config[TRAINED])
+        for name, layer in self._layers():
+            variant = getattr(layer, "lora_variant", {}).get(TRAINED)
+            if variant is not None and not type(variant).__name__.startswith("Dora"):
+                raise ValueError(
+                    f"{name} has an adapter of the kind {type(variant).__name__}; LoRA and DoRA "
+                    "are part of this version (peft_config)"
+                )
+            if getattr(layer, "merged", False) or layer.disable_adapters:
+                raise ValueError(
+                    f"the adapter of {name} is merged or disabled; it would not be trained "
+                    "(unmerge_adapter, enable_adapter_layers)"
+                )
+        self._check_tied()
+        self._check_trained()
+
+    def _check_tied(self) -> None:
+        """peft adapts one of two tied matrices: the model would have weights its base cannot."""
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        if getattr(self.model.config.get_text_config(), "tie_word_embeddings", False):
+            for name, layer in self._layers():
+                if any(layer is end for end in ends):
+                    raise ValueError(
+                        f"{name} is adapted, but its weight is also the other embedding's "
+                        "(tie_word_embeddings); leave it out of lora_target_modules and "
+                        "lora_modules_to_save (target_modules, modules_to_save)"
+                    )
+
+    def _check_trained(self) -> None:
+        trained = [n for n, p in self.model.named_parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError(
+                "no parameter of the adapter takes gradients; load it with is_trainable=True"
+            )
+        if others := [name for name in trained if TRAINED not in name.split(".")]:
+            raise ValueError(
+                f"{others[0]} is trained beside the adapter, with which it would not be saved; "
+                "name its module in modules_to_save (peft_config) or freeze it"
+            )
+
+    def _layers(self) -> Iterator[tuple[str, Any]]:
+        kinds = _layer_kinds()
+        for name, module in self.model.named_modules():
+            if isinstance(module, kinds):
+                yield name, module
+
+    # -- what it computes ------------------------------------------------------------------------
+
+    @cached_property
+    def has_effect(self) -> bool:
+        """Whether the adapted weights differ from the base's at all; taken when first asked for."""
+        adapted = _walk(self.model, _merge)
+        base = _walk(self.model, _original)
+        return any(
+            changed.data_ptr() != weight.data_ptr() and not torch.equal(changed, weight)
+            for (_, changed), (_, weight) in zip(adapted, base, strict=True)
+        )
+
+    def keep_reference(self) -> None:
+        """Make `as_reference` stand for the model as it computes now.
+
+        Where the adapter has no effect yet, that is the base alone. Else it is a frozen copy of the
+        adapter, as in TRL.
+        """
+        if not self.has_effect:
+            return
+        config = copy.deepcopy(self.wrapper.peft_config[TRAINED])
+        self.wrapper.add_adapter(REFERENCE, config)
+        parameters = dict(self.model.named_parameters())
+        for name, parameter in parameters.items():
+            parts = name.split(".")
+            if REFERENCE in parts:
+                original = ".".join(TRAINED if part == REFERENCE else part for part in parts)
+                parameter.data.copy_(parameters[original].data)
+        self._has_reference = True
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Inside, `model` computes as when the reference was kept. Without gradients only."""
+        tuner = self.wrapper.base_model
+        # peft makes every parameter of an adapter trained when it switches the adapter on.
+        trained = [(p, p.requires_grad) for p in self.model.parameters()]
+        if self._has_reference:
+            tuner.set_adapter(REFERENCE)
+        else:
+            tuner.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            if self._has_reference:
+                tuner.set_adapter(TRAINED)
+            else:
+                tuner.enable_adapter_layers()
+            for parameter, flag in trained:
+                parameter.requires_grad_(flag)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The base model's parameter names, each with its value as the adapter makes it.
+
+        Merged one layer at a time, on a copy, in the base's precision.
+        """
+        return _walk(self.model, _merge)
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the adapter alone, as peft does: `adapter_config.json` and the tensors."""
+        with warnings.catch_warnings():
+            # They tell that embeddings are saved as well, or that there was no looking them up.
+            warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
+            warnings.filterwarnings("ignore", message="Could not find a config file in")
+            self.wrapper.save_pretrained(str(path), selected_adapters=[TRAINED])
+
+    def load(self, path: str | Path) -> None:
+        """Take on the weights that `save` wrote, to the last bit.
+
+        Raises ValueError for an adapter that was configured otherwise.
+        """
+        peft = _peft()
+        saved = _comparable(peft.PeftConfig.from_pretrained(str(path)))
+        current = _comparable(self.wrapper.peft_config[TRAINED])
+        for name in sorted(saved.keys() | current.keys()):
+            if saved.get(name) != current.get(name):
+                raise ValueError(
+                    f"the adapter in {path} has {name} {saved.get(name)}, and the one given has "
+                    f"{current.get(name)} (peft_config, resume_from_checkpoint)"
+                )
+        tensors = peft.load_peft_weights(str(path), device=str(self.model.device))
+        result = peft.set_peft_model_state_dict(self.wrapper, tensors, adapter_name=TRAINED)
+        if result.unexpected_keys:
+            raise ValueError(f"the adapter in {path} has {result.unexpected_keys[0]}, unknown here")
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether `model` is a PeftModel. Whoever has one has imported peft."""
+    return "peft" in sys.modules and isinstance(model, _peft().PeftModel)
+
+
+def refuse_loose_layers(model: nn.Module) -> None:
+    """Raises ValueError for a transformers model that holds adapters with no PeftModel around it:
+    neither its names nor its files would be those of a model."""
+    if "peft" in sys.modules:
+        kinds = _layer_kinds()
+        for name, module in model.named_modules():
+            if isinstance(module, kinds):
+                raise ValueError(
+                    f"{name} has an adapter and no PeftModel is around the model; give the "
+                    "PeftModel itself, or the folder of the adapter (model)"
+                )
+
+
+def add_adapter(model: Any, peft_config: Any) -> Any:
+    """A PeftModel: `model` with a new adapter in it. Raises ValueError for what cannot be trained.
+
+    As in TRL, `model` is changed; `peft_config` is not.
+    """
+    peft = _peft()
+    if is_adapted(model):
+        raise ValueError(
+            "the model has an adapter already, and another is asked for (peft_config, use_peft); "
+            "merge the first into its base (merge_and_unload), save that, and give it as model"
+        )
+    _check_config(peft_config)
+    refuse_loose_layers(model)
+    try:
+        with _without_old_names():
+            return peft.get_peft_model(model, copy.deepcopy(peft_config))
+    except ValueError as error:  # modules that do not exist, or no default for the architecture
+        raise ValueError(
+            f"{error} (lora_target_modules, lora_target_parameters, lora_dropout, peft_config)"
+        ) from error
+
+
+def lora_config(config: RLOOConfig) -> Any:
+    """peft's LoraConfig as the options say, with TRL's defaults; None without `use_peft`."""
+    if not config.use_peft:
+        return None
+    targets = config.lora_target_modules
+    # peft reads text as a pattern for whole paths; a mere name is meant as a module's.
+    if isinstance(targets, str) and targets != "all-linear" and re.fullmatch(r"[\w.]+", targets):
+        targets = [targets]
+    # Older versions of peft lack it.
+    given = config.lora_target_parameters
+    parameters = {} if given is None else {"target_parameters": given}
+    return _peft().LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=targets,
+        modules_to_save=config.lora_modules_to_save,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        **parameters,
+    )
+
+
+def find_base(name: str, revision: str = "main") -> str | None:
+    """The base model that the adapter `name`, a folder or hub id, was trained on; None for a model
+    that is no adapter. Raises ValueError for an adapter that names none."""
+    try:
+        found = cached_file(
+            name, CONFIG_FILE, revision=revision, _raise_exceptions_for_missing_entries=False
+        )
+    except OSError:  # a name that leads nowhere: told when the model itself is loaded
+        return None
+    if found is None:
+        return None
+    base = _peft().PeftConfig.from_pretrained(str(Path(found).parent)).base_model_name_or_path
+    if not base:
+        raise ValueError(
+            f"{name} is an adapter and does not say of which model ({CONFIG_FILE}: "
+            "base_model_name_or_path)"
+        )
+    return str(base)
+
+
+def load_adapter(base: PreTrainedModel, name: str, revision: str = "main") -> Any:
+    """A PeftModel: `base` with the adapter `name`, a folder or hub id, to go on training."""
+    with _without_old_names():
+        return _peft().PeftModel.from_pretrained(base, name, is_trainable=True, revision=revision)
+
+
+@contextmanager
+def _without_old_names() -> Iterator[None]:
+    """peft asks a model by a name at which newer versions of transformers warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
+
+
+def _check_config(config: Any) -> None:
+    if not isinstance(config, _peft().LoraConfig):
+        raise ValueError(
+            f"peft_config is a {type(config).__name__}; LoraConfig is the one that is part of this "
+            "version"
+        )
+    if config.init_lora_weights not in PLAIN_STARTS:
+        raise ValueError(
+            f"peft_config.init_lora_weights is {config.init_lora_weights!r}, which changes the "
+            "base's weights too: the adapter alone would not be the trained model (true, gaussian)"
+        )
+    if config.bias != "none":
+        raise ValueError(
+            f"peft_config.bias is {config.bias!r}; biases of the base would be trained, and the "
+            "reference would change with them (none)"
+        )
+    for name in OTHER_KINDS:
+        if getattr(config, name, None):
+            raise ValueError(f"peft_config.{name} is not part of this version")
+
+
+def _comparable(config: Any) -> dict[str, Any]:
+    return {
+        name: sorted(value) if isinstance(value, (set, list)) else value
+        for name, value in config.to_dict().items()
+        if name not in HARMLESS
+    }
+
+
+def _walk(
+    module: nn.Module,
+    unwrap: Callable[[nn.Module], nn.Module],
+    prefix: str = "",
+    seen: set[int] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and values as `named_parameters` has them, adapted layers replaced by `unwrap`, and
+    quantised ones by layers in full."""
+    seen = set() if seen is None else seen
+    inner = unwrap(module) if isinstance(module, _layer_kinds()) else in_full(module)
+    replaced = inner is not module
+    for name, parameter in inner.named_parameters(recurse=replaced):
+        # A tied weight has one name. What replaces a layer is nobody else's, and may be freed.
+        if replaced or id(parameter) not in seen:
+            yield prefix + name, parameter.detach()
+        if not replaced:
+            seen.add(id(parameter))
+    if not replaced:
+        for name, child in module.named_children():
+            yield from _walk(child, unwrap, f"{prefix}{name}.", seen)
+
+
+@torch.no_grad()
+def _merge(layer: Any) -> Any:
+    """What the layer computes with its adapter, as a layer of the base's kind."""
+    if isinstance(layer, _peft().utils.ModulesToSaveWrapper):
+        return layer.modules_to_save[TRAINED]
+    if is_quantised(layer.get_base_layer()):
+        return _merge_in_full(layer)
+    merged = copy.deepcopy(layer)
+    # Two adapted parameters of one module are two layers around it.
+    while hasattr(merged, "base_layer"):
+        merged.merge(adapter_names=[TRAINED])
+        merged = merged.base_layer
+    return merged
+
+
+def _merge_in_full(layer: Any) -> nn.Linear:
+    """peft would round what it merges to the base's few bits again."""
+    plain = in_full(layer.get_base_layer())
+    variant = layer.lora_variant.get(TRAINED)
+    if variant is None:
+        plain.weight += layer.get_delta_weight(TRAINED)
+    else:
+        plain.weight.copy_(variant.merge_safe(layer, TRAINED, plain.weight))
+    return plain
+
+
+def _original(layer: Any) -> nn.Module:
+    if isinstance(layer, _peft().utils.ModulesToSaveWrapper):
+        return layer.original_module
+    return in_full(layer.get_base_layer())
+
+
+def _layer_kinds() -> tuple[type, ...]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return BaseTunerLayer, AuxiliaryTrainingWrapper
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(
+            "adapters need the library peft: pip install 'rloo[peft]' (use_peft, peft_config)"
+        ) from error
+    return peft

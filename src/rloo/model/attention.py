@@ -1,0 +1,204 @@
+"""The attention function that packed training and the native engine put into a transformers model.
+
+A model whose attention implementation is `"rloo"` behaves as usual, until its forward is given the
+keyword argument `rloo_layout`: then every layer hands its queries, keys and values to that layout.
+The layout travels as an argument, never as a global, because gradient checkpointing runs the
+forward again after the caller has gone. This module knows nothing of packing or decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from rloo.data.images import is_vision_config
+
+IMPLEMENTATION = "rloo"
+
+
+class Layout(Protocol):
+    """Says which keys each query sees."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """query (B, H, Q, D), key and value (B, H_kv, L, D) to the output (B, Q, H, D)."""
+        ...
+
+
+class Options:
+    """What one layer asks of its attention beyond queries, keys and values."""
+
+    __slots__ = ("scaling", "sinks", "sliding_window", "softcap")
+
+    def __init__(
+        self,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.scaling = scaling
+        self.softcap = softcap
+        self.sliding_window = sliding_window
+        self.sinks = sinks
+
+    def scaling_of(self, query: Tensor) -> float:
+        """What scores are multiplied with: by default the inverse root of the head's size."""
+        return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+) -> Tensor:
+    """Softmax attention with grouped heads, logit soft-capping (Gemma 2) and sinks (GPT-OSS).
+
+    query (B, H, Q, D); key, value (B, H_kv, L, D); mask bool, broadcastable to (B, 1, Q, L), True
+    where a key is seen (every query must see one). Returns (B, H, Q, D).
+    """
+    batch, heads, queries, _ = query.shape
+    repeats = heads // key.shape[1]
+    if repeats > 1 and queries == 1 and options.sinks is None and options.softcap is None:
+        # One query a row: the heads of a group become its queries, so no key is copied.
+        folded = query.reshape(batch, key.shape[1], repeats, query.shape[-1])
+        output = F.scaled_dot_product_attention(
+            folded, key, value, attn_mask=mask, scale=options.scaling
+        )
+        return output.reshape(batch, heads, 1, value.shape[-1])
+    if repeats > 1:
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
+    if options.sinks is None and options.softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=options.scaling
+        )
+    return _attend_eagerly(query, key, value, mask, options)
+
+
+def attend_part(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Attention over a part of the keys, sinks aside, and the log of its softmax's normalizer.
+
+    query (B, H, Q, D); key, value (B, H, L, D); mask to be added, (B, 1, Q, L). Returns (B, H, Q,
+    D) and (B, H, Q, 1): two parts are one softmax if weighted by `exp(normalizer)`.
+    """
+    if query.device.type == "cpu" and options.softcap is None:
+        output, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=mask, scale=options.scaling
+        )
+        return output, normalizer[..., None]
+    scores = _score(query, key, options)
+    if mask is not None:
+        scores = scores + mask
+    normalizer = scores.logsumexp(dim=-1, keepdim=True)
+    return (scores - normalizer).exp() @ value, normalizer
+
+
+def _score(query: Tensor, key: Tensor, options: Options) -> Tensor:
+    """Products of queries (..., Q, D) and keys (..., L, D), scaled and soft-capped."""
+    scores = (query @ key.transpose(-1, -2)).mul_(options.scaling_of(query))
+    if options.softcap is None:
+        return scores
+    return torch.tanh(scores / options.softcap) * options.softcap
+
+
+def _attend_eagerly(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+) -> Tensor:
+    dtype = value.dtype
+    query, key, value = (round_inputs(x) for x in (query, key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        scores = _score(query, key, options)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        if options.sinks is None:
+            return (scores.softmax(dim=-1) @ value).to(dtype)
+        sinks = options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)
+        return (weights[..., :-1] @ value).to(dtype)
+
+
+def round_inputs(states: Tensor) -> Tensor:
+    """Queries, keys or values as a fused attention reads them: rounded to autocast's type, if that
+    is on, and computed with in float32 at least. Scores rounded to 16 bits would make the sampler
+    drift from the trainer."""
+    device = states.device.type
+    if torch.is_autocast_enabled(device):
+        states = states.to(torch.get_autocast_dtype(device))
+    return states.float() if states.dtype.itemsize < 4 else states
+
+
+def _attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    rloo_layout: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    options = Options(scaling=scaling, softcap=softcap, sliding_window=sliding_window, sinks=s_aux)
+    if rloo_layout is not None:
+        return rloo_layout.attend(query, key, value, options), None
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if attention_mask is None and query.shape[2] > 1:
+        attention_mask = causal_mask(query.shape[2], key.shape[2], query.device, sliding_window)
+    output = attend(query, key, value, attention_mask, options)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def causal_mask(
+    queries: int, keys: int, device: torch.device, sliding_window: int | None = None
+) -> Tensor:
+    """bool (queries, keys): the queries are the last positions; True where the key is seen."""
+    distance = (
+        torch.arange(keys - queries, keys, device=device)[:, None]
+        - torch.arange(keys, device=device)[None, :]
+    )
+    mask = distance >= 0
+    return mask if sliding_window is None else mask & (distance < sliding_window)
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """A four-dimensional mask, which transformers passes on unread; with a layout it has no use,
+    and without it transformers would build one of size tokens squared."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def install(model: PreTrainedModel) -> None:
+    """Make `model` understand `rloo_layout`. Raises ValueError where transformers cannot."""
+    AttentionInterface.register(IMPLEMENTATION, _attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+    model.set_attn_implementation(IMPLEMENTATION)
+
+
+def incompatibility(model: PreTrainedModel) -> str | None:
+    """Why layouts cannot work for `model`, or None: known before anything is computed."""
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        return f"{type(model).__name__} is an encoder-decoder model"
+    if is_vision_config(model.config):
+        return f"{type(model).__name__} reads images"
+    other = set(getattr(config, "layer_types", None) or []) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if other:
+        return f"{type(model).__name__} has layers of type {', '.join(sorted(other))}"
+    if not model._supports_attention_backend:
+        return f"{type(model).__name__} does not let its attention function be replaced"
+    return None

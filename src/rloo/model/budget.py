@@ -1,0 +1,239 @@
+"""The token budget of a micro-batch: whether the largest one fits what is free, and what would.
+
+Knows the policy and the machine's memory; nothing of sampling, rewards or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from rloo.config.config import RLOOConfig
+from rloo.data.stream import Prompts
+from rloo.model.batch import Sample
+from rloo.model.logprobs import CHUNK_ELEMENTS
+from rloo.model.memory import (
+    count_tokens,
+    gradient_bytes,
+    make_sample,
+    make_samples,
+    measured_peak_bytes,
+    optimizer_bytes,
+    predicted_peak_bytes,
+    weight_bytes,
+)
+from rloo.model.policy import Policy
+
+# Of a CPU's free memory; the rest is for what torch does not allocate itself.
+CPU_SHARE = 0.9
+# What is certainly less than this share of the free memory is not measured.
+_CERTAIN_SHARE = 0.5
+_UNLIMITED = 2**60
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The largest that an optimizer step can be: prompts in tokens, answers of greatest length."""
+
+    longest_prompt: int
+    shortest_prompt: int
+    completion_tokens: int
+    num_generations: int
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A token budget that fits, and why it is not the one asked for (None if it is)."""
+
+    max_tokens: int
+    reason: str | None = None
+
+
+def workload_of(prompts: Prompts, config: RLOOConfig) -> Workload:
+    """What the dataset and the options allow."""
+    lengths = prompts.lengths
+    size = config.completions_per_step()
+    return Workload(
+        longest_prompt=max(lengths),
+        shortest_prompt=min(lengths),
+        completion_tokens=config.max_completion_length,
+        num_generations=config.num_generations,
+        num_groups=-(-size // config.num_generations),
+    )
+
+
+def largest_micro_batch(policy: Policy, workload: Workload, max_tokens: int) -> list[Sample]:
+    """A micro-batch that fills the budget with answers of greatest length: the longest prompt for
+    its context, the shortest ones for the share of answers. The last answer is cut to the budget;
+    one alone may exceed it, as in training."""
+    if not policy.packed:
+        width = workload.longest_prompt + workload.completion_tokens - 1
+        rows = min(-(-max_tokens // width), workload.num_generations * workload.num_groups)
+        width = min(width, max(1, max_tokens // rows)) if rows > 1 else width
+        prompt = min(workload.longest_prompt, width)
+        return make_samples(prompt, width - prompt + 1, rows)
+    samples: list[Sample] = []
+    left = max_tokens
+    for group in range(workload.num_groups):
+        prompt = workload.shortest_prompt if group else workload.longest_prompt
+        left -= prompt
+        for index in range(workload.num_generations):
+            length = workload.completion_tokens
+            if samples:
+                length = min(length, left + 1)
+            if length < 1:
+                return samples
+            samples.append(make_sample((group, index), prompt, length))
+            left -= length - 1
+    return samples
+
+
+def fitting_budget(policy: Policy, workload: Workload) -> Fit:
+    """The budget `policy.max_tokens` if the largest micro-batch of `workload` fits what is free, or
+    else one that does: computed from small measurements and then verified.
+
+    On CUDA fitting is tried out, forward and backward; on a CPU, which kills a process instead of
+    refusing memory, it is predicted. Raises ValueError if not even one completion fits.
+    """
+    asked = policy.max_tokens
+    room = available_bytes(policy.device) - missing_bytes(policy)
+    if policy.device.type == "cpu":
+        room = int(CPU_SHARE * room)
+    largest = largest_micro_batch(policy, workload, asked)
+    # A measurement would end a profile that is being taken.
+    unmeasured = torch.autograd._profiler_enabled()
+    if unmeasured or (
+        policy.device.type == "cpu" and generous_peak_bytes(policy, largest) < _CERTAIN_SHARE * room
+    ):
+        return Fit(asked)
+    if _fits(policy, largest, room):
+        return Fit(asked)
+    single = make_samples(workload.longest_prompt, workload.completion_tokens, 1)
+    least, needed = count_tokens(policy, single), _needed(policy, single, room)
+    if not _fits(policy, single, room):
+        raise ValueError(
+            f"training on one completion of {workload.completion_tokens:,} tokens after a prompt "
+            f"of {workload.longest_prompt:,} takes {gigabytes(needed)}, and {gigabytes(room)} are "
+            "left beside weights, gradients and optimizer; one must fit (max_completion_length, "
+            "gradient_checkpointing, num_generations, max_tokens_per_micro_batch)"
+        )
+    size, most = count_tokens(policy, largest), _needed(policy, largest, room)
+    slope = max(1.0, (most - needed) / max(1, size - least))
+    budget = min(int(least + (room - needed) / slope), size - 1)
+    while budget > least:
+        if _fits(policy, largest_micro_batch(policy, workload, budget), room):
+            break
+        budget = int(0.9 * budget)
+    reason = f"the largest one would take {gigabytes(most)}, and {gigabytes(room)} are left"
+    return Fit(max(budget, least), reason)
+
+
+def missing_bytes(policy: Policy) -> int:
+    """What the first step will make and keep: gradients, and optimizer state if there is none.
+    State that is parked is back only when the activations are gone."""
+    known = policy.optimizer.state or policy.config.offload_optimizer
+    state = 0 if known else optimizer_bytes(policy)
+    return gradient_bytes(policy) + state
+
+
+def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
+    """More than `predicted_peak_bytes` can be, without measuring: several times what Korthikanti et
+    al. 2022 count for a layer, scores of all pairs of a row, six arrays of logits, and three as
+    large as the weights."""
+    text = policy.model.config.get_text_config()
+    tokens = count_tokens(policy, samples)
+    heads = getattr(text, "num_attention_heads", None) or 1
+    attention = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    inner = max(4 * text.hidden_size, getattr(text, "intermediate_size", None) or 0)
+    inner *= getattr(text, "num_experts_per_tok", None) or 1
+    row = max(len(s.prompt_ids) + len(s.token_ids) for s in samples)
+    numbers = 40 * text.hidden_size + 30 * attention + 12 * inner + 4 * heads * row
+    logits = 6 * min(tokens * text.vocab_size, 2 * CHUNK_ELEMENTS)
+    return 4 * (tokens * text.num_hidden_layers * numbers + logits) + 3 * weight_bytes(policy.model)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that this process can still take: of the GPU, or of the machine, its control groups
+    and its address space, whichever ends first."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    limits = [psutil.virtual_memory().available, *_control_groups()]
+    process = psutil.Process()
+    if hasattr(process, "rlimit"):  # Linux
+        limit = process.rlimit(psutil.RLIMIT_AS)[0]
+        if limit != psutil.RLIM_INFINITY:
+            limits.append(limit - process.memory_info().vms)
+    return max(0, min(limits))
+
+
+def gigabytes(size: float) -> str:
+    """`1.25 GB`, small sizes in `MB`."""
+    return f"{size / 1e9:.2f} GB" if abs(size) >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _needed(policy: Policy, samples: Sequence[Sample], room: int) -> int:
+    try:
+        return predicted_peak_bytes(policy, samples)
+    except torch.OutOfMemoryError:  # already at an eighth of the size
+        return 8 * room
+
+
+def _fits(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
+    if policy.device.type == "cpu":
+        return predicted_peak_bytes(policy, samples) <= room
+    try:
+        # What the first step will allocate must fit beside it; gradients the measurement makes.
+        state = missing_bytes(policy) - gradient_bytes(policy)
+        held = torch.empty(state, dtype=torch.uint8, device=policy.device)
+        measured_peak_bytes(policy, samples)
+        del held
+    except torch.OutOfMemoryError:
+        fits = False
+    else:
+        fits = True
+    torch.cuda.empty_cache()
+    return fits
+
+
+def _control_groups(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
+    """Bytes left in each control group of this process that limits memory (version 1 or 2)."""
+    if not groups.exists():
+        return []
+    left = []
+    for line in groups.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if controllers
+            else ("memory.max", "memory.current", "inactive_file")
+        )
+        folder = base / path.strip("/")
+        # In a container the path may be the host's; its own group is then the root.
+        for place in {folder, *folder.parents} if folder.exists() else {base}:
+            if place.is_relative_to(base):
+                left += _room_in_group(place, *names)
+    return left
+
+
+def _room_in_group(folder: Path, limit: str, usage: str, reclaimable: str) -> list[int]:
+    if not (folder / limit).exists() or not (folder / usage).exists():
+        return []
+    text = (folder / limit).read_text().strip()
+    if text == "max" or int(text) >= _UNLIMITED:
+        return []
+    cached = 0
+    if (folder / "memory.stat").exists():
+        rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cached = int(rows.get(reclaimable, 0))
+    return [int(text) - int((folder / usage).read_text()) + cached]

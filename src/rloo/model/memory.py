@@ -1,0 +1,295 @@
+"""What an update needs in memory, measured small and scaled up before it happens.
+
+Bytes are those that torch allocates (on a CPU what its profiler records, on CUDA what the caching
+allocator counts), not resident pages. Knows the policy; nothing of budgets, sampling or files.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rloo.model.batch import Sample, pack, pad
+from rloo.model.logprobs import CHUNK_ELEMENTS
+from rloo.model.optimizers import build_optimizer
+from rloo.model.policy import Policy
+from rloo.model.quantization import statistics_bytes
+
+# Shares of a micro-batch's lengths at which it is measured. Memory is linear in tokens; where masks
+# or scores of width squared are made, a parabola is laid through larger sizes.
+LINEAR = (1 / 16, 1 / 8)
+QUADRATIC = (1 / 4, 1 / 2, 3 / 4)
+# Below so many tokens a completion would not look like a long one.
+_FEWEST_TOKENS = 8
+# One code book for all parameters (bitsandbytes).
+_SHARED_STATE = "qmap"
+_MARK = "rloo: a phase ends"
+
+Mark = Callable[[], None]
+
+
+def make_samples(
+    prompt_tokens: int, completion_tokens: int, num_generations: int, num_groups: int = 1
+) -> list[Sample]:
+    """Samples of these lengths with arbitrary tokens: what memory and time depend on."""
+    return [
+        make_sample((group, index), prompt_tokens, completion_tokens)
+        for group in range(num_groups)
+        for index in range(num_generations)
+    ]
+
+
+def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int) -> Sample:
+    """One of them. Its tokens are the vocabulary's first, over and over."""
+    prompt, completion = ([i % 64 for i in range(n)] for n in (prompt_tokens, completion_tokens))
+    return Sample(key, prompt, completion, [0.0] * completion_tokens, 0.0, True)
+
+
+def count_tokens(policy: Policy, samples: Sequence[Sample]) -> int:
+    """Input tokens of `samples` as one micro-batch of the policy: what its budget limits."""
+    host = torch.device("cpu")
+    batch = pack(samples, host) if policy.packed else pad(samples, host, policy.pad_token_id)
+    return batch.num_input_tokens
+
+
+def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
+    """Peak of memory that training on `samples` as one micro-batch takes, in bytes, on top of what
+    is there in any case: weights, gradients, optimizer, reference.
+
+    Measured at small shares of the lengths, phase by phase (each layer's forward and backward, the
+    vocabulary head, the reference) with the head's chunks scaled alike; each phase is continued to
+    the full length and the largest counts, so that one which dominates only there is not missed.
+    A small micro-batch is measured as it is. Gradients of the policy are discarded.
+    """
+    longest = max(len(s.token_ids) for s in samples)
+    shares = QUADRATIC if _makes_squares(policy) else LINEAR
+    least = max(1.0, _FEWEST_TOKENS / (longest * shares[0]))
+    if shares[-1] * least >= 1:
+        return measured_peak_bytes(policy, samples)
+    full = count_tokens(policy, samples)
+    tokens, peaks = [], []
+    for share in shares:
+        cut = [_shorten(sample, share * least) for sample in samples]
+        tokens.append(count_tokens(policy, cut))
+        peaks.append(_peaks(policy, cut, int(CHUNK_ELEMENTS * tokens[-1] / full)))
+    if len({len(phases) for phases in peaks}) > 1:  # a model that does not repeat itself
+        peaks = [[max(phases)] for phases in peaks]
+    # Distances from the full size in its own unit: the constant is then the value there.
+    distance = np.array(tokens) / full - 1
+    constants = np.polyfit(distance, np.array(peaks, dtype=float), len(shares) - 1)[-1]
+    return int(constants.max())
+
+
+def measured_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
+    """The same, measured by doing it. Raises torch.OutOfMemoryError on CUDA when it does not fit;
+    a CPU's process may be killed instead."""
+    return max(_peaks(policy, samples, CHUNK_ELEMENTS))
+
+
+def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[int]:
+    """Peak of allocated bytes, above those at the start, in each phase of `work`, which calls its
+    argument where a phase ends."""
+    if device.type == "cuda":
+        start, peaks = torch.cuda.memory_allocated(device), []
+
+        def mark() -> None:
+            peaks.append(torch.cuda.max_memory_allocated(device) - start)
+            torch.cuda.reset_peak_memory_stats(device)
+
+        torch.cuda.reset_peak_memory_stats(device)
+        with _no_collection():
+            work(mark)
+        mark()
+        return peaks
+    silence_profiler()
+    with (
+        _no_collection(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
+        work(_record_mark)
+    times, totals = allocations(profiler)
+    marks = sorted(e.start_ns() for e in recorded_events(profiler) if e.name() == _MARK)
+    edges = [0, *marks, np.iinfo(np.int64).max]
+    return [peak_between(times, totals, *phase) for phase in pairwise(edges)]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What is left of others, freed in between, would be taken off what the work holds."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def allocations(profiler: Any) -> tuple[np.ndarray, np.ndarray]:
+    """When a profiler saw the CPU's memory change, in nanoseconds, and what torch held from then on
+    beyond what it held at first, in bytes."""
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in recorded_events(profiler)
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+    ]
+    events.sort(key=lambda event: event[0])
+    times = np.array([time for time, _ in events], dtype=np.int64)
+    return times, np.cumsum(np.array([size for _, size in events], dtype=np.int64))
+
+
+def peak_between(times: np.ndarray, totals: np.ndarray, start: int, end: int) -> int:
+    """The most of `allocations` that was held at some time from `start` to `end`, in bytes."""
+    first, last = times.searchsorted([start, end])
+    held = totals[first - 1] if first else 0
+    return int(max(held, totals[first:last].max(initial=0)))
+
+
+def recorded_events(profiler: Any) -> Any:
+    """What a finished torch.profiler saw, raw: its own lists leave single allocations out."""
+    return profiler.profiler.kineto_results.events()
+
+
+def silence_profiler() -> None:
+    """Keep the profiler's library from writing its own log to stderr; before its first use."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers, and of the scales of those of few bits; what is
+    shared counts once."""
+    tensors = [*module.parameters(), *module.buffers()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()) + statistics_bytes(module)
+
+
+def gradient_bytes(policy: Policy) -> int:
+    """Bytes of the gradients of everything that is trained."""
+    return sum(p.numel() * p.element_size() for p in policy.parameters)
+
+
+def optimizer_bytes(policy: Policy) -> int:
+    """Bytes of the optimizer's state, also before its first step makes it: a parameter of each
+    shape is given one on the side."""
+    present = _tensor_bytes(policy.optimizer.state.values())
+    if present:
+        return present
+    # Optimizers of 8 bits keep the state of embeddings in 32.
+    embeddings = {id(m.weight) for m in policy.model.modules() if isinstance(m, nn.Embedding)}
+    sizes: dict[Any, int] = {}
+    total = 0
+    for parameter in policy.parameters:
+        embeds = id(parameter) in embeddings
+        kind = (parameter.shape, parameter.dtype, embeds)
+        if kind not in sizes:
+            module = nn.Embedding(1, 1) if embeds else nn.Module()
+            sizes[kind] = _state_bytes(module, torch.zeros_like(parameter), policy)
+        total += sizes[kind]
+    return total
+
+
+def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
+    module.register_parameter("weight", nn.Parameter(values))
+    optimizer = build_optimizer(module, policy.config)  # type: ignore[arg-type]
+    module.weight.grad = torch.zeros_like(values)
+    optimizer.step()
+    return _tensor_bytes(optimizer.state.values())
+
+
+def step_bytes(policy: Policy) -> int:
+    """Peak of an optimizer step on top of weights, gradients and state, state that is parked
+    included. It is made, so the policy is to be thrown away: its weights may decay."""
+
+    def fill() -> None:
+        for parameter in policy.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    fill()
+    policy.step()  # makes the state
+    fill()
+    return max(phase_peaks(policy.device, lambda _: policy.step()))
+
+
+def _tensor_bytes(states: Any) -> int:
+    return sum(
+        value.numel() * value.element_size()
+        for state in states
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not name.startswith(_SHARED_STATE)
+    )
+
+
+def _makes_squares(policy: Policy) -> bool:
+    """Whether some array has an entry for each pair of tokens: transformers' masks of padded rows,
+    and scores that no fused attention computes (soft-capped or with sinks)."""
+    softcap = getattr(policy.model.config.get_text_config(), "attn_logit_softcapping", None)
+    sinks = any(name.endswith("sinks") for name, _ in policy.model.named_parameters())
+    return not policy.packed or softcap is not None or sinks
+
+
+def _shorten(sample: Sample, share: float) -> Sample:
+    prompt, completion = (
+        max(1, round(share * len(ids))) for ids in (sample.prompt_ids, sample.token_ids)
+    )
+    return replace(
+        sample,
+        prompt_ids=sample.prompt_ids[:prompt],
+        token_ids=sample.token_ids[:completion],
+        engine_logprobs=sample.engine_logprobs[:completion],
+    )
+
+
+def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> list[int]:
+    """Peaks of a micro-batch's phases where gradients exist already, as from the second one on."""
+    for parameter in policy.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+    def work(mark: Mark) -> None:
+        with _marked_layers(policy.model, mark):
+            batch = policy.batch(samples)
+            logprobs = policy.logprobs(batch, chunk_elements=chunk_elements).logprobs
+            mark()
+            if policy.config.beta != 0:
+                policy.reference_logprobs(batch)
+                mark()
+            logprobs.mean().backward()
+
+    try:
+        return phase_peaks(policy.device, work)
+    finally:
+        policy.optimizer.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _marked_layers(model: nn.Module, mark: Mark) -> Iterator[None]:
+    """`mark` where a layer's forward ends and where its backward begins."""
+
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        mark()
+        states = output[0] if isinstance(output, tuple) else output
+        if states.requires_grad:
+            states.register_hook(lambda gradient: mark())
+
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    handles = [layer.register_forward_hook(after_forward) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _record_mark() -> None:
+    with record_function(_MARK):
+        pass

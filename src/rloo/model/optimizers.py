@@ -1,0 +1,165 @@
+"""Optimizers and schedules by their names in transformers."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import get_parameter_names
+
+from rloo.config.config import RLOOConfig
+from rloo.config.training_arguments import to_training_arguments
+
+# They need more than the parameters and the usual options.
+OTHER_OPTIMIZERS = ("lomo", "galore", "apollo", "schedule_free")
+# Names of parameters that weight decay leaves alone, as in transformers' Trainer.
+NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
+Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
+Given: TypeAlias = tuple[torch.optim.Optimizer | None, Scheduler | None]
+
+
+def make_optimizers(
+    given: Given, model: PreTrainedModel, config: RLOOConfig, num_training_steps: int
+) -> tuple[torch.optim.Optimizer, Scheduler]:
+    """Optimizer and schedule: those given, and what is missing from the options.
+
+    Raises ValueError for an optimizer that lacks trained parameters or holds another model's, as
+    one does that was made before an adapter was added, and for a schedule of another optimizer.
+    """
+    optimizer, scheduler = given
+    if optimizer is None:
+        if scheduler is not None:
+            raise ValueError("a schedule is given without its optimizer; give both (optimizers)")
+        optimizer = build_optimizer(model, config)
+    else:
+        trained = {id(p) for p in model.parameters() if p.requires_grad}
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        foreign = held - {id(p) for p in model.parameters()}
+        if foreign or not trained <= held:
+            raise ValueError(
+                f"the optimizer holds {len(held & trained)} of the {len(trained)} trained "
+                f"parameters and {len(foreign)} of another model; it must hold all of the first "
+                "and none of the second (optimizers)"
+            )
+    if scheduler is None:
+        scheduler = build_scheduler(optimizer, config, num_training_steps)
+    elif scheduler.optimizer is not optimizer:
+        raise ValueError("the schedule given is of another optimizer than the one (optimizers)")
+    return optimizer, scheduler
+
+
+def build_optimizer(model: PreTrainedModel, config: RLOOConfig) -> torch.optim.Optimizer:
+    """The optimizer `config.optim` over the trained parameters, biases and norms not decayed.
+
+    As in transformers' Trainer, one with a state of 8 bits keeps that of embeddings in 32. Raises
+    ValueError for a name that transformers lacks, or whose library is not installed, and for
+    `optim_args` that it does not read.
+    """
+    if any(family in config.optim for family in OTHER_OPTIMIZERS):
+        raise ValueError(
+            f"optim is {config.optim}; that family is not part of this version (optim)"
+        )
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for n, p in trained if n in decayed],
+            "weight_decay": config.weight_decay,
+        },
+        {"params": [p for n, p in trained if n not in decayed], "weight_decay": 0.0},
+    ]
+    try:
+        make, options = _factory(model, config)
+        optimizer: torch.optim.Optimizer = make(groups, **options)
+    except (ImportError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"optim is {config.optim}, which cannot be made: {error} (optim)"
+        ) from error
+    _check_arguments(model, config, options)
+    _settle_bitsandbytes(optimizer, model)
+    return optimizer
+
+
+def _factory(model: PreTrainedModel, config: RLOOConfig) -> tuple[Any, dict[str, Any]]:
+    arguments = to_training_arguments(config)
+    made: tuple[Any, dict[str, Any]] = transformers.Trainer.get_optimizer_cls_and_kwargs(
+        arguments, model
+    )
+    return made[0], {name: _read(value) for name, value in made[1].items()}
+
+
+def _read(value: Any) -> Any:
+    """Some factories pass numbers of `optim_args` on as text."""
+    if isinstance(value, str):
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+    return value
+
+
+def _check_arguments(model: PreTrainedModel, config: RLOOConfig, options: dict[str, Any]) -> None:
+    """transformers drops in silence what the optimizer does not read."""
+    given = [part for part in (config.optim_args or "").replace(" ", "").split(",") if part]
+    for part in given:
+        name = part.partition("=")[0]
+        try:
+            # A value that nobody has as a default: only a name that is read makes a difference.
+            changed = _factory(model, replace(config, optim_args=f"{name}=0.0137"))[1]
+            without = _factory(model, replace(config, optim_args=None))[1]
+        except (ValueError, AttributeError):  # read, and of another type
+            continue
+        if changed == without:
+            raise ValueError(
+                f"optim_args has {name}, which {config.optim} does not read here (optim_args)"
+            )
+
+
+def _settle_bitsandbytes(optimizer: Any, model: nn.Module) -> None:
+    manager = getattr(optimizer, "mng", None)
+    if manager is None:
+        return
+    if next(model.parameters()).device.type == "cpu":
+        optimizer.is_paged = False  # it would warn that nothing is paged there
+    if optimizer.args.optim_bits != 8:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            manager.override_config(module.weight, "optim_bits", 32)
+            # The manager is the process's, and knows parameters by an id that may be used again.
+            weakref.finalize(module.weight, manager.pid2config.pop, id(module.weight), None)
+
+
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, config: RLOOConfig, num_training_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The schedule `config.lr_scheduler_type`. Raises ValueError where its arguments do not fit."""
+    name, options = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
+    try:
+        return transformers.get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=_warmup_steps(config, num_training_steps),
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs=options,
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"lr_scheduler_type is {name} with lr_scheduler_kwargs {options}, which cannot be "
+            f"made: {error} (lr_scheduler_type, lr_scheduler_kwargs)"
+        ) from error
+
+
+def _warmup_steps(config: RLOOConfig, num_training_steps: int) -> int:
+    """A number below 1 is a share of the run (transformers 5)."""
+    steps = config.warmup_steps
+    return math.ceil(steps * num_training_steps) if 0 < steps < 1 else int(steps)

@@ -1,0 +1,234 @@
+"""Attention over packed groups: each prompt once, its K completions after it.
+
+The packed row is `prompt, completion 1, completion 2, ..., next prompt, ...`; everything in a model
+but attention treats tokens one by one and never notices. Here a prompt attends to itself, a
+completion to its prompt and its own past: on a CPU by `flash.py`, which reads the row in place;
+elsewhere, and for windows, soft caps and sinks, in rows, one per prompt and completion, with masks.
+Knows nothing of samples, rewards or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rloo.model.attention import Options, attend
+from rloo.model.flash import Call, attend_packed
+
+# Elements of the largest mask that is kept; where it would be larger, queries are taken in blocks,
+# each with a mask of its own that the backward makes again. So no array grows with tokens squared.
+MASK_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `start` to `stop` of the packed row; `prompt` numbers the prompt they continue, if
+    they are a completion."""
+
+    start: int
+    stop: int
+    prompt: int | None = None
+
+
+class _Rows:
+    """Spans that attend in one call, padded to equal width: R rows of W tokens."""
+
+    def __init__(self, spans: Sequence[Span], prompts: _Rows | None) -> None:
+        lengths = torch.tensor([span.stop - span.start for span in spans])
+        columns = torch.arange(int(lengths.max()))
+        starts = torch.tensor([span.start for span in spans])
+        self.valid = columns < lengths[:, None]
+        self.index = torch.where(self.valid, starts[:, None] + columns, 0)
+        self.prompt: Tensor | None = None
+        # Of queries (R, W) and keys (R, L); the masks (R, W, L) are made where they are used.
+        self._position = columns.expand(len(spans), -1)
+        self._key_position, self._key_valid = self._position, self.valid
+        if prompts is not None:
+            self.prompt = torch.tensor([span.prompt for span in spans])
+            before = prompts.valid[self.prompt]
+            self._position = self._position + before.sum(dim=1)[:, None]
+            self._key_position = torch.cat(
+                [torch.arange(before.shape[1]).expand(len(spans), -1), self._position], dim=1
+            )
+            self._key_valid = torch.cat([before, self.valid], dim=1)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def to(self, device: torch.device) -> _Rows:
+        for name in ("valid", "index", "prompt", "_position", "_key_position", "_key_valid"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.to(device))
+        return self
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """query (R, H, W, D), key and value (R, H_kv, L, D) to (R, H, W, D)."""
+        num_rows, width = self.valid.shape
+        window = options.sliding_window
+        block = max(1, MASK_ELEMENTS // (num_rows * key.shape[2]))
+        if width <= block:
+            if window not in self._masks:
+                self._masks[window] = self._mask(window, slice(0, width), key.shape[2])
+            return attend(query, key, value, self._masks[window], options)
+        before = key.shape[2] - width
+
+        def attend_block(queries: slice, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            last = before + queries.stop
+            mask = self._mask(window, queries, last)
+            return attend(query[:, :, queries], key[:, :, :last], value[:, :, :last], mask, options)
+
+        outputs = []
+        for start in range(0, width, block):
+            queries = slice(start, min(start + block, width))
+            outputs.append(
+                checkpoint(
+                    attend_block,
+                    queries,
+                    query,
+                    key,
+                    value,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            )
+        return torch.cat(outputs, dim=2)
+
+    def _mask(self, sliding_window: int | None, queries: slice, keys: int) -> Tensor:
+        """bool (R, 1, queries, keys): True where a query sees one of the first keys. Windows count
+        logical positions."""
+        position = self._position[:, queries, None]
+        key_position = self._key_position[:, None, :keys]
+        visible = (key_position <= position) & self._key_valid[:, None, :keys]
+        if sliding_window is not None:
+            visible &= key_position > position - sliding_window
+        # A padded query sees everything: its output is dropped, and a softmax over no key is NaN.
+        visible |= ~self.valid[:, queries, None]
+        return visible[:, None]
+
+
+class _ToRows(torch.autograd.Function):
+    """Packed tokens (T, H, D) to one (R, W, H, D) for each set of rows.
+
+    Every token stands in exactly one place, so the backward is a gather as well, where autograd's
+    own would add up into zeros, several times slower.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, place: Tensor, *indices: Tensor) -> Any:
+        ctx.save_for_backward(place)
+        return tuple(
+            tokens.index_select(0, index.flatten()).view(*index.shape, *tokens.shape[1:])
+            for index in indices
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (place,) = ctx.saved_tensors
+        flat = torch.cat([gradient.flatten(0, 1) for gradient in gradients])
+        return flat.index_select(0, place), None, *[None] * len(gradients)
+
+
+class PackedLayout:
+    """Which token of a packed row sees which. `spans` cover the row, a prompt's completions follow
+    it; prompts are numbered in their order. Rows of one attention call are sorted by width, so that
+    little is padded."""
+
+    def __init__(self, spans: Sequence[Span], rows_per_call: int, device: torch.device) -> None:
+        self._spans = spans
+        self._rows_per_call = rows_per_call
+        self._device = device
+
+    @cached_property
+    def _calls(self) -> tuple[list[Call], list[Call]]:
+        """Each span to itself, and the completions of a prompt to it."""
+        own: list[Call] = []
+        prompts: list[slice] = []
+        ends: list[int] = []
+        for span in self._spans:
+            tokens = slice(span.start, span.stop)
+            if span.prompt is None:
+                prompts.append(tokens)
+                ends.append(span.stop)
+            else:
+                ends[span.prompt] = span.stop
+            if span.stop > span.start:
+                own.append((tokens, tokens))
+        shared = [
+            (slice(prompt.stop, end), prompt)
+            for prompt, end in zip(prompts, ends, strict=True)
+            if end > prompt.stop
+        ]
+        return own, shared
+
+    @cached_property
+    def _rows(self) -> list[_Rows]:
+        prompts = [span for span in self._spans if span.prompt is None]
+        others = [s for s in self._spans if s.prompt is not None and s.stop > s.start]
+        others.sort(key=lambda span: (span.stop - span.start, span.start))
+        rows = [_Rows(prompts, None)]
+        for first in range(0, len(others), self._rows_per_call):
+            rows.append(_Rows(others[first : first + self._rows_per_call], rows[0]))
+        return [r.to(self._device) for r in rows]
+
+    @cached_property
+    def _place(self) -> Tensor:
+        """Where the rows, flattened and joined, hold each token."""
+        held = torch.cat([rows.index[rows.valid] for rows in self._rows])
+        where = torch.cat([rows.valid.flatten() for rows in self._rows]).nonzero()[:, 0]
+        return torch.empty_like(held).index_put((held,), where)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """query (1, H, T, D), key and value (1, H_kv, T, D) to (1, T, H, D)."""
+        plain = options.softcap is None and options.sinks is None
+        if query.device.type == "cpu" and plain and options.sliding_window is None:
+            scaling = options.scaling_of(query)
+            dtype = value.dtype
+            if torch.is_autocast_enabled("cpu"):
+                dtype = torch.get_autocast_dtype("cpu")
+            own, shared = self._calls
+            parts = (x[0].to(dtype) for x in (query, key, value))
+            return attend_packed(*parts, own=own, shared=shared, scaling=scaling)[None]
+        return self._attend_in_rows(query, key, value, options)
+
+    def _attend_in_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, options: Options
+    ) -> Tensor:
+        indices = [rows.index for rows in self._rows]
+        queries, keys, values = (
+            _ToRows.apply(x[0].transpose(0, 1), self._place, *indices) for x in (query, key, value)
+        )
+        outputs = []
+        for number, rows in enumerate(self._rows):
+            row_keys, row_values = keys[number], values[number]
+            if rows.prompt is not None:
+                row_keys = torch.cat([keys[0].index_select(0, rows.prompt), row_keys], dim=1)
+                row_values = torch.cat([values[0].index_select(0, rows.prompt), row_values], dim=1)
+            output = rows.attend(
+                queries[number].transpose(1, 2),
+                row_keys.transpose(1, 2),
+                row_values.transpose(1, 2),
+                options,
+            )
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
+        return _FromRows.apply(torch.cat(outputs), self._place)[None]
+
+
+class _FromRows(torch.autograd.Function):
+    """Rows, flattened and joined (S, H, D), to packed tokens (T, H, D): the inverse of _ToRows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place: Tensor) -> Any:
+        ctx.save_for_backward(place)
+        ctx.size = rows.shape[0]
+        return rows.index_select(0, place)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (place,) = ctx.saved_tensors
+        gradient = gradients[0].new_zeros(ctx.size, *gradients[0].shape[1:])
+        return gradient.index_copy_(0, place, gradients[0]), None

@@ -1,0 +1,263 @@
+"""What a person reads of a run: header, progress, completions, evaluations, verdict.
+
+Pure functions from numbers to text and rich tables, but for `print_evaluation`. Prompts and
+completions are hostile: every character that could steer a terminal is shown, not sent. Knows
+nothing of files, loggers or training.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text as RichText
+
+from rloo.config.config import RLOOConfig
+from rloo.config.formula import objective_line
+from rloo.report.metrics import deviation
+from rloo.types import Group, Text
+
+# Steps over which the progress line and the verdict average.
+WINDOW = 8
+# 97.5 % point of the normal distribution.
+Z = 1.959963984540054
+
+Estimate = tuple[float, float]
+Row = Mapping[str, float]
+
+_MAX_CHARACTERS = 600
+_MAX_LINES = 12
+_BAR_WIDTH = 20
+
+
+def inert(text: str, encoding: str = "utf-8") -> str:
+    """`text` with every character but newline that is not plain print (control, direction override,
+    surrogate, unassigned) or not in `encoding` written as an escape: it moves no cursor, sets no
+    colour or title, and prints on any stream."""
+    shown = (
+        character
+        if character == "\n" or unicodedata.category(character)[0] not in "CZ" or character == " "
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
+    return "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def shorten(text: str) -> str:
+    """At most 600 characters and 12 lines, head and tail: an answer mostly stands at the end."""
+    if len(text) > _MAX_CHARACTERS:
+        half = _MAX_CHARACTERS // 2
+        left_out = len(text) - 2 * half
+        text = f"{text[:half]} [... {left_out:,} characters ...] {text[-half:]}"
+    lines = text.split("\n")
+    if len(lines) > _MAX_LINES:
+        half = _MAX_LINES // 2
+        lines = [*lines[:half], f"[... {len(lines) - 2 * half} lines ...]", *lines[-half:]]
+    return "\n".join(lines)
+
+
+def header(info: Mapping[str, Any], config: RLOOConfig) -> list[str]:
+    """One line per entry of `info`, then what a step is made of and the objective."""
+    precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "float32"
+    prompts, generations = config.prompts_per_rollout(), config.num_generations
+    rollout = f"{prompts} prompts x {generations} generations = {prompts * generations} completions"
+    if config.steps_per_rollout() > 1:
+        rollout += f", used for {config.steps_per_rollout()} steps"
+    rows = {**info, "precision": precision, "rollout": rollout, "objective": objective_line(config)}
+    width = max(map(len, rows))
+    return [f"{name:{width}}  {_describe(value)}" for name, value in rows.items()]
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def mean_reward(rows: Sequence[Row]) -> Estimate:
+    """Mean reward of the rows and its standard error, as if steps were independent; where a step
+    has no error of its own (one prompt), from the spread over the steps. NaN if unknown."""
+    known = [row for row in rows if math.isfinite(row.get("reward", math.nan))]
+    if not known:
+        return math.nan, math.nan
+    rewards = [row["reward"] for row in known]
+    errors = [row.get("reward/standard_error", math.nan) for row in known]
+    error = math.sqrt(math.fsum(e * e for e in errors)) / len(known)
+    if not math.isfinite(error):
+        error = deviation(rewards) / math.sqrt(len(known))
+    return fmean(rewards), error
+
+
+def progress(
+    step: int, max_steps: int, *, scored: Sequence[Row], recent: Sequence[Row]
+) -> list[str]:
+    """Three lines: how far, what was learned, where the time goes. `scored` are all steps that
+    brought rewards, the first one first; `recent` the last steps, over which is averaged."""
+    speed = _recent_mean(recent, "step_time")
+    done = f"step {step}/{max_steps}"
+    if math.isfinite(speed):
+        done += f"  {duration(speed * (max_steps - step))} left"
+    learned = f"reward {plus_minus(*mean_reward(scored[-WINDOW:]))}"
+    if len(scored) > 1:
+        first, first_error = mean_reward(scored[:1])
+        now, error = mean_reward(scored[max(1, len(scored) - WINDOW) :])
+        change = plus_minus(now - first, math.hypot(error, first_error), signed=True)
+        learned += f"  {change} since the start"
+    shown = (
+        ("signal in {:.0f} % of groups", "groups/signal", 100.0),
+        ("KL {:.3g}", "kl", 1.0),
+        ("entropy {:.3g}", "entropy", 1.0),
+        ("length {:.3g}", "completions/mean_length", 1.0),
+    )
+    state = [
+        text.format(scale * mean)
+        for text, name, scale in shown
+        if math.isfinite(mean := _recent_mean(recent, name))
+    ]
+    return [f"{done}  {learned}", "  ".join(state), "  ".join(_time_split(recent))]
+
+
+def progress_bar(step: int, max_steps: int) -> str:
+    """`[=====.....]`, filled by the share of the steps that is done."""
+    filled = round(_BAR_WIDTH * min(step / max(max_steps, 1), 1.0))
+    return f"[{'=' * filled}{'.' * (_BAR_WIDTH - filled)}]"
+
+
+def _time_split(recent: Sequence[Row]) -> Iterator[str]:
+    phases = dict.fromkeys(n for row in recent for n in row if n.startswith("time/"))
+    spent = {name: math.fsum(row.get(name, 0.0) for row in recent) for name in phases}
+    total = math.fsum(spent.values())
+    if total > 0:
+        shares = (f"{n.removeprefix('time/')} {100 * s / total:.0f} %" for n, s in spent.items())
+        yield f"time: {', '.join(shares)}"
+    rate = _recent_mean(recent, "tokens_per_second/sample")
+    if math.isfinite(rate):
+        yield f"samples {rate:,.0f} tokens/s"
+
+
+def _recent_mean(rows: Sequence[Row], name: str) -> float:
+    values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+    return fmean(values) if values else math.nan
+
+
+def completions_table(
+    step: int,
+    groups: Sequence[Group],
+    *,
+    limit: int | None,
+    encoding: str,
+    unique_prompts: bool = False,
+) -> Table:
+    """Up to `limit` completions with their rewards (None: all), different prompts first, or with
+    `unique_prompts` one completion of each prompt."""
+    table = Table(title=f"Completions at step {step}", show_lines=True, title_justify="left")
+    for name in ("Prompt", "Completion", "Reward"):
+        table.add_column(name, overflow="fold", ratio=1 if name == "Reward" else 3)
+    chosen = list(spread(groups))
+    if unique_prompts:  # a row may be drawn twice
+        seen: dict[str, Group] = {}
+        for group in groups:
+            seen.setdefault(as_string(group.prompt.content), group)
+        chosen = [(group, 0) for group in seen.values()]
+    for group, index in chosen[:limit]:
+        reward = group.rewards[index]
+        scores = [f"{name} {_score(values[index])}" for name, values in group.scores.items()]
+        extras = [f"{name}: {str(values[index])[:80]}" for name, values in group.extras.items()]
+        cells = (
+            as_string(group.prompt.content),
+            as_string(group.texts[index]),
+            "\n".join([_score(reward), *scores, *extras, group.completions[index].finish]),
+        )
+        table.add_row(*(RichText(inert(shorten(cell), encoding)) for cell in cells))
+    return table
+
+
+def spread(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
+    """Every completion as (group, index): the first of each group, then the second of each, ..."""
+    for index in range(max((len(group.texts) for group in groups), default=0)):
+        for group in groups:
+            if index < len(group.texts):
+                yield group, index
+
+
+def as_string(text: Text) -> str:
+    """A prompt or completion as one string; messages as `role: content`, one below the other."""
+    if isinstance(text, str):
+        return text
+    return "\n".join(f"{message.get('role')}: {_content(message)}" for message in text)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return str(parts)
+    return "".join(part.get("text") or f"[{part.get('type')}]" for part in parts)
+
+
+def _score(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"
+
+
+def evaluation_line(metrics: Mapping[str, Any]) -> str:
+    """pass@k with 95 % intervals, mean reward, length, and on how much it was measured."""
+    names = [n for n in metrics if n.startswith("pass@") and not n.endswith("_interval")]
+    parts = [
+        f"{name.replace('_', ' ')} {percent(metrics[name], metrics.get(f'{name}_interval'))}"
+        for name in names
+    ]
+    reward = metrics.get("reward", math.nan)
+    if math.isfinite(reward):
+        error = metrics.get("reward/standard_error", math.nan)
+        parts.append(f"reward {plus_minus(reward, error)}")
+    if "completions/mean_length" in metrics:
+        parts.append(f"length {metrics['completions/mean_length']:.3g}")
+    if "num_prompts" in metrics:
+        size = f"{metrics['num_prompts']:,} problems x {metrics.get('num_samples', 1)} samples"
+        parts.append(f"({size})")
+    return "  ".join(parts)
+
+
+def print_evaluation(metrics: Mapping[str, Any], console: Console | None = None) -> None:
+    """Show the metrics of `rloo eval`, one a line below the headline, on stdout by default."""
+    console = console or Console()
+    write_line(console, evaluation_line(metrics))
+    for name, value in metrics.items():
+        if isinstance(value, (int, float)) and not name.startswith("pass@"):
+            write_line(console, f"  {name:40} {value:,.4g}")
+
+
+def write_line(console: Console, text: str) -> None:
+    """Print without markup, colours or wrapping: the text is not ours."""
+    shown = inert(text, console.encoding)
+    console.print(shown, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def percent(value: float, bounds: Sequence[float] | None = None) -> str:
+    """`24.1 % [21.0, 27.5]`"""
+    text = f"{100 * value:.1f} %"
+    return text if bounds is None else f"{text} [{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]"
+
+
+def plus_minus(value: float, error: float, *, signed: bool = False) -> str:
+    """`0.312 ± 0.041`; without the error where it is unknown."""
+    text = f"{value:+.3f}" if signed else f"{value:.3f}"
+    return f"{text} ± {error:.3f}" if math.isfinite(error) else text
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `2 min 05 s`, `3 h 07 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"

@@ -1,0 +1,108 @@
+"""README.md beside a trained model: what it is made of and how, facts only.
+
+Knows nothing of the hub; the text is what there is to say without the run's results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rloo.config.config import RLOOConfig
+from rloo.config.formula import objective_line
+from rloo.report.records import write_text
+
+FILE = "README.md"
+# Tells our card from a file of the user's, or another library's.
+MARK = "<!-- written by rloo -->"
+PAPER = """\
+@inproceedings{ahmadian2024back,
+  title     = {Back to Basics: Revisiting {REINFORCE}-Style Optimization for Learning from Human
+               Feedback in {LLMs}},
+  author    = {Ahmadian, Arash and Cremer, Chris and Gall{\\'e}, Matthias and Fadaee, Marzieh and
+               Kreutzer, Julia and Pietquin, Olivier and {\\"U}st{\\"u}n, Ahmet and Hooker, Sara},
+  booktitle = {Proceedings of the 62nd Annual Meeting of the Association for Computational
+               Linguistics (Volume 1: Long Papers)},
+  year      = {2024},
+  eprint    = {2402.14740},
+  archivePrefix = {arXiv}
+}"""
+
+
+def model_card(
+    config: RLOOConfig,
+    *,
+    name: str,
+    base_model: str,
+    adapter: bool,
+    rewards: Sequence[str],
+    versions: Mapping[str, str],
+    datasets: Sequence[str] = (),
+    tags: Sequence[str] = (),
+) -> str:
+    """The card of a model called `name`: metadata of the hub, then text.
+
+    Folders of this machine are named by their last part, and not in the metadata, which are names
+    on the hub.
+    """
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=base_model if _is_hub_name(base_model) else None,
+        datasets=[dataset for dataset in datasets if _is_hub_name(dataset)] or None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["rloo", *tags],
+    )
+    kind = "A LoRA adapter of" if adapter else "Trained from"
+    preset = f" (preset {config.preset})" if config.preset else ""
+    where = f" on {', '.join(map(_shown, datasets))}" if datasets else ""
+    facts = {
+        "Objective": f"{objective_line(config)}{preset}",
+        "Completions per prompt": str(config.num_generations),
+        "KL coefficient": f"{config.beta:g}",
+        "Learning rate": f"{config.learning_rate:g} ({config.lr_scheduler_type})",
+        "Sampling temperature": f"{config.temperature:g}",
+        "Rewards": ", ".join(rewards),
+        "Seed": str(config.seed),
+    }
+    lines = [
+        "---",
+        data.to_yaml().strip(),
+        "---",
+        MARK,
+        f"# {name}",
+        "",
+        f"{kind} {_shown(base_model)} with REINFORCE Leave-One-Out{where}.",
+        "",
+        *(f"- {fact}: {value}" for fact, value in facts.items()),
+        "",
+        f"Versions: {', '.join(f'{library} {number}' for library, number in versions.items())}.",
+        "",
+        "The method:",
+        "",
+        "```bibtex",
+        PAPER,
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def has_other_card(folder: Path) -> bool:
+    """Whether the folder has a README.md that is not ours."""
+    path = folder / FILE
+    return path.exists() and MARK not in path.read_text(encoding="utf-8")
+
+
+def write_card(folder: Path, text: str) -> None:
+    """Write README.md, whatever was there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / FILE, text)
+
+
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "~")) and not Path(name).exists()
+
+
+def _shown(name: str) -> str:
+    return name if _is_hub_name(name) else Path(name).name

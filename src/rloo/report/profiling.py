@@ -1,0 +1,182 @@
+"""One rollout and its updates under torch's profiler: a Chrome trace, and an account to be read.
+
+Watches only: what is computed is the same with and without it. Knows nothing of what a phase does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rloo.model.memory import allocations, peak_between, recorded_events, silence_profiler
+from rloo.report.records import write_text
+
+TRACE, REPORT = "trace.json", "report.md"
+NUM_OPERATORS = 10
+_PREFIX = "phase: "
+
+
+class StepProfile:
+    """Enter it around the work and `phase` around each part of it; then `write`."""
+
+    def __init__(self, device: torch.device) -> None:
+        silence_profiler()
+        self._cuda = device.type == "cuda"
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
+        # On CUDA the allocator counts by itself.
+        self._profiler = profile(activities=activities, profile_memory=not self._cuda)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._peaks: dict[str, int] = defaultdict(int)
+        self.total = 0.0
+
+    def __enter__(self) -> StepProfile:
+        self._profiler.__enter__()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.total = time.perf_counter() - self._start
+        self._profiler.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the work; one that comes several times is added up."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        with record_function(_PREFIX + name):
+            yield
+        self._seconds[name] += time.perf_counter() - start
+        if self._cuda:
+            peak = torch.cuda.max_memory_allocated()
+            self._peaks[name] = max(self._peaks[name], peak)
+
+    def write(self, folder: Path, *, title: str, slowdown: float | None) -> list[str]:
+        """Write the trace and the report; returns the report's lines. `slowdown`: time a token took
+        here over the time it took in the rollout before, which was not profiled (None: unknown).
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(folder / TRACE))
+        averages = list(self._profiler.key_averages())
+        lines = [
+            f"# {title}",
+            "",
+            *self._phase_table({e.key: e.self_cpu_time_total / 1e6 for e in averages}),
+            "",
+            *self._operator_table(averages),
+            "",
+            _describe_slowdown(slowdown),
+            f"Every operator in its place: open {folder / TRACE} in https://ui.perfetto.dev or "
+            "chrome://tracing.",
+        ]
+        write_text(folder / REPORT, "\n".join(lines) + "\n")
+        return lines
+
+    def _phase_table(self, idle: dict[str, float]) -> list[str]:
+        if not self._cuda:
+            self._peaks = self._cpu_peaks()
+        rows = [("phase", "seconds", "share", "outside operators", "peak memory")]
+        for name, seconds in self._seconds.items():
+            rows.append(
+                (
+                    name,
+                    f"{seconds:.3f}",
+                    f"{100 * seconds / self.total:.1f} %",
+                    f"{idle.get(_PREFIX + name, 0.0):.3f} s",
+                    f"{self._peaks[name] / 1e6:,.1f} MB",
+                )
+            )
+        rest = self.total - sum(self._seconds.values())
+        rows.append(("the rest", f"{rest:.3f}", f"{100 * rest / self.total:.1f} %", "", ""))
+        rows.append(("all", f"{self.total:.3f}", "100.0 %", "", ""))
+        resident = psutil.Process().memory_info().rss / 1e6
+        meaning = (
+            "Peak memory is all that torch holds on the GPU."
+            if self._cuda
+            else "Peak memory is what torch's tensors held beyond what they held when the rollout "
+            f"began; the process has {resident:,.0f} MB in all, weights and libraries included."
+        )
+        return [
+            *_table(rows),
+            "",
+            "The phases are those of `time/...` in metrics.jsonl. Outside operators is the time of "
+            "a phase in which torch computed nothing: Python, rewards, waiting.",
+            meaning,
+        ]
+
+    def _operator_table(self, averages: list[Any]) -> list[str]:
+        def own(event: Any) -> float:
+            return event.self_device_time_total if self._cuda else event.self_cpu_time_total
+
+        operators = [
+            event
+            for event in averages
+            if event.device_type == torch.autograd.DeviceType.CPU
+            and not event.is_user_annotation
+            and not event.key.startswith((_PREFIX, "[memory]"))
+        ]
+        operators.sort(key=own, reverse=True)
+        rows = [("operator", "own time", "share", "calls")]
+        for event in operators[:NUM_OPERATORS]:
+            share = 100 * own(event) / 1e6 / self.total
+            rows.append(
+                (event.key, f"{own(event) / 1e6:.3f} s", f"{share:.1f} %", f"{event.count:,}")
+            )
+        where = "on the GPU" if self._cuda else "on the CPU"
+        return [
+            f"The {len(rows) - 1} most expensive operators by their own time {where}, without "
+            "those that they call:",
+            "",
+            *_table(rows),
+        ]
+
+    def _cpu_peaks(self) -> dict[str, int]:
+        times, totals = allocations(self._profiler)
+        peaks: dict[str, int] = defaultdict(int)
+        for event in recorded_events(self._profiler):
+            if not event.name().startswith(_PREFIX):
+                continue
+            start, name = event.start_ns(), event.name().removeprefix(_PREFIX)
+            peak = peak_between(times, totals, start, start + event.duration_ns())
+            peaks[name] = max(peaks[name], peak)
+        return peaks
+
+
+def _describe_slowdown(slowdown: float | None) -> str:
+    if slowdown is None:
+        return "How much the profiler slowed this down is not known: there was no rollout before."
+    return (
+        f"The profiler itself costs time: a token took {slowdown:.2f} times as long as in the "
+        "rollout before, without it. Short operators are slowed most, so trust shares more than "
+        "seconds."
+    )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A Markdown table, aligned so that it reads as plain text too; the first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| "
+        + " | ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        + " |"
+        for row in rows
+    ]
+    rule = [("-" * width if not i else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
+    return [lines[0], f"| {' | '.join(rule)} |", *lines[1:]]

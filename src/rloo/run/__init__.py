@@ -1,0 +1,1 @@
+"""A run put together: trainer, session, checkpoints, evaluation, plan."""

@@ -1,0 +1,269 @@
+"""The parts of a run made from its options. Everything static is checked here, before sampling."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+
+from rloo.config.config import RLOOConfig, resolve_interval
+from rloo.config.generation_kwargs import stop_tokens
+from rloo.data.prompts import PromptSource, encode_prompt, image_reader, with_prompts
+from rloo.data.rows import Given, load_rows
+from rloo.data.stream import Prompts, StreamSource, as_table
+from rloo.data.tasks import load_task_rows
+from rloo.engines import NativeEngine, build_engine
+from rloo.model.policy import Policy
+from rloo.model.quantization import quantised_layers
+from rloo.rewards import RewardSet
+from rloo.rewards.model import as_reward
+from rloo.types import Engine, Sampling, Text
+
+Rows: TypeAlias = Given | str
+# Of glibc's mallopt(3).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+
+# A function, a reward model's module, an object with get_rewards, or the spec of one.
+RewardFunction: TypeAlias = Callable[..., Any] | str | Mapping[str, Any]
+Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+
+
+def make_rewards(
+    given: RewardFunction | Sequence[RewardFunction] | None,
+    args: RLOOConfig,
+    processing_classes: Tokenizers = None,
+) -> RewardSet:
+    """The rewards given, or else those that `args.reward` names: see `as_reward` for what they can
+    be. `processing_classes` are the tokenizers of reward models, one per reward (None: its own).
+    Raises ValueError for another number of them."""
+    specs: Any = args.reward if given is None else given
+    specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
+    tokenizers: Any = processing_classes
+    if tokenizers is None:
+        tokenizers = [None] * len(specs)
+    elif not isinstance(tokenizers, (list, tuple)):
+        tokenizers = [tokenizers]
+    if len(tokenizers) != len(specs):
+        raise ValueError(
+            f"there are {len(tokenizers)} reward_processing_classes and {len(specs)} rewards; "
+            "their numbers must match, None for a reward that needs no tokenizer"
+        )
+    functions = [
+        as_reward(
+            spec,
+            tokenizer,
+            device="cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu",
+            trust_remote_code=args.trust_remote_code,
+            chat_template_kwargs=args.chat_template_kwargs,
+        )
+        for spec, tokenizer in zip(specs, tokenizers, strict=True)
+    ]
+    return RewardSet(functions, weights=args.reward_weights)
+
+
+def make_source(
+    spec: Rows | None,
+    split: str,
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rewards: RewardSet,
+    args: RLOOConfig,
+    evaluation: bool = False,
+) -> Prompts:
+    """The prompts of a dataset, tokenised. Raises ValueError for rows that cannot be prompts,
+    prompts that do not fit (beside the completions of `evaluation` or training), and columns that a
+    reward needs and that are not there."""
+    rows = load_task_rows(spec, split) if isinstance(spec, str) else None
+    if rows is None:
+        # A configuration belongs to the dataset that it was given with.
+        own = isinstance(spec, str) and spec == (args.dataset or args.eval_dataset)
+        rows = load_rows(spec, split=split, config_name=args.dataset_config if own else None)
+
+    def encode(content: Text) -> list[int]:
+        template_options = args.chat_template_kwargs or {}
+        return encode_prompt(content, tokenizer, chat_template_kwargs=template_options)
+
+    def source_of(rows: Dataset, seed: int) -> PromptSource:
+        rows = with_prompts(rows, args.prompt_template)
+        rewards.check([name for name in rows.column_names if name != "prompt"])
+        options = args.chat_template_kwargs or {}
+        return PromptSource(
+            rows,
+            encode,
+            seed=seed,
+            shuffle=args.shuffle_dataset,
+            max_prompt_length=prompt_limit(model, args, evaluation=evaluation),
+            overlong=args.overlong_prompts,
+            may_be_empty=streaming,
+            images=image_reader(rows, tokenizer, chat_template_kwargs=options),
+        )
+
+    streaming = isinstance(rows, IterableDataset)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return StreamSource(rows, source_of, seed=seed) if streaming else source_of(rows, seed)
+
+
+def eval_sets(given: Rows | Mapping[str, Rows] | None, args: RLOOConfig) -> dict[str, Rows]:
+    """The evaluation sets by name, of which a single one has none (""); streams are read as far as
+    `eval_size`. Splits are sets of their own, unless `eval_split` names one."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping) and args.eval_split is None:
+        named = {str(name): rows for name, rows in given.items()}
+    elif isinstance(given, str):
+        named = {"": given}
+    else:
+        named = {"": load_rows(given, split=args.eval_split or "train")}
+    return {
+        name: as_table(list(islice(rows, args.eval_size)), rows)
+        if isinstance(rows, IterableDataset)
+        else rows
+        for name, rows in named.items()
+    }
+
+
+def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False) -> int:
+    """Longest prompt that leaves room for the longest completion in the model's context."""
+    name = "max_completion_length"
+    if evaluation and args.eval_max_completion_length is not None:
+        name = "eval_max_completion_length"
+    completion = getattr(args, name)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return args.max_prompt_length or 2**31
+    room = context - completion
+    if room < 1:
+        raise ValueError(
+            f"{name} is {completion} and the model sees {context} tokens; at least 1 must be left "
+            f"for the prompt ({name})"
+        )
+    return min(args.max_prompt_length or room, room)
+
+
+def make_state(source: Prompts | None, args: RLOOConfig) -> TrainerState:
+    """Step 0 of a run, with the number of its steps and the intervals resolved. Raises ValueError
+    where they would follow from the length of a stream."""
+    steps = args.max_steps
+    if isinstance(source, StreamSource) and steps <= 0:
+        raise ValueError(
+            "max_steps is -1 and the dataset is a stream, whose length is not known; say how many "
+            "steps to make (max_steps)"
+        )
+    if isinstance(source, PromptSource) and steps <= 0:
+        rollouts = math.ceil(args.num_train_epochs * len(source) / args.prompts_per_rollout())
+        steps = rollouts * args.steps_per_rollout()
+    return TrainerState(
+        max_steps=max(steps, 0),
+        num_train_epochs=math.ceil(args.num_train_epochs),
+        logging_steps=resolve_interval(args.logging_steps, steps),
+        eval_steps=resolve_interval(args.eval_steps or args.logging_steps, steps),
+        save_steps=resolve_interval(args.save_steps, steps),
+        train_batch_size=args.per_device_train_batch_size,
+    )
+
+
+def make_sampling(
+    args: RLOOConfig,
+    stop_token_ids: tuple[int, ...],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    evaluation: bool = False,
+) -> Sampling:
+    """How training draws, or with `evaluation` how that does: the sampling options, and all that
+    ends a completion. `tokenizer` is needed for stop strings."""
+
+    def setting(name: str) -> Any:
+        own = getattr(args, f"eval_{name}") if evaluation else None
+        return getattr(args, name) if own is None else own
+
+    def decode(completions: list[list[int]]) -> list[str]:
+        assert tokenizer is not None
+        return tokenizer.batch_decode(completions)
+
+    return Sampling(
+        max_tokens=setting("max_completion_length"),
+        stop_token_ids=stop_tokens(args.generation_kwargs, stop_token_ids),
+        temperature=setting("temperature"),
+        top_p=setting("top_p"),
+        top_k=setting("top_k"),
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        stop_strings=tuple(args.stop_strings or ()),
+        decode=decode if args.stop_strings and tokenizer is not None else None,
+    )
+
+
+def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
+    """What samples; a note tells of a slow one. Raises ValueError for a copy of the weights, or a
+    dtype of it, that it cannot have (`rollout_copy`, `rollout_dtype`)."""
+    no_copy = None
+    if args.rollout_copy is False:
+        no_copy = "it keeps no copy of the weights (rollout_copy)"
+    elif args.rollout_copy is None and any(quantised_layers(policy.model)):
+        no_copy = (
+            "a copy of the base's weights in full would take several times its memory; "
+            "rollout_copy true makes one, of 2 bytes a weight with rollout_dtype bfloat16"
+        )
+    name = args.rollout_dtype or ("bfloat16" if args.bf16 else "float16" if args.fp16 else None)
+    engine, note = build_engine(
+        args.rollout_engine,
+        policy.model,
+        pad_token_id=policy.pad_token_id,
+        weights=policy.weights,
+        dtype=None if name is None else getattr(torch, name),
+        no_copy=no_copy,
+    )
+    copied = isinstance(engine, NativeEngine) and engine.fused
+    for option in ("rollout_dtype", "rollout_copy"):
+        if getattr(args, option) and not copied:
+            raise ValueError(
+                f"{option} is {getattr(args, option)}; only the native engine's fused decoder has "
+                f"weights of its own, and {type(policy.model).__name__} is not sampled by it "
+                "(rollout_copy, rollout_dtype, rollout_engine)"
+            )
+    policy.notes += [note] if note else []
+    return engine
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep large blocks that are freed, as a CPU update frees and asks for the
+    same ones again and again: handed back, every page is cleared anew. glibc only; elsewhere
+    nothing happens. The peak is the same; what is kept goes back when the process ends."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 2**30)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def set_threads(model: PreTrainedModel, args: RLOOConfig) -> None:
+    """Use `num_threads` CPU threads, or the number that decodes fastest, measured for a moment.
+
+    With small matrices a second thread can cost more in waiting than it computes, the more so when
+    something else runs on the machine.
+    """
+    if args.num_threads is not None:
+        torch.set_num_threads(args.num_threads)
+        return
+    available = torch.get_num_threads()
+    if available == 1 or model.device.type != "cpu":
+        return
+    tokens = torch.zeros(64, 4, dtype=torch.long)
+    seconds = {}
+    for threads in (1, available):
+        torch.set_num_threads(threads)
+        with torch.no_grad():
+            model(tokens, use_cache=False)
+            start = time.perf_counter()
+            for _ in range(3):
+                model(tokens, use_cache=False)
+        seconds[threads] = time.perf_counter() - start
+    torch.set_num_threads(min(seconds, key=seconds.__getitem__))

@@ -1,0 +1,398 @@
+"""RLOOTrainer: the parts of a run put together behind the names that TRL's users know.
+
+Everything static is checked when the trainer is made, before the first sample is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+from accelerate import PartialState
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+    TrainerControl,
+    trainer_pt_utils,
+)
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import TrainOutput
+
+from rloo.algorithm.train import Run
+from rloo.config.arguments import RLOOArguments
+from rloo.config.config import RLOOConfig
+from rloo.config.presets import remarks
+from rloo.data.prompts import PromptSource
+from rloo.data.stream import Prompts, StreamSource
+from rloo.model.loading import obtain_config, obtain_model
+from rloo.model.optimizers import Given
+from rloo.model.policy import Policy
+from rloo.report.callbacks import Events, make_loggers
+from rloo.report.hub import Hub
+from rloo.report.model_card import model_card, write_card
+from rloo.report.monitor import Monitor, numbers_of, versions
+from rloo.report.records import strict
+from rloo.run.checkpoint import claim_output_dir, resume_path
+from rloo.run.evaluator import Evaluator, flatten
+from rloo.run.session import Session
+from rloo.run.setup import (
+    RewardFunction,
+    Rows,
+    Tokenizers,
+    eval_sets,
+    keep_freed_memory,
+    make_engine,
+    make_rewards,
+    make_source,
+    make_state,
+    set_threads,
+)
+from rloo.types import Prompt
+
+Rewards = RewardFunction | Sequence[RewardFunction]
+
+
+class RLOOTrainer:
+    """Trains a causal language model with REINFORCE Leave-One-Out.
+
+    The arguments are those of TRL's trainer of this name, in its order. `model` is a hub id, a
+    folder, a model with float32 weights or a PeftModel; `reward_funcs` (or `reward_model`) one
+    reward or a list: functions, reward models, built-in names, `module:function` or
+    `file.py:function`. `eval_dataset` may be a dict of named sets. `peft_config` (a LoraConfig)
+    puts an adapter into the model and trains that. Raises ValueError for anything that is known to
+    be wrong before sampling.
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        reward_funcs: Rewards | None = None,
+        args: RLOOConfig | RLOOArguments | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | Mapping[str, Rows] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Tokenizers = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        optimizers: Given = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
+        reward_model: Rewards | None = None,
+    ) -> None:
+        if reward_funcs is not None and reward_model is not None:
+            raise ValueError("reward_funcs and reward_model are two names of one thing; give one")
+        self.args = obtain_config(args, model)
+        transformers.set_seed(self.args.seed)
+        loggers = make_loggers(self.args)
+        self.reward_processing_classes = reward_processing_classes
+        self.rewards = make_rewards(
+            reward_model if reward_funcs is None else reward_funcs,
+            self.args,
+            reward_processing_classes,
+        )
+        self.model, self.processing_class, self.args = obtain_model(
+            model,
+            processing_class,
+            self.args,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        self.args = self.args.fixed()
+        self.train_dataset = self.args.dataset if train_dataset is None else train_dataset
+        self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
+        self._load_prompts()
+        self._set_up(optimizers, [*loggers, *(callbacks or [])])
+        self.events.send("on_init_end")
+
+    # -- what a user calls -----------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train and write everything to `args.output_dir`. Returns the number of steps, the mean
+        loss and Trainer's figures of the whole; what was learnt is in summary.json.
+
+        Whatever ends it early, Ctrl-C or an error, a checkpoint is saved and the error raised.
+        """
+        session = self._make_session()
+        path = self._claim_output_dir(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        totals = session.train(path)
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        if self.args.dataset is not None:
+            folder = self.args.output_dir
+            self.monitor.say(f"Evaluate it: rloo eval {folder}/config.yaml --model {folder}")
+        return TrainOutput(self.state.global_step, totals["train_loss"], totals)
+
+    def evaluate(
+        self,
+        eval_dataset: Rows | Mapping[str, Rows] | None = None,
+        *,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, Any]:
+        """Metrics on `eval_dataset`, on the trainer's set of that name, or on all of the trainer's;
+        each name prefixed as transformers does (eval_reward; eval_math_reward of a set `math`).
+        They are logged, and the callbacks told. Training is not disturbed, to the last bit."""
+        if isinstance(eval_dataset, str) and eval_dataset in self._eval_prompts:
+            sets = {eval_dataset: self._eval_prompts[eval_dataset]}
+        elif eval_dataset is not None:
+            sets = self._prompts_of_sets(eval_dataset)
+        else:
+            sets = self._eval_prompts
+        if not sets:
+            raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
+        metrics = flatten(self.evaluator.measure(sets), metric_key_prefix)
+        self.monitor.log_evaluation(metrics)
+        return metrics
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Write the model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
+        self.policy.save_pretrained(output_dir or self.args.output_dir)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Write model and card to `args.output_dir` and upload it, without its checkpoints, to
+        `args.hub_model_id`. `card` goes to `create_model_card`. Returns the commit, or its future
+        where it is not `blocking`."""
+        self.events.send("on_push_begin")
+        if self.hub.repo_id is None:
+            self.hub.create(token=token, private=private)
+        self.save_model()
+        self.create_model_card(**card)
+        for error in self.hub.finish():
+            self.monitor.note(f"a push to the hub failed: {error}")
+        return self.hub.upload(
+            Path(self.args.output_dir),
+            commit_message,
+            token=token,
+            revision=revision,
+            wait=blocking,
+        )
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | Sequence[str] | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Write README.md in `args.output_dir`: what was trained from what, and how."""
+        args, folder = self.args, Path(self.args.output_dir)
+        base = args.model or self.policy.model.name_or_path or type(self.policy.model).__name__
+        text = model_card(
+            args,
+            name=model_name or (args.hub_model_id or folder.absolute().name).split("/")[-1],
+            base_model=base,
+            adapter=self.policy.adapter is not None,
+            rewards=self.rewards.names,
+            versions=versions(),
+            datasets=_as_list(dataset_name or args.dataset),
+            tags=_as_list(tags),
+        )
+        write_card(folder, text)
+
+    def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
+        """Add numbers to `state.log_history` and send them to the loggers."""
+        self.monitor.log_numbers(logs)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics, intervals left out."""
+        trainer_pt_utils.log_metrics(self, split, numbers_of(metrics))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write `<split>_results.json` in `args.output_dir`, and add them to all_results.json."""
+        trainer_pt_utils.save_metrics(self, split, strict(metrics), combined)
+
+    def save_state(self) -> None:
+        """Write trainer_state.json in `args.output_dir`."""
+        trainer_pt_utils.save_state(self)
+
+    def is_world_process_zero(self) -> bool:
+        """True: this version runs as one process."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+    is_deepspeed_enabled = is_fsdp_enabled = False
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Have a callback, an object or a class, told of what happens from now on."""
+        self.events.add(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Tell it no more; a class means the first of that class."""
+        self.events.remove(callback)
+
+    def pop_callback(
+        self, callback: TrainerCallback | type[TrainerCallback]
+    ) -> TrainerCallback | None:
+        """As `remove_callback`; returns what was removed."""
+        return self.events.pop(callback)
+
+    def end(self) -> None:
+        """Let go of what rewards keep open."""
+        self.rewards.close()
+
+    @property
+    def accelerator(self) -> PartialState:
+        """What scripts print with and ask which process they are."""
+        return PartialState()
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference; None without `beta`, and with an adapter, whose model it shares."""
+        return self.policy.reference
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """Holds the callbacks."""
+        return self.events.handler
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """As the metrics name them."""
+        return self.rewards.names
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository pushed to, once it exists."""
+        return self.hub.repo_id
+
+    # -- putting it together ---------------------------------------------------------------------
+
+    def _load_prompts(self) -> None:
+        self._notes: list[str] = remarks(self.args)
+        self._source: Prompts | None = None
+        if self.train_dataset is not None:
+            self._source = self._prompts(self.train_dataset, self.args.dataset_split)
+            stream = isinstance(self._source, StreamSource)
+            where = "of the stream's first rows" if stream else "training"
+            self._notes += _length_notes(self._source, where)
+        given = self.eval_dataset
+        if given is None and self.args.eval_split is not None:
+            given = self.train_dataset
+        self._eval_prompts = self._prompts_of_sets(given)
+        if self._source is None and not self._eval_prompts:
+            raise ValueError("there is no dataset; give one to train on (train_dataset, dataset)")
+        evaluates = self.args.eval_on_start or self.args.eval_strategy != "no"
+        if self._eval_prompts and self._source and not evaluates:
+            self._notes.append(
+                "the evaluation set is not used while training (eval_on_start, eval_strategy)"
+            )
+        if evaluates and not self._eval_prompts:
+            raise ValueError(
+                "evaluation is asked for (eval_on_start, eval_strategy) and there is nothing to "
+                "evaluate on (eval_dataset, eval_split)"
+            )
+        metric = (self.args.metric_for_best_model or "").removeprefix("eval_")
+        names = [name for name in self._eval_prompts if name]
+        if metric and names and not any(metric.startswith(f"{name}_") for name in names):
+            raise ValueError(
+                f"metric_for_best_model is {metric} and there are evaluation sets "
+                f"{', '.join(names)}; begin it with one, as {names[0]}_{metric}"
+            )
+
+    def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
+        self.state = make_state(self._source, self.args)
+        self.control = TrainerControl()
+        self.policy = Policy(
+            self.model,
+            self.processing_class,
+            self.args,
+            num_training_steps=max(self.state.max_steps, 1),
+            optimizers=optimizers,
+        )
+        self.optimizer, self.lr_scheduler = self.policy.optimizer, self.policy.scheduler
+        if self.policy.device.type == "cpu":
+            keep_freed_memory()
+        set_threads(self.policy.model, self.args)
+        self.engine = make_engine(self.policy, self.args)
+        self.policy.notes += self._notes
+        self.events = Events(
+            callbacks, self.args, policy=self.policy, state=self.state, control=self.control
+        )
+        self.monitor = Monitor(
+            self.args, Path(self.args.output_dir), max_steps=self.state.max_steps
+        )
+        self.monitor.attach(self.events)
+        self.evaluator = Evaluator(
+            self.policy, self.engine, self.rewards, self.args, state=self.state
+        )
+        self.hub = Hub(self.args)
+
+    def _prompts(self, rows: Rows, split: str, *, evaluation: bool = False) -> Prompts:
+        return make_source(
+            rows,
+            split,
+            model=self.model,
+            tokenizer=self.processing_class,
+            rewards=self.rewards,
+            args=self.args,
+            evaluation=evaluation,
+        )
+
+    def _prompts_of_sets(self, given: Rows | Mapping[str, Rows] | None) -> dict[str, list[Prompt]]:
+        prompts = {}
+        for name, rows in eval_sets(given, self.args).items():
+            split = self.args.eval_split if isinstance(rows, str) else None
+            try:
+                source = self._prompts(rows, split or "train", evaluation=True)
+            except ValueError as error:
+                raise ValueError(f"in {name or 'the evaluation set'}: {error}") from error
+            self._notes += _length_notes(source, name or "the evaluation set")
+            assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
+            prompts[name] = source.all_prompts(self.args.eval_size)
+        return prompts
+
+    def make_run(self) -> Run:
+        """What `rloo.algorithm.train.train` works with, before its first step."""
+        return self._make_session().run
+
+    def _make_session(self) -> Session:
+        if self._source is None:
+            raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
+        return Session(
+            self.args,
+            policy=self.policy,
+            engine=self.engine,
+            prompts=self._source,
+            rewards=self.rewards,
+            monitor=self.monitor,
+            events=self.events,
+            evaluator=self.evaluator,
+            sets=self._eval_prompts,
+            hub=self.hub,
+            write_card=self.create_model_card,
+        )
+
+    def _claim_output_dir(self, resume_from_checkpoint: str | bool | None) -> Path | None:
+        """Returns the checkpoint to go on from."""
+        args, folder = self.args, Path(self.args.output_dir)
+        path = resume_path(resume_from_checkpoint, folder)
+        if args.model is not None and folder.resolve() == Path(args.model).resolve():
+            raise ValueError(
+                f"output_dir is the folder of the model, {folder}; it would be overwritten "
+                "(output_dir, model)"
+            )
+        claim_output_dir(folder, overwrite=args.overwrite_output_dir, resuming=path is not None)
+        return path
+
+
+def _length_notes(source: Prompts, where: str) -> list[str]:
+    notes = []
+    if source.dropped:
+        notes.append(f"{source.dropped} prompts are too long and left out ({where})")
+    if source.truncated:
+        notes.append(f"{source.truncated} prompts are cut on the left ({where})")
+    return notes
+
+
+def _as_list(names: str | Sequence[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or [])

@@ -1,0 +1,213 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from models import make_model, make_samples
+from text import make_tokenizer
+
+from rloo.algorithm.advantages import Credit, FirstPass, credit
+from rloo.algorithm.rollout import countable_samples, score
+from rloo.algorithm.update import micro_loss, minibatches, update
+from rloo.config.config import RLOOConfig
+from rloo.model.policy import Policy
+from rloo.rewards import RewardSet
+from rloo.types import Completion, Group, Prompt
+
+
+def make_config(**options) -> RLOOConfig:
+    defaults = {
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "num_generations": 4,
+        "num_prompts": 3,
+    }
+    return RLOOConfig(**{**defaults, **options})
+
+
+def make_policy(config: RLOOConfig) -> Policy:
+    policy = Policy(make_model("llama"), make_tokenizer(), config, num_training_steps=4)
+    if policy.reference is not None:
+        torch.manual_seed(1)
+        for parameter in policy.reference.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return policy
+
+
+def completion(*tokens: int, finish="stop") -> Completion:
+    return Completion(list(tokens), finish, [0.0] * len(tokens), [0.0] * len(tokens))
+
+
+def make_group(rewards, number=0) -> Group:
+    members = [completion(5 + i, 2) for i in range(len(rewards))]
+    return Group(Prompt(number, [7, 8], "w4 w5"), members, ["w1"] * len(rewards), rewards)
+
+
+def test_only_scored_completions_of_groups_with_two_scores_count():
+    groups = [
+        make_group([1.0, None, 3.0]),
+        make_group([None, 2.0, None]),
+        make_group([None] * 3),
+        make_group([-9.0, 0.5, 9.0]),
+    ]
+    samples = countable_samples(groups, make_config(reward_clip_range=[-1.0, 2.0]))
+    assert [s.key for s in samples] == [(0, 0), (0, 2), (3, 0), (3, 1), (3, 2)]
+    assert [s.reward for s in samples] == [1, 2, -1, 0.5, 2]
+
+
+def test_rewards_get_what_belongs_to_each_completion():
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, level, **_):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids, level=level)
+        return [float(len(ids)) for ids in completion_ids]
+
+    prompts = [
+        Prompt(0, [4], "w0", {"level": "easy"}),
+        Prompt(1, [5], [{"role": "user", "content": "hi"}], {"level": "hard"}),
+    ]
+    sampled = [[completion(6, 2), completion(6, 7, 2)], [completion(8, 2)]]
+    groups, _ = score(prompts, sampled, RewardSet([reward]), tokenizer=make_tokenizer())
+    assert seen["prompts"] == ["w0", "w0", [{"role": "user", "content": "hi"}]]
+    assert seen["completions"] == ["w2", "w2 w3", [{"role": "assistant", "content": "w4"}]]
+    assert seen["ids"] == [[6, 2], [6, 7, 2], [8, 2]]
+    assert seen["level"] == ["easy", "easy", "hard"]
+    assert [group.rewards for group in groups] == [[2, 3], [2]]
+    assert groups[0].scores == {"reward": [2, 3]}
+
+
+def test_a_begun_assistant_message_is_continued():
+    content = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say "}]
+    groups, _ = score(
+        [Prompt(0, [4], content)],
+        [[completion(6, 2)]],
+        RewardSet([lambda completions: [0.0]]),
+        tokenizer=make_tokenizer(),
+    )
+    assert groups[0].texts == [[{"role": "assistant", "content": "I say w2"}]]
+
+
+def by_hand(samples, config, policy) -> dict:
+    """Advantages from log-probs of whole sequences: the definition, one group at a time."""
+    shaped = {}
+    with torch.no_grad():
+        for sample in samples:
+            batch = policy.batch([sample])
+            kl = policy.logprobs(batch)[0].sum() - policy.reference_logprobs(batch).sum()
+            shaped[sample.key] = sample.reward - config.beta * kl.item()
+    result = {}
+    for key, value in shaped.items():
+        others = [v for k, v in shaped.items() if k[0] == key[0] and k != key]
+        result[key] = value - sum(others) / len(others)
+    return result
+
+
+@pytest.mark.parametrize(
+    "options", [{"steps_per_generation": 3}, {"max_tokens_per_micro_batch": 10}]
+)
+def test_stored_credit_equals_the_definition(options):
+    config = make_config(beta=0.5, **options)
+    policy, samples = make_policy(config), make_samples()
+    given = credit(samples, policy, config)
+    assert given.advantages == pytest.approx(by_hand(samples, config, policy), abs=1e-4)
+
+
+def gradient_of(policy, samples, given, config) -> dict:
+    policy.model.zero_grad()
+    loss, _ = micro_loss(policy, policy.batch(samples), given, config, denominator=3.0)
+    loss.backward()
+    return {n: p.grad.clone() for n, p in policy.model.named_parameters()}
+
+
+def test_one_pass_and_stored_credit_have_the_same_gradient():
+    samples = make_samples()
+    results = []
+    for parts in (1, 3):
+        config = make_config(beta=0.5, steps_per_generation=parts)
+        policy = make_policy(config)
+        given = credit(samples, policy, config)
+        assert (given.advantages is None) == (parts == 1)
+        results.append(gradient_of(policy, samples, given, config))
+    for name, gradient in results[0].items():
+        assert (gradient - results[1][name]).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_the_first_step_on_a_whole_rollout_leaves_what_a_pass_before_it_would(beta):
+    samples = make_samples()
+    config = make_config(beta=beta, num_iterations=2)
+    policy = make_policy(config)
+    before = credit(samples, policy, make_config(beta=beta, steps_per_generation=3))
+    record = FirstPass()
+
+    metrics = update(policy, samples, credit(samples, policy, config), config, record=record)
+
+    after = record.complete(Credit(None, None), metrics)
+    for key, value in before.advantages.items():
+        assert after.advantages[key].item() == pytest.approx(value.item(), abs=1e-5)
+    assert after.stats == pytest.approx(before.stats, abs=1e-6)
+    for key, logprobs in before.old_logprobs.items():
+        assert torch.allclose(after.old_logprobs[key], logprobs, atol=1e-6)
+    now = policy.score(policy.batch(samples))
+    assert not torch.allclose(now, after.old_logprobs_of(policy.batch(samples), now), atol=1e-6)
+
+
+def test_without_a_penalty_no_pass_is_made_for_credit():
+    config = make_config(beta=0.0)
+    policy = make_policy(config)
+    policy.logprobs = None
+    given = credit(make_samples(), policy, config)
+    assert given.old_logprobs is None
+    assert abs(sum(given.advantages.values()).item()) < 1e-12
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_truncated_completions_leave_the_gradient_but_not_the_baseline(parts):
+    samples = make_samples(2, 4)
+    cut = [sample if i % 3 else replace(sample, truncated=True) for i, sample in enumerate(samples)]
+    config = make_config(beta=0.5, mask_truncated_completions=True, steps_per_generation=parts)
+    policy = make_policy(config)
+    expected = by_hand(cut, config, policy)
+    gradient = gradient_of(policy, cut, credit(cut, policy, config), config)
+    policy.model.zero_grad()
+    total = 0.0
+    for sample in cut:
+        if not sample.truncated:
+            logprobs = policy.logprobs(policy.batch([sample]))[0].sum()
+            total = total - expected[sample.key] * logprobs / 3.0
+    total.backward()
+    for name, parameter in policy.model.named_parameters():
+        assert (gradient[name] - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
+
+
+def test_optimizer_steps_are_cut_by_place_whatever_is_missing():
+    config = make_config(num_prompts=1, steps_per_generation=3, num_iterations=2)
+    samples = [s for s in make_samples(3, 4) if s.key != (1, 2)]
+    parts = [[s.key for s in part] for part in minibatches(samples, config)]
+    assert parts[0] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert parts[1] == [(1, 0), (1, 1), (1, 3)]
+    assert parts[2] == [(2, 0), (2, 1), (2, 2), (2, 3)]
+    assert parts[3:] == parts[:3]
+
+
+def test_the_denominator_counts_completions_without_signal():
+    """Twice the completions, half of them without signal: half the gradient."""
+    samples = make_samples(1, 4)
+    silent = [
+        type(s)((1, s.key[1]), s.prompt_ids, s.token_ids, s.engine_logprobs, 0.0, False)
+        for s in samples
+    ]
+    moved = []
+    for batch in (samples, samples + silent):
+        config = make_config(beta=0.0, optim="sgd", learning_rate=1.0, max_grad_norm=0)
+        policy = make_policy(config)
+        before = torch.cat([p.detach().flatten() for p in policy.parameters])
+        update(policy, batch, credit(batch, policy, config), config)
+        moved.append(torch.cat([p.detach().flatten() for p in policy.parameters]) - before)
+    assert moved[0].norm() > 1e-3
+    assert torch.allclose(moved[1], moved[0] / 2, atol=1e-6)
+
+
+def test_two_draws_of_a_row_in_different_epochs_have_different_noise():
+    assert Prompt(3, [1], "x").noise_id == 3
+    assert Prompt(3, [1], "x", epoch=2).noise_id not in (3, 2, 5)

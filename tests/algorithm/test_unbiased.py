@@ -1,0 +1,233 @@
+"""The theorem: averaged over every possible group, the production loss has the exact gradient.
+
+A policy over seven sequences of varying length (tokens 0 = end, 1, 2; at most two tokens) is a
+table of 4 x 3 numbers. All groups of K are enumerated with their probabilities.
+"""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rloo.algorithm import objective
+from rloo.algorithm.advantages import Credit, batch_advantages, kl_in_reward
+from rloo.algorithm.update import micro_loss
+from rloo.config.config import RLOOConfig
+from rloo.model.logprobs import TokenScores
+
+SEQUENCES = [(0,), (1, 0), (2, 0), (1, 1), (1, 2), (2, 1), (2, 2)]
+REWARDS = torch.tensor([0.1, 1.0, -0.5, 0.3, 0.0, 2.0, 0.7], dtype=torch.float64)
+
+
+def table(number: int) -> Tensor:
+    return torch.sin(torch.arange(12, dtype=torch.float64) * (1.3 + number)).view(4, 3)
+
+
+def token_logprobs(theta: Tensor) -> list[Tensor]:
+    """Log-probs of each sequence's tokens: row 0 of the table first, row 1 + a after token a."""
+    rows = theta.log_softmax(-1)
+    return [
+        torch.stack([rows[0 if t == 0 else 1 + s[t - 1], s[t]] for t in range(len(s))])
+        for s in SEQUENCES
+    ]
+
+
+REFERENCE = [lp.detach() for lp in token_logprobs(table(1))]
+
+
+def exact_gradient(beta: float) -> Tensor:
+    theta = table(0).requires_grad_()
+    logps = torch.stack([lp.sum() for lp in token_logprobs(theta)])
+    reference = torch.stack([lp.sum() for lp in REFERENCE])
+    value = (logps.exp() * (REWARDS - beta * (logps - reference))).sum()
+    return torch.autograd.grad(value, theta)[0]
+
+
+def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ...], config):
+    """The production path for one group: KL, advantages, loss, as `credit` and `update` have it."""
+    members = [s for s, ok in zip(group, scored, strict=True) if ok]
+    lengths = torch.tensor([len(lps[s]) for s in members])
+    sequence_T = torch.arange(len(members)).repeat_interleave(lengths)
+    logprobs = torch.cat([lps[s] for s in members])
+    reference = torch.cat([REFERENCE[s] for s in members])
+    batch = SimpleNamespace(
+        size=len(members),
+        sequence_T=sequence_T,
+        group_N=torch.zeros(len(members), dtype=torch.long),
+        reward_N=REWARDS[members],
+        truncated_N=torch.zeros(len(members), dtype=torch.bool),
+        keys=[(0, index) for index in range(len(members))],
+        lengths=lengths.tolist(),
+        engine_T=logprobs.detach(),
+        sampler_T=logprobs.detach(),
+    )
+    policy = SimpleNamespace(
+        logprobs=lambda _: TokenScores(logprobs, torch.zeros_like(logprobs), None),
+        reference_logprobs=lambda _: reference,
+    )
+    known = None
+    if not kl_in_reward(config):
+        values = batch_advantages(batch, logprobs, logprobs.detach(), config)
+        sizes = batch.lengths if config.importance_sampling_level == "token" else 1
+        known = dict(zip(batch.keys, values.split(sizes), strict=True))
+    denominator = objective.loss_denominator(
+        config.loss_aggregation,
+        num_sequences=len(members),
+        num_tokens=len(logprobs),
+        constant=config.loss_constant,
+    )
+    return micro_loss(policy, batch, Credit(known, None), config, denominator)[0]
+
+
+def form(**options) -> RLOOConfig:
+    """Options of the objective; beta 0.3 unless said otherwise."""
+    return RLOOConfig(
+        **{
+            "beta": 0.3,
+            "num_generations": 3,
+            "num_prompts": 1,
+            "max_completion_length": 2,
+            **options,
+        }
+    )
+
+
+def expected_gradient(size: int, config: RLOOConfig, failure=None) -> Tensor:
+    """Minus the mean gradient of the loss over all groups, and over all patterns of failed rewards,
+    given that at least two succeed. `failure` maps a sequence's number to its chance of failing."""
+    theta = table(0).requires_grad_()
+    lps = token_logprobs(theta)
+    logps = torch.stack([lp.sum() for lp in lps]).detach()
+    total, mass = torch.zeros((), dtype=torch.float64), 0.0
+    patterns = (
+        [(True,) * size] if failure is None else itertools.product([True, False], repeat=size)
+    )
+    patterns = [p for p in patterns if sum(p) >= 2 or size == 1]
+    for group in itertools.product(range(len(SEQUENCES)), repeat=size):
+        weight = logps[list(group)].sum().exp().item()
+        for scored in patterns:
+            chance = weight
+            for s, ok in zip(group, scored, strict=True):
+                fails = 0.0 if failure is None else failure(s)
+                chance *= 1 - fails if ok else fails
+            total = total + chance * group_loss(lps, group, scored, config)
+            mass += chance
+    return -torch.autograd.grad(total, theta)[0] / mass
+
+
+def error_of(gradient: Tensor, beta: float = 0.3) -> float:
+    return (gradient - exact_gradient(beta)).abs().max().item()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("size", [2, 3])
+def test_expected_gradient_is_that_of_reward_minus_beta_kl(size, beta):
+    assert error_of(expected_gradient(size, form(beta=beta)), beta) < 1e-12
+
+
+TOKEN = {"importance_sampling_level": "token"}
+UNBIASED = {
+    "token ratios": TOKEN,
+    "geometric mean ratios": {"importance_sampling_level": "sequence_mean"},
+    "no baseline": {"mean_level": "none"},
+    "KL after the baseline": {"kl_in_baseline": False},
+    "KL to go": {**TOKEN, "kl_placement": "reward_to_go"},
+    "KL to go, after the baseline": {
+        **TOKEN,
+        "kl_placement": "reward_to_go",
+        "kl_in_baseline": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+def test_other_unbiased_forms(name):
+    for size in (2, 3):
+        assert error_of(expected_gradient(size, form(**UNBIASED[name]))) < 1e-12
+
+
+def test_one_completion_per_prompt_without_a_group_baseline_is_unbiased():
+    config = form(num_generations=1, mean_level="none")
+    assert error_of(expected_gradient(1, config)) < 1e-12
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_rewards_missing_independently_of_the_completion_leave_it_unbiased(beta):
+    gradient = expected_gradient(3, form(beta=beta), failure=lambda s: 0.25)
+    assert error_of(gradient, beta) < 1e-12
+
+
+def test_rewards_missing_because_of_the_completion_bias_it():
+    """A grader that fails on half of the answers of two tokens (docs/algorithm.md)."""
+    gradient = expected_gradient(
+        3, form(beta=0.0), failure=lambda s: 0.5 * (len(SEQUENCES[s]) == 2)
+    )
+    exact = exact_gradient(0.0)
+    assert error_of(gradient, 0.0) == pytest.approx(0.0453, abs=1e-4)
+    measured = torch.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0)
+    assert measured.item() == pytest.approx(0.9635, abs=1e-4)
+
+
+def test_k2_in_the_loss_has_the_gradient_of_k1_and_k3_with_bias_correction():
+    plain = expected_gradient(2, form(kl_placement="loss", kl_estimator="k2"))
+    for estimator in ("k1", "k3"):
+        config = form(kl_placement="loss", kl_estimator=estimator, use_bias_correction_kl=True)
+        assert (expected_gradient(2, config) - plain).abs().max().item() < 1e-12
+
+
+def test_k1_in_the_loss_has_no_expected_gradient_at_all():
+    config = form(kl_placement="loss", kl_estimator="k1_zero_gradient")
+    gradient = expected_gradient(2, config)
+    assert (gradient - exact_gradient(0.0)).abs().max().item() < 1e-12
+
+
+# variant: (options, scale along the exact gradient, cosine with it), for K = 3, beta = 0.3
+BIASED = {
+    "group mean, itself included": ({"mean_leave1out": False}, 0.6667, 1.0),
+    "mean over each answer's tokens": ({"loss_aggregation": "sequence_token_mean"}, 0.5661, 0.9704),
+    "mean over all tokens": ({"loss_aggregation": "token_mean"}, 0.5540, 0.9984),
+    "divided by the group's deviation": ({"std_level": "group"}, 1.7861, 0.9713),
+    "standardised over the batch": ({"normalize_advantages": True}, 1.1907, 0.9712),
+    "leaving out one token": ({**TOKEN, "mean_over": "tokens"}, 0.8097, 0.9969),
+    "k2 in the loss": ({"kl_placement": "loss", "kl_estimator": "k2"}, 0.9505, 0.9744),
+    "k3 in the loss": ({"kl_placement": "loss", "kl_estimator": "k3"}, 0.8890, 0.9100),
+    "k2 in the reward": ({"kl_estimator": "k2_wrong_gradient"}, 0.9156, 0.9149),
+    "k3 in the reward": ({"kl_estimator": "k3_wrong_gradient"}, 0.9224, 0.8840),
+}
+# The same for the presets, whose beta is set to 0.3.
+PRESET_FORMS = {
+    "areal": ({"preset": "areal"}, 0.7807, 0.9281),
+    "areal_docs": ({"preset": "areal_docs"}, 0.4725, 0.9839),
+    "ms_swift": ({"preset": "ms_swift"}, 0.5661, 0.9704),
+    "verl": ({"preset": "verl"}, 0.5540, 0.9985),
+    "openrlhf": ({"preset": "openrlhf"}, 0.5585, 0.9974),
+    "nemo_rl": ({"preset": "nemo_rl"}, 1.1832, 0.8143),
+    "reinforce_pp": ({"preset": "reinforce_pp"}, 0.8045, 0.9264),
+    "reinforce_pp_baseline": ({"preset": "reinforce_pp_baseline"}, 0.6839, 0.9796),
+    "grpo": ({"preset": "grpo"}, 0.6319, 0.8666),
+    "dr_grpo": ({"preset": "dr_grpo"}, 0.3092, 0.9288),
+}
+
+
+@pytest.mark.parametrize("name", BIASED | PRESET_FORMS)
+def test_biased_variants_are_caught_and_their_bias_is_as_stated(name):
+    options, scale, cosine = (BIASED | PRESET_FORMS)[name]
+    gradient, exact = expected_gradient(3, form(**options)), exact_gradient(0.3)
+    along = ((gradient * exact).sum() / (exact * exact).sum()).item()
+    measured = torch.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0).item()
+    assert (along, measured) == pytest.approx((scale, cosine), abs=1e-4)
+    assert error_of(gradient) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["paper", "trl"])
+def test_the_presets_of_the_paper_and_of_trl_are_unbiased(name):
+    assert error_of(expected_gradient(3, form(preset=name))) < 1e-12
+
+
+def test_group_mean_scales_the_gradient_by_exactly_k_minus_1_over_k():
+    for size in (2, 3):
+        gradient = expected_gradient(size, form(mean_leave1out=False))
+        expected = exact_gradient(0.3) * (size - 1) / size
+        assert (gradient - expected).abs().max().item() < 1e-12

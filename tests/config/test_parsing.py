@@ -1,0 +1,140 @@
+"""Configurations from YAML files and command lines, and the errors that name file and line."""
+
+from __future__ import annotations
+
+import pytest
+
+from rloo.config.config import RLOOConfig
+from rloo.config.parsing import parse_command_line
+from rloo.config.rendering import render_resolved
+
+
+def command_error(*arguments: str) -> str:
+    with pytest.raises(ValueError) as error:
+        parse_command_line(list(arguments))
+    return str(error.value)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write a YAML file in an empty current folder; returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "run.yaml") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return name
+
+    return write
+
+
+def test_the_command_line_wins_over_the_file_also_under_another_name(write):
+    path = write("beta: 0.1\nnum_generations: 4\nuse_vllm: true\n")
+    config = parse_command_line([path, "--kl-coef", "0.02", "--use_vllm", "false"])
+    assert (config.beta, config.num_generations) == (0.02, 4)
+
+
+def test_all_ways_to_write_an_option():
+    config = parse_command_line(
+        ["--learning-rate=1e-5", "--beta", "0.02", "actor.adv_norm.std_level=none", "--fp16",
+         "--eval_on_start", "true", "--reward", "math", "format", "--reward", "length",
+         "--reward_weights", "1.0", "0.5", "-1", "--reward_clip_range", "-1", "1",
+         "--eval_pass_k=[1,2]", "--chat_template_kwargs", '{"enable_thinking": false}',
+         "--report_to", "wandb", "--max_steps", "-1", "--actor.reward_norm.mean_level", "batch",
+         "temperature=0.5", "--resume_from_checkpoint"]
+    )  # fmt: skip
+    assert (config.learning_rate, config.beta, config.temperature) == (1e-5, 0.02, 0.5)
+    assert (config.fp16, config.bf16, config.eval_on_start) == (True, False, True)
+    assert config.reward == ["math", "format", "length"]
+    assert config.reward_weights == [1.0, 0.5, -1.0]
+    assert config.reward_clip_range == (-1.0, 1.0)
+    assert config.eval_pass_k == [1, 2]
+    assert config.chat_template_kwargs == {"enable_thinking": False}
+    assert (config.report_to, config.max_steps, config.mean_level) == ("wandb", -1, "batch")
+    assert config.resume_from_checkpoint is True
+    assert parse_command_line([]) == RLOOConfig()
+
+
+def test_areal_s_nested_names_in_yaml(write):
+    path = write(
+        "actor:\n  path: m\n  eps_clip: 0.4\n  kl_ctl: 0.0\n  reward_clip: 20\n"
+        "  adv_norm:\n    mean_level: group\n    mean_leave1out: true\n    std_level: none\n"
+        "  optimizer:\n    lr: 1e-5\ngconfig: {n_samples: 4, max_new_tokens: 64}\n"
+        "train_dataset.batch_size: 6\n"
+    )
+    config = parse_command_line(["--config", path])
+    assert (config.model, config.epsilon, config.beta) == ("m", 0.4, 0.0)
+    assert config.reward_clip_range == (-20.0, 20.0)
+    assert (config.mean_level, config.mean_leave1out, config.std_level) == ("group", True, "none")
+    assert (config.learning_rate, config.num_generations, config.num_prompts) == (1e-5, 4, 6)
+
+
+def test_numbers_and_words_that_yaml_1_1_reads_wrongly(write):
+    path = write("eval_strategy: no\nlr_scheduler_kwargs: {min_lr: 1e-7}\nlearning_rate: 1e-5\n")
+    config = parse_command_line([path])
+    assert config.eval_strategy == "no"
+    assert (config.lr_scheduler_kwargs, config.learning_rate) == ({"min_lr": 1e-7}, 1e-5)
+
+
+def test_paths_in_a_file_are_found_beside_it(write, tmp_path):
+    write("", "sub/mine.py")
+    write("", "here.jsonl")
+    write("", "sub/here.jsonl")
+    path = write(
+        "dataset: here.jsonl\nmodel: Qwen/Qwen3-0.6B\nreward: [math, 'mine.py:score']\n",
+        "sub/run.yaml",
+    )
+    config = parse_command_line([path])
+    assert config.dataset == "here.jsonl"
+    assert config.model == "Qwen/Qwen3-0.6B"
+    assert config.reward == ["math", "sub/mine.py:score"]
+
+
+def test_the_resolved_configuration_is_a_file_that_reads_back_equal(write):
+    config = RLOOConfig(num_prompts=3, reward=["math"], reward_clip_range=(-1, 1), beta=1e-7)
+    assert parse_command_line([write(render_resolved(config))]) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "run.yaml is empty"),
+        ("- a\n", "run.yaml, line 1: must be a mapping"),
+        ("beta: 0.1\nbeta: 0.2\n", "run.yaml, line 2: beta is given twice (first in line 1)"),
+        ("beta: 0.1\nbetta: 0.2\n", "run.yaml, line 2: unknown option betta; did you mean beta?"),
+        ("seed: 1\nbeta: yes\n", "run.yaml, line 2: beta is True"),
+        ("beta:\n  a: 1\n", "run.yaml, line 1: beta is {'a': 1}"),
+        ("seed: 1\nmodel: !!python/name:os.system\n", "line 2: tag tag:yaml.org,2002:python/name"),
+        ("model: !secret x\n", "run.yaml, line 1: tag !secret is not allowed"),
+        ("seed: 1\nbeta: [1\n", "run.yaml, line 3: "),
+        ("seed: 1\n---\nseed: 2\n", "run.yaml, line 2: "),
+        ("model_init_kwargs: &a {b: *a}\n", "an anchor holds itself"),
+        ("actor:\n  eps_clip: 0.1\nactor.eps_clip: 0.1\n", "line 3: actor.eps_clip is given twice"),
+        ("actor:\n  adv_norm:\n    mean_lvel: 1\n", "did you mean actor.adv_norm.mean_level?"),
+        ("[1]: 2\n", "run.yaml, line 1: a key must be text"),
+        ("run_name: 2024-99-99\n", "run.yaml, line 1: run_name: month must be in 1..12"),
+        ("seed: \x01\n", "run.yaml"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_line(write, text, expected):
+    assert expected in command_error(write(text))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--learnin_rate", "1"], "unknown option --learnin_rate; did you mean learning_rate?"),
+        (["--learning", "1"], "unknown option --learning; did you mean learning_rate?"),
+        (["--beta", "1", "--beta", "1"], "--beta is given twice"),
+        (["--beta"], "--beta needs a value"),
+        (["--beta", "--fp16"], "--beta needs a value"),
+        (["beta", "1"], "beta is no option; write --option value"),
+        (["a.yaml", "b.yaml"], "two configuration files, a.yaml and b.yaml"),
+        (["missing.yaml"], "missing.yaml: No such file"),
+        (["--chat_template_kwargs", "{bad"], "it must be a mapping"),
+        (["--actor.eps_clip", "0.1", "--cliprange", "0.2"], "both set epsilon, give one"),
+    ],
+)
+def test_a_bad_command_line_is_refused(arguments, expected):
+    assert expected in command_error(*arguments)

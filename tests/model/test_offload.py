@@ -1,0 +1,163 @@
+"""What leaves the accelerator comes back to the last bit; what could not leave is refused."""
+
+import pytest
+import torch
+from models import make_model, make_samples
+from test_adapters import make_adapted
+from test_policy import gradients, make_policy, weights_of
+from test_train import equal, make_config, make_trainer, metrics_of, weights, without_times
+
+from rloo.model import offload
+from rloo.model.offload import ParkedState, activations_on_host
+from rloo.run.resume import load_checkpoint
+
+CPU = torch.device("cpu")
+GPU = pytest.param(
+    torch.device("cuda"),
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    ],
+)
+DEVICES = [CPU, GPU]
+
+
+def learn(policy, steps: int = 3) -> dict[str, torch.Tensor]:
+    for _ in range(steps):
+        logprobs = policy.logprobs(policy.batch(make_samples()))[0]
+        (logprobs * weights_of(len(logprobs)).to(policy.device)).sum().backward()
+        policy.step()
+    return {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+
+
+# -- activations ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packing": False},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"bf16": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gpt_oss"])
+def test_gradients_are_the_same_to_the_last_bit(monkeypatch, name, options, device):
+    monkeypatch.setattr(offload, "SMALLEST", 64)
+    results = []
+    for moved in (False, True):
+        policy = make_policy(make_model(name), use_cpu=device.type == "cpu", **options)
+        batch = policy.batch(make_samples())
+        if moved:
+            with activations_on_host(policy.model.parameters(), device):
+                logprobs = policy.logprobs(batch)[0]
+        else:
+            logprobs = policy.logprobs(batch)[0]
+        (logprobs * weights_of(len(logprobs)).to(device)).sum().backward()
+        results.append((logprobs.detach(), gradients(policy.model)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert len(results[0][1]) > 10 and equal(results[0][1], results[1][1])
+
+
+def test_what_is_kept_for_the_backward_moves_and_weights_stay(monkeypatch):
+    moved = []
+    host_like = offload._host_like
+    monkeypatch.setattr(offload, "_host_like", lambda t: moved.append(t.shape) or host_like(t))
+    weight = torch.nn.Parameter(torch.randn(200, 100))
+    states = torch.randn(50, 200, requires_grad=True)
+    small = torch.randn(10, requires_grad=True)
+    with activations_on_host([weight], CPU):
+        product = (states @ weight).tanh()  # keeps states, the weight's transpose, the result
+        loss = product.sum() + small.exp().sum()
+    assert moved == [(50, 200), (50, 100)]
+    loss.backward()
+    expected = torch.autograd.grad((states @ weight).tanh().sum(), [states, weight])
+    assert torch.equal(states.grad, expected[0]) and torch.equal(weight.grad, expected[1])
+    with activations_on_host([weight], torch.device("cuda")):  # what is elsewhere stays there
+        (states @ weight).tanh()
+    assert len(moved) == 2
+
+
+# -- optimizer state ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "adamw_8bit"])
+def test_a_parked_state_changes_no_step(optim, device):
+    results = []
+    for parked in (False, True):
+        policy = make_policy(
+            make_model("qwen3"), optim=optim, learning_rate=1e-2, use_cpu=device.type == "cpu"
+        )
+        if parked:
+            policy._parked = ParkedState(policy.optimizer, device)
+        results.append(learn(policy))
+    assert equal(*results)
+    tensors = [v for s in policy.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    assert all(t.device == CPU for t in tensors)
+    known = {id(buffer) for buffer in policy._parked._buffers.values()}
+    assert {id(t) for t in tensors} == known and len(known) > 30
+    with policy._parked.fetched():
+        inside = [v for s in policy.optimizer.state.values() for v in s.values()]
+        assert not known & {id(value) for value in inside}
+        assert all(t.device.type == device.type for t in inside if torch.is_tensor(t))
+    assert {id(t) for t in policy._parked._buffers.values()} == known
+
+
+@pytest.mark.filterwarnings("ignore:going on from step 2")
+def test_a_parked_state_is_saved_and_loaded(tmp_path):
+    results = []
+    for parked in (False, True):
+        config = make_config(tmp_path / str(parked), save_steps=2, optim="adamw_torch")
+        trainer = make_trainer(config)
+        park(trainer, parked)
+        trainer.train()
+        path = tmp_path / str(parked) / "run" / "checkpoint-2"
+        tensors, _ = load_checkpoint(path).optimizer
+        resumed = make_trainer(config)
+        park(resumed, parked)
+        resumed.train(resume_from_checkpoint=str(path))
+        assert equal(weights(trainer), weights(resumed))
+        results.append((tensors, without_times(metrics_of(config))))
+    assert equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+
+
+def park(trainer, parked: bool) -> None:
+    if parked:
+        trainer.policy._parked = ParkedState(trainer.policy.optimizer, CPU)
+
+
+# -- what is refused, and what a GPU shows --------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["offload_optimizer", "activation_offloading"])
+def test_on_a_cpu_there_is_nowhere_to_move_things(option):
+    with pytest.raises(ValueError, match=f"{option} is true and training runs on a CPU"):
+        make_policy(make_model("qwen3"), **{option: True})
+
+
+def test_an_optimizer_that_moves_its_state_itself_is_refused():
+    config = make_policy(make_model("qwen3")).config
+    options = {"offload_optimizer": True, "optim": "paged_adamw_8bit"}
+    config = type(config)(**{**config.to_dict(), **options})
+    with pytest.raises(ValueError, match="which moves its state itself"):
+        offload.check(config, torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_both_options_train_as_without_them_in_less_of_the_gpu_s_memory():
+    results, peaks = [], []
+    for options in ({}, {"offload_optimizer": True, "activation_offloading": True}):
+        policy = make_policy(make_adapted(), use_cpu=False, learning_rate=1e-2, **options)
+        torch.cuda.reset_peak_memory_stats()
+        results.append(learn(policy))
+        peaks.append(torch.cuda.max_memory_allocated())
+        held = [v for s in policy.optimizer.state.values() for v in s.values() if v.is_cuda]
+        assert bool(held) != bool(options)
+    assert all(torch.allclose(results[0][n], p, atol=1e-5) for n, p in results[1].items())
+    assert peaks[1] < peaks[0]

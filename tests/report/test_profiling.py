@@ -1,0 +1,79 @@
+"""`profile`: what is written about where time and memory went, and that nothing else changes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import equal, make_config, make_trainer, metrics_of, weights, without_times
+
+from rloo.report.profiling import StepProfile
+
+
+def seconds_of(report: str, row: str) -> float:
+    return float(re.search(rf"^\| {row} +\| +([\d.]+) ", report, re.MULTILINE)[1])
+
+
+def test_a_profiled_run_is_the_same_run(tmp_path):
+    results = []
+    for profiled in (False, True):
+        config = make_config(tmp_path / str(profiled), profile=profiled, num_iterations=2)
+        trainer = make_trainer(config)
+        trainer.train()
+        results.append((weights(trainer), without_times(metrics_of(config))))
+    assert equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    assert not (tmp_path / "False" / "run" / "profile").exists()
+
+
+@pytest.mark.parametrize("max_steps, profiled", [(1, 1), (2, 2), (4, 3)])
+def test_the_third_rollout_or_the_last_is_accounted_for(tmp_path, capsys, max_steps, profiled):
+    config = make_config(tmp_path, profile=True, max_steps=max_steps)
+    make_trainer(config).train()
+    folder = Path(config.output_dir, "profile")
+    report = (folder / "report.md").read_text()
+    assert report.startswith(f"# Profile of rollout {profiled}, optimizer steps {profiled} to")
+    assert report.splitlines()[0] in capsys.readouterr().out
+    # The phases are the metrics' own: the same seconds, but for the profiler's own beginning.
+    row = metrics_of(config)[profiled - 1]
+    for phase in ("sample", "reward", "credit", "update"):
+        assert seconds_of(report, phase) == pytest.approx(row[f"time/{phase}"], abs=0.005)
+    assert (
+        seconds_of(report, "all") >= sum(v for k, v in row.items() if k.startswith("time/")) - 0.005
+    )
+    operators = report.partition("| operator")[2]
+    assert len(re.findall(r"^\| .* s \| +[\d.]+ % \| +[\d,]+ \|$", operators, re.MULTILINE)) == 10
+    assert "| aten::mm " in operators or "| aten::addmm " in operators
+    assert ("not known" in report) == (profiled == 1)
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {"phase: sample", "phase: update"} <= {event["name"] for event in events}
+
+
+def test_peaks_operators_and_time_outside_of_them_are_those_of_the_phase(tmp_path):
+    with StepProfile(torch.device("cpu")) as profile:
+        with profile.phase("small"):
+            kept = torch.ones(1_000_000)
+        with profile.phase("large"):
+            torch.ones(250_000).repeat(8)
+        for _ in range(2):
+            with profile.phase("idle"):
+                sum(range(2_000_000))
+    lines = profile.write(tmp_path, title="Title", slowdown=1.25)
+    report = (tmp_path / "report.md").read_text()
+    assert report.splitlines() == lines
+    cells = {line.split("|")[1].strip(): line.split("|") for line in lines if line.startswith("|")}
+    peaks = {name: cells[name][5].strip() for name in ("small", "large", "idle")}
+    # 4 MB are kept all along; 1 MB is repeated to 8 MB.
+    assert peaks == {"small": "4.0 MB", "large": "13.0 MB", "idle": "4.0 MB"}
+    assert float(cells["idle"][4].split()[0]) > 0.9 * float(cells["idle"][2])
+    assert cells["aten::repeat"][4].strip() == "1"
+    assert "1.25 times" in report
+    assert kept.sum() == 1_000_000
+
+
+def test_another_run_in_the_folder_takes_the_profile_away(tmp_path):
+    make_trainer(make_config(tmp_path, profile=True, max_steps=1)).train()
+    config = make_config(tmp_path, max_steps=1, overwrite_output_dir=True)
+    make_trainer(config).train()
+    assert not list(Path(config.output_dir, "profile").iterdir())

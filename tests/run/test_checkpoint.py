@@ -1,0 +1,529 @@
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rloo.model.state import (
+    capture_rng,
+    load_optimizer,
+    optimizer_tensors,
+    parameter_shapes,
+    require_same_shapes,
+    restore_rng,
+)
+from rloo.run import checkpoint as module
+from rloo.run.checkpoint import (
+    Checkpoint,
+    claim_output_dir,
+    find_checkpoint,
+    load_checkpoint,
+    resume_path,
+    save_checkpoint,
+    verify_checkpoint,
+)
+
+
+def write_model(folder):
+    (folder / "model.safetensors").write_bytes(b"weights" * 100)
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "config.json").write_text("{}")
+
+
+def make_optimizer(size=3, kind=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, size), nn.Linear(size, 2))
+    groups = [
+        {"params": list(model[0].named_parameters(prefix="0")), "weight_decay": 0.1},
+        {"params": list(model[1].named_parameters(prefix="1")), "lr": 0.003},
+    ]
+    return model, kind(groups, lr=0.01, **options)
+
+
+def take_step(model, optimizer):
+    """One step whose data comes from all three global generators."""
+    scale = random.random() + np.random.rand()
+    loss = (model(torch.randn(5, 4)) * scale).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def make_checkpoint(step=1, **changes):
+    model, optimizer = make_optimizer()
+    take_step(model, optimizer)
+    parts = {
+        "optimizer": optimizer_tensors(optimizer),
+        "scheduler": {"last_epoch": step, "_last_lr": [0.1]},
+        "rng": capture_rng(),
+        "trainer_state": {"step": step, "log": [{"loss": 0.1 + 0.2}]},
+    }
+    return Checkpoint(step=step, **{**parts, **changes})
+
+
+def save(directory, step=1, *, keep=None, write=write_model):
+    return save_checkpoint(directory, make_checkpoint(step), write_model=write, keep=keep)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def equal(one, other):
+    """Equality to the last bit, of types too."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+# State
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {"betas": (0.8, 0.95), "amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adafactor, {}),
+    ],
+)
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(tmp_path, kind, options):
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    model, optimizer = make_optimizer(kind=kind, **options)
+    scheduler = schedule(optimizer)
+    random.seed(1)
+    np.random.seed(1)
+    for _ in range(3):
+        take_step(model, optimizer)
+        scheduler.step()
+    saved = Checkpoint(
+        step=3,
+        optimizer=optimizer_tensors(optimizer),
+        scheduler=scheduler.state_dict(),
+        rng=capture_rng(),
+        trainer_state={"weights": {k: v.tolist() for k, v in model.state_dict().items()}},
+    )
+    path = save_checkpoint(tmp_path, saved, write_model=write_model, keep=None)
+    for _ in range(3):
+        take_step(model, optimizer)
+        scheduler.step()
+    rng = capture_rng()
+
+    for generator in (random.seed, np.random.seed, torch.manual_seed):
+        generator(99)
+    other, other_optimizer = make_optimizer(kind=kind, **options)
+    other_scheduler = schedule(other_optimizer)
+    loaded = load_checkpoint(path)
+    assert loaded.step == 3
+    weights = {k: torch.tensor(v) for k, v in loaded.trainer_state["weights"].items()}
+    other.load_state_dict(weights)
+    load_optimizer(other_optimizer, *loaded.optimizer)
+    other_scheduler.load_state_dict(loaded.scheduler)
+    restore_rng(loaded.rng)
+    for _ in range(3):
+        take_step(other, other_optimizer)
+        other_scheduler.step()
+    assert equal(other.state_dict(), model.state_dict())
+    assert equal(other_optimizer.state_dict(), optimizer.state_dict())
+    assert equal(other_scheduler.state_dict(), scheduler.state_dict())
+    assert equal(capture_rng(), rng)
+
+
+def test_every_part_comes_back_as_it_was(tmp_path):
+    tree = {
+        "floats": [0.1, 1e-300, -0.0, math.inf, 2**63 + 0.0],
+        "mixed": (1, True, None, "x", {"tensor": "y"}, {7: [torch.tensor([1.5]).bfloat16()]}),
+        "empty": [(), [], {}, torch.zeros(0, 2)],
+    }
+    saved = make_checkpoint(scheduler=tree)
+    path = save_checkpoint(tmp_path, saved, write_model=write_model, keep=None)
+    loaded = load_checkpoint(path)
+    for part in ("step", "optimizer", "scheduler", "rng", "trainer_state"):
+        assert equal(getattr(loaded, part), getattr(saved, part)), part
+    assert math.copysign(1, loaded.scheduler["floats"][2]) == -1
+
+
+def test_state_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path):
+    saved = make_checkpoint(scheduler={"groups": [{"f": print}]})
+    with pytest.raises(ValueError, match="/groups/0/f of the state is a builtin_function"):
+        save_checkpoint(tmp_path, saved, write_model=write_model, keep=None)
+    assert names(tmp_path) == []
+
+
+def test_state_in_another_precision_than_the_weights_keeps_its_bits():
+    def make():
+        parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        optimizer.state[parameter]["momentum_buffer"] = torch.tensor([1 / 3, 1e-9, 7.0])
+        return optimizer
+
+    saved, loaded = make(), make()
+    next(iter(loaded.state.values()))["momentum_buffer"].zero_()
+    load_optimizer(loaded, *optimizer_tensors(saved))
+    (buffer,) = (state["momentum_buffer"] for state in loaded.state.values())
+    assert equal(buffer, torch.tensor([1 / 3, 1e-9, 7.0]))
+
+
+def test_a_loaded_optimizer_shares_no_memory_with_what_it_was_loaded_from():
+    model, optimizer = make_optimizer()
+    take_step(model, optimizer)
+    tensors, meta = optimizer_tensors(optimizer)
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    other, other_optimizer = make_optimizer()
+    load_optimizer(other_optimizer, tensors, meta)
+    take_step(other, other_optimizer)
+    assert equal(tensors, before)
+
+
+def test_tensors_that_share_memory_are_saved(tmp_path):
+    flat = torch.arange(6.0)
+    tree = {"left": flat[:3], "right": flat[3:], "again": flat, "turned": flat.view(2, 3).T}
+    saved = make_checkpoint(scheduler=tree)
+    path = save_checkpoint(tmp_path, saved, write_model=write_model, keep=None)
+    assert equal(load_checkpoint(path).scheduler, tree)
+
+
+def test_an_optimizer_of_another_model_is_refused_and_unchanged():
+    model, optimizer = make_optimizer(size=3)
+    take_step(model, optimizer)
+    tensors, meta = optimizer_tensors(optimizer)
+    _, other = make_optimizer(size=5)
+    before = other.state_dict()
+    with pytest.raises(
+        ValueError, match=r"parameter 0\.weight is \[3, 4\] there and \[5, 4\] here"
+    ):
+        load_optimizer(other, tensors, meta)
+    assert equal(other.state_dict(), before)
+    unnamed = torch.optim.AdamW([torch.zeros(3, 4)], lr=0.1)
+    with pytest.raises(ValueError, match=r"0\.weight is \[3, 4\] there and absent here"):
+        load_optimizer(unnamed, tensors, meta)
+
+
+def test_models_are_compared_by_the_names_and_shapes_of_their_parameters():
+    shapes = parameter_shapes(nn.Linear(2, 3))
+    assert shapes == {"weight": [3, 2], "bias": [3]}
+    require_same_shapes(shapes, {"bias": [3], "weight": [3, 2]})
+    with pytest.raises(ValueError, match="parameter bias is absent there"):
+        require_same_shapes({"weight": [3, 2]}, shapes)
+
+
+def test_generators_go_on_from_the_captured_state():
+    np.random.standard_normal()  # leaves the second of a pair behind
+    state = json.loads(json.dumps({"numpy": capture_rng()["numpy"]}))
+    state = {**capture_rng(), **state}
+
+    def draw():
+        return (
+            random.random(),
+            random.gauss(0, 1),
+            np.random.standard_normal(3).tolist(),
+            torch.rand(3),
+        )
+
+    first = draw()
+    restore_rng(state)
+    assert equal(draw(), first)
+
+
+def test_generator_states_of_absent_devices_are_reported(monkeypatch):
+    state = capture_rng()
+    here = len(state["cuda"])
+    with pytest.warns(UserWarning, match=f"of {here + 2} CUDA devices, here are {here}"):
+        restore_rng({**state, "cuda": [*state["cuda"], torch.zeros(1), torch.zeros(1)]})
+
+
+# Writing whole or not at all
+
+
+def test_a_checkpoint_has_the_model_at_its_root_no_pickle_and_a_manifest(tmp_path):
+    path = save(tmp_path, 7)
+    assert path == tmp_path / "checkpoint-7"
+    files = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()}
+    state = {"optimizer.json", "optimizer.safetensors", "rng.json", "rng.safetensors"}
+    state |= {"scheduler.json", "trainer_state.json"}
+    model = {"model.safetensors", os.path.join("adapter", "config.json")}
+    assert files == state | model | {"manifest.json"}
+    assert set(json.loads((path / "manifest.json").read_text())["body"]["files"]) == state | model
+    assert names(tmp_path) == ["checkpoint-7"]
+
+
+@pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_save_that_fails_leaves_no_trace_and_the_previous_checkpoint_valid(tmp_path, failure):
+    first = save(tmp_path, 1)
+
+    def fail(folder):
+        write_model(folder)
+        raise failure
+
+    with pytest.raises(type(failure)):
+        save(tmp_path, 2, write=fail, keep=1)
+    assert names(tmp_path) == ["checkpoint-1"]
+    assert find_checkpoint(tmp_path) == first
+
+
+class KilledError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("rewrite", [False, True])
+def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path, monkeypatch, rewrite):
+    """From the Nth operation on nothing reaches the disk, clean-up included, as after kill -9."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow; no power is cut here
+    real = {
+        (os, "fsync"): os.fsync,
+        (os, "rename"): os.rename,
+        (os, "rmdir"): os.rmdir,
+        (os, "unlink"): os.unlink,
+        (shutil, "rmtree"): shutil.rmtree,
+        (module, "save_file"): module.save_file,
+        (type(tmp_path), "rename"): type(tmp_path).rename,
+        (type(tmp_path), "write_text"): type(tmp_path).write_text,
+    }
+    checkpoint = make_checkpoint(2)
+    start = save(tmp_path / "start", 2 if rewrite else 1)
+    survivors = []
+    for fatal in range(100):
+        directory = tmp_path / str(fatal)
+        shutil.copytree(start, directory / start.name)
+        calls = []
+
+        def guard(function, calls=calls, fatal=fatal):
+            def guarded(*args, **kwargs):
+                calls.append(function)
+                if len(calls) > fatal:
+                    raise KilledError
+                return function(*args, **kwargs)
+
+            return guarded
+
+        with monkeypatch.context() as patch:
+            for (owner, name), function in real.items():
+                patch.setattr(owner, name, guard(function))
+            try:
+                save_checkpoint(directory, checkpoint, write_model=write_model, keep=1)
+                finished = True
+            except KilledError:
+                finished = False
+        found = find_checkpoint(directory)
+        assert found is not None, fatal
+        survivors.append(load_checkpoint(found).step)
+        for path in directory.glob("checkpoint-*"):
+            verify_checkpoint(path)
+        claim_output_dir(directory, overwrite=False, resuming=True)
+        assert not list(directory.glob("tmp-*"))
+        assert save(directory, 2, keep=1) == find_checkpoint(directory)
+        assert names(directory) == ["checkpoint-2"]
+        if finished:
+            break
+    assert finished and fatal > 15
+    assert survivors == sorted(survivors)
+    assert survivors[0] == (2 if rewrite else 1) and survivors[-1] == 2
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    for step in (1, 2, 9, 10, 11):
+        save(tmp_path, step, keep=3)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-11", "checkpoint-9"]
+    save(tmp_path, 12)
+    assert len(names(tmp_path)) == 4
+    with pytest.raises(ValueError, match="save_total_limit is 0"):
+        save(tmp_path, 13, keep=0)
+
+
+def test_pruning_spares_what_was_just_written_later_steps_and_strangers(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    (tmp_path / "checkpoint-best").mkdir()
+    save(tmp_path, 12, keep=1)
+    assert names(tmp_path) == ["checkpoint-12", "checkpoint-20", "checkpoint-30", "checkpoint-best"]
+
+
+def test_a_step_saved_again_replaces_the_first(tmp_path):
+    path = save(tmp_path, 5)
+    again = make_checkpoint(5, trainer_state={"again": True})
+    assert save_checkpoint(tmp_path, again, write_model=write_model, keep=None) == path
+    assert load_checkpoint(path).trainer_state == {"again": True}
+    assert names(tmp_path) == ["checkpoint-5"]
+
+
+# Believing only what is whole
+
+FILES = (
+    "adapter/config.json",
+    "manifest.json",
+    "model.safetensors",
+    "optimizer.json",
+    "optimizer.safetensors",
+    "rng.json",
+    "rng.safetensors",
+    "scheduler.json",
+    "trainer_state.json",
+)
+
+
+def flip(file, bit):
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "missing": lambda file: file.unlink(),
+    "empty": lambda file: file.write_bytes(b""),
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
+    "flipped": lambda file: flip(file, len(file.read_bytes()) * 4),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_detected_named_and_passed_over(tmp_path, name, damage):
+    older, newer = save(tmp_path, 1), save(tmp_path, 2)
+    DAMAGE[damage](newer / name)
+    with pytest.raises(ValueError, match=f"checkpoint-2.*{name}"):
+        load_checkpoint(newer)
+    with pytest.warns(UserWarning, match=f"checkpoint-2.*{name}.*trying the one before"):
+        assert find_checkpoint(tmp_path) == older
+
+
+def test_a_flipped_bit_anywhere_in_the_manifest_is_detected(tmp_path):
+    path = save(tmp_path, 3)
+    file = path / "manifest.json"
+    intact = file.read_bytes()
+    for byte in range(0, len(intact), 3):
+        flip(file, byte * 8 + byte // 3 % 8)
+        with pytest.raises(ValueError, match=r"checkpoint-3 is damaged: manifest\.json"):
+            verify_checkpoint(path)
+        file.write_bytes(intact)
+    assert verify_checkpoint(path) == 3
+
+
+def test_a_file_of_another_checkpoint_and_a_wrong_name_are_detected(tmp_path):
+    one, two = save(tmp_path, 1), save(tmp_path, 2)
+    shutil.copy(one / "trainer_state.json", two / "trainer_state.json")
+    with pytest.raises(ValueError, match=r"trainer_state\.json is not what was written"):
+        verify_checkpoint(two)
+    one.rename(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match="says step 1"):
+        verify_checkpoint(tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3").rename(tmp_path / "best")
+    assert verify_checkpoint(tmp_path / "best") == 1
+
+
+def test_a_checkpoint_without_state_or_of_another_format_is_refused(tmp_path):
+    path = save(tmp_path, 1)
+    body = json.loads((path / "manifest.json").read_text())["body"]
+    for change, message in [
+        ({"format": 2}, "has format 2; this version reads 1"),
+        ({"files": {}}, r"lists no trainer_state\.json"),
+    ]:
+        changed = {**body, **change}
+        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+        (path / "manifest.json").write_text(json.dumps({"body": changed, "sha256": digest}))
+        with pytest.raises(ValueError, match=message):
+            verify_checkpoint(path)
+
+
+def test_the_newest_is_by_number_and_none_is_none(tmp_path):
+    assert find_checkpoint(tmp_path / "absent") is None
+    assert find_checkpoint(tmp_path) is None
+    for step in (9, 10):
+        save(tmp_path, step)
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-99").write_text("a file")
+    (tmp_path / "tmp-checkpoint-11-1").mkdir()
+    assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_a_run_never_starts_anew_in_silence(tmp_path):
+    (save(tmp_path, 1) / "manifest.json").unlink()
+    (tmp_path / "checkpoint-2").mkdir()
+    with (
+        pytest.warns(UserWarning, match="trying the one before"),
+        pytest.raises(ValueError, match=r"none of the 2 checkpoints in .* is whole"),
+    ):
+        find_checkpoint(tmp_path)
+
+
+def test_what_to_resume_from(tmp_path):
+    assert resume_path(None, tmp_path) is None
+    assert resume_path(False, tmp_path) is None
+    with pytest.raises(ValueError, match="has no checkpoint to go on from"):
+        resume_path(True, tmp_path)
+    one, two = save(tmp_path, 1), save(tmp_path, 2)
+    assert resume_path(True, tmp_path) == two
+    assert resume_path(str(two), tmp_path) == two
+    with pytest.warns(UserWarning, match="going on from step 1, but .* has checkpoint-2:"):
+        assert resume_path(str(one), tmp_path) == one
+    with pytest.raises(ValueError, match="checkpoint-3 does not exist"):
+        resume_path(str(tmp_path / "checkpoint-3"), tmp_path)
+    with pytest.raises(ValueError, match=r"has no manifest\.json"):
+        resume_path(str(tmp_path), tmp_path)
+
+
+# Whose folder it is
+
+
+def test_a_fresh_folder_is_made_and_other_files_are_no_concern(tmp_path):
+    claim_output_dir(tmp_path / "a" / "b", overwrite=False, resuming=False)
+    (tmp_path / "a" / "b" / "notes.txt").write_text("mine")
+    claim_output_dir(tmp_path / "a" / "b", overwrite=False, resuming=False)
+    assert names(tmp_path / "a" / "b") == ["notes.txt"]
+    with pytest.raises(ValueError, match=r"notes\.txt is a file"):
+        claim_output_dir(tmp_path / "a" / "b" / "notes.txt", overwrite=False, resuming=False)
+
+
+def test_what_a_run_without_a_step_left_is_in_nobodys_way(tmp_path):
+    for name in ("summary.json", "evaluations.jsonl", "config.yaml"):
+        (tmp_path / name).write_text("{}")
+    claim_output_dir(tmp_path, overwrite=False, resuming=False)
+    assert names(tmp_path) == []
+
+
+def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path):
+    marker = "metrics.jsonl"
+    (tmp_path / marker).write_text("{}")
+    with pytest.raises(ValueError, match=rf"{marker}.*--overwrite_output_dir.*--resume_from_check"):
+        claim_output_dir(tmp_path, overwrite=False, resuming=False)
+    claim_output_dir(tmp_path, overwrite=False, resuming=True)
+    assert names(tmp_path) == [marker]
+    claim_output_dir(tmp_path, overwrite=True, resuming=False)
+    assert names(tmp_path) == []
+    with pytest.raises(ValueError, match="give one of the two"):
+        claim_output_dir(tmp_path, overwrite=True, resuming=True)
+
+
+def test_overwriting_removes_what_is_ours_alone(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "tmp-checkpoint-2-123").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoint-best").mkdir()
+    with pytest.raises(ValueError, match="checkpoint-1"):
+        claim_output_dir(tmp_path, overwrite=False, resuming=False)
+    assert "tmp-checkpoint-2-123" in names(tmp_path)
+    claim_output_dir(tmp_path, overwrite=True, resuming=False)
+    assert names(tmp_path) == ["checkpoint-best", "notes.txt"]
+
+
+def test_overwriting_does_not_touch_a_checkpoint_of_another_program(tmp_path):
+    (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match="checkpoint-500, which this program did not write"):
+        claim_output_dir(tmp_path, overwrite=True, resuming=False)
+    assert names(tmp_path) == ["checkpoint-500", "metrics.jsonl"]

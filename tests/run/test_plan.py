@@ -1,0 +1,129 @@
+"""`rloo plan` against what a real run of the same configuration does."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from models import make_model
+from text import WORDS, make_tokenizer
+
+from rloo import cli
+from rloo.config.parsing import parse_command_line
+from rloo.model import budget
+from rloo.model.memory import phase_peaks, weight_bytes
+from rloo.model.policy import Policy
+from rloo.run.plan import make_plan
+from rloo.run.trainer import RLOOTrainer
+
+OPTIONS = {
+    "dataset": "rows.jsonl",
+    "output_dir": "run",
+    "reward": "rewards.py:total",
+    "num_generations": 4,
+    "num_prompts": 6,
+    "max_steps": 4,
+    "max_completion_length": 40,
+    "max_tokens_per_micro_batch": 500,
+    "beta": 0.05,
+    "learning_rate": 1e-3,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "num_threads": 1,
+    "use_cpu": True,
+    "save_strategy": "no",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_model("qwen3").save_pretrained("model")
+    make_tokenizer().save_pretrained("model")
+    # No two answers are worth the same: all of them are computed.
+    Path("rewards.py").write_text(
+        "def total(completion_ids): return [float(sum(ids)) for ids in completion_ids]\n"
+    )
+    rows = [{"prompt": " ".join(WORDS[i : i + 9])} for i in range(12)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("run.yaml").write_text(yaml.safe_dump({"model": "model", **OPTIONS}))
+    return tmp_path
+
+
+def config_of(*arguments: str):
+    return parse_command_line(["run.yaml", *arguments])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--num_iterations", "2"],
+        ["--gradient_checkpointing", "true"],
+        ["--max_tokens_per_micro_batch", "120"],  # less than a group
+        ["--packing", "false", "--beta", "0"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_of_the_worst_case_is_as_the_plan_said(folder, monkeypatch, arguments):
+    # No token ends a completion, and prompts are equally long: the worst case is what happens.
+    monkeypatch.setattr(Policy, "stop_token_ids", property(lambda self: ()))
+    config = config_of(*arguments)
+    plan = make_plan(config)
+    trainer = RLOOTrainer(args=config)
+    backward, calls = trainer.policy.backward, []
+    monkeypatch.setattr(trainer.policy, "backward", lambda loss: calls.append(1) or backward(loss))
+    (peak,) = phase_peaks(trainer.policy.device, lambda mark: trainer.train())
+    assert plan.steps == 4 and plan.completions_per_step == 24
+    assert len(calls) == plan.micro_batches * plan.steps
+    assert plan.micro_batches > 1
+    before = weight_bytes(trainer.model)
+    if trainer.policy.reference is not None:
+        before += weight_bytes(trainer.policy.reference)
+    assert plan.peak_bytes == pytest.approx(peak + before, rel=0.33)
+    assert plan.expected_length == 40
+
+
+def test_shorter_answers_are_expected_where_they_end_by_themselves(folder, monkeypatch):
+    # One token in two ends a completion: about 2 tokens, against 40 at worst.
+    monkeypatch.setattr(Policy, "stop_token_ids", property(lambda self: tuple(range(0, 97, 2))))
+    plan = make_plan(config_of())
+    assert 1.3 < plan.expected_length < 3
+    assert plan.expected_micro_batches == 1 < plan.micro_batches
+
+
+def test_the_command_prints_the_plan_and_writes_nothing(folder, capsys):
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert cli.main(["plan", "run.yaml", "--beta", "0.1"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("micro-batches", "peak memory", "time per step", "time to the end", "at worst"):
+        assert text in shown
+    for text in ("weights", "4.00 bytes a parameter", "8.00 bytes a parameter", "bytes a token"):
+        assert text in shown
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert after == before
+    assert not Path("run").exists()
+
+
+def test_a_fault_is_reported_as_in_training(folder, capsys):
+    for command in ("plan", "train"):
+        assert cli.main([command, "run.yaml", "--reward", "no_such_reward"]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rloo: ")]
+    assert len(lines) == 2 and lines[0] == lines[1]
+    assert cli.main(["plan", "--model", "model"]) == 2
+    assert "there is no dataset" in capsys.readouterr().err
+
+
+def test_a_budget_that_does_not_fit_is_planned_as_training_would_lower_it(folder, monkeypatch):
+    plan = make_plan(config_of())
+    room = plan.memory["micro-batch"] // 2 + plan.memory["gradients"] + plan.memory["optimizer"]
+    monkeypatch.setattr(budget, "available_bytes", lambda device: room)
+    lowered = make_plan(config_of())
+    assert lowered.max_tokens < plan.max_tokens == 500
+    assert lowered.micro_batches > plan.micro_batches
+    assert any("max_tokens_per_micro_batch" in note for note in lowered.notes)
+    trainer = RLOOTrainer(args=config_of())
+    trainer.train()
+    assert trainer.policy.max_tokens == lowered.max_tokens
+    monkeypatch.setattr(budget, "available_bytes", lambda device: 10**5)
+    assert cli.main(["plan", "run.yaml"]) == 2

@@ -1,0 +1,102 @@
+"""Small random models of real architectures, and random samples, for the tests."""
+
+import random
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from rloo.model.batch import Sample
+
+VOCAB_SIZE = 97
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"num_experts_per_tok": 2}
+WINDOW = 8
+
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**_COMMON),
+    "qwen3": lambda: transformers.Qwen3Config(**_COMMON),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=128,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_COMMON,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=8,
+        final_logit_softcapping=5.0,
+        attn_implementation="eager",  # others leave out the cap of its scores in transformers 5.17
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **_COMMON, sliding_window=WINDOW, query_pre_attn_scalar=8
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_COMMON, **_EXPERTS, sliding_window=WINDOW, num_local_experts=4
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_COMMON, **_EXPERTS, moe_intermediate_size=16, num_experts=4
+    ),
+}
+
+
+def make_model(name: str, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).float()
+
+
+def make_linear_attention_model() -> PreTrainedModel:
+    """A hybrid: most of its layers keep a recurrent state, which packing would carry over."""
+    torch.manual_seed(0)
+    options = {**_COMMON, "num_hidden_layers": 4}
+    config = transformers.Qwen3NextConfig(
+        **options,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).float()
+
+
+def make_samples(num_groups: int = 3, size: int = 4, seed: int = 0) -> list[Sample]:
+    """Groups with prompts of 3 to 11 tokens and completions of 1 to 30: longer than `WINDOW`."""
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+    samples = []
+    for group in range(num_groups):
+        prompt = tokens(rng.randrange(3, 12))
+        for index in range(size):
+            completion = tokens(rng.choice([1, 2, 5, 17, 30]))
+            samples.append(
+                Sample(
+                    (group, index), prompt, completion, [0.0] * len(completion), rng.random(), False
+                )
+            )
+    return samples
