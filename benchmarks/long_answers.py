@@ -63,7 +63,7 @@ class LargestTensors(TorchDispatchMode):
 
 def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
     """One group on a real prompt; the completions are GSM8K's answers one after another."""
-    from rloo.model.batch import Sample
+    from rloo.types import Sample
 
     rows = load_rows(gsm8k)
     prompt = tokenizer(make_prompt(rows[0]))["input_ids"]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from rloo import RLOOConfig
 from rloo.model.adapters import add_adapter, lora_config
-from rloo.model.batch import Sample
-from rloo.model.forward import hidden_states, load_model, pick_device
+from rloo.model.forward import hidden_states, pick_device
+from rloo.model.loading import load_model
 from rloo.model.memory import (
     Mark,
     count_tokens,
@@ -35,6 +35,7 @@ from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
 from rloo.run.plan import lasting_bytes
 from rloo.run.setup import make_engine
+from rloo.types import Sample
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 FOUR_BITS = {**LORA, "load_in_4bit": True, "use_bnb_nested_quant": True}

@@ -19,7 +19,7 @@ from datasets import Dataset
 from benchmarks.baselines.arms import Job, Task
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.data.prompts import PromptSource
-from rloo.engines.sampling import noise_key
+from rloo.engines.noise import noise_key
 from rloo.report.monitor import versions
 from rloo.run.evaluate import evaluate
 from rloo.run.setup import make_sampling, make_source

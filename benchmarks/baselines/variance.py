@@ -25,13 +25,13 @@ from benchmarks.baselines.arms import PLAIN, Task
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.advantages import credit
-from rloo.algorithm.rollout import countable_samples, score
+from rloo.algorithm.rollout import score
+from rloo.algorithm.shaping import countable_samples
 from rloo.algorithm.train import Run
 from rloo.algorithm.update import micro_loss
-from rloo.engines.sampling import noise_key
-from rloo.model.batch import Sample
+from rloo.engines.noise import noise_key
 from rloo.model.policy import Policy
-from rloo.types import Prompt
+from rloo.types import Prompt, Sample
 
 NUM_RESAMPLES = 1000
 # Completions drawn in one call of the engine.

@@ -1,7 +1,7 @@
 """The data that travels between the stages, one frozen type per stage, and the two protocols.
 
-Everything here is plain Python: token ids are lists, rewards are floats or `None`. Tensors appear
-only in `batch.py`. This module imports nothing of the package.
+Everything here is plain Python: token ids are lists, rewards are floats or `None`. This module
+imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -104,6 +104,29 @@ class Group:
     rewards: list[float | None]
     scores: dict[str, list[float | None]] = field(default_factory=dict)
     extras: dict[str, list[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A completion to train on. `key` is (group, index in it); `reward` is never missing here."""
+
+    key: tuple[int, int]
+    prompt_ids: list[int]
+    token_ids: list[int]
+    engine_logprobs: list[float]
+    reward: float
+    truncated: bool
+    # Under the distribution that was really sampled; None: the same as `engine_logprobs`.
+    sampling_logprobs: list[float] | None = None
+    # As in `Prompt`: makes the inputs for the prompt's images, if it has any.
+    pixels: Callable[[], dict[str, Any]] | None = None
+
+
+def text_of(content: str | list[dict[str, Any]]) -> str:
+    """The text of one message's content, images left out."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
 
 
 class Engine(Protocol):

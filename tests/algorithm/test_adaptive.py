@@ -15,7 +15,7 @@ from test_train import (
 from transformers import TrainerCallback
 
 from rloo.algorithm.adaptive import Adaptive
-from rloo.algorithm.rollout import countable_samples, shaped_rewards
+from rloo.algorithm.shaping import countable_samples, shaped_rewards
 from rloo.config.config import RLOOConfig
 from rloo.rewards.normalizer import Normalized
 from rloo.types import Completion, Group, Prompt

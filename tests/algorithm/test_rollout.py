@@ -6,7 +6,8 @@ from models import make_model, make_samples
 from text import make_tokenizer
 
 from rloo.algorithm.advantages import Credit, FirstPass, credit
-from rloo.algorithm.rollout import countable_samples, score
+from rloo.algorithm.rollout import score
+from rloo.algorithm.shaping import countable_samples
 from rloo.algorithm.update import micro_loss, minibatches, update
 from rloo.config.config import RLOOConfig
 from rloo.model.policy import Policy

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from rloo.config.aliases import ALIASES, CONVERSIONS
+from rloo.config.arguments import to_training_arguments
 from rloo.config.checks import RANGES
 from rloo.config.config import DEVIATIONS, RLOOConfig, option_types, resolve_interval
 from rloo.config.rendering import default_of, render_options
-from rloo.config.training_arguments import to_training_arguments
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 
@@ -27,7 +27,7 @@ def message(*args, **options) -> str:
 
 
 def test_importing_the_configuration_imports_neither_torch_nor_transformers():
-    names = ("config", "parsing", "rendering", "training_arguments")
+    names = ("config", "parsing", "rendering", "arguments")
     modules = ", ".join(f"rloo.config.{name}" for name in names)
     code = (
         f"import sys, {modules}; print([m for m in ('torch', 'transformers') if m in sys.modules])"

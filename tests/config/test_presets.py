@@ -12,7 +12,7 @@ import torch
 from test_unbiased import PRESET_FORMS
 
 from rloo.algorithm.advantages import advantages, token_penalty
-from rloo.algorithm.rollout import countable_samples
+from rloo.algorithm.shaping import countable_samples
 from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
 from rloo.config.presets import BASE, PRESETS, describe_preset, preset_options, remarks

@@ -9,16 +9,15 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from vision_models import FAMILIES, RELATIVES, make_image, make_processor, make_vision_model
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.data.images import text_of, with_images
+from rloo.data.images import with_images
 from rloo.data.prompts import PromptSource, encode_prompt, image_reader, with_prompts
 from rloo.engines import HFEngine, build_engine
 from rloo.engines.hf import _Drawing
-from rloo.engines.sampling import row_keys
-from rloo.model.batch import Sample
+from rloo.engines.noise import row_keys
 from rloo.model.policy import Policy
 from rloo.report.console import as_string
 from rloo.rewards.model import as_reward
-from rloo.types import Completion, Prompt, Sampling
+from rloo.types import Completion, Prompt, Sample, Sampling, text_of
 
 SAMPLING = Sampling(max_tokens=6, stop_token_ids=(2,), temperature=0.8)
 TEXTS = ["what is it?", "and these?", "nothing here", "one more"]

@@ -12,15 +12,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from rloo.engines.noise import noise_key, row_keys, uniforms
 from rloo.engines.sampling import (
     check_request,
     collect_completions,
     draw,
     filter_logits,
     invert_cdf,
-    noise_key,
-    row_keys,
-    uniforms,
 )
 from rloo.types import Completion, Prompt, Sampling
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import exceeds, split
-from rloo.model.forward import load_model
+from rloo.model.loading import load_model
 from rloo.model.logprobs import token_logprobs
 from rloo.model.policy import Policy
 

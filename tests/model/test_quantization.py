@@ -29,7 +29,7 @@ from rloo import RLOOConfig, RLOOTrainer
 from rloo.engines import build_engine
 from rloo.model import quantization
 from rloo.model.adapters import load_adapter
-from rloo.model.forward import load_model
+from rloo.model.loading import load_model
 from rloo.model.memory import optimizer_bytes, phase_peaks, weight_bytes
 from rloo.run.setup import make_engine
 from rloo.types import Prompt, Sampling

@@ -7,8 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo.model import attention
 from rloo.model.attention import Options
-from rloo.model.batch import Sample, pack
+from rloo.model.batch import pack
 from rloo.model.shared_prefix import PackedLayout, Span
+from rloo.types import Sample
 
 CPU = torch.device("cpu")
 

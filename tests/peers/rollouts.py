@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rloo.algorithm.advantages import FirstPass, credit
-from rloo.algorithm.rollout import countable_samples
+from rloo.algorithm.shaping import countable_samples
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import pack

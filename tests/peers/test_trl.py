@@ -11,7 +11,7 @@ from text import make_tokenizer
 
 from rloo.algorithm import objective
 from rloo.algorithm.advantages import FirstPass, credit
-from rloo.algorithm.rollout import countable_samples
+from rloo.algorithm.shaping import countable_samples
 from rloo.algorithm.update import micro_loss
 from rloo.config.config import RLOOConfig
 from rloo.model.policy import Policy

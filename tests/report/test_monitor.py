@@ -17,7 +17,7 @@ from rloo.report import console, monitor
 from rloo.report.monitor import Monitor, versions
 from rloo.report.records import strict
 from rloo.report.verdict import direction, verdict
-from rloo.run.evaluator import flatten
+from rloo.run.evaluate import flatten
 from rloo.types import Completion, Group, Prompt
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]bold[/red] \u202eabc\x9b31m\r\ud800 :boom:"

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from rloo.model.batch import Sample
+from rloo.types import Sample
 
 VOCAB_SIZE = 97
 _COMMON = {

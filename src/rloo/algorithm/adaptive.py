@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from rloo.config.config import RLOOConfig
-from rloo.rewards.moments import Moments
+from rloo.rewards.normalizer import Moments
 
 
 @dataclass

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from rloo.algorithm import objective
 from rloo.config.config import RLOOConfig
-from rloo.model.batch import MicroBatch, Sample, exceeds, split
+from rloo.model.batch import MicroBatch, exceeds, split
 from rloo.model.policy import Policy
+from rloo.types import Sample
 
 Key = tuple[int, int]
 

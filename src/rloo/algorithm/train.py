@@ -20,12 +20,12 @@ from transformers import TrainerControl, TrainerState
 from rloo.algorithm.adaptive import Adaptive
 from rloo.algorithm.advantages import Credit, FirstPass, credit
 from rloo.algorithm.interrupts import uninterrupted
-from rloo.algorithm.rollout import countable_samples, score, shaped_rewards
+from rloo.algorithm.rollout import score
+from rloo.algorithm.shaping import countable_samples, shaped_rewards
 from rloo.algorithm.update import minibatches, update
 from rloo.config.config import RLOOConfig
 from rloo.data.stream import Prompts
-from rloo.engines.sampling import noise_key
-from rloo.model.batch import Sample
+from rloo.engines.noise import noise_key
 from rloo.model.budget import fitting_budget, workload_of
 from rloo.model.memory import count_tokens
 from rloo.model.policy import Policy
@@ -34,7 +34,7 @@ from rloo.report.metrics import mean_of_parts, rollout_metrics
 from rloo.report.monitor import Monitor
 from rloo.report.profiling import StepProfile
 from rloo.rewards import RewardSet
-from rloo.types import Engine, Group, Sampling
+from rloo.types import Engine, Group, Sample, Sampling
 
 T = TypeVar("T")
 

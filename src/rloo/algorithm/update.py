@@ -15,8 +15,9 @@ from torch import Tensor
 from rloo.algorithm import objective
 from rloo.algorithm.advantages import Credit, FirstPass, batch_advantages
 from rloo.config.config import RLOOConfig
-from rloo.model.batch import MicroBatch, Sample, split
+from rloo.model.batch import MicroBatch, split
 from rloo.model.policy import Policy
+from rloo.types import Sample
 
 
 def minibatches(samples: Sequence[Sample], config: RLOOConfig) -> Iterator[list[Sample]]:

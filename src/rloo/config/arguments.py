@@ -1,8 +1,8 @@
-"""RLOOArguments: TRL's options as a plain dataclass, for scripts that parse them with transformers'
-HfArgumentParser or TRL's TrlParser.
+"""The options in others' forms: TRL's as a plain dataclass, for scripts that parse them with
+transformers' HfArgumentParser or TRL's TrlParser; and as transformers' TrainingArguments, for its
+factories and callbacks.
 
-Holds values and turns them into an RLOOConfig. Knows nothing of what they mean, and needs neither
-torch nor transformers.
+Importing it needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import typing
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from rloo.config.aliases import ALIASES
 from rloo.config.config import ONE_PROCESS, RLOOConfig, option_types
-from rloo.config.reading import coerce
+from rloo.config.reading import coerce, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 # Of the options that are refused or idle here, those that TRL's RLOOConfig does not have: they are
 # ModelConfig's and ScriptArguments', which scripts parse beside it, and other systems'.
@@ -123,3 +127,54 @@ class RLOOArguments(_Fields):
                 if name not in _DEFAULTS or value != _DEFAULTS[name]
             }
         )
+
+
+# -- transformers' own ---------------------------------------------------------------------------
+
+# TrainingArguments would refuse bf16 where it finds no GPU, and warn of names that change.
+SET_AFTERWARDS = (
+    "bf16",
+    "fp16",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
+    "resume_from_checkpoint",
+)
+
+
+def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
+    """The arguments that optimizer and scheduler factories and callbacks are given. Every option of
+    ours is among them, so that a logger records it and a callback reads `args.beta`, as with TRL.
+
+    Raises ValueError when transformers knows no optimizer or schedule of that name.
+    """
+    kind = _arguments_type()
+    known = {field.name for field in fields(kind)}
+    values = {name: value for name, value in config.to_dict().items() if name in known}
+    values["metric_for_best_model"] = config.metric_for_best_model or "reward"
+    _check_names(config)
+    made = kind(**{n: v for n, v in values.items() if n not in SET_AFTERWARDS}, bf16=False)
+    for name in SET_AFTERWARDS:
+        setattr(made, name, values[name])
+    return made
+
+
+@cache
+def _arguments_type() -> type[TrainingArguments]:
+    from transformers import TrainingArguments
+
+    theirs = {field.name for field in fields(TrainingArguments)}
+    ours: list[Any] = [(name, Any, None) for name in option_types() if name not in theirs]
+    made: Any = make_dataclass("CallbackArguments", ours, bases=(TrainingArguments,))
+    return made
+
+
+def _check_names(config: RLOOConfig) -> None:
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    for name, kind in (("optim", OptimizerNames), ("lr_scheduler_type", SchedulerType)):
+        value, known = getattr(config, name), [member.value for member in kind]
+        if value not in known:
+            raise ValueError(
+                f"{name} is {value!r}{suggest(value, known)}; transformers has {', '.join(known)}"
+            )

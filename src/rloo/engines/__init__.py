@@ -12,7 +12,7 @@ from rloo.engines.hf import HFEngine
 from rloo.engines.native.engine import NativeEngine
 from rloo.engines.native.fused import can_fuse
 from rloo.engines.native.supported import supports
-from rloo.engines.sampling import noise_key
+from rloo.engines.noise import noise_key
 from rloo.types import Engine
 
 __all__ = ["HFEngine", "NativeEngine", "build_engine", "noise_key", "supports"]

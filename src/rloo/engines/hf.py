@@ -26,17 +26,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rloo.data.images import image_token_ids
-from rloo.data.pixels import join_inputs
+from rloo.data.images import image_token_ids, join_inputs
 from rloo.engines.in_process import Drawn, Row, sample_in_waves
-from rloo.engines.sampling import (
-    StopText,
-    draw,
-    gather_logprobs,
-    invert_cdf,
-    row_keys,
-    uniforms,
-)
+from rloo.engines.noise import row_keys, uniforms
+from rloo.engines.sampling import StopText, draw, gather_logprobs, invert_cdf
 from rloo.types import Completion, Prompt, Sampling
 
 # What the cache of one call of `generate` may occupy; further rows wait for the next call.

@@ -1,4 +1,4 @@
-"""Completions to micro-batches: the only place where token lists become tensors, and are shifted.
+"""Completions to micro-batches: token lists become tensors, shifted by one.
 
 A micro-batch is packed (every prompt once, no padding in the linear layers) or padded (the plain
 form, for models that cannot be packed). Knows nothing of models, losses or rewards beyond carrying
@@ -7,35 +7,20 @@ each completion's numbers along.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rloo.data.pixels import join_inputs
+from rloo.data.images import join_inputs
 from rloo.model.attention import no_mask
 from rloo.model.shared_prefix import PackedLayout, Span
+from rloo.types import Sample
 
 # Rows of one attention call: sorted by length, so that a short answer is not padded to the longest.
 ROWS_PER_CALL = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A completion to train on. `key` is (group, index in it); `reward` is never missing here."""
-
-    key: tuple[int, int]
-    prompt_ids: list[int]
-    token_ids: list[int]
-    engine_logprobs: list[float]
-    reward: float
-    truncated: bool
-    # Under the distribution that was really sampled; None: the same as `engine_logprobs`.
-    sampling_logprobs: list[float] | None = None
-    # As in `Prompt`: makes the inputs for the prompt's images, if it has any.
-    pixels: Callable[[], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

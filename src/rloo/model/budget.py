@@ -14,7 +14,6 @@ import torch
 
 from rloo.config.config import RLOOConfig
 from rloo.data.stream import Prompts
-from rloo.model.batch import Sample
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.memory import (
     count_tokens,
@@ -27,6 +26,7 @@ from rloo.model.memory import (
     weight_bytes,
 )
 from rloo.model.policy import Policy
+from rloo.types import Sample
 
 # Of a CPU's free memory; the rest is for what torch does not allocate itself.
 CPU_SHARE = 0.9

@@ -1,34 +1,21 @@
-"""What training has to know of transformers' models: loading, noise, heads, memory."""
+"""What training has to know of transformers' models: noise, heads, hidden states, memory."""
 
 from __future__ import annotations
 
 import copy
 import re
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import cached_file
-from transformers.utils import logging as hf_logging
 
 from rloo.config.config import RLOOConfig
-from rloo.data.images import is_vision_config
-from rloo.data.tasks import resolve_model
-from rloo.model.adapters import find_base, load_adapter
 from rloo.model.batch import MicroBatch
-from rloo.model.quantization import quantization_of
 
 # Attributes of modules that make their forward random.
 NOISE = re.compile("dropout|pdrop|jitter|layerdrop")
@@ -53,134 +40,9 @@ def remove_dropout(model: PreTrainedModel) -> float:
     return found
 
 
-def load_model(
-    config: RLOOConfig,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-    *,
-    quantization_config: Any = None,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
-    """Model and tokenizer of `config.model`, a hub id or a folder; the model in float32. A model
-    that reads images comes with its processor.
-
-    The folder or hub id of an adapter gives a PeftModel: its base, and the adapter to train on.
-    `quantization_config` (a BitsAndBytesConfig), or the options, load linear layers in few bits.
-    Raises ValueError when there is no tokenizer that transformers can load.
-    """
-    options = _loading_options(config)
-    few_bits = quantization_of(config, quantization_config)
-    if few_bits is not None:
-        # Quantised where it is used: it cannot be moved afterwards.
-        on_gpu = pick_device(config).type == "cuda"
-        place = {"": torch.cuda.current_device() if on_gpu else "cpu"}
-        options |= {"quantization_config": few_bits, "device_map": place}
-    name = resolve_model(str(config.model))
-    trust = options.pop("trust_remote_code", config.trust_remote_code)
-    revision = options.get("revision", "main")
-    base = find_base(name, revision)
-    if base is not None:
-        options.pop("revision", None)
-    auto_class = _auto_class(base or name, options.get("revision", "main"), trust)
-    if processing_class is None:
-        own = base is None or _has_tokenizer(name, revision)
-        processing_class = load_processing_class(
-            name if own else str(base),
-            revision if own else "main",
-            trust=trust,
-            images=auto_class is not transformers.AutoModelForCausalLM,
-        )
-    with quiet():
-        try:
-            model = auto_class.from_pretrained(base or name, trust_remote_code=trust, **options)
-        except OSError as error:
-            if base is None:
-                raise
-            raise ValueError(
-                f"{name} is an adapter of {base}, which cannot be loaded (model): {error}"
-            ) from error
-        if few_bits is not None:
-            _copy_from_file(model)
-        adapted = model if base is None else load_adapter(model, name, revision)
-    return adapted, processing_class
-
-
-def _loading_options(config: RLOOConfig) -> dict[str, Any]:
-    given = {n: value for n, value in (config.model_init_kwargs or {}).items() if value is not None}
-    # It might ask for a library that is not there.
-    if config.packing is not False and (named := given.pop("attn_implementation", None)):
-        warnings.warn(
-            f"model_init_kwargs has attn_implementation {named}, which has no effect: attention "
-            "follows from the model (packing false keeps the one named)",
-            stacklevel=4,
-        )
-    return {"dtype": torch.float32, **given}
-
-
-def _copy_from_file(model: PreTrainedModel) -> None:
-    """On a CPU what is not quantised is a part of the mapped file, which would stay as a whole."""
-    for parameter in model.parameters():
-        if parameter.device.type == "cpu" and parameter.is_floating_point():
-            parameter.data = parameter.data.clone()
-
-
-def _auto_class(name: str, revision: str, trust: bool) -> Any:
-    """What loads the model: with its eyes, if it has any that transformers knows."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            name, revision=revision, trust_remote_code=trust
-        )
-    except (OSError, ValueError):  # loading the model itself will say it
-        return transformers.AutoModelForCausalLM
-    if is_vision_config(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
-
-
 def pick_device(config: RLOOConfig) -> torch.device:
     """Where the model is trained."""
     return torch.device("cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu")
-
-
-def _has_tokenizer(name: str, revision: str) -> bool:
-    found = cached_file(
-        name,
-        "tokenizer_config.json",
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-    )
-    return found is not None
-
-
-def load_processing_class(
-    name: str, revision: str = "main", *, trust: bool = False, images: bool = False
-) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """The tokenizer of a hub id or folder, or for a model that reads `images` the processor that
-    holds it. Raises ValueError where there is none."""
-    folder = Path(name)
-    # transformers makes up an empty tokenizer for some architectures whose folder has none.
-    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
-        raise ValueError(
-            f"{folder} has no tokenizer that can be loaded (model): it has no tokenizer.json"
-        )
-    try:
-        auto_class = transformers.AutoProcessor if images else transformers.AutoTokenizer
-        found: PreTrainedTokenizerBase | ProcessorMixin = auto_class.from_pretrained(
-            name, revision=revision, trust_remote_code=trust
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name} has no tokenizer that can be loaded (model): {error}") from error
-    return found
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' progress bars, which a small model shows for a blink."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
 
 
 def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:

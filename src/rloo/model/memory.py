@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rloo.model.batch import Sample, pack, pad
+from rloo.model.batch import pack, pad
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.optimizers import build_optimizer
 from rloo.model.policy import Policy
 from rloo.model.quantization import statistics_bytes
+from rloo.types import Sample
 
 # Shares of a micro-batch's lengths at which it is measured. Memory is linear in tokens; where masks
 # or scores of width squared are made, a parabola is laid through larger sizes.

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
 
+from rloo.config.arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
-from rloo.config.training_arguments import to_training_arguments
 
 # They need more than the parameters and the usual options.
 OTHER_OPTIMIZERS = ("lomo", "galore", "apollo", "schedule_free")

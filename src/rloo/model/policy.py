@@ -23,7 +23,7 @@ from rloo.config.objective_checks import FIXED_REFERENCE
 from rloo.data.images import tokenizer_of
 from rloo.model import adapters, attention, offload, quantization
 from rloo.model.adapters import Adapter
-from rloo.model.batch import MicroBatch, Sample, pack, pad
+from rloo.model.batch import MicroBatch, pack, pad
 from rloo.model.experts import balancing_coefficient, balancing_loss
 from rloo.model.forward import (
     copy_frozen,
@@ -33,15 +33,16 @@ from rloo.model.forward import (
     output_head,
     own_logprobs,
     pick_device,
-    quiet,
     remove_dropout,
     routed_states,
     token_budget,
 )
+from rloo.model.loading import quiet
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores, score_tokens, token_logprobs
 from rloo.model.offload import ParkedState, activations_on_host
 from rloo.model.optimizers import Given, make_optimizers
 from rloo.model.state import load_optimizer
+from rloo.types import Sample
 
 # Largest difference of a log-prob between two float32 computations that is still rounding.
 TOLERANCE = 1e-4

@@ -57,7 +57,7 @@ class Events:
     ) -> None:
         from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
-        from rloo.config.training_arguments import to_training_arguments
+        from rloo.config.arguments import to_training_arguments
 
         self.state = state
         self.control = control

@@ -21,10 +21,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rloo.data.images import text_of
 from rloo.rewards.load import is_built_in, load_reward
 from rloo.rewards.normalizer import Normalized
-from rloo.types import Text
+from rloo.types import Text, text_of
 
 # Padding included: what a forward pass computes at once.
 BATCH_TOKENS = 8192

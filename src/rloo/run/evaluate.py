@@ -7,17 +7,22 @@ one run differ by the policy, not by luck.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from rloo.algorithm.rollout import score
+from rloo.config.config import RLOOConfig
+from rloo.engines.noise import noise_key
+from rloo.model.policy import Policy
+from rloo.model.state import capture_rng, restore_rng
 from rloo.report.metrics import deviation, rollout_metrics
 from rloo.rewards import RewardSet
+from rloo.run.setup import make_sampling
 from rloo.types import Engine, Group, Prompt, Sampling
 
 # 97.5 % point of the normal distribution.
@@ -102,3 +107,89 @@ def interval(values: Sequence[float]) -> list[float]:
 def _passed(group: Group, threshold: float) -> int:
     first = next(iter(group.scores.values()))
     return sum(score is not None and score >= threshold for score in first)
+
+
+# -- in training ---------------------------------------------------------------------------------
+
+# By name; one without others has none ("").
+Sets = Mapping[str, Sequence[Prompt]]
+
+
+class Evaluator:
+    """Measures the policy. Every measurement draws the same noise, and the global generators, which
+    a reward function may draw from, are put back: training goes on as if nothing had been."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        engine: Engine,
+        rewards: RewardSet,
+        config: RLOOConfig,
+        *,
+        state: TrainerState,
+    ) -> None:
+        self._policy = policy
+        self._engine = engine
+        self._rewards = rewards
+        self._config = config
+        self._state = state
+
+    def measure(self, sets: Sets) -> dict[str, dict[str, Any]]:
+        """The metrics of each set (see `evaluate`), one after the other."""
+        generators = capture_rng()
+        try:
+            self._engine.load(self._policy.weights())
+            return {name: self._measure(prompts) for name, prompts in sets.items()}
+        finally:
+            restore_rng(generators)
+
+    def _measure(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        config, policy = self._config, self._policy
+        metrics, _ = evaluate(
+            self._engine,
+            prompts,
+            self._rewards,
+            tokenizer=policy.tokenizer,
+            sampling=make_sampling(
+                config, policy.stop_token_ids, policy.tokenizer, evaluation=True
+            ),
+            num_samples=config.num_generations_eval or config.num_generations,
+            noise=noise_key(config.seed, "eval", 0),
+            pass_threshold=config.pass_threshold,
+            pass_k=config.eval_pass_k,
+            precision=policy.autocast,
+            trainer_state=self._state,
+        )
+        return metrics
+
+
+def flatten(results: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, Any]:
+    """The metrics of all sets under transformers' names: prefix_metric, or prefix_set_metric."""
+    return {
+        "_".join(part for part in (prefix, name, metric) if part): value
+        for name, metrics in results.items()
+        for metric, value in metrics.items()
+    }
+
+
+def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfig) -> bool:
+    """Whether this evaluation is better than all before it; if so, `state` remembers it.
+
+    Without `metric_for_best_model` it is `eval_reward`, and nothing is compared where that is
+    missing (several evaluation sets). Raises ValueError for a metric asked for and not there.
+    """
+    name = "eval_" + (config.metric_for_best_model or "reward").removeprefix("eval_")
+    if name not in metrics:
+        if config.metric_for_best_model is None:
+            return False
+        known = ", ".join(key for key, value in metrics.items() if isinstance(value, float))
+        raise ValueError(
+            f"the evaluation has no metric {name}; it has {known} (metric_for_best_model)"
+        )
+    value, best = float(metrics[name]), state.best_metric
+    sign = -1 if config.greater_is_better is False else 1
+    # One that is not a number (nothing was scored) is no better than none.
+    if math.isnan(value) or (best is not None and sign * value <= sign * best):
+        return False
+    state.best_metric, state.best_global_step = value, state.global_step
+    return True

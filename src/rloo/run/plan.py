@@ -23,8 +23,8 @@ from rloo.data.prompts import PromptSource
 from rloo.engines import hf
 from rloo.engines.in_process import bytes_per_row, rows_at_once
 from rloo.engines.native import engine as native
-from rloo.engines.sampling import noise_key
-from rloo.model.batch import Sample, split
+from rloo.engines.noise import noise_key
+from rloo.model.batch import split
 from rloo.model.budget import available_bytes, gigabytes, largest_micro_batch, workload_of
 from rloo.model.memory import (
     Mark,
@@ -41,7 +41,7 @@ from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
 from rloo.report.console import duration, write_line
 from rloo.run.trainer import RLOOTrainer
-from rloo.types import Engine, Prompt
+from rloo.types import Engine, Prompt, Sample
 
 # Positions sampled to know what one costs, and tokens of context that this may take to prepare.
 _POSITIONS = 5

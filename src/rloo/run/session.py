@@ -25,9 +25,8 @@ from rloo.report.model_card import has_other_card
 from rloo.report.monitor import Monitor, versions
 from rloo.report.records import write_text
 from rloo.rewards import RewardSet
-from rloo.run.best import is_better
 from rloo.run.checkpoint import save_checkpoint, verify_checkpoint
-from rloo.run.evaluator import Evaluator, Sets, flatten
+from rloo.run.evaluate import Evaluator, Sets, flatten, is_better
 from rloo.run.resume import restore, snapshot
 from rloo.run.setup import make_sampling
 from rloo.types import Engine

@@ -37,7 +37,7 @@ from rloo.report.model_card import model_card, write_card
 from rloo.report.monitor import Monitor, numbers_of, versions
 from rloo.report.records import strict
 from rloo.run.checkpoint import claim_output_dir, resume_path
-from rloo.run.evaluator import Evaluator, flatten
+from rloo.run.evaluate import Evaluator, flatten
 from rloo.run.session import Session
 from rloo.run.setup import (
     RewardFunction,

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from rloo.engines.in_process import Drawn, Row, sample_in_waves
 from rloo.engines.native.cache import DecodeCache, PromptCache, fill_holes
 from rloo.engines.native.fused import FusedDecoder, can_fuse
-from rloo.engines.sampling import StopText, draw, row_keys, uniforms
+from rloo.engines.noise import row_keys, uniforms
+from rloo.engines.sampling import StopText, draw
 from rloo.model import attention
 from rloo.types import Completion, Prompt, Sampling
 

@@ -1,0 +1,64 @@
+"""The noise that tokens are drawn with: a function of (seed, purpose, step, prompt, k, position).
+
+Counter-based, so that no draw depends on another one: batches, evaluation and resuming cannot
+change it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def _signed(number: int) -> int:
+    """The 64 low bits of `number` as torch's int64 holds them."""
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >> 63 else number
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+
+
+_FIRST_MULTIPLIER = _signed(0xBF58476D1CE4E5B9)
+
+
+_SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
+
+
+def noise_key(seed: int, purpose: str, step: int) -> int:
+    """The 64-bit number that `Engine.sample` takes as `noise`.
+
+    `purpose` keeps training and evaluation apart: they never share a draw, whatever the step.
+    """
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def row_keys(noise: int, prompt_ids: Tensor, samples: Tensor) -> Tensor:
+    """int64 (R,): the key of each row's stream, from its prompt's id and its number k."""
+    start = _mix(torch.full_like(prompt_ids, _signed(noise)))
+    return _mix(_mix(start + prompt_ids * _GOLDEN) + samples * _GOLDEN)
+
+
+def uniforms(keys: Tensor, start: int, count: int) -> Tensor:
+    """float64 (R, count) in [0, 1): the noise of positions start .. start + count - 1 of each row.
+
+    A counter-based generator: the output function of SplitMix64 (Steele, Lea, Flood 2014) over
+    key + position * golden ratio, so that a draw depends on nothing but its row and position.
+    """
+    positions = torch.arange(start + 1, start + count + 1, device=keys.device)
+    bits = _mix(keys[:, None] + positions * _GOLDEN)
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def _mix(bits: Tensor) -> Tensor:
+    bits = (bits ^ _shift_right(bits, 30)) * _FIRST_MULTIPLIER
+    bits = (bits ^ _shift_right(bits, 27)) * _SECOND_MULTIPLIER
+    return bits ^ _shift_right(bits, 31)
+
+
+def _shift_right(bits: Tensor, count: int) -> Tensor:
+    # torch has no unsigned 64-bit shift: the copies of the sign bit are cut off.
+    return (bits >> count) & ((1 << (64 - count)) - 1)
