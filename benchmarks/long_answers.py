@@ -86,7 +86,7 @@ def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
 def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) -> dict[str, Any]:
     """One update: predicted and measured peaks above weights, optimizer and reference in MiB, its
     seconds, the largest tensor and the sizes that it must stay below (elements)."""
-    from rloo.algorithm.advantages import Terms, credit
+    from rloo.algorithm.advantages import Terms, assign
     from rloo.algorithm.update import update
     from rloo.config.batches import batches_of
     from rloo.config.config import RLOOConfig
@@ -116,7 +116,7 @@ def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) ->
     terms = Terms(config, batches_of(config, world.size), config.beta)
 
     def step(some: list[Any]) -> None:
-        update(policy, some, credit(some, policy, terms), terms)
+        update(policy, some, assign(some, policy, terms), terms)
 
     # The optimizer's state comes with the first step, and is there in any case.
     step([replace(s, token_ids=s.token_ids[:8], engine_logprobs=[0.0] * 8) for s in samples])

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.baselines.arms import PLAIN, Task
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm.advantages import Terms, credit
+from rloo.algorithm.advantages import Terms, assign
 from rloo.algorithm.rollout import score
 from rloo.algorithm.shaping import countable_samples
 from rloo.algorithm.train import Run
@@ -147,8 +147,8 @@ class Gradients:
         policy = self._policy
         samples = [replace(sample, key=(0, index)) for index, sample in enumerate(group)]
         terms = Terms(config, batches_of(config, world_size=1), config.beta)
-        given = credit(samples, policy, terms)
-        loss, _ = micro_loss(policy, policy.batch(samples), given, terms, len(samples))
+        credit = assign(samples, policy, terms)
+        loss, _ = micro_loss(policy, policy.batch(samples), credit, terms, len(samples))
         found = torch.autograd.grad(-loss, policy.parameters)
         return torch.cat([g.flatten() for g in found])[self._chosen].double()
 

@@ -9,7 +9,7 @@ from models import make_samples
 from terms import terms_of
 from test_rollout import make_config, make_policy
 
-from rloo.algorithm.advantages import FirstPass, credit
+from rloo.algorithm.advantages import assign
 from rloo.algorithm.update import micro_loss
 from rloo.config.config import RLOOConfig
 
@@ -79,10 +79,8 @@ def draw_samples(rng: random.Random) -> list:
     ]
 
 
-def gradient_of(policy, samples, given, config, record=None) -> torch.Tensor:
-    loss, _ = micro_loss(
-        policy, policy.batch(samples), given, terms_of(config), 12.0, record=record
-    )
+def gradient_of(policy, samples, given, config) -> torch.Tensor:
+    loss, _ = micro_loss(policy, policy.batch(samples), given, terms_of(config), 12.0)
     assert loss.isfinite()
     loss.backward()
     found = torch.cat([p.grad.flatten() for p in policy.parameters])
@@ -100,15 +98,15 @@ def test_credit_and_gradient_do_not_depend_on_how_they_are_computed(seed):
     rng = random.Random(seed)
     options, config = draw_config(rng)
     samples, policy = draw_samples(rng), make_policy(config)
-    before = credit(samples, policy, terms_of(make_config(**options, **IN_PARTS)))
-    assert all(values.isfinite().all() for values in before.advantages.values())
+    before = assign(samples, policy, terms_of(make_config(**options, **IN_PARTS)))
+    assert all(values.isfinite().all() for values in before.known.values())
     # From the update's own pass, where that suffices, or as far as rewards go.
-    given, record = credit(samples, policy, terms_of(config)), FirstPass()
-    first = gradient_of(policy, samples, given, config, record)
+    given = assign(samples, policy, terms_of(config))
+    first = gradient_of(policy, samples, given, config)
     assert is_close(first, gradient_of(policy, samples, before, config))
-    after = record.complete(given, {})
-    for key, values in before.advantages.items():
-        assert torch.allclose(after.advantages[key].double(), values, atol=1e-4), options
+    after = given.after_first_step({})
+    for key, values in before.known.items():
+        assert torch.allclose(after.known[key].double(), values, atol=1e-4), options
         assert torch.allclose(after.old_logprobs[key], before.old_logprobs[key], atol=1e-5)
     # The second update, with ratios that are not 1: packed and padded.
     with torch.no_grad():
@@ -124,7 +122,7 @@ def test_micro_batches_below_a_group_add_up_to_the_whole():
         rng = random.Random(seed)
         options, config = draw_config(rng)
         samples, policy = draw_samples(rng), make_policy(config)
-        given = credit(samples, policy, terms_of(make_config(**options, **IN_PARTS)))
+        given = assign(samples, policy, terms_of(make_config(**options, **IN_PARTS)))
         whole = gradient_of(policy, samples, given, config)
         parts = [gradient_of(policy, [s], given, config) for s in samples]
         assert is_close(sum(parts), whole), options

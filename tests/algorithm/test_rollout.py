@@ -6,7 +6,7 @@ from models import make_model, make_samples
 from terms import terms_of
 from text import make_tokenizer
 
-from rloo.algorithm.advantages import Credit, FirstPass, credit
+from rloo.algorithm.advantages import FromThisPass, Stored, assign
 from rloo.algorithm.rollout import score
 from rloo.algorithm.shaping import countable_samples
 from rloo.algorithm.update import micro_loss, minibatches, update
@@ -119,8 +119,8 @@ def by_hand(samples, config, policy) -> dict:
 def test_stored_credit_equals_the_definition(options):
     config = make_config(beta=0.5, **options)
     policy, samples = make_policy(config), make_samples()
-    given = credit(samples, policy, terms_of(config))
-    assert given.advantages == pytest.approx(by_hand(samples, config, policy), abs=1e-4)
+    given = assign(samples, policy, terms_of(config))
+    assert given.known == pytest.approx(by_hand(samples, config, policy), abs=1e-4)
 
 
 def gradient_of(policy, samples, given, config) -> dict:
@@ -136,8 +136,8 @@ def test_one_pass_and_stored_credit_have_the_same_gradient():
     for parts in (1, 3):
         config = make_config(beta=0.5, steps_per_generation=parts)
         policy = make_policy(config)
-        given = credit(samples, policy, terms_of(config))
-        assert (given.advantages is None) == (parts == 1)
+        given = assign(samples, policy, terms_of(config))
+        assert isinstance(given, FromThisPass if parts == 1 else Stored)
         results.append(gradient_of(policy, samples, given, config))
     for name, gradient in results[0].items():
         assert (gradient - results[1][name]).norm() <= 1e-5 * gradient.norm(), name
@@ -148,30 +148,27 @@ def test_the_first_step_on_a_whole_rollout_leaves_what_a_pass_before_it_would(be
     samples = make_samples()
     config = make_config(beta=beta, num_iterations=2)
     policy = make_policy(config)
-    before = credit(samples, policy, terms_of(make_config(beta=beta, steps_per_generation=3)))
-    record = FirstPass()
+    before = assign(samples, policy, terms_of(make_config(beta=beta, steps_per_generation=3)))
+    given = assign(samples, policy, terms_of(config))
 
-    metrics = update(
-        policy, samples, credit(samples, policy, terms_of(config)), terms_of(config), record=record
-    )
+    after = given.after_first_step(update(policy, samples, given, terms_of(config)))
 
-    after = record.complete(Credit(None, None), metrics)
-    for key, value in before.advantages.items():
-        assert after.advantages[key].item() == pytest.approx(value.item(), abs=1e-5)
+    for key, value in before.known.items():
+        assert after.known[key].item() == pytest.approx(value.item(), abs=1e-5)
     assert after.stats == pytest.approx(before.stats, abs=1e-6)
     for key, logprobs in before.old_logprobs.items():
         assert torch.allclose(after.old_logprobs[key], logprobs, atol=1e-6)
     now = policy.score(policy.batch(samples))
-    assert not torch.allclose(now, after.old_logprobs_of(policy.batch(samples), now), atol=1e-6)
+    assert not torch.allclose(now, after.old(policy.batch(samples), now), atol=1e-6)
 
 
 def test_without_a_penalty_no_pass_is_made_for_credit():
     config = make_config(beta=0.0)
     policy = make_policy(config)
     policy.logprobs = None
-    given = credit(make_samples(), policy, terms_of(config))
-    assert given.old_logprobs is None
-    assert abs(sum(given.advantages.values()).item()) < 1e-12
+    given = assign(make_samples(), policy, terms_of(config))
+    assert given.old_logprobs == {}
+    assert abs(sum(given.known.values()).item()) < 1e-12
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -181,7 +178,7 @@ def test_truncated_completions_leave_the_gradient_but_not_the_baseline(parts):
     config = make_config(beta=0.5, mask_truncated_completions=True, steps_per_generation=parts)
     policy = make_policy(config)
     expected = by_hand(cut, config, policy)
-    gradient = gradient_of(policy, cut, credit(cut, policy, terms_of(config)), config)
+    gradient = gradient_of(policy, cut, assign(cut, policy, terms_of(config)), config)
     policy.model.zero_grad()
     total = 0.0
     for sample in cut:
@@ -218,7 +215,7 @@ def test_the_denominator_counts_completions_without_signal():
         config = make_config(beta=0.0, optim="sgd", learning_rate=1.0, max_grad_norm=0)
         policy = make_policy(config)
         before = torch.cat([p.detach().flatten() for p in policy.parameters])
-        update(policy, batch, credit(batch, policy, terms_of(config)), terms_of(config))
+        update(policy, batch, assign(batch, policy, terms_of(config)), terms_of(config))
         moved.append(torch.cat([p.detach().flatten() for p in policy.parameters]) - before)
     assert moved[0].norm() > 1e-3
     assert torch.allclose(moved[1], moved[0] / 2, atol=1e-6)

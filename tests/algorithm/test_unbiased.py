@@ -13,7 +13,7 @@ from terms import terms_of
 from torch import Tensor
 
 from rloo.algorithm import objective
-from rloo.algorithm.advantages import Credit, batch_advantages
+from rloo.algorithm.advantages import FromThisPass, Stored, batch_advantages
 from rloo.algorithm.update import micro_loss
 from rloo.config.config import RLOOConfig
 from rloo.model.logprobs import TokenScores
@@ -68,18 +68,19 @@ def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ..
         logprobs=lambda _: TokenScores(logprobs, torch.zeros_like(logprobs), None),
         reference_logprobs=lambda _: reference,
     )
-    known = None
-    if not terms_of(config).kl_in_reward:
-        values = batch_advantages(batch, logprobs, logprobs.detach(), terms_of(config))
+    terms = terms_of(config)
+    credit = FromThisPass(terms)
+    if not terms.kl_in_reward:
+        values = batch_advantages(batch, logprobs, logprobs.detach(), terms)
         sizes = batch.lengths if config.importance_sampling_level == "token" else 1
-        known = dict(zip(batch.keys, values.split(sizes), strict=True))
+        credit = Stored(dict(zip(batch.keys, values.split(sizes), strict=True)))
     denominator = objective.loss_denominator(
         config.loss_aggregation,
         num_sequences=len(members),
         num_tokens=len(logprobs),
         constant=config.loss_constant,
     )
-    return micro_loss(policy, batch, Credit(known, None), terms_of(config), denominator)[0]
+    return micro_loss(policy, batch, credit, terms, denominator)[0]
 
 
 def form(**options) -> RLOOConfig:

@@ -8,7 +8,7 @@ from models import VOCAB_SIZE, make_samples
 from terms import terms_of
 from test_rollout import make_config, make_policy
 
-from rloo.algorithm.advantages import Credit, credit
+from rloo.algorithm.advantages import FromThisPass, Stored, assign
 from rloo.algorithm.objective import kl_estimate
 from rloo.algorithm.update import micro_loss, update
 from rloo.model.batch import pad
@@ -38,7 +38,7 @@ def assert_same(first, second) -> None:
 def test_the_entropy_bonus_has_the_gradient_of_the_mean_entropy(aggregation):
     config = make_config(beta=0.0, entropy_coef=0.3, temperature=0.7, loss_aggregation=aggregation)
     policy, samples = make_policy(config), [replace(s, reward=1.0) for s in make_samples()]
-    given = credit(samples, policy, terms_of(config))
+    given = assign(samples, policy, terms_of(config))
     assert not any(given.has_signal(s.key) for s in samples)
     micro_loss(policy, policy.batch(samples), given, terms_of(config), denominator=12.0)[
         0
@@ -74,7 +74,7 @@ def test_kl_in_the_loss_has_the_gradient_of_its_estimate(corrected):
     policy, samples = make_policy(config), [replace(s, reward=1.0) for s in make_samples()]
     batch = policy.batch(samples)
     loss, sums = micro_loss(
-        policy, batch, credit(samples, policy, terms_of(config)), terms_of(config), 12.0
+        policy, batch, assign(samples, policy, terms_of(config)), terms_of(config), 12.0
     )
     loss.backward()
     found = gradients(policy)
@@ -101,7 +101,7 @@ def test_masked_completions_have_neither_kl_nor_entropy_in_the_loss():
     samples = [replace(s, reward=1.0, truncated=s.key[1] == 0) for s in make_samples()]
 
     def gradient_of(chosen):
-        given = credit(samples, policy, terms_of(config))
+        given = assign(samples, policy, terms_of(config))
         micro_loss(policy, policy.batch(chosen), given, terms_of(config), 12.0)[0].backward()
         return gradients(policy)
 
@@ -127,7 +127,7 @@ def test_the_decoupled_objective_weighs_tokens_by_trainer_over_sampler():
         replace(s, sampling_logprobs=part.tolist())
         for s, part in zip(samples, sampler, strict=True)
     ]
-    given = credit(samples, policy, terms_of(config))
+    given = assign(samples, policy, terms_of(config))
     loss, sums = micro_loss(
         policy, policy.batch(samples), given, terms_of(config), float(len(chosen))
     )
@@ -135,7 +135,7 @@ def test_the_decoupled_objective_weighs_tokens_by_trainer_over_sampler():
     found = gradients(policy)
     weights = torch.exp(-shift)
     weights[0] = 0.0
-    advantages = torch.cat([given.advantages[s.key] for s in samples]).float()
+    advantages = torch.cat([given.known[s.key] for s in samples]).float()
     (-(weights * advantages * chosen).sum() / len(chosen)).backward()
     assert_same(found, gradients(policy))
     assert sums["weight"] == pytest.approx(weights.sum().item(), rel=1e-4)
@@ -148,7 +148,7 @@ def test_unscored_completions_count_in_the_mean_only_where_asked():
         config = make_config(beta=0.0, count_unscored=counted)
         policy = make_policy(config)
         losses[counted] = update(
-            policy, samples, credit(samples, policy, terms_of(config)), terms_of(config)
+            policy, samples, assign(samples, policy, terms_of(config)), terms_of(config)
         )["loss"]
     assert losses[True] == pytest.approx(losses[False] * 6 / 12)
 
@@ -158,7 +158,7 @@ def test_completions_without_signal_are_computed_where_another_term_needs_them()
     for options, share in (({}, 0.0), ({"entropy_coef": 0.1}, 1.0)):
         config = make_config(beta=0.0, **options)
         policy = make_policy(config)
-        given = credit(samples, policy, terms_of(config))
+        given = assign(samples, policy, terms_of(config))
         assert update(policy, samples, given, terms_of(config))["update/computed_share"] == share
 
 
@@ -167,15 +167,16 @@ def test_token_credit_is_the_same_from_the_update_s_own_pass_and_from_one_before
     samples = make_samples()
     before, config = make_config(**options, steps_per_generation=3), make_config(**options)
     policy = make_policy(config)
-    stored = credit(samples, policy, terms_of(before))
-    assert credit(samples, policy, terms_of(config)) == Credit(None, None)
+    stored = assign(samples, policy, terms_of(before))
+    from_this_pass = assign(samples, policy, terms_of(config))
+    assert isinstance(stored, Stored) and isinstance(from_this_pass, FromThisPass)
     losses = [
         micro_loss(policy, policy.batch(samples), given, terms_of(config), 10.0)[0]
-        for given in (stored, Credit(None, None))
+        for given in (stored, from_this_pass)
     ]
     found = []
     for loss in losses:
         loss.backward()
         found.append(gradients(policy))
     assert_same(*found)
-    assert stored.advantages[samples[0].key].shape == (len(samples[0].token_ids),)
+    assert stored.known[samples[0].key].shape == (len(samples[0].token_ids),)

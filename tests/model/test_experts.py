@@ -8,7 +8,7 @@ from test_train import ROWS, count_words, metrics_of
 from text import make_tokenizer
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm.advantages import Credit
+from rloo.algorithm.advantages import Stored
 from rloo.algorithm.update import update
 from rloo.model.batch import pack, pad
 from rloo.model.policy import Policy
@@ -138,9 +138,9 @@ def test_a_weight_for_a_dense_model_is_refused(tmp_path):
         make_policy("qwen3", tmp_path, model=make_model("qwen3"), router_aux_loss_coef=0.1)
 
 
-def credit_of(samples) -> Credit:
+def credit_of(samples) -> Stored:
     values = {s.key: torch.tensor([1.0 if s.key[1] % 2 else -1.0]) for s in samples}
-    return Credit({**values, samples[0].key: torch.zeros(1)}, None)
+    return Stored({**values, samples[0].key: torch.zeros(1)})
 
 
 def step(name, folder, coefficient, *, max_tokens=10000, learning_rate=1e-2):

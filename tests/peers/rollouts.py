@@ -13,7 +13,7 @@ from terms import terms_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rloo.algorithm.advantages import FirstPass, credit
+from rloo.algorithm.advantages import assign
 from rloo.algorithm.shaping import countable_samples
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
@@ -140,17 +140,14 @@ def ours(rollout: Rollout, **options) -> Result:
     )
     policy = GivenPolicy(rollout)
     samples = countable_samples(_groups(rollout), config)
-    given = credit(samples, policy, terms_of(config))
-    if given.old_logprobs is None:
-        record = FirstPass()
-        given = record.complete(
-            given, update(policy, samples, given, terms_of(config), record=record)
-        )
+    given = assign(samples, policy, terms_of(config))
+    if not given.old_logprobs:
+        given = given.after_first_step(update(policy, samples, given, terms_of(config)))
     policy.current = policy.now
     metrics = update(policy, samples, given, terms_of(config))
     advantages = []
     for key, row in policy.rows.items():
-        values = given.advantages[key].double()
+        values = given.known[key].double()
         advantages.append(values.expand(rollout.lengths[row]))
     gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.now]
     return Result(pad(advantages), metrics["loss"], pad(gradient))

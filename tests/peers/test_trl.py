@@ -11,7 +11,7 @@ from terms import terms_of
 from text import make_tokenizer
 
 from rloo.algorithm import objective
-from rloo.algorithm.advantages import FirstPass, credit
+from rloo.algorithm.advantages import assign
 from rloo.algorithm.shaping import countable_samples
 from rloo.algorithm.update import micro_loss
 from rloo.config.config import RLOOConfig
@@ -144,12 +144,10 @@ def judge(model, rollout, change, **options):
             )
         )
     samples = countable_samples(groups, config)
-    given, record = credit(samples, policy, terms_of(config)), FirstPass()
-    if given.old_logprobs is None:
-        _, parts = micro_loss(
-            policy, policy.batch(samples), given, config, denominator=1.0, record=record
-        )
-        given = record.complete(given, parts)
+    given = assign(samples, policy, terms_of(config))
+    if not given.old_logprobs:
+        _, parts = micro_loss(policy, policy.batch(samples), given, terms_of(config), 1.0)
+        given = given.after_first_step(parts)
     change(policy, 3)
     batch = policy.batch(samples)
     denominator = objective.loss_denominator(
@@ -161,7 +159,7 @@ def judge(model, rollout, change, **options):
     loss, _ = micro_loss(policy, batch, given, terms_of(config), denominator=denominator)
     loss.backward()
     advantages = torch.zeros(len(completions), dtype=torch.float64)
-    for (group, index), value in given.advantages.items():
+    for (group, index), value in given.known.items():
         advantages[group * K + index] = value[0]
     trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     return advantages, loss.item(), {name: p.grad for name, p in trained.items()}

@@ -1,14 +1,15 @@
-"""Scored completions to advantages: the KL penalty, the baseline, the scale, in the order of TRL.
+"""Scored completions to advantages: KL penalty, baseline, scale, in that order.
 
-What follows from the update's own forward pass is left to it. Knows nothing of optimizers, steps
-or files.
+Credit comes in two forms with one interface: `Stored`, where advantages are known before the
+update, and `FromThisPass`, the default with a KL penalty, where the update's own forward pass gives
+the log-probs that they follow from, so that no other pass over the policy is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -43,48 +44,74 @@ class Terms:
         return self.beta != 0 and self.config.kl_placement == "loss"
 
 
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """What is known before the update. `None` means that the update's own forward pass gives it:
-    in the first optimizer step "old" is "now", and no second pass over the policy is made.
+@dataclass(slots=True)
+class Stored:
+    """Advantages that are known before the update: of each completion one number, or with token
+    ratios one for each token. What a pass of its own has scored is in `old_logprobs` from the
+    start; `stats` are that pass's metrics."""
 
-    The advantages of a completion are one number, or with token ratios one for each token.
-    """
-
-    advantages: dict[Key, Tensor] | None
-    old_logprobs: dict[Key, Tensor] | None
+    known: dict[Key, Tensor]
+    old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)
-
-    def old_logprobs_of(self, batch: MicroBatch, now: Tensor) -> Tensor:
-        """(T,): as stored, or `now` where nothing had to be."""
-        if self.old_logprobs is None:
-            return now
-        return torch.cat([self.old_logprobs[key] for key in batch.keys])
+    # What the update must do for it: micro-batches of whole groups, log-probs of the reference.
+    needs_groups: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
 
     def has_signal(self, key: Key) -> bool:
-        """False where the advantages are known to be exactly 0."""
-        return self.advantages is None or bool(self.advantages[key].any())
+        """False where the advantages are exactly 0."""
+        return bool(self.known[key].any())
+
+    def advantages(self, batch: MicroBatch, now: Tensor, reference: Tensor | None) -> Tensor:
+        """Those of the batch's completions, (N,) or (T,), on the device and in the dtype of its
+        log-probs `now` (T,)."""
+        return torch.cat([self.known[key] for key in batch.keys]).to(now.device, now.dtype)
+
+    def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
+        """(T,): the log-probs that each completion had when it was first seen."""
+        return _first_seen(self.old_logprobs, batch, now)
+
+    def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
+        """The credit for the other steps on the same rollout."""
+        return self
 
 
 @dataclass(slots=True)
-class FirstPass:
-    """What the first step on a whole rollout finds out in passing and later steps on it need."""
+class FromThisPass:
+    """Advantages that follow from the update's own forward pass: its first step sees the whole
+    rollout in micro-batches of whole groups, and old is now."""
 
-    advantages: dict[Key, Tensor] = field(default_factory=dict)
+    terms: Terms
+    known: dict[Key, Tensor] = field(default_factory=dict)
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
+    stats: dict[str, float] = field(default_factory=dict)
+    needs_groups: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
 
-    def see(self, batch: MicroBatch, logprobs: Tensor, advantages: Tensor) -> None:
-        self.advantages.update(_by_key(batch.keys, batch.lengths, advantages))
-        self.old_logprobs.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
+    def has_signal(self, key: Key) -> bool:
+        """True: nothing is known yet."""
+        return True
 
-    def complete(self, given: Credit, metrics: Mapping[str, float]) -> Credit:
-        """`given` with what was missing; `metrics` are those of the step, whose KL it keeps."""
+    def advantages(self, batch: MicroBatch, now: Tensor, reference: Tensor | None) -> Tensor:
+        """As `Stored.advantages`, made of `now` and `reference` (T,)."""
+        assert reference is not None, "needs_reference"
+        values = batch_advantages(batch, now, reference, self.terms)
+        self.known.update(_by_key(batch.keys, batch.lengths, values))
+        return values
+
+    def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
+        """As `Stored.old`."""
+        return _first_seen(self.old_logprobs, batch, now)
+
+    def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
+        """What was seen in passing, with the KL among the first step's `metrics`."""
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
-        advantages = self.advantages if given.advantages is None else given.advantages
-        return Credit(advantages, self.old_logprobs, stats)
+        return Stored(self.known, self.old_logprobs, stats)
 
 
-def credit(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
+Credit = Stored | FromThisPass
+
+
+def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
     """Advantages and old log-probs, as far as they must be known before the first step.
 
     Without a KL penalty in the reward advantages follow from the rewards alone. With one, they need
@@ -92,17 +119,19 @@ def credit(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
     statistic runs over the batch, or a group exceeds the token budget.
     """
     if not samples:
-        return Credit({}, {})
-    config, in_parts = terms.config, terms.batches.parts_per_rollout > 1
+        return Stored({})
+    in_parts = terms.batches.parts_per_rollout > 1
     if not terms.kl_in_reward and not in_parts:
-        return Credit(_sample_advantages(samples, {}, config), None)
+        return Stored(_sample_advantages(samples, {}, terms.config))
     needs_pass = (
         in_parts
-        or _whole_batch(config)
+        or _whole_batch(terms.config)
         or exceeds(samples, policy.max_tokens, packed=policy.packed)
     )
-    if not needs_pass:
-        return Credit(None, None)
+    return _from_own_pass(samples, policy, terms) if needs_pass else FromThisPass(terms)
+
+
+def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Stored:
     old: dict[Key, Tensor] = {}
     penalties: dict[Key, Tensor] = {}
     total = 0.0
@@ -119,7 +148,12 @@ def credit(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
     if terms.kl_in_reward:
         num_tokens = sum(len(s.token_ids) for s in samples)
         stats = {"kl": total / num_tokens, "kl/sequence": total / len(samples)}
-    return Credit(_sample_advantages(samples, penalties, config), old, stats)
+    return Stored(_sample_advantages(samples, penalties, terms.config), old, stats)
+
+
+def _first_seen(seen: dict[Key, Tensor], batch: MicroBatch, now: Tensor) -> Tensor:
+    parts = zip(batch.keys, now.split(batch.lengths), strict=True)
+    return torch.cat([seen.setdefault(key, part) for key, part in parts])
 
 
 def batch_advantages(

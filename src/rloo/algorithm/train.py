@@ -18,7 +18,7 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from rloo.algorithm.adaptive import Adaptive
-from rloo.algorithm.advantages import Credit, FirstPass, Terms, credit
+from rloo.algorithm.advantages import Credit, Terms, assign
 from rloo.algorithm.interrupts import uninterrupted
 from rloo.algorithm.rollout import score
 from rloo.algorithm.shaping import countable_samples, shaped_rewards
@@ -219,7 +219,7 @@ def _profile_rollout(run: Run, number: int, pace: float | None) -> None:
 
 def _credit(run: Run, samples: list[Sample]) -> Credit:
     with run.timed("credit"):
-        return credit(samples, run.policy, run.terms)
+        return assign(samples, run.policy, run.terms)
 
 
 def _step(
@@ -231,11 +231,9 @@ def _step(
     """
 
     def make() -> tuple[Credit, dict[str, float]]:
-        more = run.batches.steps_per_rollout > 1 and given.old_logprobs is None
-        record = FirstPass() if more else None
         with run.timed("update"):
-            made = given.stats | update(run.policy, minibatch, given, run.terms, record=record)
-        return given if record is None else record.complete(given, made), made
+            made = update(run.policy, minibatch, given, run.terms)
+        return given.after_first_step(made), made
 
     result = _attempt(run, minibatch, make)
     if result is None:

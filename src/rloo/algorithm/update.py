@@ -1,8 +1,4 @@
-"""One optimizer step: samples to micro-batches, loss, gradients, step.
-
-Finishes the credit of samples whose advantages follow from the forward pass that is made anyway.
-Knows nothing of sampling, rewards or files.
-"""
+"""One optimizer step: samples to micro-batches, loss, gradients, step."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rloo.algorithm import objective
-from rloo.algorithm.advantages import Credit, FirstPass, Terms, batch_advantages
+from rloo.algorithm.advantages import Credit, Terms
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, split
@@ -39,13 +35,10 @@ def minibatches(
 def update(
     policy: Policy,
     samples: Sequence[Sample],
-    given: Credit,
+    credit: Credit,
     terms: Terms,
-    *,
-    record: FirstPass | None = None,
 ) -> dict[str, float]:
-    """One optimizer step on `samples`: micro-batches forward and backward, then the step. `record`
-    takes down what further steps on the same samples need.
+    """One optimizer step on `samples`: micro-batches forward and backward, then the step.
 
     The loss is divided by what all countable samples make, those without signal included; a sample
     whose advantage is known to be exactly 0 is counted but not computed.
@@ -58,24 +51,18 @@ def update(
         constant=config.loss_constant,
     )
     all_count = _has_other_terms(terms) or policy.aux_loss_weight != 0
-    live = [s for s in samples if all_count or given.has_signal(s.key)]
+    live = [s for s in samples if all_count or credit.has_signal(s.key)]
     input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
     tally: dict[str, float] = defaultdict(float)
-    cut = {"whole_groups": given.advantages is None, "packed": policy.packed}
+    cut = {"whole_groups": credit.needs_groups, "packed": policy.packed}
     for part in split(live, policy.max_tokens, **cut):
-        loss, parts = micro_loss(
-            policy,
-            policy.batch(part),
-            given,
-            terms,
-            denominator,
-            record=record,
-            input_tokens=input_tokens,
-        )
+        batch = policy.batch(part)
+        loss, parts = micro_loss(policy, batch, credit, terms, denominator, input_tokens)
         policy.backward(loss)
         for name, value in parts.items():
             tally[name] = max(tally[name], value) if name.endswith("max") else tally[name] + value
-    computed = {"update/computed_share": len(live) / len(samples) if samples else 0.0}
+    share = len(live) / len(samples) if samples else 0.0
+    computed = credit.stats | {"update/computed_share": share}
     if not live:
         policy.advance_schedule()
         return computed | {"update/no_signal": 1.0}
@@ -85,11 +72,9 @@ def update(
 def micro_loss(
     policy: Policy,
     batch: MicroBatch,
-    given: Credit,
+    credit: Credit,
     terms: Terms,
     denominator: float,
-    *,
-    record: FirstPass | None = None,
     input_tokens: int | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of one micro-batch (a scalar with gradient), and sums for the metrics.
@@ -99,18 +84,11 @@ def micro_loss(
     now = logprobs.detach()
     sums: dict[str, float] = {}
     reference = None
-    if terms.kl_in_loss or (terms.kl_in_reward and given.advantages is None):
+    if terms.kl_in_loss or credit.needs_reference:
         reference = policy.reference_logprobs(batch)
         sums["kl"] = (now - reference).sum().item()
-    if given.advantages is not None:
-        known = torch.cat([given.advantages[key] for key in batch.keys])
-        advantages = known.to(now.device, now.dtype)
-    else:
-        assert reference is not None
-        advantages = batch_advantages(batch, now, reference, terms)
-    if record is not None:
-        record.see(batch, now, advantages)
-    old = given.old_logprobs_of(batch, now)
+    advantages = credit.advantages(batch, now, reference)
+    old = credit.old(batch, now)
     weights = _correction(batch, old, config, sums)
     result = objective.policy_loss(
         logprobs,

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rloo.algorithm.advantages import credit
+from rloo.algorithm.advantages import Credit, assign
 from rloo.algorithm.train import Run, rehearse
 from rloo.config.config import RLOOConfig
 from rloo.data.prompts import PromptSource
@@ -224,9 +224,9 @@ def _measure_time(run: Run, longest: int) -> tuple[dict[str, float], bool]:
     size = config.num_generations
     per_step = -(-run.batches.completions_per_step // size)
     samples = make_samples(longest, config.max_completion_length, size, per_step)
-    credits = []
-    once = _seconds(run, lambda: credits.append(credit(samples[:size], policy, run.terms)))
-    whole_groups = credits[0].advantages is None
+    credits: list[Credit] = []
+    once = _seconds(run, lambda: credits.append(assign(samples[:size], policy, run.terms)))
+    whole_groups = credits[0].needs_groups
     part = _split(run, samples, whole_groups)[0]
     share = count_tokens(policy, samples) / count_tokens(policy, part)
 
