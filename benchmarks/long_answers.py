@@ -72,12 +72,14 @@ def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
     stream = tokenizer(text)["input_ids"]
     return [
         Sample(
-            (0, index),
-            prompt,
-            stream[index * tokens : (index + 1) * tokens],
-            [0.0] * tokens,
-            float(index),
-            False,
+            key=(0, index),
+            place=index,
+            version=0,
+            prompt_ids=prompt,
+            token_ids=stream[index * tokens : (index + 1) * tokens],
+            engine_logprobs=[0.0] * tokens,
+            reward=float(index),
+            truncated=False,
         )
         for index in range(NUM_GENERATIONS)
     ]

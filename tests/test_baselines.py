@@ -233,8 +233,8 @@ def test_trace_variance_is_the_sum_of_the_coordinates_variances():
 def test_group_gradients_are_weighted_sums_of_scores(tmp_path):
     options = {**OPTIONS, "max_completion_length": 60, "num_generations": 2}
     trainer = make_trainer(COUNTDOWN, options, out=tmp_path, folder=tmp_path / "run")
-    run = trainer.make_run()
-    samples = draw(trainer, run, run.prompts.next(1)[0], 4)
+    rollouts = trainer.make_parts()[0].rollouts
+    samples = draw(trainer, rollouts, rollouts.prompts.next(1)[0], 4)
     samples = [replace(s, reward=r) for s, r in zip(samples, [1.0, 0.0, 0.5, 2.0], strict=True)]
     gradients = Gradients(trainer, 200)
     scores = gradients.scores(samples)

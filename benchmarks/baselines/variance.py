@@ -25,14 +25,13 @@ from benchmarks.baselines.arms import PLAIN, Task
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.advantages import Terms, assign
-from rloo.algorithm.rollout import score
-from rloo.algorithm.shaping import countable_samples
-from rloo.algorithm.train import Run
+from rloo.algorithm.rollout import SyncRollouts, score
+from rloo.algorithm.shaping import shape
 from rloo.algorithm.update import micro_loss
 from rloo.config.batches import batches_of
 from rloo.engines.noise import noise_key
 from rloo.model.policy import Policy
-from rloo.types import Prompt, Sample
+from rloo.types import Prompt, Rollout, Sample
 
 NUM_RESAMPLES = 1000
 # Completions drawn in one call of the engine.
@@ -82,14 +81,15 @@ def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         sampled = {"max_completion_length": options["max_tokens"], "num_generations": 2}
         trainer = make_trainer(task, OPTIONS | sampled, out=out, folder=Path(folder) / "run")
-        run = trainer.make_run()
-        prompts = run.prompts.next(options["num_prompts"])
+        parts, _ = trainer.make_parts()
+        rollouts: Any = parts.rollouts
+        prompts = rollouts.prompts.next(options["num_prompts"])
         gradients = Gradients(trainer, options["num_coordinates"])
         tallies: dict[tuple[str, int], Tally] = {}
         theory = Theory()
         for number, prompt in enumerate(prompts):
             count = 2 * options["num_completions"]
-            samples = draw(trainer, run, prompt, count)
+            samples = draw(trainer, rollouts, prompt, count)
             first, second = samples[: count // 2], samples[count // 2 :]
             for estimator in ESTIMATORS:
                 for size in options["sizes"]:
@@ -109,16 +109,17 @@ def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]
     }
 
 
-def draw(trainer: RLOOTrainer, run: Run, prompt: Prompt, count: int) -> list[Sample]:
+def draw(trainer: RLOOTrainer, rollouts: SyncRollouts, prompt: Prompt, count: int) -> list[Sample]:
     """Scored completions of the base model, each a group's only one."""
-    run.engine.load(trainer.policy.weights())
+    policy, engine = trainer.policy, trainer.engine
+    engine.load(policy.weights, policy.version)
     found: list[Sample] = []
     for start in range(0, count, _AT_ONCE):
         size = min(_AT_ONCE, count - start)
         noise = noise_key(trainer.args.seed, "eval", start)
-        sampled = run.engine.sample([prompt], size, run.sampling, noise)
-        groups, _ = score([prompt], sampled, run.rewards, tokenizer=trainer.policy.tokenizer)
-        found += countable_samples(groups, trainer.args)
+        sampled = engine.sample([prompt], size, rollouts.sampling, noise)
+        groups, _ = score([prompt], sampled, rollouts.rewards, tokenizer=policy.tokenizer)
+        found += shape(Rollout(groups, {}, 0, policy.version, {}, 0.0), trainer.args)
     return found
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
+
+T = TypeVar("T")
 
 Message = dict[str, Any]
 Text = str | list[Message]
@@ -108,9 +110,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A completion to train on. `key` is (group, index in it); `reward` is never missing here."""
+    """A completion to train on. `key` is (group, index in it); `reward` is never missing here.
+
+    `place` is its number among the rollout's completions, scored or not: optimizer steps are cut by
+    it. `version` is that of the weights that sampled it. `trained` tells for each token whether the
+    policy learns from it, or only reads it as what a tool or a user said; None: from all.
+    """
 
     key: tuple[int, int]
+    place: int
+    version: int
     prompt_ids: list[int]
     token_ids: list[int]
     engine_logprobs: list[float]
@@ -120,6 +129,18 @@ class Sample:
     sampling_logprobs: list[float] | None = None
     # As in `Prompt`: makes the inputs for the prompt's images, if it has any.
     pixels: Callable[[], dict[str, Any]] | None = None
+    trained: tuple[bool, ...] | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that the policy learns from."""
+        return len(self.token_ids) if self.trained is None else sum(self.trained)
+
+    def of_trained(self, values: Sequence[T]) -> Sequence[T]:
+        """Those of `values`, one a token, whose tokens the policy learns from."""
+        if self.trained is None:
+            return values
+        return [value for value, kept in zip(values, self.trained, strict=True) if kept]
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
@@ -148,4 +169,46 @@ class Engine(Protocol):
         epoch, the sample's index and the token's position it determines every random draw, whatever
         the batch.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Scored groups to learn from, and where they come from.
+
+    `metrics` and `num_tokens` (prompts and completions) tell of everything that was sampled for it;
+    `version` of the weights that sampled it. `position` is where the data stands after it: what a
+    checkpoint goes on from once a step was made on it. `epoch` counts the passes over the dataset.
+    """
+
+    groups: list[Group]
+    metrics: dict[str, float]
+    num_tokens: int
+    version: int
+    position: dict[str, Any]
+    epoch: float
+
+
+class Rollouts(Protocol):
+    """Makes rollouts, one after the other."""
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the dataset."""
+        ...
+
+    def next(self) -> Rollout:
+        """The next one; waits until it is there."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What it draws from and scores with, by name, for the header of a run."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the data now, as JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
+        """Go on from a position, with the rollout whose first optimizer step is number `step`."""
         ...

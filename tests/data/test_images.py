@@ -103,12 +103,14 @@ def make_policy(family: str, folder: Path, **options) -> Policy:
 def make_samples(prompts, sampled) -> list[Sample]:
     return [
         Sample(
-            (group, index),
-            prompt.token_ids,
-            completion.token_ids,
-            completion.policy_logprobs,
-            0.0,
-            False,
+            key=(group, index),
+            place=group * len(completions) + index,
+            version=0,
+            prompt_ids=prompt.token_ids,
+            token_ids=completion.token_ids,
+            engine_logprobs=completion.policy_logprobs,
+            reward=0.0,
+            truncated=False,
             pixels=prompt.pixels,
         )
         for group, (prompt, completions) in enumerate(zip(prompts, sampled, strict=True))

@@ -75,7 +75,16 @@ def test_output_and_gradients_are_those_of_the_definition(groups, heads):
 
 def make_samples(prompt, lengths):
     return [
-        Sample((0, k), [3 + i % 90 for i in range(prompt)], [5 + k] * n, [0.0] * n, 0.0, False)
+        Sample(
+            key=(0, k),
+            place=k,
+            version=0,
+            prompt_ids=[3 + i % 90 for i in range(prompt)],
+            token_ids=[5 + k] * n,
+            engine_logprobs=[0.0] * n,
+            reward=0.0,
+            truncated=False,
+        )
         for k, n in enumerate(lengths)
     ]
 

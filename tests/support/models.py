@@ -96,7 +96,14 @@ def make_samples(num_groups: int = 3, size: int = 4, seed: int = 0) -> list[Samp
             completion = tokens(rng.choice([1, 2, 5, 17, 30]))
             samples.append(
                 Sample(
-                    (group, index), prompt, completion, [0.0] * len(completion), rng.random(), False
+                    key=(group, index),
+                    place=group * size + index,
+                    version=0,
+                    prompt_ids=prompt,
+                    token_ids=completion,
+                    engine_logprobs=[0.0] * len(completion),
+                    reward=rng.random(),
+                    truncated=False,
                 )
             )
     return samples

@@ -16,12 +16,16 @@ from rloo.rewards.normalizer import Moments
 
 @dataclass
 class Adaptive:
-    """`beta` is the KL coefficient now. `decayed_mean` follows the rollouts' mean rewards; `past`
-    are all rewards of earlier rollouts."""
+    """`beta` is the KL coefficient now, `used_beta` that of the last rollout. `decayed_mean`
+    follows the rollouts' mean rewards; `past` are all rewards of earlier rollouts."""
 
     beta: float
+    used_beta: float = field(init=False)
     decayed_mean: float | None = None
     past: Moments = field(default_factory=Moments)
+
+    def __post_init__(self) -> None:
+        self.used_beta = self.beta
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as JSON values."""
@@ -48,6 +52,7 @@ class Adaptive:
     def see_kl(self, kl: float, completions: int, config: RLOOConfig) -> None:
         """Move `beta` towards `kl_target`: by at most 20 % in `kl_horizon` completions (Ziegler et
         al. 2019, arXiv 1909.08593, section 2.2). `kl` is in nats per token."""
+        self.used_beta = self.beta
         if config.kl_target is not None:
             error = min(max(kl / config.kl_target - 1.0, -0.2), 0.2)
             self.beta *= 1.0 + error * completions / config.kl_horizon

@@ -146,7 +146,7 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
             penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
     stats = {}
     if terms.kl_in_reward:
-        num_tokens = sum(len(s.token_ids) for s in samples)
+        num_tokens = sum(s.num_trained for s in samples)
         stats = {"kl": total / num_tokens, "kl/sequence": total / len(samples)}
     return Stored(_sample_advantages(samples, penalties, terms.config), old, stats)
 
@@ -183,7 +183,7 @@ def _sample_advantages(
     samples: Sequence[Sample], penalties: Mapping[Key, Tensor], config: RLOOConfig
 ) -> dict[Key, Tensor]:
     """Advantages of a whole rollout; without `penalties` nothing is paid."""
-    lengths = [len(s.token_ids) for s in samples]
+    lengths = [s.num_trained for s in samples]
     keys = [s.key for s in samples]
     if penalties:
         penalty = torch.cat([penalties[key] for key in keys])

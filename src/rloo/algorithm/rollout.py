@@ -1,14 +1,114 @@
-"""Completions to scored groups."""
+"""Prompts to scored groups."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
 
+from rloo.algorithm.shaping import has_signal
+from rloo.config.batches import Batches
+from rloo.config.config import RLOOConfig
+from rloo.data.stream import Prompts, StreamSource
+from rloo.engines.noise import noise_key
+from rloo.report.metrics import mean_of_parts, rollout_metrics
+from rloo.report.profiling import Clock
 from rloo.rewards import RewardSet
-from rloo.types import Completion, Group, Prompt, Text, text_of
+from rloo.types import Completion, Engine, Group, Prompt, Rollout, Sampling, Text, text_of
+
+
+@dataclass(slots=True)
+class SyncRollouts:
+    """Samples and scores in this process, when it is asked to: no rollout is older than the weights
+    that the engine has.
+
+    `trainer` is what reward functions see of the run; `step` is the number of the next rollout's
+    first optimizer step, which its noise is a function of.
+    """
+
+    config: RLOOConfig
+    batches: Batches
+    engine: Engine
+    prompts: Prompts
+    rewards: RewardSet
+    sampling: Sampling
+    tokenizer: PreTrainedTokenizerBase
+    trainer: TrainerState
+    clock: Clock
+    step: int = 0
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the dataset."""
+        return self.prompts.epoch
+
+    def describe(self) -> dict[str, Any]:
+        """The number of rows, and the rewards."""
+        prompts = self.prompts
+        rows = "a stream" if isinstance(prompts, StreamSource) else len(prompts)
+        return {"rows": rows, "rewards": self.rewards.names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data stands, and what the rewards have learned from it."""
+        return {"prompts": self.prompts.state_dict(), "rewards": self.rewards.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
+        """Go on from a position, with the rollout whose first optimizer step is number `step`."""
+        self.prompts.load_state_dict(state["prompts"])
+        self.rewards.load_state_dict(state["rewards"])
+        self.step = step
+
+    def next(self) -> Rollout:
+        """One rollout and the metrics of everything that was sampled for it.
+
+        With `dynamic_sample` groups without signal are replaced by those of further prompts, which
+        are drawn at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2); what is
+        then still missing is filled up with groups without signal.
+        """
+        wanted = self.batches.prompts_per_rollout
+        groups, logged = self._collect(wanted)
+        everything = list(groups)
+        if self.config.dynamic_sample:
+            parts = [(len(groups), logged)]
+            chosen = [group for group in groups if has_signal(group, self.config)]
+            while len(chosen) < wanted and len(parts) <= self.config.max_resample_times:
+                more, logged = self._collect(wanted - len(chosen))
+                parts.append((len(more), logged))
+                everything += more
+                chosen += [group for group in more if has_signal(group, self.config)]
+            flat = [group for group in everything if not has_signal(group, self.config)]
+            groups = chosen + flat[: wanted - len(chosen)]
+            drawn = len(everything) / wanted
+            logged = mean_of_parts(parts) | {"dynamic_sampling/drawn_share": drawn}
+        sampled = sum(len(c.token_ids) for g in everything for c in g.completions)
+        read = sum(len(g.prompt.token_ids) * len(g.completions) for g in everything)
+        speed = {"tokens_per_second/sample": sampled / self.clock.seconds["time/sample"]}
+        self.step += self.batches.steps_per_rollout
+        return Rollout(
+            groups=groups,
+            metrics=rollout_metrics(everything) | logged | speed,
+            num_tokens=sampled + read,
+            version=self.engine.version,
+            position=self.state_dict(),
+            epoch=self.epoch,
+        )
+
+    def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
+        """Draw prompts, sample their completions and score them: groups and what rewards logged."""
+        prompts = self.prompts.next(num_prompts)
+        noise = noise_key(self.config.seed, "train", self.step)
+        with self.clock.phase("sample"):
+            sampled = self.engine.sample(prompts, self.config.num_generations, self.sampling, noise)
+        with self.clock.phase("reward"):
+            return score(
+                prompts,
+                sampled,
+                self.rewards,
+                tokenizer=self.tokenizer,
+                trainer_state=self.trainer,
+            )
 
 
 def score(

@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from rloo.algorithm import objective
 from rloo.algorithm.adaptive import Adaptive
 from rloo.config.config import RLOOConfig
-from rloo.types import Completion, Group, Sample
+from rloo.types import Completion, Group, Rollout, Sample
 
 
-def countable_samples(
-    groups: Sequence[Group], config: RLOOConfig, past: Adaptive | None = None
-) -> list[Sample]:
+def shape(rollout: Rollout, config: RLOOConfig, past: Adaptive | None = None) -> list[Sample]:
     """The completions that the loss counts, with their shaped rewards: scored, and where a group
     statistic is taken in groups with at least two scores. `past` is needed for a mean or a
     deviation of earlier rollouts."""
     smallest = 2 if "group" in (config.mean_level, config.std_level) else 1
-    found = []
-    for number, group in enumerate(groups):
-        scored = [(index, r) for index, r in enumerate(group.rewards) if r is not None]
-        if len(scored) >= smallest:
-            found += [(number, index, group, reward) for index, reward in scored]
-    rewards = [_shape(r, group.completions[index], config) for _, index, group, r in found]
-    return [
-        Sample(
-            key=(number, index),
-            prompt_ids=group.prompt.token_ids,
-            token_ids=group.completions[index].token_ids,
-            engine_logprobs=group.completions[index].policy_logprobs,
-            reward=reward,
-            truncated=group.completions[index].finish == "length",
-            sampling_logprobs=group.completions[index].sampling_logprobs,
-            pixels=group.prompt.pixels,
-        )
-        for (number, index, group, _), reward in zip(
-            found, _relate(rewards, config, past), strict=True
-        )
-    ]
+    found: list[tuple[Sample, Completion]] = []
+    begin = 0
+    for number, group in enumerate(rollout.groups):
+        if sum(reward is not None for reward in group.rewards) >= smallest:
+            found += _scored(group, number, begin, rollout.version)
+        begin += len(group.completions)
+    rewards = [_shape(sample.reward, completion, config) for sample, completion in found]
+    related = _relate(rewards, config, past)
+    return [replace(s, reward=r) for (s, _), r in zip(found, related, strict=True)]
+
+
+def _scored(
+    group: Group, number: int, begin: int, version: int
+) -> Iterator[tuple[Sample, Completion]]:
+    """The scored completions of group `number`, whose first one has place `begin`."""
+    for index, (completion, reward) in enumerate(
+        zip(group.completions, group.rewards, strict=True)
+    ):
+        if reward is not None:
+            sample = Sample(
+                key=(number, index),
+                place=begin + index,
+                version=version,
+                prompt_ids=group.prompt.token_ids,
+                token_ids=completion.token_ids,
+                engine_logprobs=completion.policy_logprobs,
+                reward=reward,
+                truncated=completion.finish == "length",
+                sampling_logprobs=completion.sampling_logprobs,
+                pixels=group.prompt.pixels,
+            )
+            yield sample, completion
 
 
 def shaped_rewards(groups: Sequence[Group], config: RLOOConfig) -> list[float]:
@@ -75,3 +85,8 @@ def _relate(rewards: list[float], config: RLOOConfig, past: Adaptive | None) -> 
     if config.mean_level == "running" and past is not None and past.decayed_mean is not None:
         return [reward - past.decayed_mean for reward in rewards]
     return rewards
+
+
+def has_signal(group: Group, config: RLOOConfig) -> bool:
+    """Whether the rewards of a group, as the update sees them, differ at all."""
+    return len(set(shaped_rewards([group], config))) > 1

@@ -1,371 +1,86 @@
-"""The loop: sample, score, credit, update, and around it logging, evaluation and checkpoints.
+"""The method on one page: load, sample and score, shape, credit, update, record.
 
-Everything it uses is in `Run`; nothing here knows how tokens are made, rewards computed or weights
-stored.
+`run/session.py` calls `train_on_rollout` until the run is over, and evaluates and saves in between.
 """
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
-import torch
-from transformers import TrainerControl, TrainerState
-
-from rloo.algorithm.adaptive import Adaptive
-from rloo.algorithm.advantages import Credit, Terms, assign
+from rloo.algorithm.fitting import check_first, credit_that_fits, update_that_fits
 from rloo.algorithm.interrupts import uninterrupted
-from rloo.algorithm.rollout import score
-from rloo.algorithm.shaping import countable_samples, shaped_rewards
-from rloo.algorithm.update import minibatches, update
-from rloo.config.batches import Batches
-from rloo.config.config import RLOOConfig
-from rloo.data.stream import Prompts
-from rloo.engines.noise import noise_key
-from rloo.model.budget import fitting_budget, workload_of
-from rloo.model.memory import count_tokens
-from rloo.model.policy import Policy
-from rloo.report.callbacks import Events
-from rloo.report.metrics import mean_of_parts, rollout_metrics
-from rloo.report.monitor import Monitor
-from rloo.report.profiling import StepProfile
-from rloo.rewards import RewardSet
-from rloo.types import Engine, Group, Sample, Sampling
-
-T = TypeVar("T")
+from rloo.algorithm.parts import Parts, RunState
+from rloo.algorithm.shaping import shape, shaped_rewards
+from rloo.algorithm.update import minibatches
+from rloo.types import Rollout, Sample
 
 MAX_REFUSED_STEPS = 3
-# The rollout that `profile` looks at: the first two still make caches and find kernels.
-PROFILED_ROLLOUT = 3
 
 
-@dataclass
-class Run:
-    """What a training run consists of. `save` and `evaluate` (whether it was the best so far that a
-    checkpoint must be kept of) are given from outside; `state` counts optimizer steps in
-    `global_step`, as transformers does. What callbacks ask for in the middle of a rollout is noted
-    in `evaluation_due` and `save_due`. `resume_point` is the data position from
-    which a checkpoint of this moment must go on: before the rollout that no step was made on yet.
-    `budget_changes` tell from which step on micro-batches were smaller: that orders sums anew.
-    """
-
-    config: RLOOConfig
-    batches: Batches
-    policy: Policy
-    engine: Engine
-    prompts: Prompts
-    rewards: RewardSet
-    sampling: Sampling
-    monitor: Monitor
-    events: Events
-    state: TrainerState
-    control: TrainerControl
-    save: Callable[[], None]
-    evaluate: Callable[[], bool]
-    resume_point: dict[str, Any] = field(default_factory=dict)
-    num_tokens: int = 0
-    new_tokens: int = 0
-    refused_in_a_row: int = 0
-    evaluation_due: bool = False
-    save_due: bool = False
-    evaluated_at: int | None = None
-    budget_changes: list[dict[str, Any]] = field(default_factory=list)
-    profile: StepProfile | None = None
-    times: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    adaptive: Adaptive = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.adaptive = Adaptive(self.config.beta)
-
-    @property
-    def is_over(self) -> bool:
-        """All steps are made, or a callback asked to stop."""
-        return self.state.global_step >= self.state.max_steps or self.control.should_training_stop
-
-    @property
-    def terms(self) -> Terms:
-        """What the loss is made of now."""
-        return Terms(self.config, self.batches, self.adaptive.beta)
-
-    def position(self) -> dict[str, Any]:
-        """Where the data stands, and what the rewards have learned from it."""
-        return {"prompts": self.prompts.state_dict(), "rewards": self.rewards.state_dict()}
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        with self.profile.phase(phase) if self.profile else nullcontext():
-            yield
-        self.times[f"time/{phase}"] += time.perf_counter() - start
-
-    def lower_budget(self, max_tokens: int, reason: str, *, cause: str) -> None:
-        """Make micro-batches smaller from the next step on, and record it."""
-        step, before = self.state.global_step + 1, self.policy.max_tokens
-        self.policy.max_tokens = max_tokens
-        self.budget_changes.append({"step": step, "from": before, "to": max_tokens, "cause": cause})
-        self.policy.notes.append(
-            f"from step {step} on a micro-batch has at most {max_tokens:,} tokens, not "
-            f"{before:,}: {reason} (max_tokens_per_micro_batch)"
-        )
-
-
-def rehearse(run: Run) -> None:
-    """Before the first sample is drawn, make sure that the largest micro-batch fits in memory, and
-    lower the token budget where it does not. Raises ValueError if no budget helps.
-
-    A resumed run keeps the budget that was found before.
-    """
-    changes, policy = run.budget_changes, run.policy
-    if changes and changes[-1]["to"] == policy.max_tokens:
-        return
-    run.engine.load(policy.weights())  # its copy of the weights takes memory as well
-    try:
-        fit = fitting_budget(policy, workload_of(run.prompts, run.config, run.batches))
-    except (TypeError, RuntimeError) as error:
-        # What a packed forward may raise is judged when it is compared with the padded one.
-        if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
-            raise
-        return
-    if fit.reason is not None:
-        run.lower_budget(fit.max_tokens, fit.reason, cause="rehearsal")
-
-
-def train(run: Run) -> None:
-    """Train until `state.max_steps` or until a callback asks to stop.
-
-    One rollout serves `steps_per_rollout` optimizer steps; checkpoints and evaluations that fall
-    due among them are made at the rollout's end, so that a resumed run repeats nothing.
-    """
-    rollouts, pace, epoch = 0, None, -1
-    while not run.is_over:
-        if int(run.prompts.epoch) != epoch:
-            epoch = int(run.prompts.epoch)
-            run.events.send("on_epoch_begin")
-        run.events.send("on_step_begin")
-        rollouts += 1
-        last = run.state.global_step + run.batches.steps_per_rollout >= run.state.max_steps
-        due = rollouts == PROFILED_ROLLOUT or (last and rollouts < PROFILED_ROLLOUT)
-        if run.config.profile and due:
-            _profile_rollout(run, rollouts, pace)
-        else:
-            pace = _measure_rollout(run)
-        _evaluate_if_due(run)
-        if run.is_over or int(run.prompts.epoch) != epoch:
-            run.events.send("on_epoch_end")
-            _ask_what_is_due(run)
-            _evaluate_if_due(run)
-        if run.save_due:
-            with uninterrupted():
-                run.save()
-        run.save_due = False
-
-
-def _train_on_rollout(run: Run) -> None:
+def train_on_rollout(parts: Parts, state: RunState) -> None:
     """Sample, score, and make every optimizer step that the rollout serves."""
-    config, policy = run.config, run.policy
-    run.engine.load(policy.weights())
-    groups, metrics = draw_groups(run)
-    samples = countable_samples(groups, config, run.adaptive)
-    if samples and not policy.checked:
-        packed = policy.packed
-        policy.check_forward(_first_of_each_group(samples)[:4])
-        if policy.packed != packed:  # other sizes fit now
-            rehearse(run)
-        _report_notes(run)
-    given = _attempt(run, samples, lambda: _credit(run, samples)) or _credit(run, samples)
-    used = {} if config.kl_target is None else {"kl/coef": run.adaptive.beta}
+    parts.engine.load(parts.policy.weights, parts.policy.version)
+    rollout = parts.rollouts.next()
+    samples = shape(rollout, parts.config, state.adaptive)
+    check_first(parts, state, samples)
+    credit = credit_that_fits(parts, state, samples)
     with uninterrupted():
-        for number, minibatch in enumerate(minibatches(samples, config, run.batches)):
-            if number > 0:
-                run.events.send("on_step_begin")
-            given, made = _step(run, samples, minibatch, given, first=number == 0)
-            if number == 0:
-                # With the step that makes the rollout count: should one of the callbacks fail, the
-                # checkpoint goes on from the rollout's edge. All advantages are known by now.
-                run.adaptive.see_rewards(shaped_rewards(groups, config), config.running_decay)
-                run.adaptive.see_kl(made.get("kl", config.kl_target or 0.0), len(samples), config)
-            _follow_policy(run)
-            finish_step(run, groups, metrics | made | used)
-            metrics = {}
-            if run.is_over:
+        for minibatch in minibatches(samples, parts.batches):
+            if state.has_learned_from(rollout):
+                parts.events.send("on_step_begin")
+            credit, stats = update_that_fits(parts, state, rollout, samples, minibatch, credit)
+            record(parts, state, rollout, samples, stats)
+            if state.is_over:
                 break
 
 
-def _measure_rollout(run: Run) -> float:
-    """Train on a rollout; returns the seconds that a token took."""
-    start, tokens = time.perf_counter(), run.num_tokens
-    _train_on_rollout(run)
-    return (time.perf_counter() - start) / max(1, run.num_tokens - tokens)
+def record(
+    parts: Parts,
+    state: RunState,
+    rollout: Rollout,
+    samples: Sequence[Sample],
+    stats: dict[str, float],
+) -> None:
+    """Count an optimizer step, write it down, and ask the callbacks what is due.
 
-
-def _profile_rollout(run: Run, number: int, pace: float | None) -> None:
-    first, tokens = run.state.global_step + 1, run.num_tokens
-    with StepProfile(run.policy.device) as profile:
-        run.profile = profile
-        _train_on_rollout(run)
-        run.profile = None
-    slowdown = profile.total / max(1, run.num_tokens - tokens) / pace if pace else None
-    title = f"Profile of rollout {number}, optimizer steps {first} to {run.state.global_step}"
-    for line in profile.write(
-        Path(run.config.output_dir) / "profile", title=title, slowdown=slowdown
-    ):
-        run.monitor.say(line)
-
-
-def _credit(run: Run, samples: list[Sample]) -> Credit:
-    with run.timed("credit"):
-        return assign(samples, run.policy, run.terms)
-
-
-def _step(
-    run: Run, samples: list[Sample], minibatch: list[Sample], given: Credit, *, first: bool
-) -> tuple[Credit, dict[str, float]]:
-    """One optimizer step on a part of the rollout, made anew with smaller micro-batches where it
-    did not fit; then the credit is the smaller budget's too, unless the weights have moved since.
-    Returns the credit for the steps that follow.
+    The first step on a rollout makes it count: should one of the callbacks fail, the checkpoint
+    goes on after the rollout. All its advantages are known by then.
     """
-
-    def make() -> tuple[Credit, dict[str, float]]:
-        with run.timed("update"):
-            made = update(run.policy, minibatch, given, run.terms)
-        return given.after_first_step(made), made
-
-    result = _attempt(run, minibatch, make)
-    if result is None:
-        given = _credit(run, samples) if first else given
-        result = make()
-    return result
-
-
-def _attempt(run: Run, samples: Sequence[Sample], work: Callable[[], T]) -> T | None:
-    """What `work` on `samples` returns; None where memory did not suffice and the token budget was
-    lowered for another attempt, which happens once in a run. Nothing is left of the first one.
-
-    Raises torch.OutOfMemoryError the second time, and once the weights may have moved.
-    """
-    moved: list[bool] = []
-    policy = run.policy
-    watch = policy.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
-    try:
-        return work()
-    except torch.OutOfMemoryError as error:
-        if moved or any(change["cause"] == "update" for change in run.budget_changes):
-            error.add_note(
-                "the token budget was lowered before and is not lowered again; lower "
-                "max_tokens_per_micro_batch or max_completion_length, or turn on "
-                "gradient_checkpointing"
-            )
-            raise
-    finally:
-        watch.remove()
-    # Only here does the error no longer hold the frames, and what they had allocated.
-    policy.optimizer.zero_grad(set_to_none=True)
-    if policy.device.type == "cuda":
-        torch.cuda.empty_cache()
-    size = min(policy.max_tokens, count_tokens(policy, samples))
-    run.lower_budget(max(1, size // 2), "memory did not suffice for an update", cause="update")
-    _report_notes(run)
-    return None
-
-
-def draw_groups(run: Run) -> tuple[list[Group], dict[str, float]]:
-    """One rollout and the metrics of everything that was sampled for it.
-
-    With `dynamic_sample` groups without signal are replaced by those of further prompts, which are
-    drawn at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2); what is then
-    still missing is filled up with groups without signal.
-    """
-    run.resume_point = run.position()
-    wanted = run.batches.prompts_per_rollout
-    groups, logged = collect(run, wanted)
-    everything = list(groups)
-    if run.config.dynamic_sample:
-        parts = [(len(groups), logged)]
-        chosen = [group for group in groups if has_signal(group, run.config)]
-        while len(chosen) < wanted and len(parts) <= run.config.max_resample_times:
-            more, logged = collect(run, wanted - len(chosen))
-            parts.append((len(more), logged))
-            everything += more
-            chosen += [group for group in more if has_signal(group, run.config)]
-        flat = [group for group in everything if not has_signal(group, run.config)]
-        groups = chosen + flat[: wanted - len(chosen)]
-        logged = mean_of_parts(parts) | {"dynamic_sampling/drawn_share": len(everything) / wanted}
-    sampled = sum(len(c.token_ids) for g in everything for c in g.completions)
-    run.new_tokens = sampled + sum(len(g.prompt.token_ids) * len(g.completions) for g in everything)
-    speed = {"tokens_per_second/sample": sampled / run.times["time/sample"]}
-    return groups, rollout_metrics(everything) | logged | speed
-
-
-def has_signal(group: Group, config: RLOOConfig) -> bool:
-    """Whether the rewards of a group, as the update sees them, differ at all."""
-    return len(set(shaped_rewards([group], config))) > 1
-
-
-def collect(run: Run, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
-    """Draw prompts, sample their completions and score them: groups and what rewards logged."""
-    config = run.config
-    prompts = run.prompts.next(num_prompts)
-    noise = noise_key(config.seed, "train", run.state.global_step)
-    with run.timed("sample"), run.policy.autocast():
-        sampled = run.engine.sample(prompts, config.num_generations, run.sampling, noise)
-    with run.timed("reward"):
-        return score(
-            prompts,
-            sampled,
-            run.rewards,
-            tokenizer=run.policy.tokenizer,
-            trainer_state=run.state,
-        )
-
-
-def _follow_policy(run: Run) -> None:
-    """Move the reference a part of the way to the policy, every `ref_model_sync_steps` steps."""
-    config = run.config
-    due = (run.state.global_step + 1) % config.ref_model_sync_steps == 0
-    if config.sync_ref_model and due:
-        run.policy.move_reference(config.ref_model_mixup_alpha)
-
-
-def finish_step(run: Run, groups: Sequence[Group], metrics: dict[str, float]) -> None:
-    """Count the step, record it, and ask the callbacks what is due."""
-    state = run.state
-    state.global_step += 1
-    run.resume_point = run.position()
-    run.num_tokens += run.new_tokens
-    run.new_tokens = 0
-    state.epoch = run.prompts.epoch
-    run.refused_in_a_row = run.refused_in_a_row + 1 if metrics.get("update/nonfinite") else 0
-    times, run.times = dict(run.times), defaultdict(float)
-    lowered = [c["to"] for c in run.budget_changes if c["step"] == state.global_step]
+    first = not state.has_learned_from(rollout)
+    if first:
+        _adapt(parts, state, rollout, samples, stats)
+        stats = rollout.metrics | stats
+    if parts.config.kl_target is not None:
+        stats["kl/coef"] = state.adaptive.used_beta
+    _follow_policy(parts, state)
+    _count(parts, state, rollout, refused=bool(stats.get("update/nonfinite")))
+    times = parts.clock.take()
+    lowered = [c["to"] for c in state.budget_changes if c["step"] == state.step]
     if lowered:
-        metrics["update/max_tokens"] = float(lowered[-1])
-    metrics |= times | {
+        stats["update/max_tokens"] = float(lowered[-1])
+    stats |= times | {
         "step_time": sum(times.values()),
-        "num_tokens": float(run.num_tokens),
-        "epoch": state.epoch,
+        "num_tokens": float(state.num_tokens),
+        "epoch": rollout.epoch,
     }
-    run.monitor.step(state.global_step, metrics)
-    if "reward" in metrics:
-        run.monitor.completions(state.global_step, groups)
-    run.monitor.log(metrics)
-    _ask_what_is_due(run)
-    if run.refused_in_a_row >= MAX_REFUSED_STEPS:
+    parts.monitor.step(state.step, stats)
+    if first:
+        parts.monitor.completions(state.step, rollout.groups)
+    parts.monitor.log(stats)
+    note_what_is_due(state)
+    if state.refused_in_a_row >= MAX_REFUSED_STEPS:
         raise FloatingPointError(
             f"the gradient was not finite in {MAX_REFUSED_STEPS} steps in a row, the last one step "
-            f"{state.global_step}; no such step changed the weights (learning_rate, max_grad_norm)"
+            f"{state.step}; no such step changed the weights (learning_rate, max_grad_norm)"
         )
 
 
-def _ask_what_is_due(run: Run) -> None:
-    """Note what the callbacks want; the next event takes it off the flags."""
-    control = run.control
-    run.evaluation_due |= control.should_evaluate and run.evaluated_at != run.state.global_step
-    run.save_due |= control.should_save
+def note_what_is_due(state: RunState) -> None:
+    """Note what the callbacks want; the next event takes it off the flags. Raises ValueError for
+    the one wish that cannot be met."""
+    control = state.control
+    state.evaluation_due |= control.should_evaluate and state.evaluated_at != state.step
+    state.save_due |= control.should_save
     if control.should_epoch_stop:
         raise ValueError(
             "a callback set should_epoch_stop; an epoch cannot be left early here, training can "
@@ -373,23 +88,30 @@ def _ask_what_is_due(run: Run) -> None:
         )
 
 
-def _evaluate_if_due(run: Run) -> None:
-    if run.evaluation_due:
-        run.evaluation_due, run.evaluated_at = False, run.state.global_step
-        run.save_due |= run.evaluate()
-        run.save_due |= run.control.should_save
+def _adapt(
+    parts: Parts,
+    state: RunState,
+    rollout: Rollout,
+    samples: Sequence[Sample],
+    stats: dict[str, float],
+) -> None:
+    """What the run learns from a rollout about itself, once no advantage of it can change."""
+    config = parts.config
+    state.adaptive.see_rewards(shaped_rewards(rollout.groups, config), config.running_decay)
+    state.adaptive.see_kl(stats.get("kl", config.kl_target or 0.0), len(samples), config)
 
 
-def _report_notes(run: Run) -> None:
-    for note in run.policy.notes:
-        if note not in run.monitor.notes:
-            run.monitor.note(note)
+def _follow_policy(parts: Parts, state: RunState) -> None:
+    """Move the reference a part of the way to the policy, every `ref_model_sync_steps` steps."""
+    config = parts.config
+    if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
+        parts.policy.move_reference(config.ref_model_mixup_alpha)
 
 
-def _first_of_each_group(samples: Sequence[Sample]) -> list[Sample]:
-    chosen: dict[int, list[Sample]] = {}
-    for sample in samples:
-        members = chosen.setdefault(sample.key[0], [])
-        if len(members) < 2:
-            members.append(sample)
-    return [s for members in chosen.values() for s in members]
+def _count(parts: Parts, state: RunState, rollout: Rollout, *, refused: bool) -> None:
+    state.trainer.global_step += 1
+    if not state.has_learned_from(rollout):
+        state.position = rollout.position
+        state.num_tokens += rollout.num_tokens
+    state.trainer.epoch = rollout.epoch
+    state.refused_in_a_row = state.refused_in_a_row + 1 if refused else 0

@@ -17,9 +17,7 @@ from rloo.model.policy import Policy
 from rloo.types import Sample
 
 
-def minibatches(
-    samples: Sequence[Sample], config: RLOOConfig, batches: Batches
-) -> Iterator[list[Sample]]:
+def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sample]]:
     """The rollout cut into optimizer steps of `completions_per_step`, `num_iterations` times over.
 
     The cut is by place in the rollout, so a completion that could not be scored moves no other one.
@@ -27,9 +25,7 @@ def minibatches(
     size = batches.completions_per_step
     for _ in range(batches.num_iterations):
         for part in range(batches.parts_per_rollout):
-            yield [
-                s for s in samples if (s.key[0] * config.num_generations + s.key[1]) // size == part
-            ]
+            yield [s for s in samples if s.place // size == part]
 
 
 def update(
@@ -47,7 +43,7 @@ def update(
     denominator = objective.loss_denominator(
         config.loss_aggregation,
         num_sequences=terms.batches.completions_per_step if config.count_unscored else len(samples),
-        num_tokens=sum(len(s.token_ids) for s in samples),
+        num_tokens=sum(s.num_trained for s in samples),
         constant=config.loss_constant,
     )
     all_count = _has_other_terms(terms) or policy.aux_loss_weight != 0

@@ -7,9 +7,9 @@ each completion's numbers along.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from rloo.types import Sample
 
 # Rows of one attention call: sorted by length, so that a short answer is not padded to the longest.
 ROWS_PER_CALL = 16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     positions: list[int] = []
     counts: list[int] = []
     spans: list[Span] = []
-    source: list[int] = []
+    source: list[list[int]] = []
     for number, group in enumerate(_by_group(samples)):
         prompt = group[0].prompt_ids
         spans.append(Span(len(tokens), len(tokens) + len(prompt)))
@@ -99,7 +101,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
             inner = sample.token_ids[:-1]
             start = len(tokens)
             spans.append(Span(start, start + len(inner), number))
-            source += [last_of_prompt, *range(start, start + len(inner))]
+            source.append([last_of_prompt, *range(start, start + len(inner))])
             tokens += inner
             positions += range(len(prompt), len(prompt) + len(inner))
             counts += [1] * len(inner)
@@ -119,9 +121,10 @@ def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> M
     ordered = _in_order(samples)
     rows = [s.prompt_ids + s.token_ids[:-1] for s in ordered]
     width = max(len(row) for row in rows)
-    source: list[int] = []
+    source: list[list[int]] = []
     for number, (sample, row) in enumerate(zip(ordered, rows, strict=True)):
-        source += range(number * width + len(sample.prompt_ids) - 1, number * width + len(row))
+        first = number * width + len(sample.prompt_ids) - 1
+        source.append(list(range(first, number * width + len(row))))
     inputs = {
         "input_ids": torch.tensor(
             [row + [pad_token_id] * (width - len(row)) for row in rows], device=device
@@ -138,24 +141,29 @@ def _micro_batch(
     ordered: Sequence[Sample],
     inputs: dict[str, Any],
     multiplicity: Tensor,
-    source: list[int],
+    source: list[list[int]],
     device: torch.device,
 ) -> MicroBatch:
+    """What is said of tokens (`_T`) is said of those alone that the policy learns from."""
+
+    def flat(values: Iterable[Sequence[T]]) -> list[T]:
+        return [x for s, of_s in zip(ordered, values, strict=True) for x in s.of_trained(of_s)]
+
     numbers = {group: i for i, group in enumerate(dict.fromkeys(s.key[0] for s in ordered))}
-    lengths = torch.tensor([len(s.token_ids) for s in ordered])
+    lengths = torch.tensor([s.num_trained for s in ordered])
     return MicroBatch(
         keys=[s.key for s in ordered],
         inputs=inputs,
         multiplicity=multiplicity,
-        source_T=torch.tensor(source, device=device),
-        target_T=torch.tensor([t for s in ordered for t in s.token_ids], device=device),
+        source_T=torch.tensor(flat(source), device=device),
+        target_T=torch.tensor(flat(s.token_ids for s in ordered), device=device),
         sequence_T=torch.arange(len(ordered)).repeat_interleave(lengths).to(device),
         group_N=torch.tensor([numbers[s.key[0]] for s in ordered], device=device),
         reward_N=torch.tensor([s.reward for s in ordered], dtype=torch.float64).to(device),
         truncated_N=torch.tensor([s.truncated for s in ordered], device=device),
-        engine_T=torch.tensor([x for s in ordered for x in s.engine_logprobs], device=device),
+        engine_T=torch.tensor(flat(s.engine_logprobs for s in ordered), device=device),
         sampler_T=torch.tensor(
-            [x for s in ordered for x in s.sampling_logprobs or s.engine_logprobs], device=device
+            flat(s.sampling_logprobs or s.engine_logprobs for s in ordered), device=device
         ),
         lengths=lengths.tolist(),
     )

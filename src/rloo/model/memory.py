@@ -54,7 +54,16 @@ def make_samples(
 def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int) -> Sample:
     """One of them. Its tokens are the vocabulary's first, over and over."""
     prompt, completion = ([i % 64 for i in range(n)] for n in (prompt_tokens, completion_tokens))
-    return Sample(key, prompt, completion, [0.0] * completion_tokens, 0.0, True)
+    return Sample(
+        key=key,
+        place=0,
+        version=0,
+        prompt_ids=prompt,
+        token_ids=completion,
+        engine_logprobs=[0.0] * completion_tokens,
+        reward=0.0,
+        truncated=True,
+    )
 
 
 def count_tokens(policy: Policy, samples: Sequence[Sample]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -180,3 +180,25 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
     rule = [("-" * width if not i else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
     return [lines[0], f"| {' | '.join(rule)} |", *lines[1:]]
+
+
+class Clock:
+    """Seconds by phase, under the metrics' names, since they were last taken. While `profile` is
+    set it looks on."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.profile: StepProfile | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as a part of phase `name`."""
+        start = time.perf_counter()
+        with self.profile.phase(name) if self.profile else nullcontext():
+            yield
+        self.seconds[f"time/{name}"] += time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """The seconds so far; all phases begin again at 0."""
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
 
-from rloo.algorithm.train import Run
+from rloo.algorithm.parts import Parts, RunState
 from rloo.config.config import RLOOConfig
 from rloo.model.state import (
     capture_rng,
@@ -59,39 +59,35 @@ CHOSEN = ("num_threads", "max_tokens_per_micro_batch", "packing", "rollout_engin
 
 
 def snapshot(
-    run: Run, resolved: RLOOConfig, *, start: dict[str, Any], seconds: float
+    parts: Parts, state: RunState, resolved: RLOOConfig, *, start: dict[str, Any], seconds: float
 ) -> Checkpoint:
     """Everything but the weights. `start`: the evaluation of step 0; `seconds`: the time so far."""
-    policy = run.policy
+    policy = parts.policy
     return Checkpoint(
-        step=run.state.global_step,
+        step=state.step,
         optimizer=optimizer_tensors(policy.optimizer),
         scheduler=policy.scheduler.state_dict(),
         rng=capture_rng(),
         trainer_state={
-            "state": asdict(run.state),
-            **(run.resume_point or run.position()),
-            "num_tokens": run.num_tokens,
+            **state.state_dict(),
             "config": resolved.to_dict(),
             "shapes": parameter_shapes(policy.model),
             "initial_weights": policy.initial_weights,
             "start": start,
             "seconds": seconds,
-            "budget_changes": run.budget_changes,
-            "adaptive": run.adaptive.state_dict(),
             "scaler": policy.scaler.state_dict() if policy.scaler else None,
-            "callbacks": run.events.state_dict(),
+            "callbacks": parts.events.state_dict(),
         },
     )
 
 
-def restore(run: Run, path: Path) -> dict[str, Any]:
+def restore(parts: Parts, state: RunState, path: Path) -> dict[str, Any]:
     """Put a run where the checkpoint left it; returns the checkpoint's trainer_state.
 
     Raises ValueError for a checkpoint of another model, or of one that began from other weights,
     and for options that a resumed optimizer cannot take on. Other differences are noted.
     """
-    checkpoint, policy = load_checkpoint(path), run.policy
+    checkpoint, policy = load_checkpoint(path), parts.policy
     saved = checkpoint.trainer_state
     require_same_shapes(saved["shapes"], parameter_shapes(policy.model))
     if saved["initial_weights"] != policy.initial_weights:
@@ -99,36 +95,31 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
             f"{path} began from other weights than the model given now, which the KL penalty "
             "would be measured against (model, resume_from_checkpoint)"
         )
-    run.budget_changes = saved["budget_changes"]
-    _compare(saved["config"], run)
+    _compare(saved, parts)
+    state.load_state_dict(saved)
     policy.load_checkpoint(path)
     policy.load_optimizer(*checkpoint.optimizer)
     policy.scheduler.load_state_dict(checkpoint.scheduler)
     if policy.scaler:
         policy.scaler.load_state_dict(saved["scaler"])
     restore_rng(checkpoint.rng)
-    run.prompts.load_state_dict(saved["prompts"])
-    run.rewards.load_state_dict(saved["rewards"])
-    run.num_tokens = saved["num_tokens"]
-    run.adaptive.load_state_dict(saved["adaptive"])
-    run.state.global_step = saved["state"]["global_step"]
-    run.state.log_history = saved["state"]["log_history"]
-    run.state.epoch = run.prompts.epoch
-    _restore_best(run, saved["state"], path.parent)
-    run.events.load_state_dict(saved["callbacks"])
+    parts.rollouts.load_state_dict(state.position, step=state.step)
+    state.trainer.epoch = parts.rollouts.epoch
+    _restore_best(state.trainer, saved["state"], path.parent)
+    parts.events.load_state_dict(saved["callbacks"])
     return saved
 
 
-def _restore_best(run: Run, saved: dict[str, Any], folder: Path) -> None:
-    state = run.state
+def _restore_best(state: TrainerState, saved: dict[str, Any], folder: Path) -> None:
     state.best_metric, state.best_global_step = saved["best_metric"], saved["best_global_step"]
     # By number, since a run's folder may have been moved.
     best = folder / f"checkpoint-{state.best_global_step}"
     state.best_model_checkpoint = str(best) if best.is_dir() else None
 
 
-def _compare(before: dict[str, Any], run: Run) -> None:
-    config, policy = run.config, run.policy
+def _compare(saved: dict[str, Any], parts: Parts) -> None:
+    before = saved["config"]
+    config, policy = parts.config, parts.policy
     now = config.to_dict()
     for name in FIXED:
         if now[name] != before[name]:
@@ -139,7 +130,7 @@ def _compare(before: dict[str, Any], run: Run) -> None:
     if config.num_threads is None:
         torch.set_num_threads(before["num_threads"])
     # One that did not fit in memory then is not tried again.
-    too_large = [change["from"] for change in run.budget_changes]
+    too_large = [change["from"] for change in saved["budget_changes"]]
     if config.max_tokens_per_micro_batch in (None, *too_large):
         policy.max_tokens = before["max_tokens_per_micro_batch"]
     # Padding is always possible; packing only where this process has put in its attention.

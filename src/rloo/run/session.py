@@ -1,7 +1,4 @@
-"""One training from its first step to what it leaves behind: evaluations, checkpoints, the end.
-
-`train.py` is the loop, which says when; here is what happens then.
-"""
+"""Runs one training: resume, loop, evaluate, checkpoint, final save."""
 
 from __future__ import annotations
 
@@ -13,24 +10,23 @@ from typing import Any
 
 import torch
 
+from rloo.algorithm.fitting import rehearse
 from rloo.algorithm.interrupts import ForcedInterrupt, uninterrupted
-from rloo.algorithm.train import Run, rehearse, train
-from rloo.config.batches import Batches
+from rloo.algorithm.parts import Parts, RunState
+from rloo.algorithm.train import note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.rendering import render_resolved
-from rloo.data.stream import Prompts, StreamSource
-from rloo.model.policy import Policy
-from rloo.report.callbacks import Events
 from rloo.report.hub import Hub
 from rloo.report.model_card import has_other_card
-from rloo.report.monitor import Monitor, versions
+from rloo.report.monitor import versions
+from rloo.report.profiling import StepProfile
 from rloo.report.records import write_text
-from rloo.rewards import RewardSet
 from rloo.run.checkpoint import save_checkpoint, verify_checkpoint
 from rloo.run.evaluate import Evaluator, Sets, flatten, is_better
 from rloo.run.resume import restore, snapshot
-from rloo.run.setup import make_sampling
-from rloo.types import Engine
+
+# The rollout that `profile` looks at: the first two still make caches and find kernels.
+PROFILED_ROLLOUT = 3
 
 
 class Session:
@@ -38,47 +34,18 @@ class Session:
 
     def __init__(
         self,
-        config: RLOOConfig,
+        parts: Parts,
+        state: RunState,
         *,
-        batches: Batches,
-        policy: Policy,
-        engine: Engine,
-        prompts: Prompts,
-        rewards: RewardSet,
-        monitor: Monitor,
-        events: Events,
         evaluator: Evaluator,
         sets: Sets,
         hub: Hub,
         write_card: Callable[[], None],
     ) -> None:
-        self.config = config
-        self.policy = policy
-        self.monitor = monitor
-        self.state = events.state
-        sampling = make_sampling(config, policy.stop_token_ids, policy.tokenizer)
-        if sampling.filtered:
-            policy.notes.append(
-                "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are "
-                "drawn from another distribution than the one that is trained, which biases the "
-                "gradient"
-            )
-        self.run = Run(
-            config=config,
-            batches=batches,
-            policy=policy,
-            engine=engine,
-            prompts=prompts,
-            rewards=rewards,
-            sampling=sampling,
-            monitor=monitor,
-            events=events,
-            state=events.state,
-            control=events.control,
-            save=self._save_checkpoint,
-            evaluate=self._evaluate_when_due,
-        )
-        self._folder = Path(config.output_dir)
+        self.parts = parts
+        self.state = state
+        self.config = parts.config
+        self._folder = Path(parts.config.output_dir)
         self._evaluator = evaluator
         self._sets = sets
         self._hub = hub
@@ -94,25 +61,25 @@ class Session:
 
         Whatever ends it early, Ctrl-C or an error, a checkpoint is saved and the error raised.
         """
-        run, monitor = self.run, self.monitor
+        parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
         if self.config.push_to_hub:
             self._hub.create()
         if checkpoint is not None:
             self._resume(checkpoint)
-        rehearse(run)
+        rehearse(parts, state)
         again = replace(self._resolved(), resume_from_checkpoint=None, overwrite_output_dir=False)
         write_text(self._folder / "config.yaml", render_resolved(again))
-        monitor.start(self._describe(), run.batches)
-        for note in self.policy.notes:
+        monitor.start(self._describe(), parts.batches)
+        for note in parts.policy.notes:
             monitor.note(note)
-        self._first_step = self.state.global_step
+        self._first_step = state.step
         try:
-            with run.events.of_optimizer():
-                run.events.send("on_train_begin")
+            with parts.events.of_optimizer():
+                parts.events.send("on_train_begin")
                 if checkpoint is None and self.config.eval_on_start:
                     self._evaluate("start")
-                train(run)
+                self._train_to_the_end()
             totals = self._finish()
             self._status = "finished"
         except (KeyboardInterrupt, Exception) as error:
@@ -122,11 +89,68 @@ class Session:
             monitor.finish(self._summary())
         return totals
 
+    # -- the loop --------------------------------------------------------------------------------
+
+    def _train_to_the_end(self) -> None:
+        """Train until `max_steps`, or until a callback asks to stop.
+
+        Checkpoints and evaluations that fall due among the steps of a rollout are made at its end,
+        so that a resumed run repeats nothing.
+        """
+        parts, state = self.parts, self.state
+        rollouts, pace, epoch = 0, None, -1
+        while not state.is_over:
+            if int(parts.rollouts.epoch) != epoch:
+                epoch = int(parts.rollouts.epoch)
+                parts.events.send("on_epoch_begin")
+            parts.events.send("on_step_begin")
+            rollouts += 1
+            last = state.step + parts.batches.steps_per_rollout >= state.trainer.max_steps
+            due = rollouts == PROFILED_ROLLOUT or (last and rollouts < PROFILED_ROLLOUT)
+            if self.config.profile and due:
+                self._profile_rollout(rollouts, pace)
+            else:
+                pace = self._measure_rollout()
+            self._evaluate_if_due()
+            if state.is_over or int(parts.rollouts.epoch) != epoch:
+                parts.events.send("on_epoch_end")
+                note_what_is_due(state)
+                self._evaluate_if_due()
+            if state.save_due:
+                with uninterrupted():
+                    self._save_checkpoint()
+            state.save_due = False
+
+    def _measure_rollout(self) -> float:
+        """Train on a rollout; returns the seconds that a token took."""
+        start, tokens = time.perf_counter(), self.state.num_tokens
+        train_on_rollout(self.parts, self.state)
+        return (time.perf_counter() - start) / max(1, self.state.num_tokens - tokens)
+
+    def _profile_rollout(self, number: int, pace: float | None) -> None:
+        parts, state = self.parts, self.state
+        first, tokens = state.step + 1, state.num_tokens
+        with StepProfile(parts.world.device) as profile:
+            parts.clock.profile = profile
+            train_on_rollout(parts, state)
+            parts.clock.profile = None
+        slowdown = profile.total / max(1, state.num_tokens - tokens) / pace if pace else None
+        title = f"Profile of rollout {number}, optimizer steps {first} to {state.step}"
+        for line in profile.write(self._folder / "profile", title=title, slowdown=slowdown):
+            parts.monitor.say(line)
+
     # -- evaluating ------------------------------------------------------------------------------
 
-    def _evaluate_when_due(self) -> bool:
+    def _evaluate_if_due(self) -> None:
+        state = self.state
+        if state.evaluation_due:
+            state.evaluation_due, state.evaluated_at = False, state.step
+            state.save_due |= self._evaluate_now()
+            state.save_due |= state.control.should_save
+
+    def _evaluate_now(self) -> bool:
         """Returns whether a checkpoint must be kept of this moment."""
-        if not self.run.is_over:
+        if not self.state.is_over:
             return self._evaluate("during")
         self._save_model()  # an evaluation that fails must not cost the model
         return self._evaluate("end")
@@ -138,22 +162,22 @@ class Session:
                 "(eval_dataset)"
             )
         results = self._evaluator.measure(self._sets)
-        step = self.state.global_step
+        step = self.state.step
         for dataset, metrics in results.items():
-            self.monitor.evaluation(step, name, metrics, dataset=dataset)
+            self.parts.monitor.evaluation(step, name, metrics, dataset=dataset)
         flat = flatten(results, "eval")
-        self.monitor.log_evaluation(flat)
+        self.parts.monitor.log_evaluation(flat)
         first = next(iter(results.values()))
         if name == "start":
             self._start = first
             return False
         self._last = step, first
-        return is_better(self.state, flat, self.config) and self.config.compares_evaluations
+        return is_better(self.state.trainer, flat, self.config) and self.config.compares_evaluations
 
     def _finish(self) -> dict[str, float]:
-        run, config, step = self.run, self.config, self.state.global_step
+        state, config, step = self.state, self.config, self.state.step
         evaluates = config.eval_on_start or config.eval_strategy != "no"
-        if evaluates and run.evaluated_at != step and self._evaluate_when_due():
+        if evaluates and state.evaluated_at != step and self._evaluate_now():
             with uninterrupted():
                 self._save_checkpoint()
         if config.load_best_model_at_end:
@@ -161,30 +185,32 @@ class Session:
         if self._saved_at != step:
             self._save_model()
         seconds, steps = time.perf_counter() - self._started, step - self._first_step
-        return self.monitor.log_totals(
+        return self.parts.monitor.log_totals(
             {
                 "train_runtime": seconds,
                 "train_steps_per_second": steps / seconds,
-                "train_samples_per_second": steps * run.batches.completions_per_step / seconds,
+                "train_samples_per_second": steps
+                * self.parts.batches.completions_per_step
+                / seconds,
             }
         )
 
     def _load_best(self) -> None:
         """End with the weights of the best evaluation. The figures are measured anew."""
-        state, step = self.state, self.state.best_global_step
+        state, step = self.state.trainer, self.state.trainer.best_global_step
         if state.best_model_checkpoint is None or step is None or step == state.global_step:
             return
         best = Path(state.best_model_checkpoint)
         verify_checkpoint(best)
-        self.policy.load_pretrained(best)
+        self.parts.policy.load_pretrained(best)
         self._saved_at = None
-        self.monitor.note(
+        self.parts.monitor.note(
             f"the model is that of {best.name}, the best evaluation: "
             f"{self.config.metric_for_best_model} {state.best_metric:g} (load_best_model_at_end)"
         )
         results = self._evaluator.measure(self._sets)
         for dataset, metrics in results.items():
-            self.monitor.evaluation(step, "best", metrics, dataset=dataset)
+            self.parts.monitor.evaluation(step, "best", metrics, dataset=dataset)
         self._last = state.global_step, next(iter(results.values()))
 
     # -- what is written -------------------------------------------------------------------------
@@ -192,15 +218,17 @@ class Session:
     def _save_model(self) -> None:
         other_card = has_other_card(self._folder)
         with uninterrupted():
-            self.policy.save_pretrained(self._folder)
+            self.parts.policy.save_pretrained(self._folder)
         if other_card:
-            self.monitor.note("README.md in output_dir is not this program's and was left as it is")
+            self.parts.monitor.note(
+                "README.md in output_dir is not this program's and was left as it is"
+            )
         else:
             self._write_card()
-        self._saved_at = self.state.global_step
+        self._saved_at = self.state.step
 
     def _save_checkpoint(self, *, push: bool = True) -> None:
-        state, config = self.state, self.config
+        state, config = self.state.trainer, self.config
         self._note_failed_pushes()  # what is under way reads checkpoints that may go now
         path = self._folder / f"checkpoint-{state.global_step}"
         if state.best_global_step == state.global_step:
@@ -208,12 +236,18 @@ class Session:
         best = state.best_model_checkpoint if config.compares_evaluations else None
         save_checkpoint(
             self._folder,
-            snapshot(self.run, self._resolved(), start=self._start, seconds=self._seconds()),
-            write_model=self.policy.save_checkpoint,
+            snapshot(
+                self.parts,
+                self.state,
+                self._resolved(),
+                start=self._start,
+                seconds=self._seconds(),
+            ),
+            write_model=self.parts.policy.save_checkpoint,
             keep=config.save_total_limit,
             best=Path(best) if best else None,
         )
-        self.run.events.send("on_save")
+        self.parts.events.send("on_save")
         if push and config.push_to_hub and config.hub_strategy != "end":
             self._save_model()
             self._hub.push_checkpoint(self._folder, path, state.global_step)
@@ -222,19 +256,19 @@ class Session:
         """The weights are those of the last finished step, whatever came after, unless a second
         Ctrl-C broke into a step."""
         self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        if self.state.global_step > self._first_step and not isinstance(error, ForcedInterrupt):
+        if self.state.step > self._first_step and not isinstance(error, ForcedInterrupt):
             with uninterrupted():
                 self._save_checkpoint(push=False)
 
     def _note_failed_pushes(self) -> None:
         for error in self._hub.finish():
-            self.monitor.note(f"a push to the hub failed: {error}")
+            self.parts.monitor.note(f"a push to the hub failed: {error}")
 
     def _resume(self, path: Path) -> None:
-        saved = restore(self.run, path)
+        saved = restore(self.parts, self.state, path)
         self._start, self._seconds_before = saved["start"], saved["seconds"]
-        self.monitor.truncate_after(self.state.global_step)
-        self.monitor.note(f"resumed from {path} at step {self.state.global_step}")
+        self.parts.monitor.truncate_after(self.state.step)
+        self.parts.monitor.note(f"resumed from {path} at step {self.state.step}")
 
     # -- what is said ----------------------------------------------------------------------------
 
@@ -243,33 +277,32 @@ class Session:
         return replace(
             self.config,
             num_threads=torch.get_num_threads(),
-            max_tokens_per_micro_batch=self.policy.max_tokens,
-            packing=self.policy.packed,
-            rollout_engine="native" if self.run.engine.name == "native" else "hf",
+            max_tokens_per_micro_batch=self.parts.policy.max_tokens,
+            packing=self.parts.policy.packed,
+            rollout_engine="native" if self.parts.engine.name == "native" else "hf",
         )
 
     def _describe(self) -> dict[str, Any]:
-        prompts = self.run.prompts
+        parts = self.parts
         return {
-            "model": self.config.model or type(self.policy.model).__name__,
-            "parameters": sum(p.numel() for p in self.policy.parameters),
-            "rows": "a stream" if isinstance(prompts, StreamSource) else len(prompts),
-            "rewards": self.run.rewards.names,
-            "engine": self.run.engine.name,
-            "packing": self.policy.packed,
+            "model": self.config.model or type(parts.policy.model).__name__,
+            "parameters": sum(p.numel() for p in parts.policy.parameters),
+            **parts.rollouts.describe(),
+            "engine": parts.engine.facts.name,
+            "packing": parts.policy.packed,
             "threads": torch.get_num_threads(),
-            "device": str(self.policy.device),
+            "device": str(parts.world.device),
         }
 
     def _summary(self) -> dict[str, Any]:
         step, metrics = self._last
         return {
             "status": self._status,
-            "steps": self.state.global_step,
+            "steps": self.state.step,
             "start": self._start,
-            "end": metrics if step == self.state.global_step else {},
+            "end": metrics if step == self.state.step else {},
             "wall_seconds": self._seconds(),
-            "num_tokens": self.run.num_tokens,
+            "num_tokens": self.state.num_tokens,
             "seed": self.config.seed,
             "config": self._resolved().to_dict(),
             "versions": versions(),

@@ -22,7 +22,9 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
-from rloo.algorithm.train import Run
+from rloo.algorithm.adaptive import Adaptive
+from rloo.algorithm.parts import Parts, RunState
+from rloo.algorithm.rollout import SyncRollouts
 from rloo.config.arguments import RLOOArguments
 from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
@@ -30,6 +32,7 @@ from rloo.config.presets import remarks
 from rloo.data.prompts import PromptSource
 from rloo.data.stream import Prompts, StreamSource
 from rloo.dist import make_world
+from rloo.model.budget import workload_of
 from rloo.model.loading import obtain_config, obtain_model
 from rloo.model.optimizers import Given
 from rloo.model.policy import Policy
@@ -37,6 +40,7 @@ from rloo.report.callbacks import Events, make_loggers
 from rloo.report.hub import Hub
 from rloo.report.model_card import model_card, write_card
 from rloo.report.monitor import Monitor, numbers_of, versions
+from rloo.report.profiling import Clock
 from rloo.report.records import strict
 from rloo.run.checkpoint import claim_output_dir, resume_path
 from rloo.run.evaluate import Evaluator, flatten
@@ -50,6 +54,7 @@ from rloo.run.setup import (
     length_notes,
     make_engine,
     make_rewards,
+    make_sampling,
     make_source,
     make_state,
     set_threads,
@@ -123,8 +128,16 @@ class RLOOTrainer:
 
         Whatever ends it early, Ctrl-C or an error, a checkpoint is saved and the error raised.
         """
-        session = self._make_session()
+        parts, state = self.make_parts()
         path = self._claim_output_dir(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        session = Session(
+            parts,
+            state,
+            evaluator=self.evaluator,
+            sets=self._eval_prompts,
+            hub=self.hub,
+            write_card=self.create_model_card,
+        )
         totals = session.train(path)
         if self.args.push_to_hub:
             self.push_to_hub()
@@ -360,27 +373,36 @@ class RLOOTrainer:
             prompts[name] = source.all_prompts(self.args.eval_size)
         return prompts
 
-    def make_run(self) -> Run:
-        """What `rloo.algorithm.train.train` works with, before its first step."""
-        return self._make_session().run
-
-    def _make_session(self) -> Session:
+    def make_parts(self) -> tuple[Parts, RunState]:
+        """What `rloo.algorithm.train.train_on_rollout` works with, before the first step."""
         if self._source is None:
             raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
-        return Session(
-            self.args,
-            batches=self.batches,
-            policy=self.policy,
-            engine=self.engine,
-            prompts=self._source,
-            rewards=self.rewards,
-            monitor=self.monitor,
-            events=self.events,
-            evaluator=self.evaluator,
-            sets=self._eval_prompts,
-            hub=self.hub,
-            write_card=self.create_model_card,
+        args, policy, clock = self.args, self.policy, Clock()
+        rollouts = SyncRollouts(
+            args,
+            self.batches,
+            self.engine,
+            self._source,
+            self.rewards,
+            make_sampling(args, policy.stop_token_ids, policy.tokenizer),
+            policy.tokenizer,
+            self.state,
+            clock,
         )
+        parts = Parts(
+            args,
+            self.world,
+            self.batches,
+            workload_of(self._source, args, self.batches),
+            policy,
+            self.engine,
+            rollouts,
+            self.monitor,
+            self.events,
+            clock,
+        )
+        state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
+        return parts, state
 
     def _claim_output_dir(self, resume_from_checkpoint: str | bool | None) -> Path | None:
         """Returns the checkpoint to go on from."""

@@ -1,0 +1,151 @@
+"""What must fit in memory, and what is done where it does not: the budget of a micro-batch is
+lowered before the first sample, or once while training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from rloo.algorithm.advantages import Credit, assign
+from rloo.algorithm.parts import Parts, RunState
+from rloo.algorithm.update import update
+from rloo.model.budget import fitting_budget
+from rloo.model.memory import count_tokens
+from rloo.types import Rollout, Sample
+
+T = TypeVar("T")
+
+
+def rehearse(parts: Parts, state: RunState) -> None:
+    """Before the first sample is drawn, make sure that the largest micro-batch fits in memory, and
+    lower the token budget where it does not. Raises ValueError if no budget helps.
+
+    A resumed run keeps the budget that was found before.
+    """
+    changes, policy = state.budget_changes, parts.policy
+    if changes and changes[-1]["to"] == policy.max_tokens:
+        return
+    # Its copy of the weights takes memory as well.
+    parts.engine.load(policy.weights, policy.version)
+    try:
+        fit = fitting_budget(policy, parts.workload)
+    except (TypeError, RuntimeError) as error:
+        # What a packed forward may raise is judged when it is compared with the padded one.
+        if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
+            raise
+        return
+    if fit.reason is not None:
+        _lower_budget(parts, state, fit.max_tokens, fit.reason, cause="rehearsal")
+
+
+def check_first(parts: Parts, state: RunState, samples: Sequence[Sample]) -> None:
+    """Compare the forward passes of training with the model's own, on the first samples of a run:
+    two of each group, of at most two groups."""
+    policy = parts.policy
+    if not samples or policy.checked:
+        return
+    packed = policy.packed
+    policy.check_forward(_first_of_each_group(samples)[:4])
+    if policy.packed != packed:  # other sizes fit now
+        rehearse(parts, state)
+    tell_notes(parts)
+
+
+def credit_that_fits(parts: Parts, state: RunState, samples: Sequence[Sample]) -> Credit:
+    """The credit of a rollout, with smaller micro-batches where memory did not suffice."""
+
+    def work() -> Credit:
+        with parts.clock.phase("credit"):
+            return assign(samples, parts.policy, state.terms(parts))
+
+    return _attempt(parts, state, samples, work) or work()
+
+
+def update_that_fits(
+    parts: Parts,
+    state: RunState,
+    rollout: Rollout,
+    samples: Sequence[Sample],
+    minibatch: Sequence[Sample],
+    credit: Credit,
+) -> tuple[Credit, dict[str, float]]:
+    """One optimizer step on a part of the rollout's `samples`, again with smaller micro-batches
+    where memory did not suffice; then the credit is assigned for these, too, unless the weights
+    have moved since it was. Returns the credit for the steps that follow, and the metrics.
+    """
+
+    def work() -> tuple[Credit, dict[str, float]]:
+        with parts.clock.phase("update"):
+            metrics = update(parts.policy, minibatch, credit, state.terms(parts))
+        return credit.after_first_step(metrics), metrics
+
+    result = _attempt(parts, state, minibatch, work)
+    if result is None:
+        if not state.has_learned_from(rollout):
+            credit = credit_that_fits(parts, state, samples)
+        result = work()
+    return result
+
+
+def tell_notes(parts: Parts) -> None:
+    """Have the monitor tell what the policy has noted since it last did."""
+    for note in parts.policy.notes:
+        if note not in parts.monitor.notes:
+            parts.monitor.note(note)
+
+
+def _attempt(
+    parts: Parts, state: RunState, samples: Sequence[Sample], work: Callable[[], T]
+) -> T | None:
+    """Run `work` on `samples`. Where memory does not suffice, halve the token budget, clear the
+    gradients and return None, so that the caller tries again: once in a run.
+
+    Raises torch.OutOfMemoryError the second time, and once the weights may have moved.
+    """
+    moved: list[bool] = []
+    policy = parts.policy
+    watch = policy.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        if moved or any(change["cause"] == "update" for change in state.budget_changes):
+            error.add_note(
+                "the token budget was lowered before and is not lowered again; lower "
+                "max_tokens_per_micro_batch or max_completion_length, or turn on "
+                "gradient_checkpointing"
+            )
+            raise
+    finally:
+        watch.remove()
+    # Only here does the error no longer hold the frames, and what they had allocated.
+    policy.optimizer.zero_grad(set_to_none=True)
+    if policy.device.type == "cuda":
+        torch.cuda.empty_cache()
+    size = max(1, min(policy.max_tokens, count_tokens(policy, samples)) // 2)
+    _lower_budget(parts, state, size, "memory did not suffice for an update", cause="update")
+    tell_notes(parts)
+    return None
+
+
+def _lower_budget(
+    parts: Parts, state: RunState, max_tokens: int, reason: str, *, cause: str
+) -> None:
+    """Make micro-batches smaller from the next step on, and record it."""
+    step, before = state.step + 1, parts.policy.max_tokens
+    parts.policy.max_tokens = max_tokens
+    state.budget_changes.append({"step": step, "from": before, "to": max_tokens, "cause": cause})
+    parts.policy.notes.append(
+        f"from step {step} on a micro-batch has at most {max_tokens:,} tokens, not "
+        f"{before:,}: {reason} (max_tokens_per_micro_batch)"
+    )
+
+
+def _first_of_each_group(samples: Sequence[Sample]) -> list[Sample]:
+    chosen: dict[int, list[Sample]] = {}
+    for sample in samples:
+        members = chosen.setdefault(sample.key[0], [])
+        if len(members) < 2:
+            members.append(sample)
+    return [s for members in chosen.values() for s in members]

@@ -1,0 +1,96 @@
+"""What a run consists of: its parts, which stay, and its state, which changes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from transformers import TrainerControl, TrainerState
+
+from rloo.algorithm.adaptive import Adaptive
+from rloo.algorithm.advantages import Terms
+from rloo.config.batches import Batches
+from rloo.config.config import RLOOConfig
+from rloo.dist import World
+from rloo.model.budget import Workload
+from rloo.model.policy import Policy
+from rloo.report.callbacks import Events
+from rloo.report.monitor import Monitor
+from rloo.report.profiling import Clock
+from rloo.types import Engine, Rollout, Rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Built once, before the first step, and never replaced."""
+
+    config: RLOOConfig
+    world: World
+    batches: Batches
+    workload: Workload
+    policy: Policy
+    engine: Engine
+    rollouts: Rollouts
+    monitor: Monitor
+    events: Events
+    clock: Clock
+
+
+@dataclass(slots=True)
+class RunState:
+    """Where a run stands. `trainer` and `control` are transformers', for callbacks and rewards;
+    `trainer.global_step` counts optimizer steps.
+
+    `position` is where the data must go on from: after the last rollout that a step was made on.
+    `budget_changes` tell from which step on micro-batches were smaller, which orders sums anew.
+    What callbacks ask for in the middle of a rollout waits in `evaluation_due` and `save_due`.
+    """
+
+    trainer: TrainerState
+    control: TrainerControl
+    adaptive: Adaptive
+    position: dict[str, Any]
+    num_tokens: int = 0
+    refused_in_a_row: int = 0
+    budget_changes: list[dict[str, Any]] = field(default_factory=list)
+    evaluation_due: bool = False
+    save_due: bool = False
+    evaluated_at: int = -1
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made."""
+        return self.trainer.global_step
+
+    @property
+    def is_over(self) -> bool:
+        """All steps are made, or a callback asked to stop."""
+        return self.step >= self.trainer.max_steps or self.control.should_training_stop
+
+    def has_learned_from(self, rollout: Rollout) -> bool:
+        """Whether an optimizer step was made on it."""
+        return self.position is rollout.position
+
+    def terms(self, parts: Parts) -> Terms:
+        """What the loss is made of now."""
+        return Terms(parts.config, parts.batches, self.adaptive.beta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as JSON values."""
+        return {
+            "state": asdict(self.trainer),
+            **self.position,
+            "num_tokens": self.num_tokens,
+            "budget_changes": self.budget_changes,
+            "adaptive": self.adaptive.state_dict(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned. The number of steps and the intervals stay those
+        of this session."""
+        self.trainer.global_step = saved["state"]["global_step"]
+        self.trainer.log_history = saved["state"]["log_history"]
+        self.position = {name: saved[name] for name in self.position}
+        self.num_tokens = saved["num_tokens"]
+        self.budget_changes = saved["budget_changes"]
+        self.adaptive.load_state_dict(saved["adaptive"])
