@@ -49,7 +49,8 @@ def compare_folders(before: Path, after: Path) -> Iterator[Difference]:
         {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         for folder in (before, after)
     ]
-    for name in sorted(names[0] | names[1]):
+    # The run's own records first: they say most.
+    for name in sorted(names[0] | names[1], key=lambda name: (name.count("/"), name)):
         missing = [name not in side for side in names]
         if any(missing):
             yield Difference(name, *("missing" if absent else "there" for absent in missing))

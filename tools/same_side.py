@@ -136,6 +136,12 @@ def failing(completions: list[str], trainer_state: Any = None, **_: Any) -> list
     return graded(completions)
 
 
+def interrupting(completions: list[str], trainer_state: Any = None, **_: Any) -> list[float]:
+    if trainer_state is not None and trainer_state.global_step == 3:
+        raise KeyboardInterrupt
+    return graded(completions)
+
+
 def digits(completions: list[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in completions]
 
