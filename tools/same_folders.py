@@ -26,7 +26,7 @@ CLOCK_FILES = ("profile/trace.json", "profile/report.md", "profiled.txt")
 DIGESTS = ("sha256", "size")
 # In text: how long a run took, and where in a tree the base model of the embedded task lies.
 TEXTS = (
-    (re.compile(r" in \d+ (s|min \d\d s)\b"), " in CLOCK"),
+    (re.compile(r" in \d+ (s|min \d\d s|h \d\d min)\b"), " in CLOCK"),
     (re.compile(r"""[^\s"']*/(?=countdown_base\b)"""), "PACKAGE/"),
 )
 

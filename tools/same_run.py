@@ -26,6 +26,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,8 +41,9 @@ import yaml
 from same_folders import Difference, compare_files, compare_folders
 
 ROOT = Path(__file__).resolve().parent.parent
-SIDE = ROOT / "tools" / "same_side.py"
+SIDE_FILE = ROOT / "tools" / "same_side.py"
 CASES = ROOT / "tools" / "same_cases.yaml"
+SIDES = ("before", "after")
 NUM_SHOWN = 5
 LEAST_RATIO = 0.97
 NUM_WARM_UP = 2
@@ -50,14 +52,17 @@ NUM_WARM_UP = 2
 
 
 @contextlib.contextmanager
-def checked_out(commit: str, folder: Path) -> Iterator[Path]:
-    """The commit's tree, for as long as it is needed."""
+def two_trees(commit: str, folder: Path) -> Iterator[tuple[Path, Path]]:
+    """The commit, checked out for as long as it is needed, and a copy of the working tree's source,
+    which may be worked on meanwhile."""
+    old, new = folder / "old", folder / "new"
+    shutil.copytree(ROOT / "src", new / "src", ignore=shutil.ignore_patterns("__pycache__"))
     git = ["git", "-C", str(ROOT), "worktree"]
-    subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
+    subprocess.run([*git, "add", "--quiet", "--detach", str(old), commit], check=True)
     try:
-        yield folder
+        yield old, new
     finally:
-        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+        subprocess.run([*git, "remove", "--force", str(old)], check=True)
 
 
 @contextlib.contextmanager
@@ -77,7 +82,7 @@ def side(tree: Path, kind: str, task: Any, folder: Path) -> Iterator[subprocess.
     }
     with folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log:
         process = subprocess.Popen(
-            [sys.executable, str(SIDE), str(tree), kind, str(file)],
+            [sys.executable, str(SIDE_FILE), str(tree), kind, str(file)],
             cwd=folder,
             env={**os.environ, **threads, **fixed},
             stdin=subprocess.PIPE,
@@ -148,7 +153,7 @@ def make_inputs(folder: Path) -> None:
     )
 
     folder.mkdir()
-    shutil.copy(SIDE, folder / "rewards.py")
+    shutil.copy(SIDE_FILE, folder / "rewards.py")
     rows = [{"given": f"{n} {n + 3} 7", "goal": n * 7} for n in range(2, 13)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
@@ -196,7 +201,7 @@ def compare_case(name: str, folder: Path) -> list[Difference]:
     """Between the two sides' output: the run, what was resumed from it, and what was printed."""
     found: list[Difference] = []
     for part in (name, f"{name}-resumed", f"{name}.txt"):
-        sides = folder / "before" / part, folder / "after" / part
+        sides = [folder / name / part for name in SIDES]
         if all(path.is_dir() for path in sides):
             differences = compare_folders(*sides)
             found += [Difference(f"{part}/{d.place}", d.before, d.after) for d in differences]
@@ -212,17 +217,15 @@ def judge_cases(commit: str, options: argparse.Namespace, folder: Path) -> bool:
     jobs = make_jobs(options.cases)
     make_inputs(folder / "inputs")
     sides = []
-    with checked_out(commit, folder / "tree") as tree:
-        for number, place in enumerate((tree, ROOT)):
-            target = folder / ("after" if number else "before")
-            sides.append(run_cases(place, jobs, target, fresh=options.fresh))
-    before, after = sides
+    with two_trees(commit, folder) as trees:
+        for tree, name in zip(trees, SIDES, strict=True):
+            sides.append(run_cases(tree, jobs, folder / name, fresh=options.fresh))
     rows, same = [], True
     for job in jobs:
         name = job["name"]
         errors = [
             f"{where}: {answers[name]['error']}"
-            for where, answers in (("before", before), ("after", after))
+            for where, answers in zip(SIDES, sides, strict=True)
             if answers[name]["error"]
         ]
         found = compare_case(name, folder)
@@ -246,7 +249,7 @@ def speed_runs(inputs: Path, options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.workloads import SHARED_OPTIONS, WORKLOADS
 
     workload, steps = WORKLOADS["W1"], NUM_WARM_UP + options.pairs + 1
-    shutil.copy(SIDE, inputs / "rewards.py")
+    shutil.copy(SIDE_FILE, inputs / "rewards.py")
     rows = model.load_rows(options.gsm8k)[: workload.num_prompts * steps]
     lines = "".join(json.dumps({"prompt": model.make_prompt(row)}) + "\n" for row in rows)
     (inputs / "questions.jsonl").write_text(lines, encoding="utf-8")
@@ -286,7 +289,7 @@ def take_turns(
     trees: Sequence[Path], task: dict[str, Any], folder: Path, pairs: int
 ) -> list[tuple[float, float]]:
     """CPU seconds of the same optimizer steps in both trees."""
-    folders = folder / "before", folder / "after"
+    folders = [folder / name for name in SIDES]
     with contextlib.ExitStack() as stack:
         sides = []
         for tree, place in zip(trees, folders, strict=True):
@@ -313,11 +316,11 @@ def judge_speed(commit: str, options: argparse.Namespace, folder: Path) -> bool:
     (folder / "inputs").mkdir()
     fast_enough = True
     runs = speed_runs(folder / "inputs", options)
-    with checked_out(commit, folder / "tree") as tree:
+    with two_trees(commit, folder) as trees:
         for name, settings in runs.items():
             task = {"embedded": name == "embedded", "arguments": _arguments(settings)}
             (folder / name).mkdir()
-            measured = take_turns((tree, ROOT), task, folder / name, options.pairs)
+            measured = take_turns(trees, task, folder / name, options.pairs)
             ratios = [old / new for old, new in measured]
             low, high = interval_of_median(ratios)
             old, new = (fmean(seconds) for seconds in zip(*measured, strict=True))
@@ -341,6 +344,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=20, help="measured steps of each tree")
     parser.add_argument("--gsm8k", help="folder with train.jsonl; else ../shared, else the hub")
     options = parser.parse_args(arguments)
+    if options.keep and options.keep.exists():
+        parser.error(f"{options.keep} exists; name a folder that is new (--keep)")
+    git = [
+        "git",
+        "-C",
+        str(ROOT),
+        "rev-parse",
+        "--verify",
+        "--quiet",
+        f"{options.commit}^{{commit}}",
+    ]
+    if subprocess.run(git, stdout=subprocess.DEVNULL).returncode:
+        parser.error(f"{options.commit} is no commit of this repository")
+    # So that the commit's tree is removed then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     judge = judge_speed if options.speed else judge_cases
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="same_run-") as temporary:
