@@ -1,0 +1,150 @@
+"""One side of `tools/same_run.py`: a process that imports one tree's rloo and does as it is told.
+
+    python tools/same_side.py TREE cases JOBS.json     each case, one after another
+    python tools/same_side.py TREE speed OPTIONS.json  an optimizer step for every "go" on stdin
+
+Works in the current folder and answers with a line of JSON per case or step. Of rloo it knows what
+outlives a change of the layout: the commands, RLOOConfig, RLOOTrainer, and the output folder. The
+rewards of the cases are in this file, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: Sequence[str]) -> None:
+    tree, kind, file = arguments
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what anybody else prints goes to the log
+
+    def answer(values: dict[str, Any]) -> None:
+        require_origin(Path(tree))
+        answers.write(json.dumps(values) + "\n")
+        answers.flush()
+
+    task = json.loads(Path(file).read_text(encoding="utf-8"))
+    if kind == "speed":
+        do_steps(task, answer)
+        return
+    for job in task:
+        start = time.perf_counter()
+        error = do_case(job)
+        answer({"name": job["name"], "seconds": time.perf_counter() - start, "error": error})
+
+
+def require_origin(tree: Path) -> None:
+    """Raise RuntimeError unless every module of rloo comes from this tree."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        ours = name.partition(".")[0] == "rloo" and file is not None
+        if ours and not Path(file).resolve().is_relative_to((tree / "src").resolve()):
+            raise RuntimeError(f"{name} was imported from {file}, not from {tree / 'src'}")
+
+
+def do_case(job: dict[str, Any]) -> str | None:
+    """Run a job's `command`, what it prints in NAME.txt; then, if it has `resume`, that command in
+    a copy of the run that ends at its first checkpoint. Returns what went wrong; where the job says
+    `fails`, None if something did."""
+    name = job["name"]
+    with open(f"{name}.txt", "w", encoding="utf-8") as console:
+        try:
+            call(job["command"], console)
+            if job["resume"]:
+                keep_first_checkpoint(Path(name), Path(f"{name}-resumed"))
+                call(job["resume"], console)
+        except Exception as error:  # whatever a side raises is a result
+            traceback.print_exc()
+            told = f"{type(error).__name__}: {error}"
+            console.write(told)
+            return None if job["fails"] else told
+    return "it was to fail" if job["fails"] else None
+
+
+def call(command: list[str], console: io.TextIOBase) -> None:
+    """Run `rloo COMMAND` in this process. Raises RuntimeError for an exit status other than 0."""
+    from rloo.cli import main as rloo
+
+    print("$ rloo", *command, file=sys.stderr, flush=True)
+    with contextlib.redirect_stdout(console):
+        status = rloo(command)
+    if status:
+        raise RuntimeError(f"exit status {status}")
+
+
+def keep_first_checkpoint(whole: Path, copy: Path) -> None:
+    """Copy a finished run without its later checkpoints. Raises RuntimeError if it has only one."""
+    checkpoints = sorted(whole.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    if len(checkpoints) < 2:
+        raise RuntimeError(f"{whole} has {len(checkpoints)} checkpoint(s), nothing to go on to")
+    later = {path.name for path in checkpoints[1:]}
+    shutil.copytree(whole, copy, ignore=lambda _, names: later.intersection(names))
+
+
+def do_steps(task: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
+    """Train with the `arguments` of `rloo train`, of the embedded task's file if it is `embedded`.
+    At the end of every optimizer step, tell the CPU time that it took, and wait for "go"."""
+    import yaml
+    from transformers import TrainerCallback
+
+    import rloo
+
+    assert rloo.__file__ is not None
+    files = Path(rloo.__file__).parent.rglob("countdown.yaml") if task["embedded"] else []
+    resolved = io.StringIO()
+    call(["config", *map(str, files), *task["arguments"]], resolved)
+    options = yaml.safe_load(resolved.getvalue())
+
+    class Turns(TrainerCallback):
+        began = time.process_time()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            answer({"cpu_seconds": time.process_time() - self.began})
+            if sys.stdin.readline().strip() != "go":
+                os._exit(0)  # nothing else ends a run without saving it
+            self.began = time.process_time()
+
+    rloo.RLOOTrainer(args=rloo.RLOOConfig(**options), callbacks=[Turns()]).train()
+
+
+# -- rewards that the cases name -------------------------------------------------------------------
+
+
+def graded(completions: list[str], **_: Any) -> list[float]:
+    return [len(set(text)) / 16 - len(text) / 50 for text in completions]
+
+
+def sometimes(completions: list[str], trainer_state: Any = None, **_: Any) -> list[float | None]:
+    """None for some, and in the second step for all."""
+    nothing = trainer_state is not None and trainer_state.global_step == 1
+    return [None if nothing or len(text) % 3 == 0 else len(set(text)) / 16 for text in completions]
+
+
+def failing(completions: list[str], trainer_state: Any = None, **_: Any) -> list[float]:
+    if trainer_state is not None and trainer_state.global_step == 3:
+        raise RuntimeError("the fourth step has no rewards")
+    return graded(completions)
+
+
+def interrupting(completions: list[str], trainer_state: Any = None, **_: Any) -> list[float]:
+    if trainer_state is not None and trainer_state.global_step == 3:
+        raise KeyboardInterrupt
+    return graded(completions)
+
+
+def digits(completions: list[str], **_: Any) -> list[float]:
+    return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in completions]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
