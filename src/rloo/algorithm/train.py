@@ -246,7 +246,7 @@ def _attempt(run: Run, samples: Sequence[Sample], work: Callable[[], T]) -> T | 
     """
     moved: list[bool] = []
     policy = run.policy
-    watch = policy.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
+    watch = policy.stepper.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
     try:
         return work()
     except torch.OutOfMemoryError as error:
@@ -260,7 +260,7 @@ def _attempt(run: Run, samples: Sequence[Sample], work: Callable[[], T]) -> T | 
     finally:
         watch.remove()
     # Only here does the error no longer hold the frames, and what they had allocated.
-    policy.optimizer.zero_grad(set_to_none=True)
+    policy.stepper.optimizer.zero_grad(set_to_none=True)
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()
     size = min(policy.max_tokens, count_tokens(policy, samples))
@@ -324,7 +324,7 @@ def _follow_policy(run: Run) -> None:
     config = run.config
     due = (run.state.global_step + 1) % config.ref_model_sync_steps == 0
     if config.sync_ref_model and due:
-        run.policy.move_reference(config.ref_model_mixup_alpha)
+        run.policy.reference.move(config.ref_model_mixup_alpha)
 
 
 def finish_step(run: Run, groups: Sequence[Group], metrics: dict[str, float]) -> None:

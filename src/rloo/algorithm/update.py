@@ -69,14 +69,14 @@ def update(
             record=record,
             input_tokens=input_tokens,
         )
-        policy.backward(loss)
+        policy.stepper.backward(loss)
         for name, value in parts.items():
             tally[name] = max(tally[name], value) if name.endswith("max") else tally[name] + value
     computed = {"update/computed_share": len(live) / len(samples) if samples else 0.0}
     if not live:
-        policy.advance_schedule()
+        policy.stepper.advance_schedule()
         return computed | {"update/no_signal": 1.0}
-    return computed | _averages(tally) | policy.step()
+    return computed | _averages(tally) | policy.stepper.step()
 
 
 def micro_loss(

@@ -137,7 +137,7 @@ def make_plan(config: RLOOConfig) -> Plan:
 def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
     """What training holds from step to step, and `loading`: what giving the engine its weights
     takes on top of that. State that is parked in the machine's memory is not in it."""
-    reference = weight_bytes(policy.reference) if policy.reference is not None else 0
+    reference = weight_bytes(policy.reference.model) if policy.reference.model is not None else 0
 
     def load(mark: Mark) -> None:
         engine.load(policy.weights())
@@ -235,12 +235,12 @@ def _measure_time(run: Run, longest: int) -> tuple[dict[str, float], bool]:
         logprobs = policy.logprobs(batch).logprobs
         if whole_groups:
             policy.reference_logprobs(batch)
-        policy.backward(logprobs.mean())
+        policy.stepper.backward(logprobs.mean())
 
     learn()
-    policy.step()  # the first makes the optimizer's state
+    policy.stepper.step()  # the first makes the optimizer's state
     update = share * _seconds(run, learn)
-    step = _seconds(run, policy.step)
+    step = _seconds(run, policy.stepper.step)
     rollouts = 1 / config.steps_per_rollout()
     seconds = {
         "sample": rollouts * _sampling_seconds(run, longest),

@@ -10,13 +10,7 @@ import torch
 
 from rloo.algorithm.train import Run
 from rloo.config.config import RLOOConfig
-from rloo.model.state import (
-    capture_rng,
-    optimizer_tensors,
-    parameter_shapes,
-    require_same_shapes,
-    restore_rng,
-)
+from rloo.model.state import capture_rng, parameter_shapes, require_same_shapes, restore_rng
 from rloo.run.checkpoint import Checkpoint, load_checkpoint
 
 # A restored optimizer and schedule keep their own: another value here would be ignored.
@@ -63,10 +57,11 @@ def snapshot(
 ) -> Checkpoint:
     """Everything but the weights. `start`: the evaluation of step 0; `seconds`: the time so far."""
     policy = run.policy
+    optimizer, scheduler, scaler = policy.stepper.state()
     return Checkpoint(
         step=run.state.global_step,
-        optimizer=optimizer_tensors(policy.optimizer),
-        scheduler=policy.scheduler.state_dict(),
+        optimizer=optimizer,
+        scheduler=scheduler,
         rng=capture_rng(),
         trainer_state={
             "state": asdict(run.state),
@@ -79,7 +74,7 @@ def snapshot(
             "seconds": seconds,
             "budget_changes": run.budget_changes,
             "adaptive": run.adaptive.state_dict(),
-            "scaler": policy.scaler.state_dict() if policy.scaler else None,
+            "scaler": scaler,
             "callbacks": run.events.state_dict(),
         },
     )
@@ -102,10 +97,7 @@ def restore(run: Run, path: Path) -> dict[str, Any]:
     run.budget_changes = saved["budget_changes"]
     _compare(saved["config"], run)
     policy.load_checkpoint(path)
-    policy.load_optimizer(*checkpoint.optimizer)
-    policy.scheduler.load_state_dict(checkpoint.scheduler)
-    if policy.scaler:
-        policy.scaler.load_state_dict(saved["scaler"])
+    policy.stepper.load_state(checkpoint.optimizer, checkpoint.scheduler, saved["scaler"])
     restore_rng(checkpoint.rng)
     run.prompts.load_state_dict(saved["prompts"])
     run.rewards.load_state_dict(saved["rewards"])

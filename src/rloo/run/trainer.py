@@ -248,7 +248,7 @@ class RLOOTrainer:
     @property
     def ref_model(self) -> PreTrainedModel | None:
         """The reference; None without `beta`, and with an adapter, whose model it shares."""
-        return self.policy.reference
+        return self.policy.reference.model
 
     @property
     def callback_handler(self) -> CallbackHandler:
@@ -309,7 +309,8 @@ class RLOOTrainer:
             num_training_steps=max(self.state.max_steps, 1),
             optimizers=optimizers,
         )
-        self.optimizer, self.lr_scheduler = self.policy.optimizer, self.policy.scheduler
+        stepper = self.policy.stepper
+        self.optimizer, self.lr_scheduler = stepper.optimizer, stepper.scheduler
         if self.policy.device.type == "cpu":
             keep_freed_memory()
         set_threads(self.policy.model, self.args)
