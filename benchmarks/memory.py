@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from rloo import RLOOConfig
 from rloo.dist import make_world
 from rloo.model.adapters import add_adapter, lora_config
-from rloo.model.forward import hidden_states
 from rloo.model.loading import load_model
 from rloo.model.memory import (
     Mark,
@@ -34,6 +33,7 @@ from rloo.model.memory import (
 )
 from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
+from rloo.model.scorer import hidden_states
 from rloo.run.plan import lasting_bytes
 from rloo.run.setup import make_engine
 from rloo.types import Sample
@@ -152,7 +152,7 @@ def value_loss(critic: Policy, samples: Sequence[Sample]) -> Tensor:
     """PPO's clipped squared error of the values of the same tokens (Schulman et al. 2017, as in
     TRL and verl)."""
     batch = critic.batch(samples)
-    values = critic._head(hidden_states(critic.model, batch))[:, 0].float()
+    values = critic.scorer.head(hidden_states(critic.model, batch))[:, 0].float()
     before, returns = values.detach(), torch.ones_like(values)
     clipped = before + (values - before).clamp(-0.2, 0.2)
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2).mean()
@@ -209,16 +209,16 @@ def _updates(
         loss = policy_loss(policy, samples)
         if critic is not None and joint:
             loss = loss + value_loss(critic, samples)
-        policy.backward(loss)
+        policy.stepper.backward(loss)
         del loss
         yield "micro-batch"
-    policy.step()
+    policy.stepper.step()
     if critic is not None:
         if not joint:
             for _ in range(2):
-                critic.backward(value_loss(critic, samples))
+                critic.stepper.backward(value_loss(critic, samples))
                 yield "micro-batch"
-        critic.step()
+        critic.stepper.step()
     yield "step"
 
 

@@ -264,7 +264,7 @@ def test_the_reference_moves_towards_the_policy(tmp_path):
     before = weights(trainer)
     trainer.train()
     after = weights(trainer)
-    for name, moved in trainer.policy.reference.named_parameters():
+    for name, moved in trainer.policy.reference.model.named_parameters():
         expected = 0.75 * before[name] + 0.25 * after[name]
         assert (moved - expected).abs().max() < 1e-6
     assert not equal(before, after)

@@ -38,9 +38,9 @@ def make_policy(config: RLOOConfig) -> Policy:
         device=CPU,
         num_training_steps=4,
     )
-    if policy.reference is not None:
+    if policy.reference.model is not None:
         torch.manual_seed(1)
-        for parameter in policy.reference.parameters():
+        for parameter in policy.reference.model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     return policy
 

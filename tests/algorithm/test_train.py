@@ -141,8 +141,8 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, options):
     assert without_times(metrics_of(whole_config)) == without_times(metrics_of(config))
     for name in ("exp_avg", "exp_avg_sq"):
         for a, b in zip(
-            whole.policy.optimizer.state.values(),
-            second.policy.optimizer.state.values(),
+            whole.policy.stepper.optimizer.state.values(),
+            second.policy.stepper.optimizer.state.values(),
             strict=True,
         ):
             assert name not in a or torch.equal(a[name], b[name])
@@ -252,8 +252,8 @@ def test_mask_truncated_completions_takes_them_out_of_the_gradient_alone(tmp_pat
 def test_a_gradient_that_stays_infinite_stops_the_run_before_anything_is_saved(tmp_path):
     trainer = make_trainer(make_config(tmp_path, max_steps=10, save_steps=1))
     before = weights(trainer)
-    backward = trainer.policy.backward
-    trainer.policy.backward = lambda loss: backward(loss * float("nan"))
+    backward = trainer.policy.stepper.backward
+    trainer.policy.stepper.backward = lambda loss: backward(loss * float("nan"))
     with pytest.raises(FloatingPointError, match="not finite in 3 steps in a row"):
         trainer.train()
     assert equal(before, weights(trainer))
@@ -503,7 +503,7 @@ def test_the_schedule_counts_steps_without_signal(tmp_path):
     config = make_config(tmp_path, lr_scheduler_type="linear", beta=0.0)
     trainer = make_trainer(config, lambda completions, **_: [1.0] * len(completions))
     trainer.train()
-    assert set(trainer.policy.scheduler.get_last_lr()) == {0.0}
+    assert set(trainer.policy.stepper.scheduler.get_last_lr()) == {0.0}
 
 
 def test_dropout_kept_as_numbers_is_removed_too(tmp_path):

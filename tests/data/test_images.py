@@ -257,7 +257,7 @@ def test_a_mixture_of_experts_that_reads_images_is_balanced_as_the_model_does_it
     policy = make_policy("qwen3_vl_moe", tmp_path, beta=0.0)
     batch = policy.batch(draw_samples(policy, make_prompts("qwen3_vl_moe")))
     expected = policy.model(**batch.inputs, output_router_logits=True).aux_loss
-    torch.testing.assert_close(policy.logprobs(batch).aux_loss, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(policy.logprobs(batch).balance, expected, atol=1e-6, rtol=0)
 
 
 # -- messages and rows ---------------------------------------------------------------------------

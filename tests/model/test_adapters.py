@@ -212,7 +212,7 @@ def test_the_reference_is_the_policy_at_the_start_to_the_last_bit_and_stays(kind
     policy = make_policy(
         make_adapted(effect=effect, **KINDS[kind]), beta=0.1, learning_rate=0.1, bf16=False
     )
-    assert policy.reference is None
+    assert policy.reference.model is None
     assert policy.adapter.has_effect == effect
     copies = [n for n, _ in policy.model.named_parameters() if ".ref" in n]
     assert bool(copies) == effect
@@ -223,7 +223,7 @@ def test_the_reference_is_the_policy_at_the_start_to_the_last_bit_and_stays(kind
     assert torch.equal(policy.reference_logprobs(batch), start.detach())
     assert trained == {n for n, p in policy.model.named_parameters() if p.requires_grad}
     start.sum().backward()
-    policy.step()
+    policy.stepper.step()
     assert torch.equal(policy.reference_logprobs(batch), start.detach())
     assert not torch.allclose(policy.logprobs(batch)[0], start, atol=1e-3)
 
@@ -267,7 +267,7 @@ def test_frozen_parts_of_an_adapter_stay_frozen():
     policy.reference_logprobs(batch)
     assert not any(p.requires_grad for p in frozen)
     logprobs.sum().backward()
-    policy.step()
+    policy.stepper.step()
     assert all(torch.equal(a, b) for a, b in zip(before, frozen, strict=True))
     assert all(p.grad is None for p in frozen)
 
@@ -389,7 +389,7 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, lora):
     for kind in (base_weights, trained_weights):
         assert equal(kind(whole), kind(second))
     assert without_times(metrics_of(whole_config)) == without_times(metrics_of(config))
-    states = [t.policy.optimizer.state.values() for t in (whole, second)]
+    states = [t.policy.stepper.optimizer.state.values() for t in (whole, second)]
     for a, b in zip(*states, strict=True):
         assert torch.equal(a["exp_avg"], b["exp_avg"])
         assert torch.equal(a["exp_avg_sq"], b["exp_avg_sq"])

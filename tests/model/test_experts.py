@@ -67,7 +67,7 @@ def test_the_balancing_loss_is_the_models_own_on_padded_rows(name, packing, tmp_
     policy = make_policy(name, tmp_path, packing=packing)
     assert policy.packed == (packing is None)
     expected = own_aux_loss(make_skewed(name), pad(samples, policy.device, 0))
-    aux_loss = policy.logprobs(policy.batch(samples)).aux_loss
+    aux_loss = policy.logprobs(policy.batch(samples)).balance
     torch.testing.assert_close(aux_loss, expected, atol=1e-6, rtol=0)
     assert abs(expected.item() - 2.0) > 0.01  # 2 experts a token: the value of perfect balance
 
@@ -77,7 +77,7 @@ def test_the_balancing_loss_of_one_row_is_that_of_the_model_on_it(name, tmp_path
     policy = make_policy(name, tmp_path)
     for sample in make_samples(2, 2):
         expected = own_aux_loss(make_skewed(name), pad([sample], policy.device, 0))
-        aux_loss = policy.logprobs(policy.batch([sample])).aux_loss
+        aux_loss = policy.logprobs(policy.batch([sample])).balance
         torch.testing.assert_close(aux_loss, expected, atol=1e-6, rtol=0)
 
 
@@ -86,7 +86,7 @@ def test_the_balancing_loss_of_one_row_is_that_of_the_model_on_it(name, tmp_path
 def test_its_gradient_is_that_of_the_models_own_loss(name, checkpointing, tmp_path):
     samples = make_samples()
     policy = make_policy(name, tmp_path, gradient_checkpointing=checkpointing)
-    policy.logprobs(policy.batch(samples)).aux_loss.backward()
+    policy.logprobs(policy.batch(samples)).balance.backward()
     model = make_skewed(name)
     own_aux_loss(model, pad(samples, policy.device, 0)).backward()
     for key, parameter in model.named_parameters():
@@ -128,7 +128,7 @@ def test_its_weight_is_the_option_or_else_the_models_own(name, option, weight, t
     policy = make_policy(name, tmp_path, model=make_model(name), router_aux_loss_coef=option)
     assert policy.aux_loss_weight == weight
     scores = policy.logprobs(policy.batch(make_samples(1, 2)))
-    assert (scores.aux_loss is None) == (weight == 0)
+    assert (scores.balance is None) == (weight == 0)
 
 
 def test_a_weight_for_a_dense_model_is_refused(tmp_path):

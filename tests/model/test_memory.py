@@ -122,13 +122,13 @@ def test_measuring_leaves_neither_gradients_nor_hooks():
 def test_optimizer_state_is_known_before_it_exists(optim):
     policy = make_policy(make_model("qwen3"), optim=optim)
     foreseen = optimizer_bytes(policy)
-    assert not policy.optimizer.state
+    assert not policy.stepper.optimizer.state
     for parameter in policy.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    policy.step()
+    policy.stepper.step()
     tensors = [
         value
-        for state in policy.optimizer.state.values()
+        for state in policy.stepper.optimizer.state.values()
         for value in state.values()
         if torch.is_tensor(value)
     ]
@@ -228,7 +228,7 @@ def test_the_first_step_makes_gradients_and_the_optimizers_state():
     assert budget.missing_bytes(policy) == 4 * numbers + state
     for parameter in policy.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    policy.step()
+    policy.stepper.step()
     assert budget.missing_bytes(policy) == 4 * numbers
 
 
@@ -328,7 +328,7 @@ def test_a_lowered_budget_is_recorded_and_kept_by_a_resumed_run(tmp_path, monkey
 
 def fail_backward(policy, calls: set[int]) -> None:
     """Raise what CUDA raises in these calls, numbered from 1, after gradients were begun."""
-    backward, seen = policy.backward, []
+    backward, seen = policy.stepper.backward, []
 
     def failing(loss):
         seen.append(1)
@@ -336,7 +336,7 @@ def fail_backward(policy, calls: set[int]) -> None:
         if len(seen) in calls:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    policy.backward = failing
+    policy.stepper.backward = failing
 
 
 @pytest.mark.parametrize(
@@ -389,13 +389,13 @@ def test_a_second_time_the_error_is_raised_and_says_what_to_do(tmp_path):
 
 def test_a_step_in_which_weights_may_have_moved_is_not_made_again(tmp_path):
     trainer = make_trainer(make_config(tmp_path))
-    step = trainer.policy.optimizer.step
+    step = trainer.policy.stepper.optimizer.step
 
     def failing(*arguments, **options):
         step(*arguments, **options)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    trainer.policy.optimizer.step = failing
+    trainer.policy.stepper.optimizer.step = failing
     asked = trainer.policy.max_tokens
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()

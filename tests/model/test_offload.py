@@ -26,7 +26,7 @@ def learn(policy, steps: int = 3) -> dict[str, torch.Tensor]:
     for _ in range(steps):
         logprobs = policy.logprobs(policy.batch(make_samples()))[0]
         (logprobs * weights_of(len(logprobs)).to(policy.device)).sum().backward()
-        policy.step()
+        policy.stepper.step()
     return {n: p.detach().clone() for n, p in policy.model.named_parameters()}
 
 
@@ -94,18 +94,20 @@ def test_a_parked_state_changes_no_step(optim, device):
             make_model("qwen3"), optim=optim, learning_rate=1e-2, use_cpu=device.type == "cpu"
         )
         if parked:
-            policy._parked = ParkedState(policy.optimizer, device)
+            policy.stepper.parked = ParkedState(policy.stepper.optimizer, device)
         results.append(learn(policy))
     assert equal(*results)
-    tensors = [v for s in policy.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    tensors = [
+        v for s in policy.stepper.optimizer.state.values() for v in s.values() if torch.is_tensor(v)
+    ]
     assert all(t.device == CPU for t in tensors)
-    known = {id(buffer) for buffer in policy._parked._buffers.values()}
+    known = {id(buffer) for buffer in policy.stepper.parked._buffers.values()}
     assert {id(t) for t in tensors} == known and len(known) > 30
-    with policy._parked.fetched():
-        inside = [v for s in policy.optimizer.state.values() for v in s.values()]
+    with policy.stepper.parked.fetched():
+        inside = [v for s in policy.stepper.optimizer.state.values() for v in s.values()]
         assert not known & {id(value) for value in inside}
         assert all(t.device.type == device.type for t in inside if torch.is_tensor(t))
-    assert {id(t) for t in policy._parked._buffers.values()} == known
+    assert {id(t) for t in policy.stepper.parked._buffers.values()} == known
 
 
 @pytest.mark.filterwarnings("ignore:going on from step 2")
@@ -128,7 +130,7 @@ def test_a_parked_state_is_saved_and_loaded(tmp_path):
 
 def park(trainer, parked: bool) -> None:
     if parked:
-        trainer.policy._parked = ParkedState(trainer.policy.optimizer, CPU)
+        trainer.policy.stepper.parked = ParkedState(trainer.policy.stepper.optimizer, CPU)
 
 
 # -- what is refused, and what a GPU shows --------------------------------------------------------
@@ -157,7 +159,7 @@ def test_both_options_train_as_without_them_in_less_of_the_gpu_s_memory():
         torch.cuda.reset_peak_memory_stats()
         results.append(learn(policy))
         peaks.append(torch.cuda.max_memory_allocated())
-        held = [v for s in policy.optimizer.state.values() for v in s.values() if v.is_cuda]
+        held = [v for s in policy.stepper.optimizer.state.values() for v in s.values() if v.is_cuda]
         assert bool(held) != bool(options)
     assert all(torch.allclose(results[0][n], p, atol=1e-5) for n, p in results[1].items())
     assert peaks[1] < peaks[0]

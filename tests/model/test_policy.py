@@ -199,11 +199,11 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     policy.logprobs(policy.batch(make_samples()))[0].sum().backward()
     next(model.parameters()).grad[0, 0] = float("nan")
-    stats = policy.step()
+    stats = policy.stepper.step()
     assert stats["update/nonfinite"] == 1
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     policy.logprobs(policy.batch(make_samples()))[0].sum().backward()
-    stats = policy.step()
+    stats = policy.stepper.step()
     assert stats["update/nonfinite"] == 0
     assert stats["update/changed_share"] > 0.5
     assert all(not torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -214,7 +214,7 @@ def test_gradient_is_clipped_to_the_norm():
     policy = make_policy(model, max_grad_norm=0.5, optim="sgd", learning_rate=1.0)
     before = [p.detach().clone() for p in model.parameters()]
     policy.logprobs(policy.batch(make_samples()))[0].sum().backward()
-    assert policy.step()["grad_norm"] > 1
+    assert policy.stepper.step()["grad_norm"] > 1
     moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
     assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
 
@@ -226,7 +226,7 @@ def test_reference_is_the_policy_at_the_start_and_stays():
     start = policy.logprobs(batch)[0]
     assert torch.equal(policy.reference_logprobs(batch), start.detach())
     start.sum().backward()
-    policy.step()
+    policy.stepper.step()
     assert torch.equal(policy.reference_logprobs(batch), start.detach())
     assert not torch.allclose(policy.logprobs(batch)[0], start, atol=1e-3)
 
@@ -302,10 +302,10 @@ def test_optimizers_and_schedules_by_name(optim, schedule):
     rates = []
     for _ in range(3):
         policy.logprobs(policy.batch(make_samples(1, 2)))[0].sum().backward()
-        rates.append(policy.step()["learning_rate"])
+        rates.append(policy.stepper.step()["learning_rate"])
     expected = [0.01] * 3 if schedule == "constant" else [0.0, 0.0025, 0.005]
     assert rates == pytest.approx(expected)
-    decays = [group["weight_decay"] for group in policy.optimizer.param_groups]
+    decays = [group["weight_decay"] for group in policy.stepper.optimizer.param_groups]
     assert decays == [0.1, 0.0]
 
 

@@ -183,12 +183,12 @@ def test_engines_sample_from_the_policy(folder, kind, engine):
 def test_the_reference_is_the_policy_at_the_start_to_the_last_bit(folder, kind, effect):
     lora = make_lora(init_lora_weights=not effect)
     policy = make_policy(wrap(load_few_bits(folder, kind), lora), beta=0.1, learning_rate=0.1)
-    assert policy.adapter.has_effect == effect and policy.reference is None
+    assert policy.adapter.has_effect == effect and policy.reference.model is None
     batch = policy.batch(make_samples())
     start = policy.logprobs(batch)[0]
     assert torch.equal(policy.reference_logprobs(batch), start.detach())
     start.sum().backward()
-    policy.step()
+    policy.stepper.step()
     assert torch.equal(policy.reference_logprobs(batch), start.detach())
     assert not torch.allclose(policy.logprobs(batch)[0], start, atol=1e-3)
 
@@ -247,7 +247,7 @@ def stop_and_resume(make, whole: RLOOTrainer) -> RLOOTrainer:
     second = make()
     second.train(resume_from_checkpoint=True)
     assert equal(trained_weights(whole), trained_weights(second))
-    states = [t.policy.optimizer.state.values() for t in (whole, second)]
+    states = [t.policy.stepper.optimizer.state.values() for t in (whole, second)]
     for a, b in zip(*states, strict=True):
         assert a.keys() == b.keys()
         for name, value in a.items():
@@ -402,9 +402,10 @@ def test_states_are_of_8_bits_but_for_embeddings_and_small_ones():
     policy = make_policy(make_wide(), optim="adamw_8bit")
     foreseen = optimizer_bytes(policy)
     policy.logprobs(policy.batch(make_samples()))[0].sum().backward()
-    policy.step()
+    policy.stepper.step()
     kinds = {
-        n: policy.optimizer.state[p]["state1"].dtype for n, p in policy.model.named_parameters()
+        n: policy.stepper.optimizer.state[p]["state1"].dtype
+        for n, p in policy.model.named_parameters()
     }
     assert kinds["model.embed_tokens.weight"] == torch.float32
     assert kinds["model.norm.weight"] == torch.float32  # fewer than 4,096 numbers
@@ -417,7 +418,7 @@ def test_states_are_of_8_bits_but_for_embeddings_and_small_ones():
 
 def test_what_is_said_of_an_embedding_is_forgotten_with_it():
     policy = make_policy(make_wide(), optim="adamw_8bit")
-    known = policy.optimizer.mng.pid2config
+    known = policy.stepper.optimizer.mng.pid2config
     assert id(policy.model.model.embed_tokens.weight) in known
     before = len(known)
     del policy
@@ -447,7 +448,8 @@ def test_arguments_that_the_optimizer_does_not_read_are_refused(optim, given, na
 
 def test_arguments_of_an_optimizer_are_passed_on():
     policy = make_policy(make_model("qwen3"), optim="sgd", optim_args="momentum=0.5, nesterov=true")
-    assert policy.optimizer.defaults["momentum"] == 0.5 and policy.optimizer.defaults["nesterov"]
+    defaults = policy.stepper.optimizer.defaults
+    assert defaults["momentum"] == 0.5 and defaults["nesterov"]
     policy = make_policy(make_model("qwen3"), optim="rmsprop_bnb", optim_args="alpha=0.9")
     policy.logprobs(policy.batch(make_samples()))[0].sum().backward()
-    policy.step()
+    policy.stepper.step()

@@ -96,6 +96,7 @@ class GivenPolicy:
         self.rollout = rollout
         self.now = [values.clone().requires_grad_() for values in rollout.now]
         self.current = rollout.old
+        self.stepper = self  # which has `backward` and `step`
 
     def batch(self, samples):
         return pack(samples, torch.device("cpu"))

@@ -105,8 +105,8 @@ def ours(rollout, options, packing):
     def change(policy, seed):
         if seed == 3:
             perturb(policy.model, seed=3, scale=0.05)
-        elif policy.reference is not None:
-            perturb(policy.reference, seed=2)
+        elif policy.reference.model is not None:
+            perturb(policy.reference.model, seed=2)
 
     return judge(make_model("qwen3"), rollout, change, packing=packing, **options)
 

@@ -484,7 +484,8 @@ def test_chance_is_judged_by_the_interval_of_the_difference(after, expected):
 
 
 def make_policy():
-    return SimpleNamespace(model=None, processing_class=None, optimizer=None, scheduler=None)
+    stepper = SimpleNamespace(optimizer=None, scheduler=None)
+    return SimpleNamespace(model=None, processing_class=None, stepper=stepper)
 
 
 def attach(watcher, state, control, callbacks=()):

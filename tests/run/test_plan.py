@@ -71,15 +71,17 @@ def test_a_run_of_the_worst_case_is_as_the_plan_said(folder, monkeypatch, argume
     config = config_of(*arguments)
     plan = make_plan(config)
     trainer = RLOOTrainer(args=config)
-    backward, calls = trainer.policy.backward, []
-    monkeypatch.setattr(trainer.policy, "backward", lambda loss: calls.append(1) or backward(loss))
+    backward, calls = trainer.policy.stepper.backward, []
+    monkeypatch.setattr(
+        trainer.policy.stepper, "backward", lambda loss: calls.append(1) or backward(loss)
+    )
     (peak,) = phase_peaks(trainer.policy.device, lambda mark: trainer.train())
     assert plan.steps == 4 and plan.completions_per_step == 24
     assert len(calls) == plan.micro_batches * plan.steps
     assert plan.micro_batches > 1
     before = weight_bytes(trainer.model)
-    if trainer.policy.reference is not None:
-        before += weight_bytes(trainer.policy.reference)
+    if trainer.policy.reference.model is not None:
+        before += weight_bytes(trainer.policy.reference.model)
     assert plan.peak_bytes == pytest.approx(peak + before, rel=0.33)
     assert plan.expected_length == 40
 

@@ -301,7 +301,7 @@ def test_without_beta_there_is_no_reference_and_rewards_alone_make_the_advantage
         shuffle_dataset=False,
     )
     trainer = make_trainer(config, lambda completions, **_: [1.0, 2.0, 6.0])
-    assert trainer.policy.reference is None
+    assert trainer.policy.reference.model is None
     answers = [[5, 2], [6, 7, 2], [8, 9, 10, 2]]
     sampling_always(trainer, [completion(*answer) for answer in answers])
     expected = step_by_hand(trainer, answers, [1 - 4, 2 - 3.5, 6 - 1.5])

@@ -106,7 +106,7 @@ def _attempt(
     """
     moved: list[bool] = []
     policy = parts.policy
-    watch = policy.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
+    watch = policy.stepper.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
     try:
         return work()
     except torch.OutOfMemoryError as error:
@@ -120,7 +120,7 @@ def _attempt(
     finally:
         watch.remove()
     # Only here does the error no longer hold the frames, and what they had allocated.
-    policy.optimizer.zero_grad(set_to_none=True)
+    policy.stepper.optimizer.zero_grad(set_to_none=True)
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()
     size = max(1, min(policy.max_tokens, count_tokens(policy, samples)) // 2)

@@ -105,7 +105,7 @@ def _follow_policy(parts: Parts, state: RunState) -> None:
     """Move the reference a part of the way to the policy, every `ref_model_sync_steps` steps."""
     config = parts.config
     if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
-        parts.policy.move_reference(config.ref_model_mixup_alpha)
+        parts.policy.reference.move(config.ref_model_mixup_alpha)
 
 
 def _count(parts: Parts, state: RunState, rollout: Rollout, *, refused: bool) -> None:

@@ -54,15 +54,15 @@ def update(
     for part in split(live, policy.max_tokens, **cut):
         batch = policy.batch(part)
         loss, parts = micro_loss(policy, batch, credit, terms, denominator, input_tokens)
-        policy.backward(loss)
+        policy.stepper.backward(loss)
         for name, value in parts.items():
             tally[name] = max(tally[name], value) if name.endswith("max") else tally[name] + value
     share = len(live) / len(samples) if samples else 0.0
     computed = credit.stats | {"update/computed_share": share}
     if not live:
-        policy.advance_schedule()
+        policy.stepper.advance_schedule()
         return computed | {"update/no_signal": 1.0}
-    return computed | _averages(tally) | policy.step()
+    return computed | _averages(tally) | policy.stepper.step()
 
 
 def micro_loss(

@@ -136,7 +136,7 @@ def fitting_budget(policy: Policy, workload: Workload) -> Fit:
 def missing_bytes(policy: Policy) -> int:
     """What the first step will make and keep: gradients, and optimizer state if there is none.
     State that is parked is back only when the activations are gone."""
-    known = policy.optimizer.state or policy.config.offload_optimizer
+    known = policy.stepper.optimizer.state or policy.config.offload_optimizer
     state = 0 if known else optimizer_bytes(policy)
     return gradient_bytes(policy) + state
 

@@ -152,6 +152,12 @@ def load_model(
     return adapted, processing_class
 
 
+def load_weights(model: PreTrainedModel, path: str | Path) -> None:
+    """Give `model` the weights of its kind that are saved in a folder, to the last bit."""
+    saved = type(model).from_pretrained(path, dtype=next(model.parameters()).dtype)
+    model.load_state_dict(saved.state_dict())
+
+
 def _loading_options(config: RLOOConfig) -> dict[str, Any]:
     given = {n: value for n, value in (config.model_init_kwargs or {}).items() if value is not None}
     # It might ask for a library that is not there.

@@ -23,11 +23,12 @@ Head = Callable[[Tensor], Tensor]
 
 class TokenScores(NamedTuple):
     """Of T completion tokens: log-probs and entropies, both (T,), float32, in nats; and of the
-    whole micro-batch the balancing loss of a mixture of experts, where it has a weight."""
+    whole micro-batch `balance`, the balancing loss of a mixture of experts, where it has a weight.
+    """
 
     logprobs: Tensor
     entropy: Tensor
-    aux_loss: Tensor | None
+    balance: Tensor | None
 
 
 class _SelectLogprobs(torch.autograd.Function):

@@ -192,7 +192,7 @@ def gradient_bytes(policy: Policy) -> int:
 def optimizer_bytes(policy: Policy) -> int:
     """Bytes of the optimizer's state, also before its first step makes it: a parameter of each
     shape is given one on the side."""
-    present = _tensor_bytes(policy.optimizer.state.values())
+    present = _tensor_bytes(policy.stepper.optimizer.state.values())
     if present:
         return present
     # Optimizers of 8 bits keep the state of embeddings in 32.
@@ -226,9 +226,9 @@ def step_bytes(policy: Policy) -> int:
             parameter.grad = torch.zeros_like(parameter)
 
     fill()
-    policy.step()  # makes the state
+    policy.stepper.step()  # makes the state
     fill()
-    return max(phase_peaks(policy.device, lambda _: policy.step()))
+    return max(phase_peaks(policy.device, lambda _: policy.stepper.step()))
 
 
 def _tensor_bytes(states: Any) -> int:
@@ -278,7 +278,7 @@ def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> li
     try:
         return phase_peaks(policy.device, work)
     finally:
-        policy.optimizer.zero_grad(set_to_none=True)
+        policy.stepper.optimizer.zero_grad(set_to_none=True)
 
 
 @contextmanager

@@ -1,54 +1,39 @@
-"""The model that is trained: weights, reference, optimizer, and what they compute.
+"""The model that is trained: what computes with it, what it learns by, and its files.
 
-The only file that knows devices, precision and transformers' model classes. Knows nothing of
-rewards, groups or advantages.
+Knows nothing of rewards, groups or advantages.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from rloo.config.config import RLOOConfig
-from rloo.config.objective_checks import FIXED_REFERENCE
 from rloo.data.images import tokenizer_of
-from rloo.model import adapters, attention, offload, quantization
-from rloo.model.adapters import Adapter
+from rloo.model import adapters
 from rloo.model.batch import MicroBatch, pack, pad
-from rloo.model.experts import balancing_coefficient, balancing_loss
-from rloo.model.forward import (
-    copy_frozen,
-    enable_checkpointing,
-    ensure_float32,
-    hidden_states,
-    output_head,
-    own_logprobs,
-    remove_dropout,
-    routed_states,
-    token_budget,
-)
-from rloo.model.loading import quiet
-from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores, score_tokens, token_logprobs
-from rloo.model.offload import ParkedState, activations_on_host
+from rloo.model.experts import balancing_coefficient
+from rloo.model.loading import load_weights, quiet
+from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
+from rloo.model.offload import activations_on_host
 from rloo.model.optimizers import Given, make_optimizers
-from rloo.model.state import load_optimizer
+from rloo.model.preparation import (
+    check_forward,
+    enable_checkpointing,
+    prepare,
+    token_budget,
+    without_packing,
+)
+from rloo.model.reference import make_reference
+from rloo.model.scorer import Scorer
+from rloo.model.stepper import Stepper
 from rloo.types import Sample
-
-# Largest difference of a log-prob between two float32 computations that is still rounding.
-TOLERANCE = 1e-4
-# 16-bit logits around 32 are 0.125 or 0.25 apart (a frozen base of 16 bits under an adapter).
-LOW_PRECISION_TOLERANCE = 0.5
-# Of a checkpoint, where `sync_ref_model` moves the reference.
-REFERENCE_FOLDER = "reference"
 
 
 class Policy:
@@ -60,6 +45,7 @@ class Policy:
     Of a PeftModel the adapter is trained: `model` is the transformers model that it is in. The
     reference is then the same module, and no copy of the base is made.
 
+    `scorer` computes, `reference` is what it is compared with, `stepper` is how it learns.
     `processing_class` is the model's tokenizer, or the processor that holds it.
     """
 
@@ -77,106 +63,54 @@ class Policy:
         self.processing_class = processing_class
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
         self.device = device
-        self.notes: list[str] = []
-        self._check_precision()
-        offload.check(config, self.device)
-        self.adapter = Adapter(model) if adapters.is_adapted(model) else None
-        if self.adapter is None:
-            adapters.refuse_loose_layers(model)
-        else:
-            model = self.adapter.model
-        self.model = model
-        self.notes += quantization.prepare(model, config, adapted=self.adapter is not None)
-        nn.Module.to(model, self.device)
-        self.notes += ensure_float32(model, adapted=self.adapter is not None)
-        self.reference: PreTrainedModel | None = None
-        if config.beta != 0 and self.adapter is not None:
-            if config.sync_ref_model:
-                raise ValueError(FIXED_REFERENCE)
-            self.adapter.keep_reference()
-        dropout = remove_dropout(model)
-        if dropout > 0:
-            self.notes.append(f"dropout (up to {dropout:g}) is set to 0 for training")
-        self.packed = self._install_attention()
-        self.checked = False
-        if config.beta != 0 and self.adapter is None:
-            self.reference = copy_frozen(model)
-        if config.gradient_checkpointing:
-            enable_checkpointing(model, config.gradient_checkpointing_kwargs)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.initial_weights = self._hash_start()
-        self.optimizer, self.scheduler = make_optimizers(
-            optimizers, model, config, num_training_steps
+        prepared = prepare(model, config, self.device)
+        self.model, self.adapter = prepared.model, prepared.adapter
+        pad_token_id = self.tokenizer.pad_token_id
+        self.pad_token_id = self.stop_token_ids[0] if pad_token_id is None else int(pad_token_id)
+        self.packed, self.checked = prepared.packed, False
+        self.initial_weights = prepared.initial_weights
+        self.notes: list[str] = [*prepared.notes]
+        self.aux_loss_weight = balancing_coefficient(self.model, config)
+        self.scorer = Scorer(
+            self.model, temperature=config.temperature, balanced=self.aux_loss_weight != 0
         )
+        self.reference = make_reference(self.scorer, self.adapter, config)
+        if config.gradient_checkpointing:
+            enable_checkpointing(self.model, config.gradient_checkpointing_kwargs)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
+        self.stepper = Stepper(self.parameters, optimizer, scheduler, config, self.device)
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
-        self._parked = (
-            ParkedState(self.optimizer, self.device) if config.offload_optimizer else None
-        )
-        self.scaler = torch.amp.GradScaler("cuda") if config.fp16 else None
-        self.max_tokens = config.max_tokens_per_micro_batch or token_budget(model, self.device)
-        self.aux_loss_weight = balancing_coefficient(model, config)
-        self._head = output_head(model)
-        self._vocab_size = model.config.get_text_config().vocab_size
+        self.max_tokens = config.max_tokens_per_micro_batch or token_budget(self.model, self.device)
 
     # -- what it computes ------------------------------------------------------------------------
 
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
+        """A micro-batch on the policy's device, packed where its attention can."""
         if self.packed:
             return pack(samples, self.device)
-        return self._pad(samples)
-
-    def _pad(self, samples: Sequence[Sample]) -> MicroBatch:
         return pad(samples, self.device, self.pad_token_id)
 
     def logprobs(self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS) -> TokenScores:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients where
         they are enabled. `chunk_elements`: see `token_logprobs`."""
-        balance = None
         with self.autocast(), self._offloading():
-            if self.aux_loss_weight:
-                hidden, router_logits = routed_states(self.model, batch)
-                balance = balancing_loss(self.model, router_logits, batch.multiplicity)
-            else:
-                hidden = hidden_states(self.model, batch)
-            logprobs, entropy = token_logprobs(
-                self._head,
-                hidden,
-                batch.target_T,
-                temperature=self.config.temperature,
-                vocab_size=self._vocab_size,
-                chunk_elements=chunk_elements,
-            )
-        return TokenScores(logprobs, entropy, balance)
+            scores: TokenScores = self.scorer(batch, chunk_elements=chunk_elements)
+        return scores
 
     def score(self, batch: MicroBatch) -> Tensor:
         """The log-probs alone, without gradients: (T,)."""
-        return self._score(self.model, self._head, batch)
+        with self.autocast():
+            return self.scorer.logprobs(batch)
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """The same under the frozen reference: (T,). Raises ValueError without one (beta 0)."""
-        if self.config.beta == 0:
-            raise ValueError("beta is 0; there is no reference model to compare with (beta)")
-        if self.adapter is not None:
-            with self.adapter.as_reference():
-                return self._score(self.model, self._head, batch)
-        assert self.reference is not None
-        return self._score(self.reference, output_head(self.reference), batch)
-
-    @torch.no_grad()
-    def _score(
-        self, model: PreTrainedModel, head: Callable[[Tensor], Tensor], batch: MicroBatch
-    ) -> Tensor:
         with self.autocast():
-            return score_tokens(
-                head,
-                hidden_states(model, batch),
-                batch.target_T,
-                temperature=self.config.temperature,
-                vocab_size=self._vocab_size,
-            )
+            return self.reference.logprobs(batch)
 
     def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of the computation."""
         if self.config.bf16 or self.config.fp16:
             dtype = torch.bfloat16 if self.config.bf16 else torch.float16
             return torch.autocast(self.device.type, dtype=dtype)
@@ -187,56 +121,19 @@ class Policy:
             return activations_on_host(self.model.parameters(), self.device)
         return nullcontext()
 
-    # -- how it learns ---------------------------------------------------------------------------
+    def check_forward(self, samples: Sequence[Sample]) -> None:
+        """Compare our log-probs, padded and packed, with the model's own logits on real samples.
 
-    def backward(self, loss: Tensor) -> None:
-        (self.scaler.scale(loss) if self.scaler else loss).backward()
-
-    def step(self) -> dict[str, float]:
-        """One optimizer step on the gradients gathered so far. A gradient that is not finite is
-        refused: the weights stay as they are, and `update/nonfinite` is 1."""
-        if self.scaler:
-            self.scaler.unscale_(self.optimizer)
-        limit = self.config.max_grad_norm or math.inf
-        # While the scale is still being found, an overflow is part of the method.
-        searching = self.scaler is not None and self.scaler.get_scale() > 1
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
-        finite = bool(norm.isfinite())
-        stats: dict[str, float] = {
-            "grad_norm": norm.item(),
-            "learning_rate": float(self.scheduler.get_last_lr()[0]),
-            "update/nonfinite": float(not finite and not searching),
-            "update/scale_lowered": float(not finite and searching),
-            "update/changed_share": 0.0,
-        }
-        if finite:
-            before = _probe(self.parameters)
-            with self._parked.fetched() if self._parked else nullcontext():
-                if self.scaler:
-                    self.scaler.step(self.optimizer)
-                else:
-                    self.optimizer.step()
-            stats["update/changed_share"] = (
-                (_probe(self.parameters) != before).float().mean().item()
-            )
-        if self.scaler:
-            self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.advance_schedule()
-        return stats
-
-    def load_optimizer(self, tensors: dict[str, Tensor], meta: Any) -> None:
-        """Take on an optimizer's saved state, as `rloo.model.state.load_optimizer` does."""
-        load_optimizer(self.optimizer, tensors, meta)
-        if self._parked:
-            self._parked.park()
-
-    def advance_schedule(self) -> None:
-        """The schedule counts the run's steps, also those that changed no weight."""
-        with warnings.catch_warnings():
-            # torch warns when the first step of all was such a one.
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            self.scheduler.step()
+        Where packing changes the result, fall back to padding, with a note. Raises ValueError if
+        the output head is one that we do not compute right.
+        """
+        self.checked = True
+        reason = check_forward(
+            self.scorer, samples, self.device, self.pad_token_id, packed=self.packed
+        )
+        if reason is not None:
+            self.notes.append(without_packing(self.config, reason))
+            self.packed = False
 
     # -- what others take from it ----------------------------------------------------------------
 
@@ -247,12 +144,6 @@ class Policy:
             return
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
-
-    @property
-    def pad_token_id(self) -> int:
-        if self.tokenizer.pad_token_id is not None:
-            return int(self.tokenizer.pad_token_id)
-        return self.stop_token_ids[0]
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -268,15 +159,7 @@ class Policy:
             )
         return tuple(dict.fromkeys(listed))
 
-    @torch.no_grad()
-    def move_reference(self, share: float) -> None:
-        """Move the reference's weights by `share` of their way to the policy's (TR-DPO, arXiv
-        2404.09656, equation 6)."""
-        assert self.reference is not None, "checked at the start (sync_ref_model)"
-        for frozen, parameter in zip(
-            self.reference.parameters(), self.model.parameters(), strict=True
-        ):
-            frozen.lerp_(parameter.detach(), share)
+    # -- files -----------------------------------------------------------------------------------
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write model and tokenizer in Hugging Face format (safetensors); of an adapted model the
@@ -295,105 +178,15 @@ class Policy:
         """Take on the weights that `save_pretrained` wrote, to the last bit."""
         if self.adapter is not None:
             self.adapter.load(path)
-            return
-        _load_weights(self.model, path)
+        else:
+            load_weights(self.model, path)
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """`save_pretrained`, and a reference that has moved in the folder `reference`."""
+        """`save_pretrained`, and a reference that moves in the folder `reference`."""
         self.save_pretrained(path)
-        if self.config.sync_ref_model and self.reference is not None:
-            with quiet():
-                self.reference.save_pretrained(Path(path, REFERENCE_FOLDER))
+        self.reference.save(path)
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Take on what `save_checkpoint` wrote."""
         self.load_pretrained(path)
-        folder = Path(path, REFERENCE_FOLDER)
-        if self.reference is not None and folder.is_dir():
-            _load_weights(self.reference, folder)
-
-    # -- start-up --------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def check_forward(self, samples: Sequence[Sample]) -> None:
-        """Compare our log-probs, padded and packed, with the model's own logits on real samples.
-
-        Where packing changes the result, fall back to padding, with a note. Raises ValueError if
-        the output head is one that we do not compute right.
-        """
-        self.checked = True
-        precise = self.model.dtype.itemsize >= 4
-        tolerance = TOLERANCE if precise else LOW_PRECISION_TOLERANCE
-        temperature = self.config.temperature
-        samples = sorted(samples, key=lambda sample: sample.key)
-        padded = self._pad(samples)
-        # Where images are put together, the standard is each sample by itself.
-        apart = [[s] for s in samples] if any(s.pixels for s in samples) else [samples]
-        alone = [own_logprobs(self.model, self._pad(part), temperature) for part in apart]
-        expected = torch.cat(alone)
-        difference = self._difference(padded, expected)
-        if not difference <= tolerance:
-            raise ValueError(
-                f"log-probs from {type(self.model).__name__}'s hidden states differ from its "
-                f"logits by {difference:.1e}; its output head does something not known here, or "
-                "its images are put together in another way"
-            )
-        if self.packed:
-            try:
-                difference = self._difference(pack(samples, self.device), expected)
-            except (TypeError, RuntimeError) as error:  # what a model's forward does not expect
-                self._refuse_packing(f"packed it fails with {error}")
-                return
-            if not difference <= tolerance:
-                self._refuse_packing(f"packed log-probs differ by {difference:.1e}")
-
-    def _difference(self, batch: MicroBatch, expected: Tensor) -> float:
-        """Largest difference of a log-prob, in float32 whatever the precision of training."""
-        logprobs = score_tokens(
-            self._head,
-            hidden_states(self.model, batch),
-            batch.target_T,
-            temperature=self.config.temperature,
-            vocab_size=self._vocab_size,
-        )
-        return (logprobs - expected).abs().max().item()
-
-    def _install_attention(self) -> bool:
-        if self.config.packing is False:
-            return False
-        reason = attention.incompatibility(self.model)
-        if reason is not None:
-            self._refuse_packing(reason)
-            return False
-        attention.install(self.model)
-        return True
-
-    def _refuse_packing(self, reason: str) -> None:
-        if self.config.packing:
-            raise ValueError(f"packing is True, but {reason}; leave it out or set it to False")
-        self.packed = False
-        self.notes.append(f"updates are padded, not packed: {reason}")
-
-    def _hash_start(self) -> str:
-        """What tells the weights at the start from others: an adapter without effect is none."""
-        parameters = list(self.model.parameters())
-        if self.adapter is not None and not self.adapter.has_effect:
-            parameters = [p for p in parameters if not p.requires_grad]
-        return hashlib.sha256(_probe(parameters).float().cpu().numpy().tobytes()).hexdigest()
-
-    def _check_precision(self) -> None:
-        if self.config.fp16 and self.device.type == "cpu":
-            raise ValueError(
-                "fp16 is True on a CPU, whose float16 arithmetic is a hundred times "
-                "slower than float32; use bf16 or neither (fp16)"
-            )
-
-
-def _load_weights(model: PreTrainedModel, path: str | Path) -> None:
-    weights = type(model).from_pretrained(path, dtype=next(model.parameters()).dtype)
-    model.load_state_dict(weights.state_dict())
-
-
-def _probe(parameters: Sequence[Tensor]) -> Tensor:
-    """A fixed sample of parameters: up to 1,024 numbers of each."""
-    return torch.cat([p.detach().flatten()[:1024] for p in parameters])
+        self.reference.load(path)

@@ -61,14 +61,14 @@ class Events:
 
         self.state = state
         self.control = control
-        self._optimizer = policy.optimizer
+        self._optimizer = policy.stepper.optimizer
         self._arguments = to_training_arguments(config)
         self.handler = CallbackHandler(
             [DefaultFlowCallback, *callbacks],
             policy.model,
             policy.processing_class,
-            policy.optimizer,
-            policy.scheduler,
+            policy.stepper.optimizer,
+            policy.stepper.scheduler,
         )
         self.add = self.handler.add_callback
         self.pop = self.handler.pop_callback

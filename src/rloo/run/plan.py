@@ -16,16 +16,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rloo.algorithm.advantages import Credit, assign
-from rloo.algorithm.train import Run, rehearse
+from rloo.algorithm.advantages import Credit, Terms, assign
+from rloo.algorithm.fitting import rehearse
+from rloo.algorithm.parts import Parts
+from rloo.algorithm.rollout import SyncRollouts
 from rloo.config.config import RLOOConfig
 from rloo.data.prompts import PromptSource
-from rloo.engines import hf
-from rloo.engines.in_process import bytes_per_row, rows_at_once
-from rloo.engines.native import engine as native
 from rloo.engines.noise import noise_key
 from rloo.model.batch import split
-from rloo.model.budget import available_bytes, gigabytes, largest_micro_batch, workload_of
+from rloo.model.budget import available_bytes, gigabytes, largest_micro_batch
 from rloo.model.memory import (
     Mark,
     count_tokens,
@@ -92,40 +91,42 @@ def make_plan(config: RLOOConfig) -> Plan:
     if config.dataset is None:
         raise ValueError("there is no dataset to train on (dataset)")
     trainer = RLOOTrainer(args=config)
-    run = trainer.make_run()
-    policy = run.policy
-    assert isinstance(run.prompts, PromptSource)  # what options name is no stream
-    lasting = lasting_bytes(policy, run.engine)
+    parts, state = trainer.make_parts()
+    policy, rollouts = parts.policy, parts.rollouts
+    assert isinstance(rollouts, SyncRollouts)
+    prompts = rollouts.prompts
+    assert isinstance(prompts, PromptSource)  # what options name is no stream
+    lasting = lasting_bytes(policy, parts.engine)
     available = available_bytes(policy.device) + lasting["weights"] + lasting["reference"]
-    rehearse(run)
-    workload = workload_of(run.prompts, config, run.batches)
+    rehearse(parts, state)
+    workload = parts.workload
     largest = largest_micro_batch(policy, workload, policy.max_tokens)
     memory = lasting | {
-        "sampling": _rows_at_once(run, workload.longest_prompt)
-        * bytes_per_row(policy.model, workload.longest_prompt, run.config.max_completion_length),
+        "sampling": _rows_at_once(parts, workload.longest_prompt)
+        * parts.engine.facts.bytes_per_row(workload.longest_prompt, config.max_completion_length),
         "micro-batch": predicted_peak_bytes(policy, largest),
         "step": step_bytes(policy),
     }
-    seconds, whole_groups = _measure_time(run, workload.longest_prompt)
-    length = _expected_length(run, seconds["sample"] / config.max_completion_length)
+    seconds, whole_groups = _measure_time(parts, rollouts, workload.longest_prompt)
+    length = _expected_length(rollouts, prompts, seconds["sample"] / config.max_completion_length)
     groups = workload.num_groups
 
     def count(prompt: int, completion: int) -> int:
         samples = make_samples(prompt, completion, config.num_generations, groups)
-        return len(_split(run, samples, whole_groups))
+        return len(_split(parts, samples, whole_groups))
 
     return Plan(
         parameters=count_parameters(policy.model),
         trained_parameters=sum(p.numel() for p in policy.parameters),
-        num_rows=len(run.prompts),
+        num_rows=len(prompts),
         longest_prompt=workload.longest_prompt,
         prompts_per_step=groups,
-        completions_per_step=run.batches.completions_per_step,
-        steps=run.state.max_steps,
+        completions_per_step=parts.batches.completions_per_step,
+        steps=state.trainer.max_steps,
         max_tokens=policy.max_tokens,
         largest_micro_batch=count_tokens(policy, largest),
         micro_batches=count(workload.longest_prompt, config.max_completion_length),
-        expected_micro_batches=count(round(fmean(run.prompts.lengths)), math.ceil(length)),
+        expected_micro_batches=count(round(fmean(prompts.lengths)), math.ceil(length)),
         expected_length=length,
         memory=memory,
         available=available,
@@ -137,7 +138,7 @@ def make_plan(config: RLOOConfig) -> Plan:
 def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
     """What training holds from step to step, and `loading`: what giving the engine its weights
     takes on top of that. State that is parked in the machine's memory is not in it."""
-    reference = weight_bytes(policy.reference) if policy.reference is not None else 0
+    reference = weight_bytes(policy.reference.model) if policy.reference.model is not None else 0
 
     def load(mark: Mark) -> None:
         engine.load(policy.weights())
@@ -204,30 +205,31 @@ def _sized(plan: Plan, name: str, size: int) -> str:
     return f"{gigabytes(size)}, {size / plan.parameters:.2f} bytes a parameter"
 
 
-def _split(run: Run, samples: Sequence[Sample], whole_groups: bool) -> list[list[Sample]]:
-    policy = run.policy
+def _split(parts: Parts, samples: Sequence[Sample], whole_groups: bool) -> list[list[Sample]]:
+    policy = parts.policy
     return split(samples, policy.max_tokens, whole_groups=whole_groups, packed=policy.packed)
 
 
-def _rows_at_once(run: Run, longest: int) -> int:
+def _rows_at_once(parts: Parts, longest: int) -> int:
     """Completions that the engine samples at the same time in the worst case."""
-    limit = native.CACHE_BYTES if run.engine.name == "native" else hf.CACHE_BYTES
-    tokens = run.config.max_completion_length
-    rows = rows_at_once(run.policy.model, longest, tokens, cache_bytes=limit)
-    return min(rows, run.batches.completions_per_rollout)
+    rows, tokens = parts.batches.completions_per_rollout, parts.config.max_completion_length
+    return parts.engine.facts.rows_at_once(rows, longest, tokens)
 
 
-def _measure_time(run: Run, longest: int) -> tuple[dict[str, float], bool]:
+def _measure_time(
+    parts: Parts, rollouts: SyncRollouts, longest: int
+) -> tuple[dict[str, float], bool]:
     """Seconds of each part of an optimizer step in the worst case, and whether its micro-batches
     hold whole groups. The policy learns from what this measures, and is thrown away after it."""
-    config, policy = run.config, run.policy
+    config, policy = parts.config, parts.policy
     size = config.num_generations
-    per_step = -(-run.batches.completions_per_step // size)
+    per_step = -(-parts.batches.completions_per_step // size)
     samples = make_samples(longest, config.max_completion_length, size, per_step)
+    terms = Terms(config, parts.batches, config.beta)
     credits: list[Credit] = []
-    once = _seconds(run, lambda: credits.append(assign(samples[:size], policy, run.terms)))
+    once = _seconds(parts, lambda: credits.append(assign(samples[:size], policy, terms)))
     whole_groups = credits[0].needs_groups
-    part = _split(run, samples, whole_groups)[0]
+    part = _split(parts, samples, whole_groups)[0]
     share = count_tokens(policy, samples) / count_tokens(policy, part)
 
     def learn() -> None:
@@ -235,56 +237,54 @@ def _measure_time(run: Run, longest: int) -> tuple[dict[str, float], bool]:
         logprobs = policy.logprobs(batch).logprobs
         if whole_groups:
             policy.reference_logprobs(batch)
-        policy.backward(logprobs.mean())
+        policy.stepper.backward(logprobs.mean())
 
     learn()
-    policy.step()  # the first makes the optimizer's state
-    update = share * _seconds(run, learn)
-    step = _seconds(run, policy.step)
-    rollouts = 1 / run.batches.steps_per_rollout
+    policy.stepper.step()  # the first makes the optimizer's state
+    update = share * _seconds(parts, learn)
+    step = _seconds(parts, policy.stepper.step)
+    rollouts = 1 / parts.batches.steps_per_rollout
     seconds = {
-        "sample": rollouts * _sampling_seconds(run, longest),
-        "credit": rollouts * run.batches.prompts_per_rollout * once,
+        "sample": rollouts * _sampling_seconds(parts, rollouts, longest),
+        "credit": rollouts * parts.batches.prompts_per_rollout * once,
         "update": update,
         "optimizer": step,
     }
     return seconds, whole_groups
 
 
-def _sampling_seconds(run: Run, longest: int) -> float:
+def _sampling_seconds(parts: Parts, rollouts: SyncRollouts, longest: int) -> float:
     """Of a rollout: its prompts once, and every position at the context of the last one, by which
     all of its rows have nothing in common any more."""
-    config = run.config
+    config = parts.config
     positions = min(_POSITIONS, config.max_completion_length)
     context = longest + config.max_completion_length - positions
-    rows = _rows_at_once(run, longest)
+    rows = _rows_at_once(parts, longest)
     measured = max(1, min(rows, _MOST_CONTEXT // context))
-    prompts = _prompts(run.batches.prompts_per_rollout, longest)
-    first = _seconds(run, lambda: _sample(run, prompts, config.num_generations, 1))
+    prompts = _prompts(parts.batches.prompts_per_rollout, longest)
+    first = _seconds(parts, lambda: _sample(rollouts, prompts, config.num_generations, 1))
     apart = _prompts(measured, context)
-    begun = _seconds(run, lambda: _sample(run, apart, 1, 1))
-    more = _seconds(run, lambda: _sample(run, apart, 1, positions)) - begun
+    begun = _seconds(parts, lambda: _sample(rollouts, apart, 1, 1))
+    more = _seconds(parts, lambda: _sample(rollouts, apart, 1, positions)) - begun
     each = max(0.0, more) / max(1, positions - 1)
-    scale = run.batches.completions_per_rollout / measured
+    scale = parts.batches.completions_per_rollout / measured
     return first + (config.max_completion_length - 1) * each * scale
 
 
-def _expected_length(run: Run, seconds_a_position: float) -> float:
+def _expected_length(
+    rollouts: SyncRollouts, source: PromptSource, seconds_a_position: float
+) -> float:
     """Mean length of the answers that the policy gives now, in tokens, from a few that are sampled
     for a limited time; those cut short count as if ends came as often later on."""
-    config = run.config
+    config = rollouts.config
     affordable = int(_LENGTH_SECONDS / max(seconds_a_position, 1e-6))
     positions = max(1, min(config.max_completion_length, _LENGTH_POSITIONS, affordable))
-    assert isinstance(run.prompts, PromptSource)
-    prompts = run.prompts.all_prompts(_LENGTH_PROMPTS)
-    sampling = replace(run.sampling, max_tokens=positions)
-    with run.policy.autocast():
-        groups = run.engine.sample(
-            prompts,
-            min(config.num_generations, _LENGTH_SAMPLES),
-            sampling,
-            noise_key(config.seed, "train", 0),
-        )
+    groups = rollouts.engine.sample(
+        source.all_prompts(_LENGTH_PROMPTS),
+        min(config.num_generations, _LENGTH_SAMPLES),
+        replace(rollouts.sampling, max_tokens=positions),
+        noise_key(config.seed, "train", 0),
+    )
     completions = [c for group in groups for c in group]
     ended = sum(c.finish == "stop" for c in completions)
     if ended == 0:
@@ -297,15 +297,17 @@ def _prompts(number: int, tokens: int) -> list[Prompt]:
     return [Prompt(i, [(i + j) % 64 for j in range(tokens)], "") for i in range(number)]
 
 
-def _sample(run: Run, prompts: list[Prompt], num_samples: int, positions: int) -> None:
+def _sample(
+    rollouts: SyncRollouts, prompts: list[Prompt], num_samples: int, positions: int
+) -> None:
     """Sample exactly so many positions: no token ends a completion."""
-    sampling = replace(run.sampling, max_tokens=positions, stop_token_ids=(), stop_strings=())
-    with run.policy.autocast():
-        run.engine.sample(prompts, num_samples, sampling, noise_key(run.config.seed, "train", 0))
+    sampling = replace(rollouts.sampling, max_tokens=positions, stop_token_ids=(), stop_strings=())
+    noise = noise_key(rollouts.config.seed, "train", 0)
+    rollouts.engine.sample(prompts, num_samples, sampling, noise)
 
 
-def _seconds(run: Run, work: Callable[[], object]) -> float:
-    cuda = run.policy.device.type == "cuda"
+def _seconds(parts: Parts, work: Callable[[], object]) -> float:
+    cuda = parts.policy.device.type == "cuda"
     if cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()

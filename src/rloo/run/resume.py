@@ -10,13 +10,7 @@ from transformers import TrainerState
 
 from rloo.algorithm.parts import Parts, RunState
 from rloo.config.config import RLOOConfig
-from rloo.model.state import (
-    capture_rng,
-    optimizer_tensors,
-    parameter_shapes,
-    require_same_shapes,
-    restore_rng,
-)
+from rloo.model.state import capture_rng, parameter_shapes, require_same_shapes, restore_rng
 from rloo.run.checkpoint import Checkpoint, load_checkpoint
 
 # A restored optimizer and schedule keep their own: another value here would be ignored.
@@ -63,10 +57,11 @@ def snapshot(
 ) -> Checkpoint:
     """Everything but the weights. `start`: the evaluation of step 0; `seconds`: the time so far."""
     policy = parts.policy
+    optimizer, scheduler, scaler = policy.stepper.state()
     return Checkpoint(
         step=state.step,
-        optimizer=optimizer_tensors(policy.optimizer),
-        scheduler=policy.scheduler.state_dict(),
+        optimizer=optimizer,
+        scheduler=scheduler,
         rng=capture_rng(),
         trainer_state={
             **state.state_dict(),
@@ -75,7 +70,7 @@ def snapshot(
             "initial_weights": policy.initial_weights,
             "start": start,
             "seconds": seconds,
-            "scaler": policy.scaler.state_dict() if policy.scaler else None,
+            "scaler": scaler,
             "callbacks": parts.events.state_dict(),
         },
     )
@@ -98,10 +93,7 @@ def restore(parts: Parts, state: RunState, path: Path) -> dict[str, Any]:
     _compare(saved, parts)
     state.load_state_dict(saved)
     policy.load_checkpoint(path)
-    policy.load_optimizer(*checkpoint.optimizer)
-    policy.scheduler.load_state_dict(checkpoint.scheduler)
-    if policy.scaler:
-        policy.scaler.load_state_dict(saved["scaler"])
+    policy.stepper.load_state(checkpoint.optimizer, checkpoint.scheduler, saved["scaler"])
     restore_rng(checkpoint.rng)
     parts.rollouts.load_state_dict(state.position, step=state.step)
     state.trainer.epoch = parts.rollouts.epoch

@@ -215,6 +215,16 @@ def make_sampling(
     )
 
 
+def bias_of(sampling: Sampling) -> list[str]:
+    """A note where the distribution that is sampled is not the policy's."""
+    if not sampling.filtered:
+        return []
+    return [
+        "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are drawn from "
+        "another distribution than the one that is trained, which biases the gradient"
+    ]
+
+
 def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
     """What samples; a note tells of a slow one. Raises ValueError for a copy of the weights, or a
     dtype of it, that it cannot have (`rollout_copy`, `rollout_dtype`)."""

@@ -49,6 +49,7 @@ from rloo.run.setup import (
     RewardFunction,
     Rows,
     Tokenizers,
+    bias_of,
     eval_sets,
     keep_freed_memory,
     length_notes,
@@ -269,7 +270,7 @@ class RLOOTrainer:
     @property
     def ref_model(self) -> PreTrainedModel | None:
         """The reference; None without `beta`, and with an adapter, whose model it shares."""
-        return self.policy.reference
+        return self.policy.reference.model
 
     @property
     def callback_handler(self) -> CallbackHandler:
@@ -331,7 +332,8 @@ class RLOOTrainer:
             num_training_steps=max(self.state.max_steps, 1),
             optimizers=optimizers,
         )
-        self.optimizer, self.lr_scheduler = self.policy.optimizer, self.policy.scheduler
+        stepper = self.policy.stepper
+        self.optimizer, self.lr_scheduler = stepper.optimizer, stepper.scheduler
         if self.policy.device.type == "cpu":
             keep_freed_memory()
         set_threads(self.policy.model, self.args)
@@ -378,13 +380,15 @@ class RLOOTrainer:
         if self._source is None:
             raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
         args, policy, clock = self.args, self.policy, Clock()
+        sampling = make_sampling(args, policy.stop_token_ids, policy.tokenizer)
+        policy.notes += bias_of(sampling)
         rollouts = SyncRollouts(
             args,
             self.batches,
             self.engine,
             self._source,
             self.rewards,
-            make_sampling(args, policy.stop_token_ids, policy.tokenizer),
+            sampling,
             policy.tokenizer,
             self.state,
             clock,

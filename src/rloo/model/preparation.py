@@ -1,0 +1,216 @@
+"""A model made ready to be trained, and the proof that what is computed from it is right.
+
+Precision, few bits, adapter, dropout, attention. Knows nothing of references or optimizers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rloo.config.config import RLOOConfig
+from rloo.config.objective_checks import FIXED_REFERENCE
+from rloo.model import adapters, attention, offload, quantization
+from rloo.model.adapters import Adapter
+from rloo.model.batch import MicroBatch, pack, pad
+from rloo.model.scorer import Scorer
+from rloo.model.state import probe
+from rloo.types import Sample
+
+# Attributes of modules that make their forward random.
+NOISE = re.compile("dropout|pdrop|jitter|layerdrop")
+# Largest difference of a log-prob between two float32 computations that is still rounding.
+TOLERANCE = 1e-4
+# 16-bit logits around 32 are 0.125 or 0.25 apart (a frozen base of 16 bits under an adapter).
+LOW_PRECISION_TOLERANCE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A transformers model on its device, the adapter that is in it, whether its attention takes
+    packed rows, a hash of its weights, and notes of what was changed."""
+
+    model: PreTrainedModel
+    adapter: Adapter | None
+    packed: bool
+    initial_weights: str
+    notes: tuple[str, ...]
+
+
+def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) -> Prepared:
+    """Make `model` (a PeftModel where an adapter is trained) ready, in place.
+
+    Raises ValueError for options and models that do not go together.
+    """
+    if config.fp16 and device.type == "cpu":
+        raise ValueError(
+            "fp16 is True on a CPU, whose float16 arithmetic is a hundred times "
+            "slower than float32; use bf16 or neither (fp16)"
+        )
+    offload.check(config, device)
+    adapter = Adapter(model) if adapters.is_adapted(model) else None
+    if adapter is None:
+        adapters.refuse_loose_layers(model)
+    else:
+        model = adapter.model
+    notes = quantization.prepare(model, config, adapted=adapter is not None)
+    nn.Module.to(model, device)
+    notes += ensure_float32(model, adapted=adapter is not None)
+    if config.beta != 0 and adapter is not None:
+        if config.sync_ref_model:
+            raise ValueError(FIXED_REFERENCE)
+        adapter.keep_reference()  # it may have dropout, too
+    dropout = remove_dropout(model)
+    if dropout > 0:
+        notes.append(f"dropout (up to {dropout:g}) is set to 0 for training")
+    reason = None if config.packing is False else attention.incompatibility(model)
+    if reason is not None:
+        notes.append(without_packing(config, reason))
+    packed = config.packing is not False and reason is None
+    if packed:
+        attention.install(model)
+    return Prepared(model, adapter, packed, _hash(model, adapter), tuple(notes))
+
+
+def without_packing(config: RLOOConfig, reason: str) -> str:
+    """The note that updates are padded. Raises ValueError where packing was asked for."""
+    if config.packing:
+        raise ValueError(f"packing is True, but {reason}; leave it out or set it to False")
+    return f"updates are padded, not packed: {reason}"
+
+
+def remove_dropout(model: PreTrainedModel) -> float:
+    """Make the forward free of noise, which would make the ratio differ from 1 and the KL at step 0
+    from 0; returns the largest probability found.
+
+    The model stays in evaluation mode; only checkpointed layers think that they are training,
+    because transformers recomputes nothing otherwise.
+    """
+    found = 0.0
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            found, module.p = max(found, module.p), 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and value > 0 and NOISE.search(name):
+                found = max(found, value)
+                setattr(module, name, 0.0)
+    return found
+
+
+def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
+    """Make trained parameters float32, since smaller ones lose updates at these learning rates;
+    returns notes. Raises ValueError for layers trained as a whole beside an adapter, whose base
+    stays as it was loaded.
+    """
+    precise = (torch.float32, torch.float64)
+    small = [
+        (name, parameter.dtype)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dtype not in precise
+    ]
+    if not small:
+        return []
+    name, dtype = small[0]
+    if adapted:
+        raise ValueError(
+            f"parameter {name} is {dtype}; trained parameters must be float32, and the base of an "
+            "adapter stays as it is (load the model with dtype=torch.float32; bf16 is the "
+            "precision of the computation)"
+        )
+    model.float()
+    return [
+        f"the model was loaded in {dtype}; its weights are float32 now, since smaller ones lose "
+        "updates at these learning rates (bf16 is the precision of the computation)"
+    ]
+
+
+def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> None:
+    """Recompute the layers' activations in the backward; `options` are torch's."""
+    # The name changed in transformers 5.2x; the old one warns there.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False, **(options or {})})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def token_budget(model: PreTrainedModel, device: torch.device) -> int:
+    """Input tokens of a micro-batch, from memory: activations may take a quarter of what is free.
+
+    A layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022,
+    without the attention scores), and the output head a few per vocabulary entry.
+    """
+    text_config = model.config.get_text_config()
+    numbers = 34 * text_config.hidden_size * text_config.num_hidden_layers
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        return max(1024, min(65536, free // 4 // (4 * numbers)))
+    # Beyond this a CPU gains nothing, and loses its caches.
+    return max(1024, min(8192, 2**32 // (4 * numbers)))
+
+
+@torch.no_grad()
+def check_forward(
+    scorer: Scorer,
+    samples: Sequence[Sample],
+    device: torch.device,
+    pad_token_id: int,
+    *,
+    packed: bool,
+) -> str | None:
+    """Compare the log-probs of `samples`, padded and `packed`, with those from the model's own
+    logits, in float32 whatever the precision of training.
+
+    Returns why packing changes the result, None where it does not. Raises ValueError if the output
+    head is one that we do not compute right.
+    """
+    model = scorer.model
+    tolerance = TOLERANCE if model.dtype.itemsize >= 4 else LOW_PRECISION_TOLERANCE
+    samples = sorted(samples, key=lambda sample: sample.key)
+    # Where images are put together, the standard is each sample by itself.
+    apart = [[s] for s in samples] if any(s.pixels for s in samples) else [samples]
+    alone = [pad(part, device, pad_token_id) for part in apart]
+    expected = torch.cat([own_logprobs(model, batch, scorer.temperature) for batch in alone])
+
+    def difference(batch: MicroBatch) -> float:
+        return (scorer.logprobs(batch) - expected).abs().max().item()
+
+    found = difference(pad(samples, device, pad_token_id))
+    if not found <= tolerance:
+        raise ValueError(
+            f"log-probs from {type(model).__name__}'s hidden states differ from its "
+            f"logits by {found:.1e}; its output head does something not known here, or "
+            "its images are put together in another way"
+        )
+    if not packed:
+        return None
+    try:
+        found = difference(pack(samples, device))
+    except (TypeError, RuntimeError) as error:  # what a model's forward does not expect
+        return f"packed it fails with {error}"
+    return None if found <= tolerance else f"packed log-probs differ by {found:.1e}"
+
+
+def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
+    """(T,): log-probs of the batch's completion tokens from the logits that the model itself
+    computes, output head and all. What we compute is compared with it."""
+    logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
+    chosen = logits[batch.source_T].float() / temperature
+    return chosen.log_softmax(-1).gather(-1, batch.target_T[:, None])[:, 0]
+
+
+def _hash(model: PreTrainedModel, adapter: Adapter | None) -> str:
+    """What tells these weights from others: an adapter without effect is none."""
+    parameters = list(model.parameters())
+    if adapter is not None and not adapter.has_effect:
+        parameters = [p for p in parameters if not p.requires_grad]
+    return hashlib.sha256(probe(parameters).float().cpu().numpy().tobytes()).hexdigest()

@@ -1,0 +1,95 @@
+"""The frozen model that the KL penalty is measured against: a copy, or the base of an adapter."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rloo.config.config import RLOOConfig
+from rloo.model.adapters import Adapter
+from rloo.model.batch import MicroBatch
+from rloo.model.loading import load_weights, quiet
+from rloo.model.scorer import Scorer
+
+# Of a checkpoint, where `sync_ref_model` moves the reference.
+FOLDER = "reference"
+
+
+class Reference:
+    """What the KL penalty is measured against; of this class itself, nothing (beta is 0).
+
+    `model` is the reference's own copy of the weights, None where it has none.
+    """
+
+    model: PreTrainedModel | None = None
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """(T,): log-probs of the batch's completion tokens, without gradients. Raises ValueError
+        where there is no reference."""
+        raise ValueError("beta is 0; there is no reference model to compare with (beta)")
+
+    def move(self, share: float) -> None:
+        """Move the reference's weights by `share` of their way to the policy's (TR-DPO, arXiv
+        2404.09656, equation 6). Raises NotImplementedError where it is no copy."""
+        raise NotImplementedError("only a copy moves, as is checked at the start (sync_ref_model)")
+
+    def save(self, checkpoint: str | Path) -> None:
+        """Write to a folder in the checkpoint what resuming cannot make again: a moved copy."""
+
+    def load(self, checkpoint: str | Path) -> None:
+        """Take on what `save` wrote."""
+
+
+class UnderAdapter(Reference):
+    """The policy's own module as it computed before training: see `Adapter.as_reference`."""
+
+    def __init__(self, scorer: Scorer, adapter: Adapter) -> None:
+        self._scorer = scorer
+        self._adapter = adapter
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        with self._adapter.as_reference():
+            return self._scorer.logprobs(batch)
+
+
+class FrozenCopy(Reference):
+    """A copy of the policy as it is now. It takes no gradients; one that `moves` is saved in
+    checkpoints."""
+
+    def __init__(self, policy: Scorer, *, moves: bool) -> None:
+        self.model = copy.deepcopy(policy.model).eval().requires_grad_(False)
+        self._scorer = Scorer(self.model, temperature=policy.temperature)
+        self._policy = policy
+        self._moves = moves
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        return self._scorer.logprobs(batch)
+
+    @torch.no_grad()
+    def move(self, share: float) -> None:
+        pairs = zip(self._scorer.model.parameters(), self._policy.model.parameters(), strict=True)
+        for frozen, parameter in pairs:
+            frozen.lerp_(parameter.detach(), share)
+
+    def save(self, checkpoint: str | Path) -> None:
+        if self._moves:
+            with quiet():
+                self._scorer.model.save_pretrained(Path(checkpoint, FOLDER))
+
+    def load(self, checkpoint: str | Path) -> None:
+        folder = Path(checkpoint, FOLDER)
+        if folder.is_dir():
+            load_weights(self._scorer.model, folder)
+
+
+def make_reference(scorer: Scorer, adapter: Adapter | None, config: RLOOConfig) -> Reference:
+    """The reference of a policy that has not been trained yet, as the options say."""
+    if config.beta == 0:
+        return Reference()
+    if adapter is not None:
+        return UnderAdapter(scorer, adapter)
+    return FrozenCopy(scorer, moves=config.sync_ref_model)

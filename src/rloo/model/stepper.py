@@ -1,0 +1,96 @@
+"""How a policy learns: gradients, clipping, the optimizer's step and its schedule.
+
+Knows nothing of the model but its trained parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloo.config.config import RLOOConfig
+from rloo.model.offload import ParkedState
+from rloo.model.optimizers import Scheduler
+from rloo.model.state import Flat, load_optimizer, optimizer_tensors, probe
+
+
+class Stepper:
+    """Optimizer, schedule and (with `fp16`) loss scaling over the trained `parameters`.
+
+    With `offload_optimizer` the optimizer's state is on `device` only during a step.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
+        scheduler: Scheduler,
+        config: RLOOConfig,
+        device: torch.device,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.parked = ParkedState(optimizer, device) if config.offload_optimizer else None
+        self._parameters = parameters
+        self._limit = config.max_grad_norm or math.inf
+        # Where it is not enabled, it does nothing and its scale is 1.
+        self._scaler = torch.amp.GradScaler("cuda", enabled=config.fp16)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`."""
+        self._scaler.scale(loss).backward()
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step on the gradients gathered so far. A gradient that is not finite is
+        refused: the weights stay as they are, and `update/nonfinite` is 1."""
+        self._scaler.unscale_(self.optimizer)
+        # While the scale is still being found, an overflow is part of the method.
+        searching = self._scaler.get_scale() > 1
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
+        finite = bool(norm.isfinite())
+        stats: dict[str, float] = {
+            "grad_norm": norm.item(),
+            "learning_rate": float(self.scheduler.get_last_lr()[0]),
+            "update/nonfinite": float(not finite and not searching),
+            "update/scale_lowered": float(not finite and searching),
+            "update/changed_share": 0.0,
+        }
+        if finite:
+            before = probe(self._parameters)
+            with self.parked.fetched() if self.parked else nullcontext():
+                self._scaler.step(self.optimizer)
+            changed = probe(self._parameters) != before
+            stats["update/changed_share"] = changed.float().mean().item()
+        self._scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.advance_schedule()
+        return stats
+
+    def advance_schedule(self) -> None:
+        """The schedule counts the run's steps, also those that changed no weight."""
+        with warnings.catch_warnings():
+            # torch warns when the first step of all was such a one.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self.scheduler.step()
+
+    def state(self) -> tuple[Flat, dict[str, Any], dict[str, Any] | None]:
+        """The state of optimizer (its live tensors, not copies), schedule and loss scaling, of
+        which there is none (None) without `fp16`."""
+        scaler = self._scaler.state_dict() or None
+        return optimizer_tensors(self.optimizer), self.scheduler.state_dict(), scaler
+
+    def load_state(
+        self, optimizer: Flat, scheduler: dict[str, Any], scaler: dict[str, Any] | None
+    ) -> None:
+        """Take on what `state` returned. Raises ValueError for an optimizer over other shapes."""
+        load_optimizer(self.optimizer, *optimizer)
+        if self.parked:
+            self.parked.park()
+        self.scheduler.load_state_dict(scheduler)
+        self._scaler.load_state_dict(scaler or {})
