@@ -243,10 +243,10 @@ def _measure_time(
     policy.stepper.step()  # the first makes the optimizer's state
     update = share * _seconds(parts, learn)
     step = _seconds(parts, policy.stepper.step)
-    rollouts = 1 / parts.batches.steps_per_rollout
+    share_of_rollout = 1 / parts.batches.steps_per_rollout
     seconds = {
-        "sample": rollouts * _sampling_seconds(parts, rollouts, longest),
-        "credit": rollouts * parts.batches.prompts_per_rollout * once,
+        "sample": share_of_rollout * _sampling_seconds(parts, rollouts, longest),
+        "credit": share_of_rollout * parts.batches.prompts_per_rollout * once,
         "update": update,
         "optimizer": step,
     }
