@@ -2,7 +2,14 @@ import shutil
 import statistics
 
 import pytest
-from test_train import (
+from transformers import TrainerCallback
+
+from rloo.algorithm.adaptive import Adaptive
+from rloo.algorithm.shaping import countable_samples, shaped_rewards
+from rloo.config.config import RLOOConfig
+from rloo.rewards.normalizer import Normalized
+from rloo.types import Completion, Group, Prompt
+from support.training import (
     ROWS,
     count_words,
     equal,
@@ -12,13 +19,6 @@ from test_train import (
     weights,
     without_times,
 )
-from transformers import TrainerCallback
-
-from rloo.algorithm.adaptive import Adaptive
-from rloo.algorithm.shaping import countable_samples, shaped_rewards
-from rloo.config.config import RLOOConfig
-from rloo.rewards.normalizer import Normalized
-from rloo.types import Completion, Group, Prompt
 
 
 def group(rewards, finishes=None, number=0) -> Group:

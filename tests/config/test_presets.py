@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from terms import terms_of
-from test_unbiased import PRESET_FORMS
 
 from rloo.algorithm.advantages import advantages, token_penalty
 from rloo.algorithm.shaping import countable_samples
@@ -19,6 +17,8 @@ from rloo.config.parsing import parse_command_line
 from rloo.config.presets import BASE, PRESETS, describe_preset, preset_options, remarks
 from rloo.config.rendering import render_resolved
 from rloo.types import Completion, Group, Prompt
+from support.presets import PRESET_FORMS
+from support.terms import terms_of
 
 
 def form(preset: str, **options) -> RLOOConfig:

@@ -9,7 +9,6 @@ import random
 from dataclasses import dataclass
 
 import torch
-from terms import terms_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -19,6 +18,7 @@ from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import pack
 from rloo.types import Completion, Group, Prompt
+from support.terms import terms_of
 
 MAX_LENGTH = 12
 
