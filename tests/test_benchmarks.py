@@ -1,18 +1,14 @@
 """The benchmark measures what it says: counts, medians, sides that work, a peer that is a peer."""
 
 import json
-import math
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from models import VOCAB_SIZE, make_model
 
 from benchmarks import peers, report
 from benchmarks.floors import Shape, count_decode_bytes, count_floor
 from benchmarks.long_answers import LargestTensors
-from benchmarks.padded_step import Rollout, leave_one_out, loss_sum, sum_kl
 from benchmarks.side import parse_options
 from benchmarks.workloads import FAMILIES, WORKLOADS
 
@@ -198,49 +194,3 @@ def test_the_largest_tensors_are_found_in_the_backward_too():
         torch.ones(5, 30)
     assert largest.elements == {"tile": 150, "other": 40}
     assert "[5, 30]" in largest.descriptions["tile"]
-
-
-def make_rollout():
-    rng = random.Random(1)
-    prompts, completions = [], []
-    for _ in range(3):
-        prompts += [[rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(3, 9))]] * 4
-    for _ in range(12):
-        tokens = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 12))]
-        completions.append([*tokens, 2])
-    rewards = [rng.random() * 4 - 1 for _ in range(12)]
-    return prompts, completions, rewards
-
-
-def padded(rollout, perturb):
-    """Advantages, loss and gradients of the padded step, in passes of 5 rows."""
-    prompts, completions, rewards = rollout
-    model, reference = make_model("qwen3"), make_model("qwen3")
-    perturb(reference, seed=2)
-    batch = Rollout.of(prompts, completions, pad_token_id=0, device="cpu")
-    old, kl = sum_kl(model, reference, batch, rows=5)
-    advantages = leave_one_out(torch.tensor(rewards) - 0.05 * kl, 4)
-    perturb(model, seed=3, scale=0.05)
-    total = 0.0
-    for place, part in batch.parts(5):
-        loss = loss_sum(model, part, advantages[place], old[place]) / 12
-        loss.backward()
-        total += loss.item()
-    return advantages, total, {n: p.grad for n, p in model.named_parameters()}
-
-
-@pytest.mark.peers
-@pytest.mark.filterwarnings("default")  # TRL and accelerate warn about each other
-def test_the_padded_step_is_that_of_trl(tmp_path):
-    from peers.test_trl import perturb, theirs
-
-    rollout = make_rollout()
-    their_advantages, their_loss, their_gradients = theirs(tmp_path, rollout, {"beta": 0.05})
-    advantages, loss, gradients = padded(rollout, perturb)
-    assert (advantages - their_advantages).abs().max() < 1e-6 * advantages.abs().max()
-    assert math.isclose(loss, their_loss, rel_tol=1e-5)
-    assert gradients.keys() == their_gradients.keys()
-    for name, gradient in gradients.items():
-        expected = their_gradients[name]
-        assert expected.norm() > 0
-        assert (gradient - expected).norm() <= 1e-5 * expected.norm(), name

@@ -12,14 +12,14 @@ import torch
 import transformers
 import yaml
 from datasets import Dataset
-from models import make_model
-from text import WORDS, make_tokenizer
 
 from rloo import cli
 from rloo.config.aliases import ALIASES
 from rloo.config.config import option_types
 from rloo.config.parsing import parse_command_line
 from rloo.config.unsupported import REFUSED
+from support.models import make_model
+from support.text import WORDS, make_tokenizer
 
 REWARDS = """
 import os, signal

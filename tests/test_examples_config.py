@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from models import make_model
 from safetensors.torch import load_file
-from text import make_tokenizer
 
 from rloo.cli import main
 from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
+from support.models import make_model
+from support.text import make_tokenizer
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT / "tests/rewards/data/gsm8k_200.jsonl"

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import make_model, make_samples
-from test_policy import gradients, make_policy, weights_of
-from test_train import ROWS, make_config, make_trainer, metrics_of
 
 from rloo.engines import build_engine
 from rloo.types import Prompt, Sampling
+from support.models import make_model, make_samples
+from support.policies import gradients, make_policy, weights_of
+from support.training import ROWS, make_config, make_trainer, metrics_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -96,6 +96,13 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
+def patched(node: ast.AST) -> list[str]:
+    """The dotted name that monkeypatch imports and changes."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "monkeypatch.setattr":
+        return [node.args[0].value] if isinstance(node.args[0], ast.Constant) else []
+    return []
+
+
 def own_imports(path: Path, modules: set[str]) -> set[str]:
     """The package's modules that `path` imports, inside functions and for type checkers too."""
     found = set()
@@ -144,6 +151,21 @@ def test_every_entry_of_the_package_has_a_row():
         "py",
     }
     assert entries == set(ROW_OF) - {"rloo"}
+
+
+def test_no_test_module_imports_another():
+    """What several of them need stands in tests/support."""
+    modules = [path for path in (ROOT / "tests").rglob("*.py") if "support" not in path.parts]
+    own = {path.stem for path in modules}
+    assert len(own) == len(modules) - 1, "pytest wants one name a file; conftest.py is there twice"
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(parse(path))
+        for name in [*imported(node), *patched(node)]
+        if own.intersection(name.split("."))
+    ]
+    assert not wrong
 
 
 def test_functions_and_files_are_short():

@@ -2,7 +2,15 @@ import shutil
 import statistics
 
 import pytest
-from test_train import (
+from transformers import TrainerCallback
+
+from rloo.algorithm.adaptive import Adaptive
+from rloo.algorithm.shaping import shape, shaped_rewards
+from rloo.config.config import RLOOConfig
+from rloo.rewards.normalizer import Normalized
+from rloo.types import Completion, Group, Prompt
+from support.terms import rollout_of
+from support.training import (
     ROWS,
     count_words,
     equal,
@@ -12,13 +20,6 @@ from test_train import (
     weights,
     without_times,
 )
-from transformers import TrainerCallback
-
-from rloo.algorithm.adaptive import Adaptive
-from rloo.algorithm.shaping import countable_samples, shaped_rewards
-from rloo.config.config import RLOOConfig
-from rloo.rewards.normalizer import Normalized
-from rloo.types import Completion, Group, Prompt
 
 
 def group(rewards, finishes=None, number=0) -> Group:
@@ -34,14 +35,14 @@ def test_rewards_are_shaped_in_the_documented_order():
     groups = [group([1.0, 0.0, None, 1.0], ["stop", "length", "stop", "length"])]
     # (1 - 0.5) * 10 = 5, clipped to 4; -5 - 3 = -8, clipped to -6; 5 - 3 = 2.
     assert shaped_rewards(groups, config) == [4, -6, 2]
-    assert [s.reward for s in countable_samples(groups, config)] == [4, -6, 2]
+    assert [s.reward for s in shape(rollout_of(groups), config)] == [4, -6, 2]
 
 
 def test_rewards_standardised_over_the_rollout():
     config = RLOOConfig(normalize_rewards="batch", advantage_epsilon=1e-6)
     values = [1.0, 3.0, 5.0, 9.0]
     mean, deviation = statistics.fmean(values), statistics.stdev(values)
-    samples = countable_samples([group(values[:2]), group(values[2:], number=1)], config)
+    samples = shape(rollout_of([group(values[:2]), group(values[2:], number=1)]), config)
     expected = [(v - mean) / (deviation + 1e-6) for v in values]
     assert [s.reward for s in samples] == pytest.approx(expected)
 
@@ -49,14 +50,14 @@ def test_rewards_standardised_over_the_rollout():
 def test_rewards_standardised_by_earlier_rollouts_only():
     config = RLOOConfig(normalize_rewards="running")
     past = Adaptive(0.0)
-    first = countable_samples([group([1.0, 3.0])], config, past)
+    first = shape(rollout_of([group([1.0, 3.0])]), config, past)
     assert [s.reward for s in first] == [1, 3]
     for rewards in ([1.0, 3.0], [5.0, 9.0]):
         past.see_rewards(rewards, 0.9)
     values = [1.0, 3.0, 5.0, 9.0]
     assert (past.past.count, past.past.mean) == (4, statistics.fmean(values))
     expected = [(v - past.past.mean) / statistics.stdev(values) for v in (2.0, 4.0)]
-    later = countable_samples([group([2.0, 4.0])], config, past)
+    later = shape(rollout_of([group([2.0, 4.0])]), config, past)
     assert [s.reward for s in later] == pytest.approx(expected)
 
 
@@ -66,7 +67,7 @@ def test_the_running_baseline_follows_the_mean_reward_of_past_rollouts():
     past.see_rewards([1.0, 3.0], 0.5)
     past.see_rewards([6.0], 0.5)
     assert past.decayed_mean == 0.5 * 2 + 0.5 * 6
-    samples = countable_samples([group([5.0]), group([2.0], number=1)], config, past)
+    samples = shape(rollout_of([group([5.0]), group([2.0], number=1)]), config, past)
     assert [s.reward for s in samples] == [1, -2]
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import make_samples
-from terms import terms_of
-from test_rollout import make_config, make_policy
 
 from rloo.algorithm.advantages import assign
 from rloo.algorithm.update import micro_loss
 from rloo.config.config import RLOOConfig
+from support.models import make_samples
+from support.policies import make_policy_config, make_policy_of
+from support.terms import terms_of
 
 SPACE = {
     "beta": [0.3],
@@ -57,7 +57,7 @@ def draw_config(rng: random.Random) -> tuple[dict, RLOOConfig]:
         }
         options.setdefault("beta", 0.0)
         try:
-            return options, make_config(**options)
+            return options, make_policy_config(**options)
         except ValueError as error:
             assert any(name in str(error) for name in SPACE), error
 
@@ -97,8 +97,8 @@ def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_credit_and_gradient_do_not_depend_on_how_they_are_computed(seed):
     rng = random.Random(seed)
     options, config = draw_config(rng)
-    samples, policy = draw_samples(rng), make_policy(config)
-    before = assign(samples, policy, terms_of(make_config(**options, **IN_PARTS)))
+    samples, policy = draw_samples(rng), make_policy_of(config)
+    before = assign(samples, policy, terms_of(make_policy_config(**options, **IN_PARTS)))
     assert all(values.isfinite().all() for values in before.known.values())
     # From the update's own pass, where that suffices, or as far as rewards go.
     given = assign(samples, policy, terms_of(config))
@@ -121,8 +121,8 @@ def test_micro_batches_below_a_group_add_up_to_the_whole():
     for seed in range(100, 112):
         rng = random.Random(seed)
         options, config = draw_config(rng)
-        samples, policy = draw_samples(rng), make_policy(config)
-        given = assign(samples, policy, terms_of(make_config(**options, **IN_PARTS)))
+        samples, policy = draw_samples(rng), make_policy_of(config)
+        given = assign(samples, policy, terms_of(make_policy_config(**options, **IN_PARTS)))
         whole = gradient_of(policy, samples, given, config)
         parts = [gradient_of(policy, [s], given, config) for s in samples]
         assert is_close(sum(parts), whole), options

@@ -2,47 +2,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import make_model, make_samples
-from terms import terms_of
-from text import make_tokenizer
 
 from rloo.algorithm.advantages import FromThisPass, Stored, assign
 from rloo.algorithm.rollout import score
-from rloo.algorithm.shaping import countable_samples
+from rloo.algorithm.shaping import shape
 from rloo.algorithm.update import micro_loss, minibatches, update
 from rloo.config.batches import batches_of
-from rloo.config.config import RLOOConfig
-from rloo.model.policy import Policy
 from rloo.rewards import RewardSet
 from rloo.types import Completion, Group, Prompt
-
-CPU = torch.device("cpu")
-
-
-def make_config(**options) -> RLOOConfig:
-    defaults = {
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "num_generations": 4,
-        "num_prompts": 3,
-    }
-    return RLOOConfig(**{**defaults, **options})
-
-
-def make_policy(config: RLOOConfig) -> Policy:
-    policy = Policy(
-        make_model("llama"),
-        make_tokenizer(),
-        config,
-        device=CPU,
-        num_training_steps=4,
-    )
-    if policy.reference.model is not None:
-        torch.manual_seed(1)
-        for parameter in policy.reference.model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    return policy
+from support.models import make_samples
+from support.policies import make_policy_config, make_policy_of
+from support.terms import rollout_of, terms_of
+from support.text import make_tokenizer
 
 
 def completion(*tokens: int, finish="stop") -> Completion:
@@ -61,7 +32,7 @@ def test_only_scored_completions_of_groups_with_two_scores_count():
         make_group([None] * 3),
         make_group([-9.0, 0.5, 9.0]),
     ]
-    samples = countable_samples(groups, make_config(reward_clip_range=[-1.0, 2.0]))
+    samples = shape(rollout_of(groups), make_policy_config(reward_clip_range=[-1.0, 2.0]))
     assert [s.key for s in samples] == [(0, 0), (0, 2), (3, 0), (3, 1), (3, 2)]
     assert [s.reward for s in samples] == [1, 2, -1, 0.5, 2]
 
@@ -117,8 +88,8 @@ def by_hand(samples, config, policy) -> dict:
     "options", [{"steps_per_generation": 3}, {"max_tokens_per_micro_batch": 10}]
 )
 def test_stored_credit_equals_the_definition(options):
-    config = make_config(beta=0.5, **options)
-    policy, samples = make_policy(config), make_samples()
+    config = make_policy_config(beta=0.5, **options)
+    policy, samples = make_policy_of(config), make_samples()
     given = assign(samples, policy, terms_of(config))
     assert given.known == pytest.approx(by_hand(samples, config, policy), abs=1e-4)
 
@@ -134,8 +105,8 @@ def test_one_pass_and_stored_credit_have_the_same_gradient():
     samples = make_samples()
     results = []
     for parts in (1, 3):
-        config = make_config(beta=0.5, steps_per_generation=parts)
-        policy = make_policy(config)
+        config = make_policy_config(beta=0.5, steps_per_generation=parts)
+        policy = make_policy_of(config)
         given = assign(samples, policy, terms_of(config))
         assert isinstance(given, FromThisPass if parts == 1 else Stored)
         results.append(gradient_of(policy, samples, given, config))
@@ -146,9 +117,11 @@ def test_one_pass_and_stored_credit_have_the_same_gradient():
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_the_first_step_on_a_whole_rollout_leaves_what_a_pass_before_it_would(beta):
     samples = make_samples()
-    config = make_config(beta=beta, num_iterations=2)
-    policy = make_policy(config)
-    before = assign(samples, policy, terms_of(make_config(beta=beta, steps_per_generation=3)))
+    config = make_policy_config(beta=beta, num_iterations=2)
+    policy = make_policy_of(config)
+    before = assign(
+        samples, policy, terms_of(make_policy_config(beta=beta, steps_per_generation=3))
+    )
     given = assign(samples, policy, terms_of(config))
 
     after = given.after_first_step(update(policy, samples, given, terms_of(config)))
@@ -163,8 +136,8 @@ def test_the_first_step_on_a_whole_rollout_leaves_what_a_pass_before_it_would(be
 
 
 def test_without_a_penalty_no_pass_is_made_for_credit():
-    config = make_config(beta=0.0)
-    policy = make_policy(config)
+    config = make_policy_config(beta=0.0)
+    policy = make_policy_of(config)
     policy.logprobs = None
     given = assign(make_samples(), policy, terms_of(config))
     assert given.old_logprobs == {}
@@ -175,8 +148,10 @@ def test_without_a_penalty_no_pass_is_made_for_credit():
 def test_truncated_completions_leave_the_gradient_but_not_the_baseline(parts):
     samples = make_samples(2, 4)
     cut = [sample if i % 3 else replace(sample, truncated=True) for i, sample in enumerate(samples)]
-    config = make_config(beta=0.5, mask_truncated_completions=True, steps_per_generation=parts)
-    policy = make_policy(config)
+    config = make_policy_config(
+        beta=0.5, mask_truncated_completions=True, steps_per_generation=parts
+    )
+    policy = make_policy_of(config)
     expected = by_hand(cut, config, policy)
     gradient = gradient_of(policy, cut, assign(cut, policy, terms_of(config)), config)
     policy.model.zero_grad()
@@ -191,7 +166,7 @@ def test_truncated_completions_leave_the_gradient_but_not_the_baseline(parts):
 
 
 def test_optimizer_steps_are_cut_by_place_whatever_is_missing():
-    config = make_config(num_prompts=1, steps_per_generation=3, num_iterations=2)
+    config = make_policy_config(num_prompts=1, steps_per_generation=3, num_iterations=2)
     samples = [s for s in make_samples(3, 4) if s.key != (1, 2)]
     parts = [
         [s.key for s in part]
@@ -212,8 +187,8 @@ def test_the_denominator_counts_completions_without_signal():
     ]
     moved = []
     for batch in (samples, samples + silent):
-        config = make_config(beta=0.0, optim="sgd", learning_rate=1.0, max_grad_norm=0)
-        policy = make_policy(config)
+        config = make_policy_config(beta=0.0, optim="sgd", learning_rate=1.0, max_grad_norm=0)
+        policy = make_policy_of(config)
         before = torch.cat([p.detach().flatten() for p in policy.parameters])
         update(policy, batch, assign(batch, policy, terms_of(config)), terms_of(config))
         moved.append(torch.cat([p.detach().flatten() for p in policy.parameters]) - before)

@@ -7,86 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from datasets import Dataset
-from models import CONFIGS, make_model
-from text import WORDS, make_tokenizer
 
-from rloo import RLOOConfig, RLOOTrainer
-
-ROWS = Dataset.from_dict({"prompt": [" ".join(WORDS[i : i + 3 + i % 4]) for i in range(12)]})
-
-
-def count_words(completions, **_):
-    """How many of the words are among w0 ... w19."""
-    return [float(sum(int(word[1:]) < 20 for word in c.split())) for c in completions]
-
-
-def make_config(folder: Path, **options) -> RLOOConfig:
-    defaults = {
-        "output_dir": str(folder / "run"),
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "num_generations": 4,
-        "num_prompts": 3,
-        "max_steps": 4,
-        "max_completion_length": 8,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "cosine",
-        "beta": 0.05,
-        "seed": 7,
-        "disable_tqdm": True,
-        "num_threads": 1,
-    }
-    return RLOOConfig(**{**defaults, **options})
-
-
-def make_trainer(config: RLOOConfig, reward=count_words, rows=ROWS, **options) -> RLOOTrainer:
-    return RLOOTrainer(
-        model=make_model("qwen3"),
-        reward_funcs=reward,
-        args=config,
-        train_dataset=rows,
-        processing_class=make_tokenizer(),
-        **options,
-    )
-
-
-def weights(trainer: RLOOTrainer) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-
-
-def equal(first, second) -> bool:
-    return all(torch.equal(first[name], second[name]) for name in first)
-
-
-def metrics_of(config: RLOOConfig) -> list[dict]:
-    lines = Path(config.output_dir, "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def without_times(rows: list[dict]) -> list[dict]:
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "step_time", "tokens_per"))}
-        for row in rows
-    ]
-
-
-class PowerCut(BaseException):
-    """Nothing can be saved any more."""
-
-
-def train_until_power_cut(trainer: RLOOTrainer, after: int = 3) -> None:
-    """Train, and lose everything but the checkpoints when step `after` has been recorded."""
-    original = trainer.monitor.step
-
-    def cut(step, metrics):
-        original(step, metrics)
-        if step == after:
-            raise PowerCut
-
-    trainer.monitor.step = cut
-    with pytest.raises(PowerCut):
-        trainer.train()
+from rloo import RLOOConfig
+from support.models import CONFIGS, make_model
+from support.training import (
+    ROWS,
+    count_words,
+    equal,
+    make_config,
+    make_trainer,
+    metrics_of,
+    train_until_power_cut,
+    weights,
+    without_times,
+)
 
 
 def test_reward_rises_and_falls_when_negated(tmp_path):
@@ -327,13 +261,7 @@ def test_every_architecture_trains(tmp_path, name):
     config = make_config(tmp_path, max_steps=2, max_completion_length=12)
     model = make_model(name)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    trainer = RLOOTrainer(
-        model=model,
-        reward_funcs=count_words,
-        args=config,
-        train_dataset=ROWS,
-        processing_class=make_tokenizer(),
-    )
+    trainer = make_trainer(config, model=model)
     trainer.train()
     changed = [not torch.equal(p, before[n]) for n, p in model.named_parameters()]
     assert sum(changed) > 0.8 * len(changed)
@@ -368,13 +296,7 @@ def test_a_folder_with_another_run_is_left_alone(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     config = make_config(tmp_path, max_steps=1)
     make_trainer(config).train()
-    other = RLOOTrainer(
-        model=make_model("gpt2"),
-        reward_funcs=count_words,
-        args=config,
-        train_dataset=ROWS,
-        processing_class=make_tokenizer(),
-    )
+    other = make_trainer(config, model=make_model("gpt2"))
     with pytest.raises(ValueError, match="checkpoint is of another model"):
         other.train(resume_from_checkpoint=True)
 
@@ -422,13 +344,7 @@ def test_a_resumed_run_names_the_other_options_that_differ(tmp_path):
 
 def test_a_checkpoint_that_began_from_other_weights_is_refused(tmp_path):
     config = make_interrupted(tmp_path)
-    other = RLOOTrainer(
-        model=make_model("qwen3", seed=1),
-        reward_funcs=count_words,
-        args=config,
-        train_dataset=ROWS,
-        processing_class=make_tokenizer(),
-    )
+    other = make_trainer(config, model=make_model("qwen3", seed=1))
     with pytest.raises(ValueError, match="began from other weights"):
         other.train(resume_from_checkpoint=True)
 
@@ -521,12 +437,9 @@ def test_dropout_kept_as_numbers_is_removed_too(tmp_path):
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    trainer = RLOOTrainer(
+    trainer = make_trainer(
+        make_config(tmp_path, gradient_checkpointing=True),
         model=transformers.AutoModelForCausalLM.from_config(options),
-        reward_funcs=count_words,
-        args=make_config(tmp_path, gradient_checkpointing=True),
-        train_dataset=ROWS,
-        processing_class=make_tokenizer(),
     )
     trainer.train()
     rows = metrics_of(trainer.args)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from terms import terms_of
 from torch import Tensor
 
 from rloo.algorithm import objective
@@ -17,6 +16,8 @@ from rloo.algorithm.advantages import FromThisPass, Stored, batch_advantages
 from rloo.algorithm.update import micro_loss
 from rloo.config.config import RLOOConfig
 from rloo.model.logprobs import TokenScores
+from support.presets import PRESET_FORMS
+from support.terms import terms_of
 
 SEQUENCES = [(0,), (1, 0), (2, 0), (1, 1), (1, 2), (2, 1), (2, 2)]
 REWARDS = torch.tensor([0.1, 1.0, -0.5, 0.3, 0.0, 2.0, 0.7], dtype=torch.float64)
@@ -197,19 +198,6 @@ BIASED = {
     "k3 in the loss": ({"kl_placement": "loss", "kl_estimator": "k3"}, 0.8890, 0.9100),
     "k2 in the reward": ({"kl_estimator": "k2_wrong_gradient"}, 0.9156, 0.9149),
     "k3 in the reward": ({"kl_estimator": "k3_wrong_gradient"}, 0.9224, 0.8840),
-}
-# The same for the presets, whose beta is set to 0.3.
-PRESET_FORMS = {
-    "areal": ({"preset": "areal"}, 0.7807, 0.9281),
-    "areal_docs": ({"preset": "areal_docs"}, 0.4725, 0.9839),
-    "ms_swift": ({"preset": "ms_swift"}, 0.5661, 0.9704),
-    "verl": ({"preset": "verl"}, 0.5540, 0.9985),
-    "openrlhf": ({"preset": "openrlhf"}, 0.5585, 0.9974),
-    "nemo_rl": ({"preset": "nemo_rl"}, 1.1832, 0.8143),
-    "reinforce_pp": ({"preset": "reinforce_pp"}, 0.8045, 0.9264),
-    "reinforce_pp_baseline": ({"preset": "reinforce_pp_baseline"}, 0.6839, 0.9796),
-    "grpo": ({"preset": "grpo"}, 0.6319, 0.8666),
-    "dr_grpo": ({"preset": "dr_grpo"}, 0.3092, 0.9288),
 }
 
 

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import VOCAB_SIZE, make_samples
-from terms import terms_of
-from test_rollout import make_config, make_policy
 
 from rloo.algorithm.advantages import FromThisPass, Stored, assign
 from rloo.algorithm.objective import kl_estimate
 from rloo.algorithm.update import micro_loss, update
 from rloo.model.batch import pad
 from rloo.model.policy import Policy
+from support.models import VOCAB_SIZE, make_samples
+from support.policies import make_policy_config, make_policy_of
+from support.terms import terms_of
 
 
 def own_logits(policy: Policy, samples) -> tuple[torch.Tensor, list[int], torch.Tensor]:
@@ -36,8 +36,10 @@ def assert_same(first, second) -> None:
 
 @pytest.mark.parametrize("aggregation", ["sequence", "sequence_token_mean"])
 def test_the_entropy_bonus_has_the_gradient_of_the_mean_entropy(aggregation):
-    config = make_config(beta=0.0, entropy_coef=0.3, temperature=0.7, loss_aggregation=aggregation)
-    policy, samples = make_policy(config), [replace(s, reward=1.0) for s in make_samples()]
+    config = make_policy_config(
+        beta=0.0, entropy_coef=0.3, temperature=0.7, loss_aggregation=aggregation
+    )
+    policy, samples = make_policy_of(config), [replace(s, reward=1.0) for s in make_samples()]
     given = assign(samples, policy, terms_of(config))
     assert not any(given.has_signal(s.key) for s in samples)
     micro_loss(policy, policy.batch(samples), given, terms_of(config), denominator=12.0)[
@@ -54,10 +56,10 @@ def test_the_entropy_bonus_has_the_gradient_of_the_mean_entropy(aggregation):
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}], ids=str)
 def test_the_entropy_bonus_is_the_same_in_chunks_and_with_checkpointing(options, chunks):
-    config = make_config(beta=0.0, entropy_coef=0.3, temperature=0.7, **options)
+    config = make_policy_config(beta=0.0, entropy_coef=0.3, temperature=0.7, **options)
     found = []
     for number in (1, chunks):
-        policy, samples = make_policy(config), make_samples()
+        policy, samples = make_policy_of(config), make_samples()
         batch = policy.batch(samples)
         rows = -(-len(batch.target_T) // number)
         scores = policy.logprobs(batch, chunk_elements=rows * VOCAB_SIZE)
@@ -68,10 +70,10 @@ def test_the_entropy_bonus_is_the_same_in_chunks_and_with_checkpointing(options,
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_kl_in_the_loss_has_the_gradient_of_its_estimate(corrected):
-    config = make_config(
+    config = make_policy_config(
         beta=0.5, kl_placement="loss", kl_estimator="k3", use_bias_correction_kl=corrected
     )
-    policy, samples = make_policy(config), [replace(s, reward=1.0) for s in make_samples()]
+    policy, samples = make_policy_of(config), [replace(s, reward=1.0) for s in make_samples()]
     batch = policy.batch(samples)
     loss, sums = micro_loss(
         policy, batch, assign(samples, policy, terms_of(config)), terms_of(config), 12.0
@@ -90,14 +92,14 @@ def test_kl_in_the_loss_has_the_gradient_of_its_estimate(corrected):
 
 
 def test_masked_completions_have_neither_kl_nor_entropy_in_the_loss():
-    config = make_config(
+    config = make_policy_config(
         beta=0.5,
         kl_placement="loss",
         kl_estimator="k3",
         entropy_coef=0.1,
         mask_truncated_completions=True,
     )
-    policy = make_policy(config)
+    policy = make_policy_of(config)
     samples = [replace(s, reward=1.0, truncated=s.key[1] == 0) for s in make_samples()]
 
     def gradient_of(chosen):
@@ -109,14 +111,14 @@ def test_masked_completions_have_neither_kl_nor_entropy_in_the_loss():
 
 
 def test_the_decoupled_objective_weighs_tokens_by_trainer_over_sampler():
-    config = make_config(
+    config = make_policy_config(
         preset="areal",
         normalize_advantages=False,
         normalize_over="completions",
         beta=0.0,
         rollout_importance_sampling_threshold=1.2,
     )
-    policy, samples = make_policy(config), make_samples()
+    policy, samples = make_policy_of(config), make_samples()
     logprobs, lengths, targets = own_logits(policy, samples)
     chosen = logprobs.gather(-1, targets[:, None])[:, 0]
     # The sampler was off by 0.1 either way, and by so much at the first token that it is dropped.
@@ -145,8 +147,8 @@ def test_unscored_completions_count_in_the_mean_only_where_asked():
     samples = make_samples()[:6]
     losses = {}
     for counted in (False, True):
-        config = make_config(beta=0.0, count_unscored=counted)
-        policy = make_policy(config)
+        config = make_policy_config(beta=0.0, count_unscored=counted)
+        policy = make_policy_of(config)
         losses[counted] = update(
             policy, samples, assign(samples, policy, terms_of(config)), terms_of(config)
         )["loss"]
@@ -156,8 +158,8 @@ def test_unscored_completions_count_in_the_mean_only_where_asked():
 def test_completions_without_signal_are_computed_where_another_term_needs_them():
     samples = [replace(s, reward=1.0) for s in make_samples()]
     for options, share in (({}, 0.0), ({"entropy_coef": 0.1}, 1.0)):
-        config = make_config(beta=0.0, **options)
-        policy = make_policy(config)
+        config = make_policy_config(beta=0.0, **options)
+        policy = make_policy_of(config)
         given = assign(samples, policy, terms_of(config))
         assert update(policy, samples, given, terms_of(config))["update/computed_share"] == share
 
@@ -165,8 +167,11 @@ def test_completions_without_signal_are_computed_where_another_term_needs_them()
 def test_token_credit_is_the_same_from_the_update_s_own_pass_and_from_one_before():
     options = {"preset": "openrlhf", "beta": 0.3}
     samples = make_samples()
-    before, config = make_config(**options, steps_per_generation=3), make_config(**options)
-    policy = make_policy(config)
+    before, config = (
+        make_policy_config(**options, steps_per_generation=3),
+        make_policy_config(**options),
+    )
+    policy = make_policy_of(config)
     stored = assign(samples, policy, terms_of(before))
     from_this_pass = assign(samples, policy, terms_of(config))
     assert isinstance(stored, Stored) and isinstance(from_this_pass, FromThisPass)

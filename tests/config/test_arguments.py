@@ -6,13 +6,13 @@ import pickle
 from dataclasses import dataclass, fields
 
 import pytest
-from models import make_model
-from test_train import ROWS, count_words
-from text import make_tokenizer
 from transformers import HfArgumentParser
 
 from rloo import RLOOArguments, RLOOConfig, RLOOTrainer
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+from support.models import make_model
+from support.text import make_tokenizer
+from support.training import ROWS, count_words
 
 
 def parse(text: str, *flags: str) -> RLOOArguments:

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from models import make_model
 from rich.console import Console
-from text import CHAT_TEMPLATE, make_tokenizer
 from transformers import GenerationConfig
 
 from rloo import RLOOConfig, RLOOTrainer
@@ -26,6 +24,8 @@ from rloo.model.policy import Policy
 from rloo.report.console import completions_table
 from rloo.run.setup import make_sampling, prompt_limit
 from rloo.types import Completion, Group, Prompt, Sampling
+from support.models import make_model
+from support.text import CHAT_TEMPLATE, make_tokenizer
 
 ENGINES = {
     "native": NativeEngine,

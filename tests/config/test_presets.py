@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from terms import terms_of
-from test_unbiased import PRESET_FORMS
 
 from rloo.algorithm.advantages import advantages, token_penalty
-from rloo.algorithm.shaping import countable_samples
+from rloo.algorithm.shaping import shape
 from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
 from rloo.config.presets import BASE, PRESETS, describe_preset, preset_options, remarks
 from rloo.config.rendering import render_resolved
 from rloo.types import Completion, Group, Prompt
+from support.presets import PRESET_FORMS
+from support.terms import rollout_of, terms_of
 
 
 def form(preset: str, **options) -> RLOOConfig:
@@ -30,7 +30,7 @@ def advantages_of(config, rewards, lengths=None, penalties=None) -> list[float]:
     lengths = lengths or [1] * len(rewards)
     members = [Completion([7] * n, "stop", [0.0] * n, [0.0] * n) for n in lengths]
     group = Group(Prompt(0, [1], "x"), members, ["text"] * len(rewards), rewards)
-    samples = countable_samples([group], config)
+    samples = shape(rollout_of([group]), config)
     kept = torch.tensor([len(s.token_ids) for s in samples])
     paid = [0.0] * int(kept.sum()) if penalties is None else penalties
     return advantages(

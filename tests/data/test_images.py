@@ -6,7 +6,6 @@ import torch
 from datasets import Dataset, Features, Image, List, Value
 from PIL.Image import Image as Picture
 from transformers import LlamaConfig, LlamaForSequenceClassification
-from vision_models import FAMILIES, RELATIVES, make_image, make_processor, make_vision_model
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.data.images import with_images
@@ -18,8 +17,9 @@ from rloo.model.policy import Policy
 from rloo.report.console import as_string
 from rloo.rewards.model import as_reward
 from rloo.types import Completion, Prompt, Sample, Sampling, text_of
-
-CPU = torch.device("cpu")
+from support.models import CPU
+from support.training import make_config
+from support.vision_models import FAMILIES, RELATIVES, make_image, make_processor, make_vision_model
 
 SAMPLING = Sampling(max_tokens=6, stop_token_ids=(2,), temperature=0.8)
 TEXTS = ["what is it?", "and these?", "nothing here", "one more"]
@@ -72,25 +72,13 @@ def make_model(family: str):
     return model
 
 
-def make_config(folder: Path, **options) -> RLOOConfig:
-    defaults = {
-        "output_dir": str(folder / "run"),
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "num_generations": 2,
-        "num_prompts": 4,
-        "max_steps": 2,
-        "max_completion_length": 5,
-        "learning_rate": 1e-2,
-        "temperature": 0.8,
-        "disable_tqdm": True,
-        "num_threads": 1,
-    }
-    return RLOOConfig(**{**defaults, **options})
+def make_image_config(folder: Path, **options) -> RLOOConfig:
+    short = {"num_generations": 2, "num_prompts": 4, "max_steps": 2, "max_completion_length": 5}
+    return make_config(folder, **{**short, "temperature": 0.8, **options})
 
 
 def make_policy(family: str, folder: Path, **options) -> Policy:
-    config = make_config(folder, **options)
+    config = make_image_config(folder, **options)
     return Policy(
         make_model(family),
         make_processor(family),
@@ -408,7 +396,7 @@ def make_trainer(family, folder, reward=count_letters, rows=None, model=None, **
     return RLOOTrainer(
         model=model or make_model(family),
         reward_funcs=reward,
-        args=make_config(folder, **options),
+        args=make_image_config(folder, **options),
         train_dataset=rows or make_rows(),
         processing_class=None if isinstance(model, str) else make_processor(family),
         **extra,

@@ -4,7 +4,11 @@ import json
 
 import pytest
 from datasets import Dataset, IterableDataset, IterableDatasetDict
-from test_train import (
+
+from rloo.data import stream as module
+from rloo.data.prompts import PromptSource
+from rloo.data.stream import StreamSource
+from support.training import (
     ROWS,
     count_words,
     equal,
@@ -15,10 +19,6 @@ from test_train import (
     weights,
     without_times,
 )
-
-from rloo.data import stream as module
-from rloo.data.prompts import PromptSource
-from rloo.data.stream import StreamSource
 
 
 @pytest.fixture

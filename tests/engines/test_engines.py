@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 import torch
-from models import CONFIGS, VOCAB_SIZE, WINDOW, make_model
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -12,6 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from rloo.engines import HFEngine, NativeEngine, noise_key
 from rloo.model import attention
 from rloo.types import Completion, Prompt, Sampling
+from support.models import CONFIGS, VOCAB_SIZE, WINDOW, make_model
 
 ENGINES = {
     "native": NativeEngine,

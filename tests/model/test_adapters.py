@@ -9,10 +9,19 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from models import make_model, make_samples
-from peft import LoraConfig, PeftModel, get_peft_model
-from test_policy import TEMPERATURE, gradients, make_policy, one_by_one, weights_of
-from test_train import (
+from peft import PeftModel
+
+from rloo import RLOOConfig, RLOOTrainer, cli
+from rloo.engines import build_engine
+from rloo.model import adapters
+from rloo.model.adapters import Adapter, add_adapter, lora_config
+from rloo.run.checkpoint import verify_checkpoint
+from rloo.types import Prompt, Sampling
+from support.adapters import logits_of, make_adapted, make_lora, perturb, trained_weights, wrap
+from support.models import make_model, make_samples
+from support.policies import TEMPERATURE, gradients, make_policy, one_by_one, weights_of
+from support.text import make_tokenizer
+from support.training import (
     ROWS,
     count_words,
     equal,
@@ -21,14 +30,6 @@ from test_train import (
     train_until_power_cut,
     without_times,
 )
-from text import make_tokenizer
-
-from rloo import RLOOConfig, RLOOTrainer, cli
-from rloo.engines import build_engine
-from rloo.model import adapters
-from rloo.model.adapters import Adapter, add_adapter, lora_config
-from rloo.run.checkpoint import verify_checkpoint
-from rloo.types import Prompt, Sampling
 
 KINDS = {
     "lora": {},
@@ -42,34 +43,6 @@ KINDS = {
 }
 
 
-def make_lora(**options) -> LoraConfig:
-    defaults = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "lora_dropout": 0.05}
-    return LoraConfig(**{**defaults, **options})
-
-
-def perturb(model, seed: int = 1) -> None:
-    """Give every trained parameter a random push: an adapter with an effect."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-
-
-def wrap(model, lora: LoraConfig) -> PeftModel:
-    with warnings.catch_warnings():
-        # peft asks by a name at which newer versions of transformers warn.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        return get_peft_model(model, lora)
-
-
-def make_adapted(name: str = "qwen3", *, effect: bool = True, base=None, **options) -> PeftModel:
-    model = wrap(base or make_model(name), make_lora(**options))
-    if effect:
-        perturb(model)
-    return model
-
-
 def everywhere(name: str) -> dict:
     """The options of an adapter on every layer, and on the experts, where there are any."""
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -80,12 +53,6 @@ def everywhere(name: str) -> dict:
         "lora_dropout": 0.0,
         "fan_in_fan_out": name == "gpt2",
     }
-
-
-def logits_of(model) -> torch.Tensor:
-    ids = torch.arange(3, 33).reshape(2, 15)
-    with torch.no_grad():
-        return model.eval()(ids, use_cache=False).logits
 
 
 # -- what is computed -----------------------------------------------------------------------------
@@ -339,12 +306,6 @@ def base_weights(trainer: RLOOTrainer) -> dict[str, torch.Tensor]:
         n: p.detach().clone()
         for n, p in trainer.policy.model.named_parameters()
         if not p.requires_grad
-    }
-
-
-def trained_weights(trainer: RLOOTrainer) -> dict[str, torch.Tensor]:
-    return {
-        n: p.detach().clone() for n, p in trainer.policy.model.named_parameters() if p.requires_grad
     }
 
 

@@ -2,47 +2,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_model, make_samples
-from terms import terms_of
-from test_train import ROWS, count_words, metrics_of
-from text import make_tokenizer
 
-from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.advantages import Stored
 from rloo.algorithm.update import update
 from rloo.model.batch import pack, pad
 from rloo.model.policy import Policy
-
-CPU = torch.device("cpu")
+from support.models import CPU, make_model, make_samples
+from support.terms import terms_of
+from support.text import make_tokenizer
+from support.training import make_config, make_trainer, metrics_of
 
 EXPERTS = ["qwen3_moe", "gpt_oss"]
 
 
-def make_config(folder: Path, **options) -> RLOOConfig:
-    defaults = {
-        "output_dir": str(folder / "run"),
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "beta": 0.0,
-        "num_generations": 4,
-        "num_prompts": 3,
-        "max_steps": 2,
-        "max_completion_length": 8,
-        "disable_tqdm": True,
-        "num_threads": 1,
-    }
-    return RLOOConfig(**{**defaults, **options})
-
-
 def make_policy(name: str, folder: Path, model=None, **options) -> Policy:
-    model = model or make_skewed(name)
-    return Policy(
-        model,
-        make_tokenizer(),
-        make_config(folder, **options),
-        device=CPU,
-        num_training_steps=4,
-    )
+    model, config = model or make_skewed(name), make_config(folder, **{"beta": 0.0, **options})
+    return Policy(model, make_tokenizer(), config, device=CPU, num_training_steps=4)
 
 
 def make_skewed(name: str):
@@ -194,14 +169,8 @@ def test_over_micro_batches_it_is_the_mean_by_tokens(tmp_path):
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_mixture_of_experts_trains_and_logs_its_balance(name, tmp_path):
-    config = make_config(tmp_path, router_aux_loss_coef=0.1, beta=0.05, learning_rate=1e-2)
-    trainer = RLOOTrainer(
-        model=make_model(name),
-        reward_funcs=count_words,
-        args=config,
-        train_dataset=ROWS,
-        processing_class=make_tokenizer(),
-    )
+    config = make_config(tmp_path, router_aux_loss_coef=0.1, max_steps=2)
+    trainer = make_trainer(config, model=make_model(name))
     before = {key: p.detach().clone() for key, p in trainer.model.named_parameters()}
     trainer.train()
     for row in metrics_of(config):

@@ -7,17 +7,6 @@ import pytest
 import torch
 import transformers
 import yaml
-from models import CONFIGS, make_model
-from test_policy import make_policy
-from test_train import (
-    equal,
-    make_config,
-    make_trainer,
-    metrics_of,
-    train_until_power_cut,
-    weights,
-    without_times,
-)
 
 from benchmarks.memory import CHOICES, LASTING, Shape, measure, predict
 from rloo.algorithm import train
@@ -32,8 +21,18 @@ from rloo.model.memory import (
     predicted_peak_bytes,
 )
 from rloo.run.checkpoint import load_checkpoint
+from support.models import CONFIGS, CPU, make_model
+from support.policies import make_policy
+from support.training import (
+    equal,
+    make_config,
+    make_trainer,
+    metrics_of,
+    train_until_power_cut,
+    weights,
+    without_times,
+)
 
-CPU = torch.device("cpu")
 WORKLOAD = Workload(
     longest_prompt=12, shortest_prompt=4, completion_tokens=40, num_generations=4, num_groups=8
 )

@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from models import make_model, make_samples
-from test_adapters import make_adapted
-from test_policy import gradients, make_policy, weights_of
-from test_train import equal, make_config, make_trainer, metrics_of, weights, without_times
 
 from rloo.model import offload
 from rloo.model.offload import ParkedState, activations_on_host
 from rloo.run.resume import load_checkpoint
+from support.adapters import make_adapted
+from support.models import CPU, make_model, make_samples
+from support.policies import gradients, make_policy, weights_of
+from support.training import equal, make_config, make_trainer, metrics_of, weights, without_times
 
-CPU = torch.device("cpu")
 GPU = pytest.param(
     torch.device("cuda"),
     marks=[

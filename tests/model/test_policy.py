@@ -1,47 +1,15 @@
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
-from models import CONFIGS, make_linear_attention_model, make_model, make_samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import exceeds, split
 from rloo.model.loading import load_model
 from rloo.model.logprobs import token_logprobs
-from rloo.model.policy import Policy
-
-TEMPERATURE = 0.7
-
-
-def make_policy(model, **options) -> Policy:
-    defaults = {"bf16": False, "beta": 0.0, "gradient_checkpointing": False, "use_cpu": True}
-    config = RLOOConfig(**{**defaults, "temperature": TEMPERATURE, **options})
-    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2)
-    return Policy(model, tokenizer, config, device=torch.device("cpu"), num_training_steps=10)
-
-
-def weights_of(count: int) -> torch.Tensor:
-    return torch.linspace(-1, 1, count)
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def one_by_one(model, samples) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The oracle: every completion alone, without padding, through the model's own logits."""
-    model.zero_grad()
-    parts = []
-    for sample in samples:
-        ids = torch.tensor([sample.prompt_ids + sample.token_ids])
-        logprobs = (model(ids, use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
-        start = len(sample.prompt_ids) - 1
-        parts.append(logprobs[start:-1].gather(1, ids[0, start + 1 :, None])[:, 0])
-    joined = torch.cat(parts)
-    (joined * weights_of(len(joined))).sum().backward()
-    return joined.detach(), gradients(model)
+from support.models import CONFIGS, make_linear_attention_model, make_model, make_samples
+from support.policies import TEMPERATURE, gradients, make_policy, one_by_one, weights_of
 
 
 @pytest.mark.parametrize("packing", [True, False])

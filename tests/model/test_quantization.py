@@ -9,20 +9,6 @@ import peft
 import pytest
 import torch
 import transformers
-from models import make_model, make_samples
-from test_adapters import logits_of, make_lora, perturb, trained_weights, wrap
-from test_policy import TEMPERATURE, gradients, make_policy, weights_of
-from test_train import (
-    ROWS,
-    count_words,
-    equal,
-    make_config,
-    metrics_of,
-    train_until_power_cut,
-    without_times,
-)
-from test_train import make_trainer as make_full_trainer
-from text import make_tokenizer
 from transformers import BitsAndBytesConfig
 
 from rloo import RLOOConfig, RLOOTrainer
@@ -33,6 +19,20 @@ from rloo.model.loading import load_model
 from rloo.model.memory import optimizer_bytes, phase_peaks, weight_bytes
 from rloo.run.setup import make_engine
 from rloo.types import Prompt, Sampling
+from support.adapters import logits_of, make_lora, perturb, trained_weights, wrap
+from support.models import make_model, make_samples
+from support.policies import TEMPERATURE, gradients, make_policy, weights_of
+from support.text import make_tokenizer
+from support.training import (
+    ROWS,
+    count_words,
+    equal,
+    make_config,
+    metrics_of,
+    train_until_power_cut,
+    without_times,
+)
+from support.training import make_trainer as make_full_trainer
 
 KINDS = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -427,14 +427,13 @@ def test_what_is_said_of_an_embedding_is_forgotten_with_it():
 
 
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_32bit", "ademamix_8bit"])
-def test_their_states_are_resumed_to_the_last_bit(tmp_path, monkeypatch, optim):
-    monkeypatch.setattr("test_train.make_model", lambda name: make_wide())
+def test_their_states_are_resumed_to_the_last_bit(tmp_path, optim):
     options = {"optim": optim, "learning_rate": 1e-3}
-    whole = make_full_trainer(make_config(tmp_path / "whole", **options))
+    whole = make_full_trainer(make_config(tmp_path / "whole", **options), model=make_wide())
     whole.train()
     assert any("nothing is paged" in n for n in whole.policy.notes) == ("paged" in optim)
     config = make_config(tmp_path / "parts", save_steps=2, **options)
-    stop_and_resume(lambda: make_full_trainer(config), whole)
+    stop_and_resume(lambda: make_full_trainer(config, model=make_wide()), whole)
 
 
 @pytest.mark.parametrize(

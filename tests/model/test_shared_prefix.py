@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from models import CONFIGS, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo.model import attention
@@ -10,8 +9,7 @@ from rloo.model.attention import Options
 from rloo.model.batch import pack
 from rloo.model.shared_prefix import PackedLayout, Span
 from rloo.types import Sample
-
-CPU = torch.device("cpu")
+from support.models import CONFIGS, CPU, make_model
 
 
 def make_spans(groups):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rollouts import Result, Rollout, assert_equal, make_rollout, ours, pad
+
+from support.given_logprobs import Result, Rollout, assert_equal, make_rollout, ours, pad
 
 pytestmark = [
     pytest.mark.peers,

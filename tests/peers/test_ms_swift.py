@@ -6,7 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rollouts import MAX_LENGTH, Result, Rollout, assert_equal, make_rollout, ours, pad
+
+from support.given_logprobs import (
+    MAX_LENGTH,
+    Result,
+    Rollout,
+    assert_equal,
+    make_rollout,
+    ours,
+    pad,
+)
 
 pytestmark = [
     pytest.mark.peers,

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from models import make_model
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_trl import PROMPTS, K, judge, make_rollout
-from text import make_tokenizer
 
 from rloo.config.config import RLOOConfig
 from rloo.model.adapters import add_adapter
+from support.beside_trl import PROMPTS, K, judge, make_rollout
+from support.models import make_model
+from support.text import make_tokenizer
 
 pytestmark = [
     pytest.mark.peers,

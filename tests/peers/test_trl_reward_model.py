@@ -1,28 +1,25 @@
 """TRL's RLOOTrainer and ours score the same texts with the same reward models."""
 
 import pytest
-import torch
 import transformers
 from datasets import Dataset
-from models import make_model
-from rewards.test_model import (
+
+from rloo.config.config import RLOOConfig
+from rloo.run.setup import make_rewards
+from support.models import CPU, make_model
+from support.reward_models import (
     COMPLETIONS,
     PROMPTS,
     joined,
     make_reward_model,
     make_reward_tokenizer,
 )
-from text import make_tokenizer
-
-from rloo.config.config import RLOOConfig
-from rloo.run.setup import make_rewards
+from support.text import make_tokenizer
 
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.filterwarnings("default"),  # TRL and accelerate warn about each other
 ]
-
-CPU = torch.device("cpu")
 
 
 def theirs(tmp_path, rewards, tokenizers, prompts, completions):

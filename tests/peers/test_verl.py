@@ -5,10 +5,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from rollouts import MAX_LENGTH, Result, Rollout, assert_equal, make_rollout, ours, pad
 
 from rloo.algorithm.adaptive import Adaptive
 from rloo.config.config import RLOOConfig
+from support.given_logprobs import (
+    MAX_LENGTH,
+    Result,
+    Rollout,
+    assert_equal,
+    make_rollout,
+    ours,
+    pad,
+)
 
 pytestmark = [
     pytest.mark.peers,

@@ -24,7 +24,7 @@ from rloo.types import Completion, Group, Prompt
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]bold[/red] \u202eabc\x9b31m\r\ud800 :boom:"
 
 
-def make_config(**options):
+def make_shown_config(**options):
     return RLOOConfig(**{"num_prompts": 4, "num_generations": 2, "use_cpu": True, **options})
 
 
@@ -34,7 +34,9 @@ def make_console(*, terminal=False):
 
 def make_monitor(directory, *, max_steps=5, terminal=False, **options):
     screen = make_console(terminal=terminal)
-    return Monitor(make_config(**options), directory, max_steps=max_steps, console=screen), screen
+    return Monitor(
+        make_shown_config(**options), directory, max_steps=max_steps, console=screen
+    ), screen
 
 
 def shown(screen):
@@ -183,7 +185,7 @@ def make_accuracy(value, low, high, **others):
     ],
 )
 def test_the_formula_shows_what_acts_and_nothing_else(options, expected):
-    config = make_config(**options)
+    config = make_shown_config(**options)
     assert objective_line(config, batches_of(config, world_size=1)) == expected
 
 
@@ -255,7 +257,9 @@ def test_on_a_terminal_the_line_is_live_and_the_cursor_comes_back(tmp_path):
 def test_progress_can_be_silenced_and_is_recorded_all_the_same(tmp_path, options):
     screen = make_console()
     quiet = options.pop("quiet", False)
-    watcher = Monitor(make_config(**options), tmp_path, max_steps=2, console=screen, quiet=quiet)
+    watcher = Monitor(
+        make_shown_config(**options), tmp_path, max_steps=2, console=screen, quiet=quiet
+    )
     watcher.step(1, make_metrics(0.5))
     assert shown(screen) == ""
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
@@ -336,7 +340,7 @@ def test_log_completions_prints_so_many_and_records_all_at_every_log(tmp_path):
 def test_hostile_text_is_shown_and_steers_nothing(tmp_path, encoding):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
     screen = Console(file=stream, width=200, color_system=None)
-    config = make_config(log_completions=True, logging_steps=1)
+    config = make_shown_config(log_completions=True, logging_steps=1)
     watcher = Monitor(config, tmp_path, max_steps=2, console=screen)
     messages = [{"role": "user", "content": HOSTILE}]
     watcher.completions(1, [make_group((HOSTILE,), prompt=messages, rewards=(1.0,))])

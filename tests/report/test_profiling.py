@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import equal, make_config, make_trainer, metrics_of, weights, without_times
 
 from rloo.report.profiling import StepProfile
+from support.training import equal, make_config, make_trainer, metrics_of, weights, without_times
 
 
 def seconds_of(report: str, row: str) -> float:

@@ -7,12 +7,6 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from models import _COMMON, make_model
-from text import make_tokenizer
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from tokenizers.processors import TemplateProcessing
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.config.parsing import parse_command_line
@@ -22,37 +16,15 @@ from rloo.rewards.normalizer import Normalized
 from rloo.run.evaluate import evaluate
 from rloo.run.setup import make_rewards
 from rloo.types import Completion, Prompt, Sampling
-
-PROMPTS = ["w1 w2", "w3", "w4 w5 w6", "w7", "w1"]
-COMPLETIONS = [" w8", " w9 w10 w11 w12", " w2", " w13 w2", " w20 w21 w22 w23 w24 w25 w26"]
-
-CPU = torch.device("cpu")
-
-
-def make_reward_tokenizer(**special):
-    """Words in another order than the policy's, its padding at the end, and another template."""
-    names = ["</s>", *(f"w{i}" for i in reversed(range(90))), ":", "[PAD]", "<oov>"]
-    model = WordLevel({name: i for i, name in enumerate(names)}, unk_token="<oov>")
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    # What it would add to a text by itself, and must not.
-    tokenizer.post_processor = TemplateProcessing("w0 $A w0", special_tokens=[("w0", 90)])
-    special = {"eos_token": "</s>", "pad_token": "[PAD]", "unk_token": "<oov>", **special}
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    fast.chat_template = (
-        "{% for m in messages %}w{{ loop.index }} : {{ m['content'] }} {% endfor %}"
-        "{% if mood is defined %}{{ mood }}{% endif %}"
-    )
-    return fast
-
-
-def make_reward_model(num_labels=1, seed=5, **options):
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        **{**_COMMON, "pad_token_id": None, "initializer_range": 0.3, **options},
-        num_labels=num_labels,
-    )
-    return transformers.LlamaForSequenceClassification(config)
+from support.models import CPU, make_model
+from support.reward_models import (
+    COMPLETIONS,
+    PROMPTS,
+    joined,
+    make_reward_model,
+    make_reward_tokenizer,
+)
+from support.text import make_tokenizer
 
 
 @pytest.fixture
@@ -72,10 +44,6 @@ def alone(model, tokenizer, texts):
         with torch.no_grad():
             scores.append(model.score(model.model(ids).last_hidden_state[0, -1]).item())
     return scores
-
-
-def joined():
-    return [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 8, 10_000])

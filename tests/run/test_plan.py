@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from models import make_model
-from text import WORDS, make_tokenizer
 
 from rloo import cli
 from rloo.config.parsing import parse_command_line
@@ -15,6 +13,8 @@ from rloo.model.memory import phase_peaks, weight_bytes
 from rloo.model.policy import Policy
 from rloo.run.plan import make_plan
 from rloo.run.trainer import RLOOTrainer
+from support.models import make_model
+from support.text import WORDS, make_tokenizer
 
 OPTIONS = {
     "dataset": "rows.jsonl",

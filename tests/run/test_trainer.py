@@ -14,8 +14,12 @@ import torch
 import transformers
 import yaml
 from datasets import Dataset, DatasetDict, IterableDatasetDict
-from models import make_model
-from test_train import (
+
+from rloo import RLOOConfig, RLOOTrainer
+from rloo.config.rendering import render_resolved
+from support.models import make_model
+from support.text import make_tokenizer
+from support.training import (
     ROWS,
     count_words,
     equal,
@@ -26,10 +30,6 @@ from test_train import (
     weights,
     without_times,
 )
-from text import make_tokenizer
-
-from rloo import RLOOConfig, RLOOTrainer
-from rloo.config.rendering import render_resolved
 
 HELD_OUT = Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6", "w7 w8 w9"]})
 

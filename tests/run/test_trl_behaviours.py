@@ -13,13 +13,21 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from models import CONFIGS, make_model
-from test_train import ROWS, count_words, equal, make_config, make_trainer, metrics_of, weights
-from text import make_tokenizer
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm import train
 from rloo.types import Completion
+from support.models import CONFIGS, make_model
+from support.text import make_tokenizer
+from support.training import (
+    ROWS,
+    count_words,
+    equal,
+    make_config,
+    make_trainer,
+    metrics_of,
+    weights,
+)
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "trl.md"

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 
 from rloo.types import Sample
 
+CPU = torch.device("cpu")
 VOCAB_SIZE = 97
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -25,8 +26,8 @@ _EXPERTS = {"num_experts_per_tok": 2}
 WINDOW = 8
 
 CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**_COMMON),
-    "qwen3": lambda: transformers.Qwen3Config(**_COMMON),
+    "llama": lambda: transformers.LlamaConfig(**COMMON),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_embd=32,
@@ -41,20 +42,20 @@ CONFIGS = {
         pad_token_id=0,
     ),
     "gemma2": lambda: transformers.Gemma2Config(
-        **_COMMON,
+        **COMMON,
         sliding_window=WINDOW,
         query_pre_attn_scalar=8,
         final_logit_softcapping=5.0,
         attn_implementation="eager",  # others leave out the cap of its scores in transformers 5.17
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
-        **_COMMON, sliding_window=WINDOW, query_pre_attn_scalar=8
+        **COMMON, sliding_window=WINDOW, query_pre_attn_scalar=8
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **_COMMON, **_EXPERTS, sliding_window=WINDOW, num_local_experts=4
+        **COMMON, **_EXPERTS, sliding_window=WINDOW, num_local_experts=4
     ),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **_COMMON, **_EXPERTS, moe_intermediate_size=16, num_experts=4
+        **COMMON, **_EXPERTS, moe_intermediate_size=16, num_experts=4
     ),
 }
 
@@ -67,7 +68,7 @@ def make_model(name: str, seed: int = 0) -> PreTrainedModel:
 def make_linear_attention_model() -> PreTrainedModel:
     """A hybrid: most of its layers keep a recurrent state, which packing would carry over."""
     torch.manual_seed(0)
-    options = {**_COMMON, "num_hidden_layers": 4}
+    options = {**COMMON, "num_hidden_layers": 4}
     config = transformers.Qwen3NextConfig(
         **options,
         num_experts=4,

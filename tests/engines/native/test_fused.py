@@ -3,11 +3,11 @@
 import pytest
 import torch
 import transformers
-from models import _COMMON, VOCAB_SIZE, WINDOW, make_model
 
 from rloo.engines import NativeEngine, build_engine
 from rloo.engines.native.fused import FusedDecoder, can_fuse
 from rloo.types import Prompt, Sampling
+from support.models import COMMON, VOCAB_SIZE, WINDOW, make_model
 
 ROTARY = {
     "rope_type": "llama3",
@@ -19,14 +19,14 @@ ROTARY = {
 }
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(
-        **_COMMON, attention_bias=True, mlp_bias=True, rope_parameters=ROTARY
+        **COMMON, attention_bias=True, mlp_bias=True, rope_parameters=ROTARY
     ),
-    "mistral": lambda: transformers.MistralConfig(**_COMMON, sliding_window=WINDOW),
-    "qwen2": lambda: transformers.Qwen2Config(**_COMMON, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=WINDOW),
+    "qwen2": lambda: transformers.Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen2 windows": lambda: transformers.Qwen2Config(
-        **_COMMON, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+        **COMMON, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
-    "qwen3": lambda: transformers.Qwen3Config(**_COMMON, attention_bias=True),
+    "qwen3": lambda: transformers.Qwen3Config(**COMMON, attention_bias=True),
 }
 PROMPTS = [
     Prompt(number, [(5 * i + number) % VOCAB_SIZE for i in range(length)], "")
@@ -151,11 +151,11 @@ def test_matrices_are_shared_unless_they_need_another_form():
 
 def test_unknown_arithmetic_is_not_fused_and_said_to_be_slower():
     dynamic = transformers.LlamaConfig(
-        **_COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        **COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     )
     assert not can_fuse(transformers.AutoModelForCausalLM.from_config(dynamic))
     assert not can_fuse(make_model("gpt2"))
-    gelu = transformers.LlamaConfig(**_COMMON, hidden_act="gelu")
+    gelu = transformers.LlamaConfig(**COMMON, hidden_act="gelu")
     assert not can_fuse(transformers.AutoModelForCausalLM.from_config(gelu))
 
     engine, note = build_engine("auto", make_model("gemma2"), pad_token_id=0)

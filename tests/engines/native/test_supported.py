@@ -1,11 +1,11 @@
 import pytest
 import torch
-from models import CONFIGS, make_linear_attention_model, make_model
 from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForConditionalGeneration
 
 from rloo.engines import HFEngine, NativeEngine, build_engine, supports
 from rloo.model import attention
 from rloo.types import Prompt, Sampling
+from support.models import CONFIGS, make_linear_attention_model, make_model
 
 
 @pytest.mark.parametrize("name", CONFIGS)

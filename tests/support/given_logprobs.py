@@ -9,16 +9,16 @@ import random
 from dataclasses import dataclass
 
 import torch
-from terms import terms_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rloo.algorithm.advantages import assign
-from rloo.algorithm.shaping import countable_samples
+from rloo.algorithm.shaping import shape
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import pack
 from rloo.types import Completion, Group, Prompt
+from support.terms import rollout_of, terms_of
 
 MAX_LENGTH = 12
 
@@ -140,7 +140,7 @@ def ours(rollout: Rollout, **options) -> Result:
         **options,
     )
     policy = GivenPolicy(rollout)
-    samples = countable_samples(_groups(rollout), config)
+    samples = shape(rollout_of(_groups(rollout)), config)
     given = assign(samples, policy, terms_of(config))
     if not given.old_logprobs:
         given = given.after_first_step(update(policy, samples, given, terms_of(config)))

@@ -1,0 +1,89 @@
+"""Runs of a small policy on twelve prompts, and what they leave behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from rloo import RLOOConfig, RLOOTrainer
+from support.models import make_model
+from support.text import WORDS, make_tokenizer
+
+ROWS = Dataset.from_dict({"prompt": [" ".join(WORDS[i : i + 3 + i % 4]) for i in range(12)]})
+
+
+def count_words(completions, **_):
+    """How many of the words are among w0 ... w19."""
+    return [float(sum(int(word[1:]) < 20 for word in c.split())) for c in completions]
+
+
+def make_config(folder: Path, **options) -> RLOOConfig:
+    defaults = {
+        "output_dir": str(folder / "run"),
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "num_generations": 4,
+        "num_prompts": 3,
+        "max_steps": 4,
+        "max_completion_length": 8,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "beta": 0.05,
+        "seed": 7,
+        "disable_tqdm": True,
+        "num_threads": 1,
+    }
+    return RLOOConfig(**{**defaults, **options})
+
+
+def make_trainer(
+    config: RLOOConfig, reward=count_words, rows=ROWS, model=None, **options
+) -> RLOOTrainer:
+    return RLOOTrainer(
+        model=make_model("qwen3") if model is None else model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=rows,
+        processing_class=make_tokenizer(),
+        **options,
+    )
+
+
+def weights(trainer: RLOOTrainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+
+
+def equal(first, second) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def metrics_of(config: RLOOConfig) -> list[dict]:
+    lines = Path(config.output_dir, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "step_time", "tokens_per"))}
+        for row in rows
+    ]
+
+
+class PowerCut(BaseException):
+    """Nothing can be saved any more."""
+
+
+def train_until_power_cut(trainer: RLOOTrainer, after: int = 3) -> None:
+    """Train, and lose everything but the checkpoints when step `after` has been recorded."""
+    original = trainer.monitor.step
+
+    def cut(step, metrics):
+        original(step, metrics)
+        if step == after:
+            raise PowerCut
+
+    trainer.monitor.step = cut
+    with pytest.raises(PowerCut):
+        trainer.train()
