@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -216,13 +217,19 @@ def test_progress_states_the_change_since_the_start_with_its_error(tmp_path):
 
 def test_progress_averages_over_the_last_eight_steps():
     rows = [make_metrics(0.0, 0.0)] + [make_metrics(5.0, 0.0)] * 3 + [make_metrics(1.0, 0.0)] * 8
-    line = console.progress(12, 12, scored=rows, recent=rows[-8:])[0]
-    assert line == "step 12/12  0 s left  reward 1.000 ± 0.000  +1.000 ± 0.000 since the start"
+    lines = console.progress(12, 12, scored=rows, recent=rows[-8:])
+    assert lines[0] == "step 12/12  0 s left"
+    assert lines[1] == "reward 1.000 ± 0.000  +1.000 ± 0.000 since the start"
 
 
 def test_progress_leaves_out_what_is_not_known():
     row = {"reward": 0.5, "reward/standard_error": math.nan, "kl": math.nan}
-    assert console.progress(1, 9, scored=[row], recent=[row]) == ["step 1/9  reward 0.500", "", ""]
+    assert console.progress(1, 9, scored=[row], recent=[row]) == [
+        "step 1/9",
+        "reward 0.500",
+        "",
+        "",
+    ]
 
 
 def test_off_a_terminal_a_line_comes_at_every_log_or_after_ten_seconds(tmp_path, monkeypatch):
@@ -243,8 +250,10 @@ def test_on_a_terminal_the_line_is_live_and_the_cursor_comes_back(tmp_path):
     watcher.note("something")
     watcher.finish(make_summary())
     text = shown(screen)
-    assert "[====................] step 1/5" in text
-    assert "[========............] step 2/5" in text
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines()]
+    assert f"{'━' * 4:20} step 1/5  8 s left" in lines
+    assert f"{'━' * 8:20} step 2/5  6 s left" in lines
+    assert "reward 0.500 ± 0.021  +0.000 ± 0.042 since the start" in lines
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text as RichText
 
@@ -24,8 +25,6 @@ from rloo.types import Group, Text
 
 # Steps over which the progress line and the verdict average.
 WINDOW = 8
-# 97.5 % point of the normal distribution.
-Z = 1.959963984540054
 
 Estimate = tuple[float, float]
 Row = Mapping[str, float]
@@ -100,8 +99,8 @@ def mean_reward(rows: Sequence[Row]) -> Estimate:
 def progress(
     step: int, max_steps: int, *, scored: Sequence[Row], recent: Sequence[Row]
 ) -> list[str]:
-    """Three lines: how far, what was learned, where the time goes. `scored` are all steps that
-    brought rewards, the first one first; `recent` the last steps, over which is averaged."""
+    """Four lines: how far the run is, what was learned, its state, where the time goes. `scored`
+    are all steps with rewards, in order; `recent` the last steps, whose metrics are averaged."""
     speed = _recent_mean(recent, "step_time")
     done = f"step {step}/{max_steps}"
     if math.isfinite(speed):
@@ -123,13 +122,29 @@ def progress(
         for text, name, scale in shown
         if math.isfinite(mean := _recent_mean(recent, name))
     ]
-    return [f"{done}  {learned}", "  ".join(state), "  ".join(_time_split(recent))]
+    return [done, learned, "  ".join(state), "  ".join(_time_split(recent))]
 
 
-def progress_bar(step: int, max_steps: int) -> str:
-    """`[=====.....]`, filled by the share of the steps that is done."""
-    filled = round(_BAR_WIDTH * min(step / max(max_steps, 1), 1.0))
-    return f"[{'=' * filled}{'.' * (_BAR_WIDTH - filled)}]"
+class LiveProgress(Progress):
+    """The lines of `progress` in their place on a terminal, the first one beside a bar."""
+
+    def __init__(self, console: Console, max_steps: int) -> None:
+        self._below: list[RichText] = []
+        columns = BarColumn(_BAR_WIDTH), TextColumn("{task.description}", markup=False)
+        super().__init__(*columns, console=console, auto_refresh=False)
+        self._steps = self.add_task("", total=max_steps)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from self._below
+
+    def show(self, step: int, lines: Sequence[str]) -> None:
+        """Replace what is shown, from the first call on; `stop` leaves it and frees the cursor."""
+        first, *others = (inert(line, self.console.encoding) for line in lines)
+        self._below = [RichText(text, no_wrap=True, overflow="ellipsis") for text in others]
+        self.update(self._steps, completed=step, description=first)
+        self.start()
+        self.refresh()
 
 
 def _time_split(recent: Sequence[Row]) -> Iterator[str]:

@@ -11,6 +11,9 @@ from statistics import fmean
 
 from rloo.types import Group
 
+# 97.5 % point of the normal distribution: half the width of a 95 % interval, in standard errors.
+Z = 1.959963984540054
+
 
 def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """The mean of each metric over parts of a rollout, weighted by their sizes; one that is not in

@@ -19,22 +19,18 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.console import Group as Lines
-from rich.live import Live
-from rich.text import Text as RichText
 
 from rloo import __version__
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.data.images import images_of, save_images, without_images
 from rloo.report.console import (
     WINDOW,
+    LiveProgress,
     completions_table,
     evaluation_line,
     header,
-    inert,
     mean_reward,
     progress,
-    progress_bar,
     spread,
     write_line,
 )
@@ -86,7 +82,7 @@ class Monitor:
         self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self._refused_steps = 0
         self._told_of_unscored = False
-        self._live: Live | None = None
+        self._live: LiveProgress | None = None
         self._last_line = (0, -math.inf)
         self._last_table = 0
         self._window: list[Mapping[str, float]] = []
@@ -132,13 +128,15 @@ class Monitor:
             return
         lines = progress(step, self.max_steps, scored=self._scored, recent=list(self._recent))
         if self._console.is_interactive:
-            self._show_live([f"{progress_bar(step, self.max_steps)} {lines[0]}", *lines[1:]])
+            self._live = self._live or LiveProgress(self._console, self.max_steps)
+            self._live.show(step, lines)
             return
         last_step, last_time = self._last_line
         waited = time.monotonic() - last_time >= SECONDS_BETWEEN_LINES
         if waited or self._log_between(last_step, step) or step == self.max_steps:
             self._last_line = (step, time.monotonic())
-            self.say(" | ".join(line for line in lines if line))
+            done, *others = lines
+            self.say(f"{done}  {' | '.join(line for line in others if line)}")
 
     def completions(self, step: int, groups: Sequence[Group]) -> None:
         """Record some completions of a rollout; at a log with `log_completions` record all, and
@@ -242,14 +240,6 @@ class Monitor:
     def say(self, text: str) -> None:
         """Print a line."""
         write_line(self._console, text)
-
-    def _show_live(self, lines: Sequence[str]) -> None:
-        texts = [inert(line, self._console.encoding) for line in lines]
-        shown = Lines(*(RichText(text, no_wrap=True, overflow="ellipsis") for text in texts))
-        if self._live is None:
-            self._live = Live(shown, console=self._console, auto_refresh=False)
-            self._live.start()
-        self._live.update(shown, refresh=True)
 
     # -- transformers' callbacks and loggers -----------------------------------------------------
 

@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rloo.report.console import Z, duration, percent, plus_minus
+from rloo.report.console import duration, percent, plus_minus
+from rloo.report.metrics import Z
 
 # A standard error from fewer steps on either side is itself a matter of chance.
 FEWEST_STEPS = 3

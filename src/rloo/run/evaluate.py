@@ -20,13 +20,10 @@ from rloo.config.config import RLOOConfig
 from rloo.engines.noise import noise_key
 from rloo.model.policy import Policy
 from rloo.model.state import capture_rng, restore_rng
-from rloo.report.metrics import deviation, rollout_metrics
+from rloo.report.metrics import Z, deviation, rollout_metrics
 from rloo.rewards import RewardSet
 from rloo.run.setup import make_sampling
 from rloo.types import Engine, Group, Prompt, Sampling
-
-# 97.5 % point of the normal distribution.
-Z = 1.959963984540054
 
 
 def evaluate(
