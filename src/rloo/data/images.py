@@ -14,13 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
 from rloo.types import Message, Text
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what watches a run imports this file before torch is needed
+    import torch
+    from torch import Tensor
     from transformers import PretrainedConfig
 
 COLUMNS = ("image", "images")
@@ -263,6 +261,8 @@ def join_inputs(
 def _lay_along(
     name: str, rows: Sequence[Mapping[str, Tensor] | None], starts: Sequence[int], width: int
 ) -> Tensor:
+    import torch
+
     joined = torch.zeros(len(rows), width, dtype=torch.long)
     for target, row, start in zip(joined, rows, starts, strict=True):
         if row is not None:
@@ -272,6 +272,8 @@ def _lay_along(
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor:
+    import torch
+
     size = [max(lengths) for lengths in zip(*(part.shape[1:] for part in parts), strict=True)]
     return torch.cat([_enlarged(part, size) for part in parts])
 
@@ -280,4 +282,6 @@ def _enlarged(part: Tensor, size: Sequence[int]) -> Tensor:
     missing = [new - old for new, old in zip(size, part.shape[1:], strict=True)]
     if not any(missing):
         return part
-    return F.pad(part, [n for count in reversed(missing) for n in (0, count)])
+    from torch.nn.functional import pad
+
+    return pad(part, [n for count in reversed(missing) for n in (0, count)])
