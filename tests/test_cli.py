@@ -450,7 +450,7 @@ def test_eval_prints_what_it_measured_and_writes_nothing(folder, capsys):
     options = ["--eval_pass_k", "1", "2", "--num_generations_eval", "4", "--pass_threshold", "2"]
     assert cli.main(["eval", "run.yaml", *options]) == 0
     what, headline, *lines = capsys.readouterr().out.splitlines()
-    assert what.endswith("rows.jsonl (train), temperature 1")
+    assert what.endswith("rows.jsonl, temperature 1")
     assert headline.startswith("pass@1 ")
     assert "pass@2 " in headline and "pass@1 greedy " in headline and "reward " in headline
     assert "(12 problems x 4 samples)" in headline
