@@ -300,7 +300,7 @@ def test_a_reward_that_needs_a_column_which_is_not_there_names_it(folder, capsys
     write_rows("bare.jsonl", [{"prompt": "w1"}])
     options = ["--dataset", "bare.jsonl", "--reward", "rewards.py:weight_of_row"]
     error = refusal(capsys, "train", "run.yaml", *options)
-    assert "'weight_of_row' requires the parameter 'weight', which nobody gives" in error
+    assert "'weight_of_row' requires the parameter 'weight', which is neither" in error
 
 
 def test_a_model_folder_without_a_tokenizer_is_refused(folder, capsys):

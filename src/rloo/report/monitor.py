@@ -1,7 +1,7 @@
-"""Shows a run and records it: console, JSON files, and the callbacks and loggers of transformers.
+"""Shows and records a run: console, JSON files, and the callbacks and loggers of transformers.
 
-Everything here watches; nothing touches training, except that a callback may set flags on the
-`TrainerControl` that the loop reads. What the lines say is in `console.py` and `verdict.py`.
+Watching does not change training, except that a callback may set flags on the `TrainerControl` that
+the loop reads. The text of the lines is in `console.py` and `verdict.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rloo.report.console import (
     WINDOW,
     LiveProgress,
     completions_table,
+    counted,
     evaluation_line,
     header,
     mean_reward,
@@ -51,16 +52,16 @@ SECONDS_BETWEEN_LINES = 10.0
 NUM_RECORDED_COMPLETIONS = 4
 REWARD = ("reward", "reward/standard_error")
 DRIFTS = ("kl", "entropy", "completions/mean_length", "groups/signal")
-# Of these a window's last value says more than its mean.
+# Metrics that are logged as the last value of a window, not as its mean.
 LAST_VALUE = ("num_tokens", "learning_rate")
 
 
 class Monitor:
-    """The console and the files of one run; its folder must exist when the first line is written.
+    """The console and the files of one run. `output_dir` must exist before the first step.
 
-    Steps count finished optimizer steps, from 1. Order: `truncate_after` when resuming, then
-    `start`, `attach`, the calls of the loop, and `finish`, which also restores the terminal and so
-    must be reached when training fails.
+    Steps count finished optimizer steps, from 1. The order of calls is: `truncate_after` when
+    resuming, then `start`, `attach`, those of the loop, and `finish`. `finish` also restores the
+    terminal, so it must be called when training fails, too.
     """
 
     def __init__(
@@ -97,24 +98,24 @@ class Monitor:
             self.say(line)
 
     def note(self, text: str) -> None:
-        """Print a line that the user must see, and keep it for the summary."""
+        """Print a line that the user must see, and repeat it in the summary."""
         self.notes.append(text)
         self.say(f"note: {text}")
 
     def truncate_after(self, step: int) -> None:
-        """Drop what was recorded after `step`, and torn lines, so that no step occurs twice."""
+        """Drop rows recorded after `step` and torn lines, so that no step occurs twice."""
         for name in (METRICS, COMPLETIONS, EVALUATIONS):
             rows, unreadable = truncate_rows(self.output_dir / name, step)
             if name == METRICS:
                 for row in rows:
                     self._remember({n: value for n, value in row.items() if value is not None})
             if unreadable:
-                self.note(f"{name}: {unreadable} unreadable line(s) dropped")
+                self.note(f"{name}: {counted(unreadable, 'unreadable line')} dropped")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one line in metrics.jsonl and move the progress line.
+        """Append a line to metrics.jsonl and show progress.
 
-        On a terminal it is live; elsewhere a plain line at every log or after 10 seconds.
+        Progress is live on a terminal; elsewhere it is a plain line at every log or after 10 s.
         """
         append_rows(self.output_dir / METRICS, [{"step": step, **metrics}])
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
@@ -139,8 +140,8 @@ class Monitor:
             self.say(f"{done}  {' | '.join(line for line in others if line)}")
 
     def completions(self, step: int, groups: Sequence[Group]) -> None:
-        """Record some completions of a rollout; at a log with `log_completions` record all, and
-        print them."""
+        """Record some completions of a rollout; with `log_completions`, at every log, record all
+        and print some."""
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
         chosen = list(spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
@@ -175,8 +176,8 @@ class Monitor:
     def evaluation(
         self, step: int, name: str, metrics: Mapping[str, Any], *, dataset: str = ""
     ) -> None:
-        """Print an evaluation and record it in evaluations.jsonl; `dataset` tells one of several
-        sets."""
+        """Print an evaluation and record it in evaluations.jsonl; `dataset` names the set if there
+        are several."""
         of_set = {"dataset": dataset} if dataset else {}
         append_rows(
             self.output_dir / EVALUATIONS, [{"step": step, "name": name, **of_set, **metrics}]
@@ -185,11 +186,11 @@ class Monitor:
         self.say(f"evaluation ({place}) at step {step}: {evaluation_line(metrics)}")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json whole or not at all, and print the verdict and where the results are.
+        """Write summary.json atomically; print the verdict and the names of the result files.
 
-        `summary`: status, steps, start and end (metrics of the evaluations, empty where none was
-        made), wall_seconds, num_tokens, seed, config, versions. Added: max_steps, notes,
-        refused_steps, training (first and last steps) and the verdict itself.
+        `summary` has status, steps, start and end (metrics of the evaluations, empty without any),
+        wall_seconds, num_tokens, seed, config and versions. This adds max_steps, notes,
+        refused_steps, training (averages of the first and last steps) and the verdict.
         """
         if self._live is not None:
             self._live.stop()
@@ -217,9 +218,9 @@ class Monitor:
     def _remember(self, metrics: Mapping[str, float]) -> None:
         self._recent.append(metrics)
         self._refused_steps += bool(metrics.get("update/nonfinite"))
-        loss = metrics.get("loss", 0.0)  # where nothing had signal there is none
+        loss = metrics.get("loss", 0.0)  # a step without signal has no loss
         self._losses += [loss] if math.isfinite(loss) else []
-        if "reward" in metrics:  # only the first step on a rollout brings rewards
+        if "reward" in metrics:  # only in the first step on a rollout
             self._scored.append({n: metrics[n] for n in REWARD + DRIFTS if n in metrics})
 
     def _compare_training(self) -> dict[str, Any] | None:
@@ -234,7 +235,7 @@ class Monitor:
         return {"num_steps": size, "start": first, "end": last}
 
     def _log_between(self, last: int, step: int) -> bool:
-        """Whether a step that is logged lies after `last`, up to and with `step`."""
+        """Whether one of the steps `last` + 1 to `step` is logged."""
         return step // self._every > last // self._every
 
     def say(self, text: str) -> None:
@@ -244,12 +245,12 @@ class Monitor:
     # -- transformers' callbacks and loggers -----------------------------------------------------
 
     def attach(self, events: Events) -> None:
-        """Log to these callbacks, and to the history in their state, from now on."""
+        """From now on, send events to these callbacks and log to the history in their state."""
         self._events = events
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Tell the callbacks that a step ended; at a log also the mean of each metric since the
-        last log, under Trainer's and TRL's names, which is appended to `state.log_history`."""
+        """Tell the callbacks that a step ended. At a log, also send them the mean of each metric
+        since the last log and append it to `state.log_history`."""
         assert self._events is not None
         self._window.append(dict(metrics))
         self._events.send("on_step_end")
@@ -257,15 +258,15 @@ class Monitor:
             self._flush()
 
     def log_evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Log an evaluation's numbers, named as Trainer does. Intervals are left to
-        evaluations.jsonl: loggers take numbers only."""
+        """Log an evaluation's numbers under Trainer's names. Intervals are in evaluations.jsonl
+        only, since loggers accept only numbers."""
         assert self._events is not None
         numbers = numbers_of(metrics)
         self.log_numbers(numbers)
         self._events.send("on_evaluate", metrics=numbers)
 
     def log_totals(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Log what Trainer logs at the end, with the mean loss of all steps; returns it."""
+        """Log what Trainer logs at the end, including the mean loss of all steps; return it."""
         assert self._events is not None
         whole = {**totals, "train_loss": fmean(self._losses) if self._losses else 0.0}
         if self._window:
@@ -280,7 +281,7 @@ class Monitor:
         self.log_numbers(means | last)
 
     def log_numbers(self, logs: Mapping[str, float]) -> None:
-        """Append those that are finite to `state.log_history`, and tell the callbacks."""
+        """Append the finite numbers to `state.log_history` and send them to the callbacks."""
         assert self._events is not None
         state = self._events.state
         finite = {name: value for name, value in logs.items() if math.isfinite(value)}
@@ -290,12 +291,12 @@ class Monitor:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Without intervals and whatever else loggers do not take."""
+    """The metrics that are plain numbers, as loggers require; intervals are left out."""
     return {name: value for name, value in metrics.items() if isinstance(value, Real)}
 
 
 def versions() -> dict[str, str]:
-    """Versions of what determines a result."""
+    """The versions of the libraries that determine a result."""
     libraries = {name: version(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), **libraries, "rloo": __version__}
 
