@@ -262,7 +262,7 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder)
         (["train", "run.yaml", "--dataset", "none.jsonl"], "none.jsonl does not exist"),
         (["train", "run.yaml", "--prompt_template", "{promt}"], "did you mean {prompt}?"),
         (["train", "run.yaml", "--max_completion_length", "40000"], "max_completion_length"),
-        (["train", "run.yaml", "--resume_from_checkpoint"], "no checkpoint to go on from"),
+        (["train", "run.yaml", "--resume_from_checkpoint"], "no checkpoint to resume from"),
         (["train", "run.yaml", "--resume_from_checkpoint", "x"], "checkpoint x does not exist"),
         (["train", "--dataset", "rows.jsonl", "--reward", "length(target_max=3)"], "no model"),
         (["train", "--model", "{model}", "--reward", "length(target_max=3)"], "no dataset"),

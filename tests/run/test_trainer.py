@@ -152,7 +152,7 @@ def test_a_given_optimizer_and_schedule_are_used(tmp_path):
                 torch.optim.SGD(m.parameters()),
                 torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(m.parameters())),
             ),
-            "the schedule given is of another optimizer",
+            "the schedule given belongs to another optimizer",
         ),
     ],
     ids=["alone", "foreign", "part", "other"],

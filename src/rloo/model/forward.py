@@ -1,4 +1,4 @@
-"""What training has to know of transformers' models: noise, heads, hidden states, memory."""
+"""Forward passes of transformers' models: dropout, dtypes, hidden states, output heads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch
 
-# Attributes of modules that make their forward random.
+# Module attributes that make a forward random.
 NOISE = re.compile("dropout|pdrop|jitter|layerdrop")
 
 
 def remove_dropout(model: PreTrainedModel) -> float:
-    """Make the forward free of noise, which would make the ratio differ from 1 and the KL at step 0
-    from 0; returns the largest probability found.
+    """Remove dropout, with which the ratio would differ from 1 and the KL at step 0 from 0; return
+    the largest dropout probability found.
 
-    The model stays in evaluation mode; only checkpointed layers think that they are training,
-    because transformers recomputes nothing otherwise.
+    The model stays in evaluation mode. Only checkpointed layers are set to training mode, without
+    which transformers does not recompute their activations.
     """
     found = 0.0
     model.eval()
@@ -41,14 +41,14 @@ def remove_dropout(model: PreTrainedModel) -> float:
 
 
 def pick_device(config: RLOOConfig) -> torch.device:
-    """Where the model is trained."""
+    """The device on which the model is trained."""
     return torch.device("cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu")
 
 
 def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
-    """Make trained parameters float32, since smaller ones lose updates at these learning rates;
-    returns notes. Raises ValueError for layers trained as a whole beside an adapter, whose base
-    stays as it was loaded.
+    """Convert trained parameters to float32, since 16-bit ones lose updates at these learning
+    rates; return notes. Raises ValueError for 16-bit layers of the base that are trained in full
+    beside an adapter, since the base stays as it was loaded.
     """
     precise = (torch.float32, torch.float64)
     small = [
@@ -67,20 +67,20 @@ def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
         )
     model.float()
     return [
-        f"the model was loaded in {dtype}; its weights are float32 now, since smaller ones lose "
+        f"the model was loaded in {dtype}; its weights are float32 now, since 16-bit ones lose "
         "updates at these learning rates (bf16 is the precision of the computation)"
     ]
 
 
 def copy_frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of its own weights that takes no gradients: the reference."""
+    """A copy with its own weights and without gradients, to serve as the reference."""
     frozen = copy.deepcopy(model).eval()
     return frozen.requires_grad_(False)
 
 
 def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> None:
-    """Recompute the layers' activations in the backward; `options` are torch's."""
-    # The name changed in transformers 5.2x; the old one warns there.
+    """Recompute the layers' activations in the backward; `options` are those of torch."""
+    # transformers 5.2x renamed the argument and warns about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False, **(options or {})})
     for module in model.modules():
@@ -89,34 +89,34 @@ def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None)
 
 
 def token_budget(model: PreTrainedModel, device: torch.device) -> int:
-    """Input tokens of a micro-batch, from memory: activations may take a quarter of what is free.
+    """Input tokens of a micro-batch for which activations take a quarter of the free memory.
 
-    A layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022,
-    without the attention scores), and the output head a few per vocabulary entry.
+    Per token, a layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al.
+    2022, without the attention scores), and the output head a few per vocabulary entry.
     """
     text_config = model.config.get_text_config()
     numbers = 34 * text_config.hidden_size * text_config.num_hidden_layers
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         return max(1024, min(65536, free // 4 // (4 * numbers)))
-    # Beyond this a CPU gains nothing, and loses its caches.
+    # Larger micro-batches gain nothing on a CPU and exceed its caches.
     return max(1024, min(8192, 2**32 // (4 * numbers)))
 
 
 def hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """(T, D): the states that predict the batch's completion tokens."""
+    """The hidden states (T, D) that predict the batch's completion tokens."""
     return _states(model.base_model(**batch.inputs, use_cache=False), batch)
 
 
 def routed_states(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The same of a mixture of experts, and its router's logits: per layer (tokens, experts)."""
+    """The hidden states of a mixture of experts, and router logits, per layer (tokens, experts)."""
     outputs = model.base_model(**batch.inputs, use_cache=False, output_router_logits=True)
     return _states(outputs, batch), outputs.router_logits
 
 
 def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
-    """(T,): log-probs of the batch's completion tokens from the logits that the model itself
-    computes, output head and all. What we compute is compared with it."""
+    """Log-probs (T,) of the batch's completion tokens from the model's own logits, output head
+    included. Our own computation is compared with them."""
     logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
     chosen = logits[batch.source_T].float() / temperature
     return chosen.log_softmax(-1).gather(-1, batch.target_T[:, None])[:, 0]
@@ -128,7 +128,7 @@ def _states(outputs: Any, batch: MicroBatch) -> Tensor:
 
 
 def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Hidden states to logits, with the scalings that some architectures apply after the matrix."""
+    """The function from hidden states to logits, including the scaling of some architectures."""
     text_config = model.config.get_text_config()
     matrix = model.get_output_embeddings()
     softcap = getattr(text_config, "final_logit_softcapping", None)

@@ -113,8 +113,8 @@ class StepProfile:
         return [
             *_table(rows),
             "",
-            "The phases are those of `time/...` in metrics.jsonl. Time outside operators is time in "
-            "which torch computed nothing: Python, rewards, waiting.",
+            "The phases are those of `time/...` in metrics.jsonl. Outside operators torch computed "
+            "nothing: Python, rewards, waiting.",
             meaning,
         ]
 
