@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo.types import Message, Text
 
-if TYPE_CHECKING:  # rloo.report imports this file before torch is needed
-    import torch
+if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
@@ -24,8 +23,6 @@ COLUMNS = ("image", "images")
 FOLDER = "images"
 # The processor's outputs that are about text, not images.
 _TEXT = ("input_ids", "attention_mask")
-# The processor's output with one entry per token; all others are per image.
-_PER_TOKEN = "token_type_ids"
 
 
 def is_vision_config(config: PretrainedConfig) -> bool:
@@ -230,58 +227,3 @@ def save_images(content: Text, folder: Path) -> list[str]:
             temporary.replace(path)
         names.append(f"{FOLDER}/{path.name}")
     return names
-
-
-# -- forward passes ------------------------------------------------------------------------------
-
-
-def join_inputs(
-    rows: Sequence[Mapping[str, Tensor] | None],
-    starts: Sequence[int],
-    width: int,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """Join the image inputs of each row's prompt into those of one forward pass.
-
-    Rows have `width` tokens; `starts` says where in its row each prompt begins; None in `rows`
-    stands for a prompt without images. Per-token inputs are placed along the rows, with 0 (text)
-    elsewhere. Per-image inputs are concatenated, smaller images padded with zeros that models
-    ignore.
-    """
-    present = [row for row in rows if row is not None]
-    joined = {}
-    for name in dict.fromkeys(name for row in present for name in row):
-        if name.endswith(_PER_TOKEN):
-            joined[name] = _lay_along(name, rows, starts, width)
-        else:
-            joined[name] = _stack([row[name] for row in present])
-    return {name: tensor.to(device) for name, tensor in joined.items()}
-
-
-def _lay_along(
-    name: str, rows: Sequence[Mapping[str, Tensor] | None], starts: Sequence[int], width: int
-) -> Tensor:
-    import torch
-
-    joined = torch.zeros(len(rows), width, dtype=torch.long)
-    for target, row, start in zip(joined, rows, starts, strict=True):
-        if row is not None:
-            values = row[name][0]
-            target[start : start + len(values)] = values
-    return joined
-
-
-def _stack(parts: Sequence[Tensor]) -> Tensor:
-    import torch
-
-    size = [max(lengths) for lengths in zip(*(part.shape[1:] for part in parts), strict=True)]
-    return torch.cat([_enlarged(part, size) for part in parts])
-
-
-def _enlarged(part: Tensor, size: Sequence[int]) -> Tensor:
-    missing = [new - old for new, old in zip(size, part.shape[1:], strict=True)]
-    if not any(missing):
-        return part
-    from torch.nn.functional import pad
-
-    return pad(part, [n for count in reversed(missing) for n in (0, count)])
