@@ -23,7 +23,7 @@ from benchmarks.baselines.arms import (
     tuning_jobs,
     variance_job,
 )
-from benchmarks.baselines.intervals import difference_interval, student_quantile
+from benchmarks.baselines.intervals import difference_interval
 from benchmarks.baselines.results import (
     choose_rate,
     edge_of,
@@ -271,11 +271,6 @@ def test_training_job_leaves_curves_and_every_prompts_figures(tmp_path):
 
 
 # -- intervals and the report ----------------------------------------------------------------------
-
-
-def test_quantiles_are_students():
-    for p, freedom in [(0.975, 1), (0.975, 4), (0.99722, 2.7), (0.9, 30)]:
-        assert student_quantile(p, freedom) == pytest.approx(stats.t.ppf(p, freedom), rel=1e-7)
 
 
 def test_difference_of_runs_is_welchs():

@@ -262,7 +262,7 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder)
         (["train", "run.yaml", "--dataset", "none.jsonl"], "none.jsonl does not exist"),
         (["train", "run.yaml", "--prompt_template", "{promt}"], "did you mean {prompt}?"),
         (["train", "run.yaml", "--max_completion_length", "40000"], "max_completion_length"),
-        (["train", "run.yaml", "--resume_from_checkpoint"], "no checkpoint to go on from"),
+        (["train", "run.yaml", "--resume_from_checkpoint"], "no checkpoint to resume from"),
         (["train", "run.yaml", "--resume_from_checkpoint", "x"], "checkpoint x does not exist"),
         (["train", "--dataset", "rows.jsonl", "--reward", "length(target_max=3)"], "no model"),
         (["train", "--model", "{model}", "--reward", "length(target_max=3)"], "no dataset"),
@@ -300,7 +300,7 @@ def test_a_reward_that_needs_a_column_which_is_not_there_names_it(folder, capsys
     write_rows("bare.jsonl", [{"prompt": "w1"}])
     options = ["--dataset", "bare.jsonl", "--reward", "rewards.py:weight_of_row"]
     error = refusal(capsys, "train", "run.yaml", *options)
-    assert "'weight_of_row' requires the parameter 'weight', which nobody gives" in error
+    assert "'weight_of_row' requires the parameter 'weight', which is neither" in error
 
 
 def test_a_model_folder_without_a_tokenizer_is_refused(folder, capsys):
@@ -450,7 +450,7 @@ def test_eval_prints_what_it_measured_and_writes_nothing(folder, capsys):
     options = ["--eval_pass_k", "1", "2", "--num_generations_eval", "4", "--pass_threshold", "2"]
     assert cli.main(["eval", "run.yaml", *options]) == 0
     what, headline, *lines = capsys.readouterr().out.splitlines()
-    assert what.endswith("rows.jsonl (train), temperature 1")
+    assert what.endswith("rows.jsonl, temperature 1")
     assert headline.startswith("pass@1 ")
     assert "pass@2 " in headline and "pass@1 greedy " in headline and "reward " in headline
     assert "(12 problems x 4 samples)" in headline

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["RLOOArguments", "RLOOConfig", "RLOOTrainer", "__version__"]
 
-# Where bitsandbytes is installed, transformers imports it by way of peft, and it tells on stderr
-# that a product that is not used here has no faster kernel.
+# Where bitsandbytes is installed, peft makes transformers import it, and it warns on stderr that an
+# operation that is not used here has no fast kernel.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _HOMES = {

@@ -13,13 +13,13 @@ usage: rloo COMMAND [config.yaml] [--option value ...]
 Train language models with REINFORCE Leave-One-Out.
 
 commands:
-  train    train; without a config, a model or a dataset, the embedded task (about two minutes)
-  plan     before launch: micro-batches, peak memory, time per step and to the end, predicted from
-           a measured step of the worst case; writes nothing
-  eval     greedy and sampled pass@1, pass@k and mean reward of a model on a dataset
-  config   every option with its default, meaning and names elsewhere;
-           with a config or options: the resolved configuration, and what its preset means;
-           with --from: the configuration of areal, ms-swift or trl in our options
+  train    train a model; without a config, model or dataset, run the embedded task (two minutes)
+  plan     predict micro-batches, peak memory and time from one measured worst-case step; writes
+           no file
+  eval     measure greedy and sampled pass@1, pass@k and mean reward of a model on a dataset
+  config   list every option with its default, meaning and names in other systems;
+           with a config or options: print the resolved configuration and what its preset means;
+           with --from: convert a configuration of areal, ms-swift or trl
 
 examples:
   rloo train
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except ValueError as error:
-        if getattr(error, "__notes__", None):  # raised in a user's reward: the place matters
+        if getattr(error, "__notes__", None):  # raised in a user's reward: show where
             raise
         print(f"rloo: {error}", file=sys.stderr)
         return 2
@@ -98,7 +98,7 @@ def _evaluate(arguments: list[str]) -> int:
     config = parse_command_line(_with_embedded(arguments))
     if config.eval_dataset is None and config.eval_split is None:
         config = replace(config, eval_split=config.dataset_split)
-    # Neither a reference, gradients nor a new adapter are needed, and nothing is trained on.
+    # Evaluation needs no reference, no gradients, no new adapter and no training data.
     config = replace(
         without_adapter(config),
         beta=0.0,
@@ -111,9 +111,11 @@ def _evaluate(arguments: list[str]) -> int:
     from rloo.run.trainer import RLOOTrainer
 
     trainer = RLOOTrainer(args=config)
-    split = config.eval_split or "train"
+    # A file is one split, whatever it holds.
+    is_file = Path(str(config.eval_dataset)).is_file()
+    split = "" if is_file else f" ({config.eval_split or 'train'})"
     temperature = config.eval_temperature or config.temperature
-    print(f"{config.model} on {config.eval_dataset} ({split}), temperature {temperature:g}")
+    print(f"{config.model} on {config.eval_dataset}{split}, temperature {temperature:g}")
     for note in trainer.policy.notes:
         print(f"note: {note}")
     print_evaluation(trainer.evaluate(metric_key_prefix=""))
@@ -132,7 +134,7 @@ def _config(arguments: list[str]) -> int:
     if first == "--from":
         return _import([value, *arguments[1:]] if value else arguments[1:])
     config = parse_command_line(arguments)
-    # As comments, so that what is printed can be trained from.
+    # As comments, so that the output is a valid configuration file.
     told = describe_preset(config.preset) if config.preset else []
     for line in dict.fromkeys([*told, *(f"warning: {remark}" for remark in remarks(config))]):
         print(f"# {line}")
@@ -154,7 +156,7 @@ def _import(arguments: list[str]) -> int:
 
 
 def _with_embedded(arguments: list[str]) -> list[str]:
-    """The embedded task's configuration in front, when the user names no other."""
+    """Put the embedded task's configuration first unless the user names a config, model or data."""
     from rloo.config.aliases import ALIASES
 
     given = {a.lstrip("-").partition("=")[0].replace("-", "_") for a in arguments if a[:1] == "-"}

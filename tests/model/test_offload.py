@@ -109,7 +109,7 @@ def test_a_parked_state_changes_no_step(optim, device):
     assert {id(t) for t in policy.stepper.parked._buffers.values()} == known
 
 
-@pytest.mark.filterwarnings("ignore:going on from step 2")
+@pytest.mark.filterwarnings("ignore:resuming from step 2")
 def test_a_parked_state_is_saved_and_loaded(tmp_path):
     results = []
     for parked in (False, True):

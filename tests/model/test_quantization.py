@@ -80,7 +80,7 @@ def load_few_bits(folder: Path, kind: str = "nf4", name: str = "qwen3"):
 
 
 def make_pair(folder: Path, kind: str, **lora):
-    """A PeftModel with a quantised base, and one with the same base in full, equal adapters."""
+    """A PeftModel with a quantised base, and one with the same base unquantised, equal adapters."""
     few = load_few_bits(folder, kind)
     full = make_wide()
     with torch.no_grad():
@@ -241,7 +241,7 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, folder, k
 
 
 def stop_and_resume(make, whole: RLOOTrainer) -> RLOOTrainer:
-    """Stop after step 3, go on from step 2, and compare with the uninterrupted run."""
+    """Stop after step 3, resume from step 2, and compare with the uninterrupted run."""
     first = make()
     train_until_power_cut(first)
     second = make()
@@ -290,7 +290,7 @@ def test_a_saved_base_of_few_bits_is_loaded_as_it_is(tmp_path, folder):
 def test_models_given_loaded_and_options_in_other_places(tmp_path, folder):
     config = make_config(tmp_path, max_steps=1)
     trainer = make_trainer(config, folder, model=load_few_bits(folder), peft_config=make_lora())
-    assert any("of 4 bits" in note for note in trainer.policy.notes)
+    assert any("in 4 bits" in note for note in trainer.policy.notes)
     trainer.train()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
@@ -300,14 +300,14 @@ def test_models_given_loaded_and_options_in_other_places(tmp_path, folder):
     assert metrics_of(config)[0]["kl"] == 0
     given = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     trainer = make_trainer(make_config(tmp_path / "a"), folder, quantization_config=given)
-    assert any("of 4 bits" in note for note in trainer.policy.notes)
+    assert any("in 4 bits" in note for note in trainer.policy.notes)
     for given in ({"load_in_8bit": True}, BitsAndBytesConfig(load_in_8bit=True)):
         kwargs = {"quantization_config": given}
         trainer = make_trainer(make_config(tmp_path / "b", model_init_kwargs=kwargs), folder)
-        assert any("of 8 bits" in note for note in trainer.policy.notes)
+        assert any("in 8 bits" in note for note in trainer.policy.notes)
 
 
-def test_a_base_of_few_bits_takes_less_memory_and_its_scales_count(folder):
+def test_a_quantised_base_takes_less_memory_and_its_scales_count(folder):
     full, few, nested = (
         weight_bytes(m)
         for m in (make_wide(), load_few_bits(folder), load_few_bits(folder, "nested fp4"))
@@ -324,10 +324,12 @@ def test_a_base_of_few_bits_takes_less_memory_and_its_scales_count(folder):
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def test_a_base_of_few_bits_needs_an_adapter(folder):
+def test_a_quantised_base_needs_an_adapter(folder):
     with pytest.raises(ValueError, match="is quantised and cannot be trained; train an adapter"):
         make_policy(load_few_bits(folder))
-    with pytest.raises(ValueError, match="load_in_4bit is true and the model has no layer"):
+    with pytest.raises(
+        ValueError, match="load_in_4bit is true and the model has no quantised layer"
+    ):
         make_policy(wrap(make_model("qwen3"), make_lora()), load_in_4bit=True)
 
 
@@ -375,7 +377,7 @@ def test_weights_that_bitsandbytes_reads_wrong_are_refused(tmp_path):
     for kind in KINDS:
         model = wrap(load_few_bits(tmp_path, kind), make_lora())
         if wrong and kind != "int8":
-            with pytest.raises(ValueError, match="has 32 columns, no multiple of 64"):
+            with pytest.raises(ValueError, match="has 32 columns, not a multiple of 64"):
                 make_policy(model)
         else:
             make_policy(model)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -221,13 +222,19 @@ def test_progress_states_the_change_since_the_start_with_its_error(tmp_path):
 
 def test_progress_averages_over_the_last_eight_steps():
     rows = [make_metrics(0.0, 0.0)] + [make_metrics(5.0, 0.0)] * 3 + [make_metrics(1.0, 0.0)] * 8
-    line = console.progress(12, 12, scored=rows, recent=rows[-8:])[0]
-    assert line == "step 12/12  0 s left  reward 1.000 ± 0.000  +1.000 ± 0.000 since the start"
+    lines = console.progress(12, 12, scored=rows, recent=rows[-8:])
+    assert lines[0] == "step 12/12  0 s left"
+    assert lines[1] == "reward 1.000 ± 0.000  +1.000 ± 0.000 since the start"
 
 
 def test_progress_leaves_out_what_is_not_known():
     row = {"reward": 0.5, "reward/standard_error": math.nan, "kl": math.nan}
-    assert console.progress(1, 9, scored=[row], recent=[row]) == ["step 1/9  reward 0.500", "", ""]
+    assert console.progress(1, 9, scored=[row], recent=[row]) == [
+        "step 1/9",
+        "reward 0.500",
+        "",
+        "",
+    ]
 
 
 def test_off_a_terminal_a_line_comes_at_every_log_or_after_ten_seconds(tmp_path, monkeypatch):
@@ -248,8 +255,10 @@ def test_on_a_terminal_the_line_is_live_and_the_cursor_comes_back(tmp_path):
     watcher.note("something")
     watcher.finish(make_summary())
     text = shown(screen)
-    assert "[====................] step 1/5" in text
-    assert "[========............] step 2/5" in text
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines()]
+    assert f"{'━' * 4:20} step 1/5  8 s left" in lines
+    assert f"{'━' * 8:20} step 2/5  6 s left" in lines
+    assert "reward 0.500 ± 0.021  +0.000 ± 0.042 since the start" in lines
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
 
 
@@ -299,7 +308,7 @@ def test_resuming_drops_later_steps_and_the_torn_line(tmp_path):
         assert max(row["step"] for row in read_rows(tmp_path / name)) == 2
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["reward"]) for row in rows] == [(1, 0.1), (2, 0.2), (3, 0.9)]
-    assert resumed.notes == ["metrics.jsonl: 1 unreadable line(s) dropped"]
+    assert resumed.notes == ["metrics.jsonl: 1 unreadable line dropped"]
     # step 1 of the first process is still the start: (0.2 + 0.9) / 2 - 0.1
     assert "+0.450" in shown(screen)
 
@@ -407,7 +416,7 @@ def test_a_finish_before_the_first_step_writes_a_summary(tmp_path):
     watcher.finish(make_summary(status="interrupted", steps=0))
     summary = json.loads((tmp_path / "new" / "summary.json").read_text())
     assert summary["verdict"] == (
-        "Stopped after 0 of 5 steps.\nToo few steps were made to compare anything."
+        "Stopped after 0 of 5 steps.\nThere were too few steps to compare anything."
     )
 
 
@@ -435,8 +444,8 @@ def test_verdict_fell():
 def test_verdict_unchanged():
     summary = make_summary(make_accuracy(0.24, 0.21, 0.27), make_accuracy(0.25, 0.22, 0.28))
     assert verdict(summary) == (
-        "pass@1 did not change by more than chance explains: 24.0 % [21.0, 27.0] before, 25.0 % "
-        "[22.0, 28.0] after on 512 evaluation problems in 1 min 52 s."
+        "pass@1 shows no change beyond chance: 24.0 % [21.0, 27.0] before, 25.0 % [22.0, 28.0] "
+        "after on 512 evaluation problems in 1 min 52 s."
     )
 
 
@@ -451,15 +460,17 @@ def test_without_evaluation_the_verdict_judges_training_reward_and_says_so():
     rose = make_summary(training=make_training((0.2, 0.01), (0.3, 0.01)))
     assert verdict(rose) == (
         "The training reward rose from 0.200 ± 0.010 to 0.300 ± 0.010 (first and last 4 steps) in "
-        "1 min 52 s. The difference is larger than chance explains. No evaluation before and after "
-        "was made."
+        "1 min 52 s. The difference is larger than chance explains. There was no evaluation before "
+        "and after training."
     )
     same = make_summary(training=make_training((0.2, 0.05), (0.3, 0.05)))
-    assert "did not change by more than chance explains" in verdict(same)
+    assert "shows no change beyond chance" in verdict(same)
     unknown = make_summary(training=make_training((0.2, math.nan), (0.3, 0.05)))
     assert "error is unknown" in verdict(unknown)
+    unscored = make_summary(training=make_training((math.nan, math.nan), (0.3, 0.05)))
+    assert verdict(unscored).startswith("The training reward cannot be compared")
     few = make_summary(training=make_training((0.2, 0.0), (0.3, 0.0)) | {"num_steps": 2})
-    assert "in so few steps that nothing says" in verdict(few)
+    assert "with so few steps this may be chance" in verdict(few)
 
 
 def test_the_verdict_tells_of_drift_refused_steps_notes_and_interruption():
@@ -471,7 +482,7 @@ def test_the_verdict_tells_of_drift_refused_steps_notes_and_interruption():
     assert lines[0] == "Stopped after 12 of 60 steps."
     assert lines[2:] == [
         "In training, KL to the reference per token went from 0 to 0.02, entropy from 1.5 to 0.5.",
-        "2 step(s) refused: the gradient was not finite; 1 note(s), repeated in summary.json.",
+        "2 steps refused because the gradient was not finite; 1 note, also in summary.json.",
     ]
 
 

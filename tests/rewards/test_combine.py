@@ -138,16 +138,16 @@ def test_a_bad_reward_is_an_error_with_function_row_and_value(result, message):
         score(ones, returning(result))
 
 
-def test_a_required_parameter_that_nobody_gives_is_named_before_the_first_sample():
+def test_a_required_parameter_that_does_not_exist_is_named_before_the_first_sample():
     def needs(completions, solution):
         return [0.0] * len(completions)
 
     rewards = RewardSet([ones, needs])
     rewards.check(["solution"])
     message = (
-        r"'needs' requires the parameter 'solution', which nobody gives; it can have prompts, "
-        r"completions, completion_ids, trainer_state, log_extra, log_metric and the dataset "
-        r"columns \(answer, level\)"
+        r"'needs' requires the parameter 'solution', which is neither a dataset column "
+        r"\(answer, level\) nor one of prompts, completions, completion_ids, trainer_state, "
+        r"log_extra, log_metric$"
     )
     with pytest.raises(ValueError, match=message):
         rewards.check(["answer", "level"])

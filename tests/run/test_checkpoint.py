@@ -242,11 +242,11 @@ def test_generators_go_on_from_the_captured_state():
 def test_generator_states_of_absent_devices_are_reported(monkeypatch):
     state = capture_rng()
     here = len(state["cuda"])
-    with pytest.warns(UserWarning, match=f"of {here + 2} CUDA devices, here are {here}"):
+    with pytest.warns(UserWarning, match=f"of {here + 2} CUDA devices and there are {here}"):
         restore_rng({**state, "cuda": [*state["cuda"], torch.zeros(1), torch.zeros(1)]})
 
 
-# Writing whole or not at all
+# Writing atomically
 
 
 def test_a_checkpoint_has_the_model_at_its_root_no_pickle_and_a_manifest(tmp_path):
@@ -360,7 +360,7 @@ def test_a_step_saved_again_replaces_the_first(tmp_path):
     assert names(tmp_path) == ["checkpoint-5"]
 
 
-# Believing only what is whole
+# Verifying before use
 
 FILES = (
     "adapter/config.json",
@@ -450,12 +450,12 @@ def test_the_newest_is_by_number_and_none_is_none(tmp_path):
     assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
-def test_a_run_never_starts_anew_in_silence(tmp_path):
+def test_a_run_never_silently_starts_again(tmp_path):
     (save(tmp_path, 1) / "manifest.json").unlink()
     (tmp_path / "checkpoint-2").mkdir()
     with (
         pytest.warns(UserWarning, match="trying the one before"),
-        pytest.raises(ValueError, match=r"none of the 2 checkpoints in .* is whole"),
+        pytest.raises(ValueError, match=r"all 2 checkpoints in .* are damaged"),
     ):
         find_checkpoint(tmp_path)
 
@@ -463,12 +463,12 @@ def test_a_run_never_starts_anew_in_silence(tmp_path):
 def test_what_to_resume_from(tmp_path):
     assert resume_path(None, tmp_path) is None
     assert resume_path(False, tmp_path) is None
-    with pytest.raises(ValueError, match="has no checkpoint to go on from"):
+    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
         resume_path(True, tmp_path)
     one, two = save(tmp_path, 1), save(tmp_path, 2)
     assert resume_path(True, tmp_path) == two
     assert resume_path(str(two), tmp_path) == two
-    with pytest.warns(UserWarning, match="going on from step 1, but .* has checkpoint-2:"):
+    with pytest.warns(UserWarning, match="resuming from step 1, but .* has checkpoint-2:"):
         assert resume_path(str(one), tmp_path) == one
     with pytest.raises(ValueError, match="checkpoint-3 does not exist"):
         resume_path(str(tmp_path / "checkpoint-3"), tmp_path)
@@ -504,7 +504,7 @@ def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path):
     assert names(tmp_path) == [marker]
     claim_output_dir(tmp_path, overwrite=True, resuming=False)
     assert names(tmp_path) == []
-    with pytest.raises(ValueError, match="give one of the two"):
+    with pytest.raises(ValueError, match="give only one of the two"):
         claim_output_dir(tmp_path, overwrite=True, resuming=True)
 
 

@@ -100,7 +100,12 @@ def test_the_command_prints_the_plan_and_writes_nothing(folder, capsys):
     shown = capsys.readouterr().out
     for text in ("micro-batches", "peak memory", "time per step", "time to the end", "at worst"):
         assert text in shown
-    for text in ("weights", "4.00 bytes a parameter", "8.00 bytes a parameter", "bytes a token"):
+    for text in (
+        "weights",
+        "4.00 bytes per parameter",
+        "8.00 bytes per parameter",
+        "bytes per token",
+    ):
         assert text in shown
     after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     assert after == before

@@ -152,7 +152,7 @@ def test_a_given_optimizer_and_schedule_are_used(tmp_path):
                 torch.optim.SGD(m.parameters()),
                 torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(m.parameters())),
             ),
-            "the schedule given is of another optimizer",
+            "the schedule given belongs to another optimizer",
         ),
     ],
     ids=["alone", "foreign", "part", "other"],
@@ -799,7 +799,7 @@ def test_the_card_states_what_was_trained_and_how(tmp_path):
     }
     for line in (
         "# words",
-        "Trained from someone/base with REINFORCE Leave-One-Out on me/prompts.",
+        "someone/base fine-tuned with REINFORCE Leave-One-Out on me/prompts.",
         "- Completions per prompt: 4",
         "- KL coefficient: 0.05",
         "- Rewards: count_words",
@@ -820,7 +820,7 @@ def test_the_card_names_no_folder_of_this_machine(tmp_path, monkeypatch):
     RLOOTrainer(reward_funcs=count_words, args=config).train()
     card = Path(config.output_dir, "README.md").read_text()
     assert str(tmp_path) not in card
-    assert "Trained from base with REINFORCE Leave-One-Out on rows.jsonl." in card
+    assert "base fine-tuned with REINFORCE Leave-One-Out on rows.jsonl." in card
     assert "base_model" not in card and "datasets" not in card
 
 

@@ -1,8 +1,7 @@
-"""Images beside a prompt: from a row's columns into its messages, and on to what a model reads.
+"""Images in prompts: from a row's columns into its messages, and from there to model inputs.
 
-The model's own processor turns images into tensors. They are made when a forward pass needs them
-and dropped after it, so that no dataset's pixels lie in memory. Knows nothing of particular models,
-rewards or training.
+The model's own processor turns images into tensors. This happens when a forward pass needs them,
+and they are dropped afterwards, so that a dataset's pixels are never all in memory.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ if TYPE_CHECKING:
 
 COLUMNS = ("image", "images")
 FOLDER = "images"
-# Of what a processor returns, the part that is not about images.
+# The processor's outputs that are about text, not images.
 _TEXT = ("input_ids", "attention_mask")
 
 
 def is_vision_config(config: PretrainedConfig) -> bool:
-    """Whether the model of this configuration reads images."""
+    """Whether a model with this configuration reads images."""
     return getattr(config, "vision_config", None) is not None
 
 
 def image_token_ids(config: PretrainedConfig) -> list[int]:
-    """The tokens in whose place the model puts images; none for a model of text."""
+    """The placeholder tokens that the model replaces by images; none for a text model."""
     names = ("image_token_id", "image_token_index")
     found = (getattr(config, name, None) for name in names if is_vision_config(config))
     return sorted({token for token in found if token is not None})
 
 
 def tokenizer_of(processing_class: Any) -> Any:
-    """The tokenizer in a processor, or the tokenizer itself."""
+    """The tokenizer inside a processor, or the argument itself if it is a tokenizer."""
     from transformers import ProcessorMixin
 
     processes = isinstance(processing_class, ProcessorMixin)
@@ -50,10 +49,10 @@ def tokenizer_of(processing_class: Any) -> Any:
 
 
 def with_images(content: Text, images: Sequence[Any]) -> list[Message]:
-    """Messages whose contents are lists of parts, each image in its part (TRL's convention).
+    """The messages with contents as lists of parts, and each image in its part, as in TRL.
 
-    Parts `{"type": "image"}` are filled in order. Without such parts the images come before the
-    text of the first user message. Raises ValueError where images and parts do not match.
+    Parts `{"type": "image"}` are filled in order. Without such parts the images go before the text
+    of the first user message. Raises ValueError if the numbers of images and parts differ.
     """
     if isinstance(content, str):
         raise ValueError(
@@ -83,7 +82,7 @@ def with_images(content: Text, images: Sequence[Any]) -> list[Message]:
 
 
 def check_parts(parts: Sequence[Any]) -> None:
-    """Raises ValueError for parts of a message that are neither text nor images."""
+    """Raise ValueError for parts of a message that are neither text nor images."""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in ("text", "image"):
@@ -93,8 +92,8 @@ def check_parts(parts: Sequence[Any]) -> None:
 
 
 def _parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Arrow gives every part the keys of all; and whatever else a part names (a path, an address)
-    a processor would go and read."""
+    """Drop all other keys: Arrow adds the keys of every part to each part, and a processor would
+    open any path or URL that it finds."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -111,14 +110,14 @@ def _is_open(part: Mapping[str, Any]) -> bool:
 
 
 def images_of(content: Text) -> list[Any]:
-    """The images in the messages, in order."""
+    """The images of the messages, in order."""
     messages = [] if isinstance(content, str) else content
     parts = [p for m in messages if isinstance(m.get("content"), list) for p in m["content"]]
     return [part["image"] for part in parts if part.get("image") is not None]
 
 
 def without_images(content: Text) -> Text:
-    """The messages with empty image parts: what can be printed and written."""
+    """The messages with empty image parts, which can be printed and written as JSON."""
     if isinstance(content, str):
         return content
     return [
@@ -138,17 +137,17 @@ def _blank(part: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    """How the rows of a dataset become prompts of a model that reads images.
+    """Turns the rows of a dataset into prompts for a model that reads images.
 
-    `columns` are those of its columns that hold images; `process` applies the processor, chat
-    template and all, to messages: a batch of one, as tensors. Without either, rows hold text.
+    `columns` are the columns that hold images. `process` applies the processor, chat template
+    included, to messages and returns a batch of one as tensors. Without either, rows are text.
     """
 
     columns: tuple[str, ...] = ()
     process: Callable[[list[Message]], Mapping[str, Any]] | None = None
 
     def content(self, row: Mapping[str, Any]) -> Text:
-        """The prompt of a row with its images in it. Raises ValueError for what is no image."""
+        """The prompt of a row with its images. Raises ValueError for a value that is no image."""
         images = [image for name in self.columns for image in _listed(row[name])]
         for image in images:
             if not _is_picture(image):
@@ -162,7 +161,7 @@ class ImageReader:
         return with_images(content, images)
 
     def pixels(self, content: Text) -> Callable[[], dict[str, Tensor]] | None:
-        """Makes the forward pass's arguments for the images in `content`, None without any."""
+        """A function that computes the model inputs for the images in `content`, if any."""
         if self.process is None or isinstance(content, str) or not images_of(content):
             return None
         return partial(_beside_text, self.process, content)
@@ -175,7 +174,7 @@ def _beside_text(
 
 
 def image_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of a dataset's columns that hold images. Raises ValueError for two."""
+    """The dataset's image column, if any. Raises ValueError if there are two."""
     found = tuple(name for name in COLUMNS if name in names)
     if len(found) > 1:
         raise ValueError(
@@ -197,7 +196,7 @@ def _is_picture(value: Any) -> bool:
 
 
 def in_colour(messages: list[Message]) -> list[Message]:
-    """The same messages with every image in RGB, which not every processor sees to."""
+    """The messages with every image converted to RGB, which not every processor does."""
     return [
         {
             **m,
@@ -214,8 +213,8 @@ def in_colour(messages: list[Message]) -> list[Message]:
 
 
 def save_images(content: Text, folder: Path) -> list[str]:
-    """Write the images of a prompt as PNG files into `folder`/images, each once whatever the
-    prompt; returns their paths from `folder`."""
+    """Write the images of a prompt as PNG files to `folder`/images, equal images only once; return
+    their paths relative to `folder`."""
     names = []
     for image in images_of(content):
         picture = image.convert("RGB")

@@ -1,6 +1,6 @@
-"""Putting together what a processor made of several prompts' images, for one forward pass.
+"""Joining a processor's outputs for the images of several prompts into those of one forward pass.
 
-Knows nothing of particular models: check_forward compares the result with each prompt alone.
+`Policy.check_forward` compares the result with each prompt alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# What a processor says of each token of the text; everything else it returns is about images.
+# The processor's output with one entry per token; all others are per image.
 _PER_TOKEN = "token_type_ids"
 
 
@@ -21,11 +21,12 @@ def join_inputs(
     width: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Arguments of a forward pass over rows of `width` tokens, from those of each row's prompt.
+    """Join the image inputs of each row's prompt into those of one forward pass.
 
-    `starts` says where in its row each prompt begins; None stands for a prompt without images.
-    What is said of tokens is laid along the rows (0 elsewhere: text); what is said of images is put
-    one below the other, with zeros where images differ in size, which models cut off again.
+    Rows have `width` tokens; `starts` says where in its row each prompt begins; None in `rows`
+    stands for a prompt without images. Per-token inputs are placed along the rows, with 0 (text)
+    elsewhere. Per-image inputs are concatenated; smaller images are padded with zeros, which models
+    cut off again.
     """
     present = [row for row in rows if row is not None]
     joined = {}

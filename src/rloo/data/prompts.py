@@ -1,6 +1,6 @@
-"""From rows to prompts: templates, tokenising, and the cursor over them.
+"""From rows to prompts: templates, tokenising, and the cursor that draws them.
 
-Knows nothing of models, groups or rewards; every column but `prompt` is carried along unread.
+Every column but `prompt` is passed on to the rewards unread.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset:
-    """`rows` with a `prompt` column made from `template`; without a template, `rows` as they are.
+    """Fill `template` into a `prompt` column; without a template, return `rows` unchanged.
 
-    In the template, or in each string of a list of messages, `{name}` becomes the value of that
-    column, as text. Nothing else is interpreted: no attributes, no formats. `{{` and `}}` are
+    In the template, or in each string of a list of messages, `{name}` is replaced by that column's
+    value as text. Nothing else is interpreted, neither attributes nor formats. `{{` and `}}` are
     literal braces, and so is `{}` (as in `\\boxed{}`).
 
     >>> with_prompts(Dataset.from_dict({"question": ["1+1?"]}), "Q: {question} A:")[0]["prompt"]
@@ -59,10 +59,11 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
             "messages (prompt_template)"
         )
     readable = [name for name in columns if not _holds_images(rows.features[name])]
-    # Images would be decoded for nothing; without any column there would be no rows.
+    # Without the image columns, which would be decoded in vain; but a Dataset without any columns
+    # has no rows.
     texts = rows.select_columns(readable) if readable else rows
     prompts = [_fill(template, row, number) for number, row in enumerate(texts)]
-    if columns == ["prompt"]:  # a Dataset without columns has no rows that one could be added to
+    if columns == ["prompt"]:  # removing it would leave no rows to add a column to
         return Dataset.from_dict({"prompt": prompts})
     others = rows.remove_columns("prompt") if "prompt" in columns else rows
     return others.add_column("prompt", prompts)
@@ -76,12 +77,12 @@ def encode_prompt(
 ) -> list[int]:
     """Token ids of a prompt, at least one.
 
-    A string is tokenised as it is, with the special tokens that the tokenizer adds by itself, but
-    never with a second beginning-of-sequence token when the string has one already. Messages go
-    through the chat template, which opens the assistant's turn; when the last message is the
-    assistant's, that message is left open and continued.
+    A string is tokenised with the special tokens that the tokenizer adds, but without a second
+    beginning-of-sequence token if the string already has one. Messages go through the chat
+    template, which opens the assistant's turn; if the last message is the assistant's, it is left
+    open and continued.
 
-    Raises ValueError for content that is neither, and for what the chat template refuses.
+    Raises ValueError for other content, and for messages that the chat template refuses.
     """
     if isinstance(content, str):
         tokenizer = tokenizer_of(processing_class)
@@ -106,8 +107,8 @@ def image_reader(
     *,
     chat_template_kwargs: dict[str, Any],
 ) -> ImageReader:
-    """How images come into the prompts of `rows`. Raises ValueError for images that the model, of
-    which only a tokenizer is known, would not see."""
+    """The reader of the images in `rows`. Raises ValueError if there are images and the model has
+    only a tokenizer, and so would not see them."""
     columns = image_columns(rows.column_names)
     if not isinstance(processing_class, ProcessorMixin):
         if any(_holds_images(rows.features[name]) for name in columns):
@@ -127,14 +128,13 @@ def _holds_images(feature: Any) -> bool:
 
 
 class PromptSource:
-    """A cursor over the prompts of a dataset, in an order that (seed, epoch, index) determines.
+    """A cursor over the prompts of a dataset, in an order determined by (seed, epoch, index).
 
-    All rows are tokenised once, here, so that a faulty or overlong prompt is found before the first
-    sample. `overlong` says what happens to prompts of more than `max_prompt_length` tokens:
-    "error" refuses them, "drop" leaves them out (`dropped` counts them), "left" keeps their last
-    tokens (`truncated` counts them). Raises ValueError when no prompt is left, unless it
-    `may_be_empty`. `images` reads the rows' images into the prompts; where there are any, a prompt
-    is never cut.
+    The constructor tokenises all rows, so that a faulty or overlong prompt is reported before the
+    first sample. `overlong` decides about prompts of more than `max_prompt_length` tokens: "error"
+    refuses them, "drop" leaves them out (counted in `dropped`), "left" keeps their last tokens
+    (counted in `truncated`). Raises ValueError if no prompt is left, unless `may_be_empty`.
+    `images` reads the rows' images; prompts of a dataset with images are never truncated.
     """
 
     def __init__(
@@ -190,38 +190,39 @@ class PromptSource:
         }
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
+        """The number of prompts in one epoch."""
         return len(self._numbers)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each prompt, in the order of the dataset."""
+        """The number of tokens of each prompt, in the order of the dataset."""
         return [len(self._tokens[number]) for number in self._numbers]
 
     @property
     def epoch(self) -> float:
-        """Prompts drawn so far, in passes over the dataset."""
+        """The number of passes over the dataset made so far, with fractions."""
         return self._drawn / len(self)
 
     def next(self, num: int) -> list[Prompt]:
-        """The next `num` prompts. Crosses into the next epoch where this one ends: no row is left
-        out, and a row can come twice when `num` spans the seam."""
+        """The next `num` prompts. Where an epoch ends the next one begins, so no row is left out,
+        and the same row can occur twice in one call."""
         positions = range(self._drawn, self._drawn + num)
         prompts = [self._prompt(self._number_at(p), p // len(self)) for p in positions]
         self._drawn += num
         return prompts
 
     def all_prompts(self, limit: int | None = None) -> list[Prompt]:
-        """Every prompt once, at most `limit`, in the order of the dataset; the cursor stays."""
+        """The first `limit` prompts (all by default) in the order of the dataset. Does not move
+        the cursor."""
         return [self._prompt(number) for number in self._numbers[:limit]]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and what it is a position in, as plain JSON values."""
+        """The cursor's position and a fingerprint of its prompts, as plain JSON values."""
         return {"drawn": self._drawn, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. Raises ValueError when it is one in other data or another order,
-        since the rows that follow would not be those that have not been seen."""
+        """Restore a saved position. Raises ValueError if it was saved for other data or another
+        order, since the remaining rows would not be the unseen ones."""
         for name, here in self._identity.items():
             if state[name] != here:
                 raise ValueError(
@@ -254,7 +255,7 @@ class PromptSource:
 
 
 def _shuffled_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    # NumPy promises the raw stream of a bit generator for all versions, but not `permutation`.
+    # NumPy keeps the raw output of a bit generator stable across versions, but not `permutation`.
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
 
@@ -262,7 +263,7 @@ def _shuffled_order(size: int, seed: int, epoch: int) -> np.ndarray:
 def _tokenise(
     rows: Dataset, encode: Callable[[Text], list[int]], images: ImageReader
 ) -> list[array]:
-    # Four bytes a token: a list of ints would take 36.
+    # Four bytes per token; a list of ints takes 36.
     tokens = []
     for number, row in enumerate(rows.select_columns(["prompt", *images.columns])):
         try:
@@ -283,7 +284,7 @@ def _describe_overlong(too_long: dict[int, int], limit: int) -> str:
 
 
 def _hash_content(rows: Dataset) -> str:
-    # As Arrow, a row reads the same whatever format or decoding the user has set.
+    # In Arrow format the result does not depend on the format or decoding that the user has set.
     digest = hashlib.sha256()
     for batch in rows.with_format("arrow").iter(batch_size=1000):
         for row in batch.to_pylist():
@@ -300,8 +301,8 @@ def apply_chat_template(
     processing_class: PreTrainedTokenizerBase | ProcessorMixin,
     kwargs: dict[str, Any],
 ) -> Mapping[str, Any]:
-    """What a tokenizer makes of messages (lists), or a processor of messages and the images in
-    them (a batch of one, as tensors)."""
+    """Apply the chat template of a tokenizer (returns lists), or of a processor, which also reads
+    the images in the messages (returns a batch of one, as tensors)."""
     if not messages:
         raise ValueError("the prompt is an empty list of messages; it needs at least 1")
     processes = isinstance(processing_class, ProcessorMixin)
@@ -325,13 +326,13 @@ def apply_chat_template(
             f"chat_template_kwargs has {', '.join(clashes)}, which follow from the prompt itself; "
             "leave them out (chat_template_kwargs)"
         )
-    # Arrow gives every message the keys of all, and to some templates `tool_calls: None` is a call.
-    # transformers 5.17 passes them on; 5.23 removes them itself.
+    # Arrow adds the keys of every message to each message, and some templates take
+    # `tool_calls: None` for a call. transformers 5.23 removes such keys, 5.17 does not.
     present = [{k: v for k, v in m.items() if v is not None} for m in messages]
     if processes:
         present = in_colour(with_images(present, []))
     try:
-        # Its type depends on `tokenize` and `return_dict`, which a checker cannot see here.
+        # The return type depends on `tokenize` and `return_dict`, which mypy cannot see here.
         encoded: Any = processing_class.apply_chat_template(present, **fixed, **kwargs)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error

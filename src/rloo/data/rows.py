@@ -1,7 +1,7 @@
 """From a dataset's name to its rows: files of several kinds, folders, the hub.
 
 Datasets are data, never code: files are parsed here, hub datasets by `datasets`, which runs no
-scripts. This module knows nothing of prompts.
+scripts.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def load_rows(
     split: str = "train",
     config_name: str | None = None,
 ) -> Dataset | IterableDataset:
-    """The rows of a dataset, at least one; of a stream, the stream.
+    """Load the rows of a dataset, at least one; a stream is returned as it is.
 
-    `spec` is a `Dataset` or `IterableDataset` (returned as it is), a dict of their splits, a
-    .jsonl, .json, .parquet or .csv file, a folder of such files, a folder written by
-    `save_to_disk`, or a hub id. `split` chooses from whatever has several: in a folder of files,
-    those named `train.jsonl`, `train-00000-of-00002.parquet` and so on. What has no splits is
-    "train", all of it. `config_name` is for the hub alone.
+    `spec` is a `Dataset` or `IterableDataset` (returned unchanged), a dict of splits, a .jsonl,
+    .json, .parquet or .csv file, a folder of such files, a folder written by `save_to_disk`, or a
+    hub id. `split` chooses among several splits; in a folder, among files named `train.jsonl`,
+    `train-00000-of-00002.parquet` and so on. A dataset without splits counts as "train".
+    `config_name` applies to hub datasets only.
 
-    Raises ValueError for anything that cannot be read, with the file and line where there is one.
+    Raises ValueError for anything that cannot be read, naming the file and line where possible.
     """
     if isinstance(spec, IterableDataset):
         return spec
@@ -112,8 +112,8 @@ def _of_split(rows: Mapping[str, Any], split: str, name: str) -> Any:
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """The data files directly in `folder` whose name begins with the split's name; without any
-    names of splits, all of them are "train"."""
+    """The data files directly in `folder` whose names begin with the split's name. If no file is
+    named after a split, all of them are "train"."""
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
     if not files:
         raise ValueError(f"dataset {folder} has no {', '.join(SUFFIXES)} file (dataset)")
@@ -149,7 +149,7 @@ def _read_file(path: Path) -> Dataset:
 
 
 def _read_objects(path: Path) -> list[dict[str, Any]]:
-    """One JSON object a line, or a file that is one list of objects."""
+    """Read one JSON object per line, or a file that holds a single list of objects."""
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     is_list = path.suffix == ".json" and content.lstrip().startswith(b"[")
     lines = [content] if is_list else content.split(b"\n")
@@ -175,7 +175,7 @@ def _read_objects(path: Path) -> list[dict[str, Any]]:
 
 
 def _from_objects(objects: list[dict[str, Any]], path: Path) -> Dataset:
-    # Not Dataset.from_list: it takes the columns of the first row and loses all others.
+    # Not Dataset.from_list, which takes the first row's columns and drops all others.
     columns: dict[str, Any] = {name: [] for row in objects for name in row}
     for name in columns:
         try:

@@ -1,7 +1,4 @@
-"""Prompts of a dataset without a length: a cursor that stops anywhere and goes on right there.
-
-Knows nothing of what a block's rows mean: `data.py` makes its prompts.
-"""
+"""Prompts of a stream, a dataset without a length: a cursor that can be saved at any prompt."""
 
 from __future__ import annotations
 
@@ -16,17 +13,18 @@ from datasets import Dataset, IterableDataset
 from rloo.data.prompts import PromptSource
 from rloo.types import Prompt
 
-# Rows that are read, checked, tokenised and shuffled at once.
+# The number of rows that are read, checked, tokenised and shuffled together.
 BLOCK = 1000
 
 
 class StreamSource:
-    """A cursor over the prompts of a stream; where it ends, another pass over it begins.
+    """A cursor over the prompts of a stream; where the stream ends, the next pass begins.
 
-    It is read in blocks of `BLOCK` rows, which `make_source` (rows, seed) makes prompts of and
-    shuffles within themselves: shuffling all is not possible. A saved position is the stream's own
-    state at the block's beginning and the place within the block. What datasets cannot restore
-    exactly (a shuffle buffer) is found by the block's content and read anew from the beginning.
+    The stream is read in blocks of `BLOCK` rows. `make_source(rows, seed)` turns a block into
+    prompts and shuffles within it, since a whole stream cannot be shuffled. A saved position is the
+    stream's own state at the start of the block and the place within the block. If that state does
+    not lead to the same block again (`datasets` does not restore shuffle buffers), the stream is
+    read again from its beginning up to the block.
     """
 
     def __init__(
@@ -36,7 +34,7 @@ class StreamSource:
         *,
         seed: int,
     ) -> None:
-        """Raises ValueError for a stream without rows, and for what is wrong with its first."""
+        """Raises ValueError for a stream without rows, and for faulty rows in the first block."""
         self._given = rows
         self._make_source = make_source
         self._seed = seed
@@ -47,16 +45,16 @@ class StreamSource:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each prompt of the current block: what comes later is not known."""
+        """The number of tokens of each prompt in the current block; later blocks are not known."""
         return self._block.lengths
 
     @property
     def epoch(self) -> float:
-        """Passes over the stream that are complete."""
+        """The number of complete passes over the stream."""
         return float(self._pass + (self._is_last and self._taken == len(self._block)))
 
     def next(self, num: int) -> list[Prompt]:
-        """The next `num` prompts; a prompt's id is the row's number in its pass."""
+        """The next `num` prompts; a prompt's id is the row's number within its pass."""
         prompts: list[Prompt] = []
         while len(prompts) < num:
             if self._taken == len(self._block):
@@ -67,7 +65,7 @@ class StreamSource:
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as plain JSON values."""
+        """The cursor's position, as plain JSON values."""
         return {
             "pass": self._pass,
             "first_row": self._first_row,
@@ -76,7 +74,7 @@ class StreamSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. Raises ValueError when the stream has other rows there."""
+        """Restore a saved position. Raises ValueError if the stream has other rows there."""
         try:
             self._go_to(state, state["stream"], skip=0)
         except ValueError:
@@ -100,7 +98,7 @@ class StreamSource:
         self._set_block(self._read())
 
     def _next_block(self) -> None:
-        """Raises ValueError when a whole pass had no prompt that fits."""
+        """Raises ValueError if a whole pass had no prompt that fits."""
         state = self._rows.state_dict()
         rows = [] if self._is_last else self._read()
         if rows:
@@ -116,7 +114,7 @@ class StreamSource:
             )
 
     def _open(self, state: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-        # Another object, because iterating, epochs and states are noted down in it.
+        # A copy, because an IterableDataset stores its own iteration state and epoch.
         self._rows = self._given.with_format(None)
         self._rows.set_epoch(self._pass)
         if state is not None:
@@ -146,7 +144,7 @@ Prompts: TypeAlias = PromptSource | StreamSource
 
 
 def as_table(rows: list[dict[str, Any]], stream: IterableDataset) -> Dataset:
-    """Rows of a stream as a dataset, with the columns of all. Raises ValueError for no rows."""
+    """Rows of a stream as a dataset with the stream's columns. Raises ValueError for no rows."""
     if not rows:
         raise ValueError("the stream has 0 rows; at least 1 is needed (dataset)")
     names = dict.fromkeys(name for row in rows for name in row)

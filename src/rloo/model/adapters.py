@@ -1,7 +1,6 @@
-"""LoRA adapters: put around a model, trained in place of its weights, saved without them.
+"""LoRA adapters: added to a model, trained in place of its weights, saved without them.
 
-The one file that knows the library peft, which is imported where adapters are used. Knows nothing
-of optimizers, log-probs or rewards.
+The library peft is imported in this file only, inside functions.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ TRAINED = "default"
 REFERENCE = "ref"
 CONFIG_FILE = "adapter_config.json"
 FILES = (CONFIG_FILE, "adapter_model.safetensors")
-# Starts at which the adapter is nothing but added to the weights as they were loaded.
+# Values of init_lora_weights that leave the loaded weights as they are.
 PLAIN_STARTS = (True, False, "gaussian")
-# Parts of a LoraConfig that change more than the weights of layers.
+# Options of a LoraConfig that change more than the weights of layers.
 OTHER_KINDS = ("layer_replication", "trainable_token_indices", "lora_bias")
-# Parts of a LoraConfig that do not change what the adapted model computes here.
+# Options of a LoraConfig that do not change what the adapted model computes here.
 HARMLESS = (
     "auto_mapping",
     "base_model_name_or_path",
@@ -47,10 +46,10 @@ HARMLESS = (
 
 
 class Adapter:
-    """The LoRA adapter of a PeftModel, and the transformers model that it sits in.
+    """The LoRA adapter of a PeftModel, and the transformers model that contains it.
 
     `model` computes with the adapter; its own weights are frozen. Raises ValueError for an adapter
-    that could not be trained, be told apart from its base, or be written as weights of the base.
+    that could not be trained, separated from its base, or merged into weights of the base.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -85,7 +84,7 @@ class Adapter:
         self._check_trained()
 
     def _check_tied(self) -> None:
-        """peft adapts one of two tied matrices: the model would have weights its base cannot."""
+        """peft adapts only one of two tied matrices; the merged weights would not fit the base."""
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         if getattr(self.model.config.get_text_config(), "tie_word_embeddings", False):
             for name, layer in self._layers():
@@ -114,11 +113,11 @@ class Adapter:
             if isinstance(module, kinds):
                 yield name, module
 
-    # -- what it computes ------------------------------------------------------------------------
+    # -- computing -------------------------------------------------------------------------------
 
     @cached_property
     def has_effect(self) -> bool:
-        """Whether the adapted weights differ from the base's at all; taken when first asked for."""
+        """Whether the adapted weights differ from the base's; determined at the first access."""
         adapted = _walk(self.model, _merge)
         base = _walk(self.model, _original)
         return any(
@@ -127,10 +126,10 @@ class Adapter:
         )
 
     def keep_reference(self) -> None:
-        """Make `as_reference` stand for the model as it computes now.
+        """Make the present model the one that `as_reference` restores.
 
-        Where the adapter has no effect yet, that is the base alone. Else it is a frozen copy of the
-        adapter, as in TRL.
+        If the adapter has no effect yet, the reference is the base alone. Otherwise it is a frozen
+        copy of the adapter, as in TRL.
         """
         if not self.has_effect:
             return
@@ -146,9 +145,9 @@ class Adapter:
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Inside, `model` computes as when the reference was kept. Without gradients only."""
+        """Inside, `model` computes the reference. Only without gradients."""
         tuner = self.wrapper.base_model
-        # peft makes every parameter of an adapter trained when it switches the adapter on.
+        # When peft activates an adapter, it makes all of its parameters trainable.
         trained = [(p, p.requires_grad) for p in self.model.parameters()]
         if self._has_reference:
             tuner.set_adapter(REFERENCE)
@@ -165,26 +164,26 @@ class Adapter:
                 parameter.requires_grad_(flag)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The base model's parameter names, each with its value as the adapter makes it.
+        """The base model's parameters by name, with the adapter merged in.
 
-        Merged one layer at a time, on a copy, in the base's precision.
+        Merging works on a copy, one layer at a time, in the base's precision.
         """
         return _walk(self.model, _merge)
 
     # -- files -----------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the adapter alone, as peft does: `adapter_config.json` and the tensors."""
+        """Write only the adapter, as peft does: `adapter_config.json` and the tensors."""
         with warnings.catch_warnings():
-            # They tell that embeddings are saved as well, or that there was no looking them up.
+            # These say that embeddings are saved too, or that peft could not look them up.
             warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
             warnings.filterwarnings("ignore", message="Could not find a config file in")
             self.wrapper.save_pretrained(str(path), selected_adapters=[TRAINED])
 
     def load(self, path: str | Path) -> None:
-        """Take on the weights that `save` wrote, to the last bit.
+        """Load the weights that `save` wrote, bit for bit.
 
-        Raises ValueError for an adapter that was configured otherwise.
+        Raises ValueError for an adapter with another configuration.
         """
         peft = _peft()
         saved = _comparable(peft.PeftConfig.from_pretrained(str(path)))
@@ -202,13 +201,13 @@ class Adapter:
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether `model` is a PeftModel. Whoever has one has imported peft."""
+    """Whether `model` is a PeftModel. If peft has not been imported, it cannot be one."""
     return "peft" in sys.modules and isinstance(model, _peft().PeftModel)
 
 
 def refuse_loose_layers(model: nn.Module) -> None:
-    """Raises ValueError for a transformers model that holds adapters with no PeftModel around it:
-    neither its names nor its files would be those of a model."""
+    """Raise ValueError for a transformers model that contains adapters but is in no PeftModel: its
+    parameter names and files would not be those of a model."""
     if "peft" in sys.modules:
         kinds = _layer_kinds()
         for name, module in model.named_modules():
@@ -220,9 +219,10 @@ def refuse_loose_layers(model: nn.Module) -> None:
 
 
 def add_adapter(model: Any, peft_config: Any) -> Any:
-    """A PeftModel: `model` with a new adapter in it. Raises ValueError for what cannot be trained.
+    """Add a new adapter to `model` and return the PeftModel. Raises ValueError for one that cannot
+    be trained.
 
-    As in TRL, `model` is changed; `peft_config` is not.
+    As in TRL, `model` is changed and `peft_config` is not.
     """
     peft = _peft()
     if is_adapted(model):
@@ -242,14 +242,14 @@ def add_adapter(model: Any, peft_config: Any) -> Any:
 
 
 def lora_config(config: RLOOConfig) -> Any:
-    """peft's LoraConfig as the options say, with TRL's defaults; None without `use_peft`."""
+    """The LoraConfig that the options describe, with TRL's defaults; None without `use_peft`."""
     if not config.use_peft:
         return None
     targets = config.lora_target_modules
-    # peft reads text as a pattern for whole paths; a mere name is meant as a module's.
+    # peft takes a string for a pattern of whole paths; a plain name means a module.
     if isinstance(targets, str) and targets != "all-linear" and re.fullmatch(r"[\w.]+", targets):
         targets = [targets]
-    # Older versions of peft lack it.
+    # Older versions of peft do not have it.
     given = config.lora_target_parameters
     parameters = {} if given is None else {"target_parameters": given}
     return _peft().LoraConfig(
@@ -266,13 +266,13 @@ def lora_config(config: RLOOConfig) -> Any:
 
 
 def find_base(name: str, revision: str = "main") -> str | None:
-    """The base model that the adapter `name`, a folder or hub id, was trained on; None for a model
-    that is no adapter. Raises ValueError for an adapter that names none."""
+    """The name of the base model of the adapter `name`, a folder or hub id; None if `name` is not
+    an adapter. Raises ValueError for an adapter that names no base."""
     try:
         found = cached_file(
             name, CONFIG_FILE, revision=revision, _raise_exceptions_for_missing_entries=False
         )
-    except OSError:  # a name that leads nowhere: told when the model itself is loaded
+    except OSError:  # no such name: reported when the model itself is loaded
         return None
     if found is None:
         return None
@@ -286,14 +286,14 @@ def find_base(name: str, revision: str = "main") -> str | None:
 
 
 def load_adapter(base: PreTrainedModel, name: str, revision: str = "main") -> Any:
-    """A PeftModel: `base` with the adapter `name`, a folder or hub id, to go on training."""
+    """A PeftModel: `base` with the saved adapter `name`, a folder or hub id, made trainable."""
     with _without_old_names():
         return _peft().PeftModel.from_pretrained(base, name, is_trainable=True, revision=revision)
 
 
 @contextmanager
 def _without_old_names() -> Iterator[None]:
-    """peft asks a model by a name at which newer versions of transformers warn."""
+    """Silence a warning: peft uses a name that newer versions of transformers have deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         yield
@@ -334,13 +334,13 @@ def _walk(
     prefix: str = "",
     seen: set[int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and values as `named_parameters` has them, adapted layers replaced by `unwrap`, and
-    quantised ones by layers in full."""
+    """Parameters as in `named_parameters`, with adapted layers replaced by `unwrap`, and quantised
+    layers by dequantised ones."""
     seen = set() if seen is None else seen
     inner = unwrap(module) if isinstance(module, _layer_kinds()) else in_full(module)
     replaced = inner is not module
     for name, parameter in inner.named_parameters(recurse=replaced):
-        # A tied weight has one name. What replaces a layer is nobody else's, and may be freed.
+        # A tied weight has one name. Only this loop refers to the replacement, so it may be freed.
         if replaced or id(parameter) not in seen:
             yield prefix + name, parameter.detach()
         if not replaced:
@@ -352,13 +352,13 @@ def _walk(
 
 @torch.no_grad()
 def _merge(layer: Any) -> Any:
-    """What the layer computes with its adapter, as a layer of the base's kind."""
+    """The layer with its adapter merged in, as a layer of the base's kind."""
     if isinstance(layer, _peft().utils.ModulesToSaveWrapper):
         return layer.modules_to_save[TRAINED]
     if is_quantised(layer.get_base_layer()):
         return _merge_in_full(layer)
     merged = copy.deepcopy(layer)
-    # Two adapted parameters of one module are two layers around it.
+    # A module with two adapted parameters has two layers around it.
     while hasattr(merged, "base_layer"):
         merged.merge(adapter_names=[TRAINED])
         merged = merged.base_layer
@@ -366,7 +366,7 @@ def _merge(layer: Any) -> Any:
 
 
 def _merge_in_full(layer: Any) -> nn.Linear:
-    """peft would round what it merges to the base's few bits again."""
+    """Merge without peft, which would quantise the result again."""
     plain = in_full(layer.get_base_layer())
     variant = layer.lora_variant.get(TRAINED)
     if variant is None:

@@ -1,9 +1,9 @@
-"""The attention function that packed training and the native engine put into a transformers model.
+"""The attention function that packed training and the native engine install in a model.
 
-A model whose attention implementation is `"rloo"` behaves as usual, until its forward is given the
-keyword argument `rloo_layout`: then every layer hands its queries, keys and values to that layout.
-The layout travels as an argument, never as a global, because gradient checkpointing runs the
-forward again after the caller has gone. This module knows nothing of packing or decoding.
+A model with the attention implementation `"rloo"` behaves as usual unless its forward gets the
+keyword argument `rloo_layout`: then every layer passes its queries, keys and values to that layout.
+The layout is an argument, never a global, because gradient checkpointing runs the forward again
+after the caller has returned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IMPLEMENTATION = "rloo"
 
 
 class Layout(Protocol):
-    """Says which keys each query sees."""
+    """Decides which keys each query sees."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """query (B, H, Q, D), key and value (B, H_kv, L, D) to the output (B, Q, H, D)."""
@@ -31,7 +31,7 @@ class Layout(Protocol):
 
 
 class Options:
-    """What one layer asks of its attention beyond queries, keys and values."""
+    """A layer's arguments to its attention other than queries, keys and values."""
 
     __slots__ = ("scaling", "sinks", "sliding_window", "softcap")
 
@@ -49,7 +49,7 @@ class Options:
         self.sinks = sinks
 
     def scaling_of(self, query: Tensor) -> float:
-        """What scores are multiplied with: by default the inverse root of the head's size."""
+        """The factor of the scores; by default 1 / sqrt(head size)."""
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
 
@@ -58,13 +58,13 @@ def attend(
 ) -> Tensor:
     """Softmax attention with grouped heads, logit soft-capping (Gemma 2) and sinks (GPT-OSS).
 
-    query (B, H, Q, D); key, value (B, H_kv, L, D); mask bool, broadcastable to (B, 1, Q, L), True
-    where a key is seen (every query must see one). Returns (B, H, Q, D).
+    query (B, H, Q, D); key and value (B, H_kv, L, D); mask bool, broadcastable to (B, 1, Q, L),
+    True where a key is seen (every query must see at least one). Returns (B, H, Q, D).
     """
     batch, heads, queries, _ = query.shape
     repeats = heads // key.shape[1]
     if repeats > 1 and queries == 1 and options.sinks is None and options.softcap is None:
-        # One query a row: the heads of a group become its queries, so no key is copied.
+        # One query per row: the heads of a group become its queries, so that no key is copied.
         folded = query.reshape(batch, key.shape[1], repeats, query.shape[-1])
         output = F.scaled_dot_product_attention(
             folded, key, value, attn_mask=mask, scale=options.scaling
@@ -83,10 +83,11 @@ def attend(
 def attend_part(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a part of the keys, sinks aside, and the log of its softmax's normalizer.
+    """Attention over a part of the keys, ignoring sinks, and the log of its softmax's normalizer.
 
-    query (B, H, Q, D); key, value (B, H, L, D); mask to be added, (B, 1, Q, L). Returns (B, H, Q,
-    D) and (B, H, Q, 1): two parts are one softmax if weighted by `exp(normalizer)`.
+    query (B, H, Q, D); key and value (B, H, L, D); mask (B, 1, Q, L) is added to the scores.
+    Returns (B, H, Q, D) and (B, H, Q, 1). Averaging two parts with the weights `exp(normalizer)`
+    gives the softmax over all of their keys.
     """
     if query.device.type == "cpu" and options.softcap is None:
         output, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -125,9 +126,9 @@ def _attend_eagerly(
 
 
 def round_inputs(states: Tensor) -> Tensor:
-    """Queries, keys or values as a fused attention reads them: rounded to autocast's type, if that
-    is on, and computed with in float32 at least. Scores rounded to 16 bits would make the sampler
-    drift from the trainer."""
+    """Round queries, keys or values to autocast's dtype, if it is on, as a fused attention does,
+    but return at least float32: scores rounded to 16 bits would let sampler and trainer
+    disagree."""
     device = states.device.type
     if torch.is_autocast_enabled(device):
         states = states.to(torch.get_autocast_dtype(device))
@@ -164,7 +165,7 @@ def _attention_forward(
 def causal_mask(
     queries: int, keys: int, device: torch.device, sliding_window: int | None = None
 ) -> Tensor:
-    """bool (queries, keys): the queries are the last positions; True where the key is seen."""
+    """bool (queries, keys), True where the key is seen; the queries are the last positions."""
     distance = (
         torch.arange(keys - queries, keys, device=device)[:, None]
         - torch.arange(keys, device=device)[None, :]
@@ -174,20 +175,20 @@ def causal_mask(
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A four-dimensional mask, which transformers passes on unread; with a layout it has no use,
-    and without it transformers would build one of size tokens squared."""
+    """A four-dimensional mask, which transformers passes on unread. A layout does not need it, but
+    without it transformers would build a mask of tokens squared."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def install(model: PreTrainedModel) -> None:
-    """Make `model` understand `rloo_layout`. Raises ValueError where transformers cannot."""
+    """Make `model` accept `rloo_layout`. Raises ValueError if transformers does not support it."""
     AttentionInterface.register(IMPLEMENTATION, _attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
     model.set_attn_implementation(IMPLEMENTATION)
 
 
 def incompatibility(model: PreTrainedModel) -> str | None:
-    """Why layouts cannot work for `model`, or None: known before anything is computed."""
+    """Why layouts cannot work for `model`, or None. Nothing is computed."""
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         return f"{type(model).__name__} is an encoder-decoder model"

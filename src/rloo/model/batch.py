@@ -1,8 +1,7 @@
 """Completions to micro-batches: token lists become tensors, shifted by one.
 
 A micro-batch is packed (every prompt once, no padding in the linear layers) or padded (the plain
-form, for models that cannot be packed). Knows nothing of models, losses or rewards beyond carrying
-each completion's numbers along.
+form, for models that cannot be packed).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rloo.model.attention import no_mask
 from rloo.model.shared_prefix import PackedLayout, Span
 from rloo.types import Sample
 
-# Rows of one attention call: sorted by length, so that a short answer is not padded to the longest.
+# Rows of one attention call. They are sorted by length, so that little is padded.
 ROWS_PER_CALL = 16
 
 T = TypeVar("T")
@@ -27,11 +26,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass needs. T completion tokens of N completions, flat (see objective.py).
+    """The inputs of a forward pass: T completion tokens of N completions, flat (see objective.py).
 
     `inputs` are keyword arguments of the model; `source_T` says which of its hidden states (batch
     and time flattened) predicts `target_T`. `group_N` numbers the groups of this batch from 0.
-    `multiplicity` has the shape of the input tokens: to how many of the completions each belongs.
+    `multiplicity`, with the shape of the input tokens, is the number of completions that each input
+    token belongs to.
     """
 
     keys: list[tuple[int, int]]
@@ -49,7 +49,7 @@ class MicroBatch:
 
     @property
     def num_input_tokens(self) -> int:
-        """Tokens that the forward pass computes, padding included."""
+        """The number of tokens that the forward pass computes, padding included."""
         return int(self.inputs["input_ids"].numel())
 
     @property
@@ -60,11 +60,11 @@ class MicroBatch:
 def split(
     samples: Sequence[Sample], max_tokens: int, *, whole_groups: bool, packed: bool = True
 ) -> list[list[Sample]]:
-    """Micro-batches of at most `max_tokens` input tokens, padding included where they will not be
-    `packed`: a pure function of its arguments.
+    """Divide samples into micro-batches of at most `max_tokens` input tokens, including padding
+    unless they will be `packed`. The result depends on the arguments only.
 
-    Groups stay whole if `whole_groups`; one that alone exceeds the budget is a micro-batch of its
-    own (`exceeds` tells beforehand). Otherwise a group is cut where the budget ends, and its prompt
+    With `whole_groups` groups are not cut, and a group that exceeds the budget is a micro-batch of
+    its own (see `exceeds`). Otherwise a group is cut where the budget ends, and its prompt is
     computed once in each part.
     """
     batches: list[list[Sample]] = []
@@ -78,12 +78,12 @@ def split(
 
 
 def exceeds(samples: Sequence[Sample], max_tokens: int, *, packed: bool = True) -> bool:
-    """Whether some group alone is larger than the budget."""
+    """Whether any group is larger than the budget."""
     return any(_cost(group, packed) > max_tokens for group in _by_group(samples))
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-    """One row: each prompt once, followed by its completions; position numbers restart."""
+    """One row with each prompt once, followed by its completions; positions restart for each."""
     tokens: list[int] = []
     positions: list[int] = []
     counts: list[int] = []
@@ -97,7 +97,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         positions += range(len(prompt))
         counts += [len(group)] * len(prompt)
         for sample in group:
-            # The last token is predicted but predicts nothing, so it is no input.
+            # The last token is predicted but predicts nothing, so it is not an input.
             inner = sample.token_ids[:-1]
             start = len(tokens)
             spans.append(Span(start, start + len(inner), number))
@@ -116,8 +116,8 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
 
 
 def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> MicroBatch:
-    """One row a completion, prompt and all, padded on the right to the longest. A prompt's images
-    go with each of its rows."""
+    """One row per completion, prompt included, padded on the right to the longest row. A prompt's
+    images are repeated for each of its rows."""
     ordered = _in_order(samples)
     rows = [s.prompt_ids + s.token_ids[:-1] for s in ordered]
     width = max(len(row) for row in rows)
@@ -170,7 +170,7 @@ def _micro_batch(
 
 
 def _pixels(ordered: Sequence[Sample]) -> list[dict[str, Any] | None]:
-    """Of each sample, made once a prompt."""
+    """The image inputs of each sample, computed once per prompt."""
     made = {group[0].key[0]: group[0].pixels for group in _by_group(ordered)}
     inputs = {number: make and make() for number, make in made.items()}
     return [inputs[s.key[0]] for s in ordered]
@@ -188,7 +188,7 @@ def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _cost(samples: Sequence[Sample], packed: bool) -> int:
-    """Input tokens of a micro-batch: each prompt once, or all rows as long as the longest."""
+    """Input tokens of a micro-batch: packed, with each prompt once, or padded to equal rows."""
     if not packed:
         return len(samples) * max(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
     prompts = sum(len(group[0].prompt_ids) for group in _by_group(samples))

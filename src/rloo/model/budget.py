@@ -1,7 +1,4 @@
-"""The token budget of a micro-batch: whether the largest one fits what is free, and what would.
-
-Knows the policy and the machine's memory; nothing of sampling, rewards or files.
-"""
+"""The token budget of a micro-batch: one for which the largest micro-batch fits into memory."""
 
 from __future__ import annotations
 
@@ -29,16 +26,16 @@ from rloo.model.memory import (
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
-# Of a CPU's free memory; the rest is for what torch does not allocate itself.
+# The usable share of a CPU's free memory; the rest is for memory that torch does not allocate.
 CPU_SHARE = 0.9
-# What is certainly less than this share of the free memory is not measured.
+# A micro-batch that certainly needs less than this share of the free memory is not measured.
 _CERTAIN_SHARE = 0.5
 _UNLIMITED = 2**60
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The largest that an optimizer step can be: prompts in tokens, answers of greatest length."""
+    """The largest possible optimizer step: prompt lengths in tokens, the longest completions."""
 
     longest_prompt: int
     shortest_prompt: int
@@ -49,14 +46,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A token budget that fits, and why it is not the one asked for (None if it is)."""
+    """A token budget that fits, and the reason if it is not the requested one."""
 
     max_tokens: int
     reason: str | None = None
 
 
 def workload_of(prompts: Prompts, config: RLOOConfig, batches: Batches) -> Workload:
-    """What the dataset and the options allow."""
+    """The largest step that the dataset and the options allow."""
     lengths = prompts.lengths
     return Workload(
         longest_prompt=max(lengths),
@@ -68,9 +65,9 @@ def workload_of(prompts: Prompts, config: RLOOConfig, batches: Batches) -> Workl
 
 
 def largest_micro_batch(policy: Policy, workload: Workload, max_tokens: int) -> list[Sample]:
-    """A micro-batch that fills the budget with answers of greatest length: the longest prompt for
-    its context, the shortest ones for the share of answers. The last answer is cut to the budget;
-    one alone may exceed it, as in training."""
+    """A micro-batch that fills the budget with completions of maximum length: the longest prompt
+    for the longest context, then the shortest prompts for the largest share of completions. The
+    last completion is cut to the budget; a single one may exceed it, as in training."""
     if not policy.packed:
         width = workload.longest_prompt + workload.completion_tokens - 1
         rows = min(-(-max_tokens // width), workload.num_generations * workload.num_groups)
@@ -94,18 +91,18 @@ def largest_micro_batch(policy: Policy, workload: Workload, max_tokens: int) -> 
 
 
 def fitting_budget(policy: Policy, workload: Workload) -> Fit:
-    """The budget `policy.max_tokens` if the largest micro-batch of `workload` fits what is free, or
-    else one that does: computed from small measurements and then verified.
+    """The budget `policy.max_tokens` if the largest micro-batch of `workload` fits into free
+    memory, or else a smaller one, computed from small measurements and then verified.
 
-    On CUDA fitting is tried out, forward and backward; on a CPU, which kills a process instead of
-    refusing memory, it is predicted. Raises ValueError if not even one completion fits.
+    On CUDA the micro-batch is run, forward and backward. On a CPU, where the system kills a process
+    that takes too much, its memory is predicted. Raises ValueError if not even one completion fits.
     """
     asked = policy.max_tokens
     room = available_bytes(policy.device) - missing_bytes(policy)
     if policy.device.type == "cpu":
         room = int(CPU_SHARE * room)
     largest = largest_micro_batch(policy, workload, asked)
-    # A measurement would end a profile that is being taken.
+    # Measuring would end a profile in progress.
     unmeasured = torch.autograd._profiler_enabled()
     if unmeasured or (
         policy.device.type == "cpu" and generous_peak_bytes(policy, largest) < _CERTAIN_SHARE * room
@@ -134,17 +131,17 @@ def fitting_budget(policy: Policy, workload: Workload) -> Fit:
 
 
 def missing_bytes(policy: Policy) -> int:
-    """What the first step will make and keep: gradients, and optimizer state if there is none.
-    State that is parked is back only when the activations are gone."""
+    """Bytes that the first step will allocate and keep: gradients, and optimizer state if there is
+    none yet. Parked state does not count: it returns only after the activations are freed."""
     known = policy.stepper.optimizer.state or policy.config.offload_optimizer
     state = 0 if known else optimizer_bytes(policy)
     return gradient_bytes(policy) + state
 
 
 def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
-    """More than `predicted_peak_bytes` can be, without measuring: several times what Korthikanti et
-    al. 2022 count for a layer, scores of all pairs of a row, six arrays of logits, and three as
-    large as the weights."""
+    """An upper bound of `predicted_peak_bytes` without measuring: several times the count of
+    Korthikanti et al. 2022 for a layer, scores for all pairs of tokens in a row, six arrays of
+    logits, and three times the weights."""
     text = policy.model.config.get_text_config()
     tokens = count_tokens(policy, samples)
     heads = getattr(text, "num_attention_heads", None) or 1
@@ -158,8 +155,8 @@ def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that this process can still take: of the GPU, or of the machine, its control groups
-    and its address space, whichever ends first."""
+    """Bytes that this process can still allocate on the GPU, or on the machine: the least of free
+    memory, its control groups' limits and its address space."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -173,14 +170,14 @@ def available_bytes(device: torch.device) -> int:
 
 
 def gigabytes(size: float) -> str:
-    """`1.25 GB`, small sizes in `MB`."""
+    """`1.25 GB`; sizes below 1 GB in `MB`."""
     return f"{size / 1e9:.2f} GB" if abs(size) >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _needed(policy: Policy, samples: Sequence[Sample], room: int) -> int:
     try:
         return predicted_peak_bytes(policy, samples)
-    except torch.OutOfMemoryError:  # already at an eighth of the size
+    except torch.OutOfMemoryError:  # even at an eighth of the size
         return 8 * room
 
 
@@ -188,7 +185,7 @@ def _fits(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
     if policy.device.type == "cpu":
         return predicted_peak_bytes(policy, samples) <= room
     try:
-        # What the first step will allocate must fit beside it; gradients the measurement makes.
+        # The first step's allocations must fit as well; the measurement includes the gradients.
         state = missing_bytes(policy) - gradient_bytes(policy)
         held = torch.empty(state, dtype=torch.uint8, device=policy.device)
         measured_peak_bytes(policy, samples)
@@ -204,7 +201,7 @@ def _fits(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
 def _control_groups(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> list[int]:
-    """Bytes left in each control group of this process that limits memory (version 1 or 2)."""
+    """Bytes left in each control group (version 1 or 2) that limits this process's memory."""
     if not groups.exists():
         return []
     left = []
@@ -219,7 +216,7 @@ def _control_groups(
             else ("memory.max", "memory.current", "inactive_file")
         )
         folder = base / path.strip("/")
-        # In a container the path may be the host's; its own group is then the root.
+        # In a container the path may be the host's; the container's own group is then the root.
         for place in {folder, *folder.parents} if folder.exists() else {base}:
             if place.is_relative_to(base):
                 left += _room_in_group(place, *names)

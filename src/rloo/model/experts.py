@@ -1,7 +1,4 @@
-"""The loss that keeps a mixture of experts' router balanced, from the logits of one forward pass.
-
-Knows nothing of policies or optimizers.
-"""
+"""The loss that balances the router of a mixture of experts, from the logits of one forward."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from rloo.config.config import RLOOConfig
 
 
 def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
-    """Weight of the balancing loss: the option's, or else the model's own; 0 for none.
+    """The weight of the balancing loss: the option's, else the model's own; 0 without such a loss.
 
-    Raises ValueError where the option asks for one that the model has not.
+    Raises ValueError if the option asks for a loss that the model does not have.
     """
     asked, settings = config.router_aux_loss_coef, model.config.get_text_config()
     own = getattr(settings, "router_aux_loss_coef", None)
@@ -35,8 +32,8 @@ def balancing_loss(
     at once: Switch Transformers (arXiv 2101.03961), equations 4 to 6, by transformers' own code.
 
     `router_logits`: per layer (tokens, experts). `multiplicity` (B, W) says how often each token
-    counts: 0 for padding, for a shared prompt the number of its completions. Equal to k, the
-    experts a token goes to, when perfectly balanced.
+    counts: 0 for padding, and for a shared prompt the number of its completions. With perfect
+    balance the loss equals k, the number of experts per token.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

@@ -1,11 +1,10 @@
-"""Exact attention over packed groups without masks, rows or padding: parts of a softmax, merged.
+"""Exact attention over packed groups without masks, rows or padding, by torch's flash attention.
 
 A completion's token sees its prompt and its own past. The prompt's part is one rectangular call for
-all completions of a group, the own part one causal call for each completion; both read the packed
-row in place. Each call returns the log of its softmax's normalizer, by which the parts are weighted
-(as in ring attention, Liu et al. 2023); with the merged output and normalizer the backward of each
-part is exact. Memory is linear in the tokens. Uses torch's flash attention for CPUs. Knows nothing
-of samples or models.
+all completions of a group, the completion's own part one causal call per completion; both read the
+packed row in place. Each call returns the log of its softmax's normalizer, by which the two parts
+are weighted (as in ring attention, Liu et al. 2023). Given the merged output and normalizer, the
+backward of each part is exact. Memory is linear in the tokens. For CPUs only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Queries and keys of one call, as places of the packed row.
+# The queries and keys of one call, as ranges of the packed row.
 Call = tuple[slice, slice]
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -33,10 +32,10 @@ def attend_packed(
     shared: Sequence[Call],
     scaling: float,
 ) -> Tensor:
-    """query (H, T, D), key and value (H_kv, T, D), of one dtype, to (T, H, D).
+    """Attention: query (H, T, D), key and value (H_kv, T, D), of one dtype, to (T, H, D).
 
-    `own` are causal calls of tokens on themselves that cover the row once; `shared` are more keys
-    that some of the queries see, all of each. `scaling` multiplies the scores.
+    `own` are causal calls of tokens on themselves, which cover the row once; `shared` are further
+    keys, all of which some of the queries see. `scaling` multiplies the scores.
     """
     groups = key.shape[0]
     repeats = query.shape[0] // groups
@@ -52,7 +51,7 @@ def attend_packed(
 
 
 class _PackedFlash(torch.autograd.Function):
-    """All (G, R, T, D): heads that share keys are a batch entry's heads."""
+    """All arguments are (G, R, T, D): G groups of R heads that share keys."""
 
     @staticmethod
     def forward(
@@ -120,6 +119,6 @@ class _PackedFlash(torch.autograd.Function):
 
 
 def _empty_by_token(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """(G, R, T, D) whose memory is ordered (T, G, R, D), as the layer behind reads it."""
+    """An empty (G, R, T, D) whose memory is ordered (T, G, R, D), as the next layer reads it."""
     groups, repeats, tokens, size = like.shape
     return like.new_empty(tokens, groups, repeats, size, dtype=dtype).permute(1, 2, 0, 3)

@@ -1,4 +1,4 @@
-"""The model to train, from whatever a user gives: an id, a folder, a model, an adapter on it."""
+"""Loading the model to train: from a hub id, a folder, a loaded model or an adapter."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from rloo.model.quantization import quantization_of
 
 
 def obtain_config(args: Any, model: str | PreTrainedModel | None) -> RLOOConfig:
-    """The options of a run, which cannot be changed from now on; for None TRL's, with its name of
-    the output folder. Raises ValueError for what are no options of ours."""
+    """The options of a run, which cannot be changed from now on. None means the defaults, with
+    TRL's default name of the output folder. Raises ValueError for other objects."""
     if isinstance(args, RLOOArguments):
         args = args.to_config()
     if isinstance(args, RLOOConfig):
@@ -52,8 +52,8 @@ def obtain_model(
     quantization_config: Any = None,
     peft_config: Any = None,
 ) -> tuple[PreTrainedModel, Any, RLOOConfig]:
-    """The model (a PeftModel where an adapter is trained), its tokenizer or processor, and `args`
-    with the model's name where it has one. Raises ValueError for what is no model, and for two
+    """The model (a PeftModel if an adapter is trained), its tokenizer or processor, and `args` with
+    the model's name if it has one. Raises ValueError for what is not a model, and for two
     adapters."""
     if peft_config is not None and args.use_peft:
         raise ValueError("peft_config is given and use_peft is true; both add an adapter")
@@ -61,8 +61,8 @@ def obtain_model(
         loaded: PreTrainedModel = model  # type: ignore[assignment] # or a PeftModel
         if not loaded.can_generate():
             raise ValueError(
-                f"model is a {type(loaded).__name__}; what samples completions is a causal "
-                "language model (AutoModelForCausalLM)"
+                f"model is a {type(loaded).__name__}; it must be a causal language model, which "
+                "can sample completions (AutoModelForCausalLM)"
             )
         for name, value in (
             ("quantization_config", quantization_config),
@@ -70,14 +70,14 @@ def obtain_model(
         ):
             if value:
                 warnings.warn(
-                    f"{name} is given with a model that is loaded already; it has no effect",
+                    f"{name} is given with a model that is already loaded; it has no effect",
                     stacklevel=3,
                 )
         if processing_class is None:
             if not loaded.name_or_path:
                 raise ValueError(
-                    "the model has no name by which its tokenizer could be found; give the "
-                    "tokenizer too (processing_class)"
+                    "the model has no name by which its tokenizer could be found; pass the "
+                    "tokenizer as well (processing_class)"
                 )
             processing_class = load_processing_class(
                 str(loaded.name_or_path),
@@ -88,7 +88,7 @@ def obtain_model(
     elif model is None or isinstance(model, str):
         args = replace(args, model=model or args.model)
         if args.model is None:
-            raise ValueError("there is no model; name one (model): a hub id or a folder")
+            raise ValueError("no model is named; name a hub id or a folder (model)")
         loaded, processing_class = load_model(
             args, processing_class, device=device, quantization_config=quantization_config
         )
@@ -110,17 +110,17 @@ def load_model(
     device: torch.device,
     quantization_config: Any = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
-    """Model and tokenizer of `config.model`, a hub id or a folder; the model in float32. A model
-    that reads images comes with its processor.
+    """Load the model in float32 and its tokenizer from `config.model`, a hub id or a folder. A
+    model that reads images comes with its processor.
 
-    The folder or hub id of an adapter gives a PeftModel: its base, and the adapter to train on.
-    `quantization_config` (a BitsAndBytesConfig), or the options, load linear layers in few bits.
-    Raises ValueError when there is no tokenizer that transformers can load.
+    The folder or hub id of an adapter gives a PeftModel: its base with the adapter, trainable.
+    `quantization_config` (a BitsAndBytesConfig), or the options, quantise the linear layers.
+    Raises ValueError if transformers can load no tokenizer.
     """
     options = _loading_options(config)
     few_bits = quantization_of(config, quantization_config)
     if few_bits is not None:
-        # Quantised where it is used: it cannot be moved afterwards.
+        # A quantised model cannot be moved: it is loaded to the device where it is used.
         options |= {"quantization_config": few_bits, "device_map": {"": device}}
     name = resolve_model(str(config.model))
     trust = options.pop("trust_remote_code", config.trust_remote_code)
@@ -160,7 +160,7 @@ def load_weights(model: PreTrainedModel, path: str | Path) -> None:
 
 def _loading_options(config: RLOOConfig) -> dict[str, Any]:
     given = {n: value for n, value in (config.model_init_kwargs or {}).items() if value is not None}
-    # It might ask for a library that is not there.
+    # The named implementation might need a library that is not installed.
     if config.packing is not False and (named := given.pop("attn_implementation", None)):
         warnings.warn(
             f"model_init_kwargs has attn_implementation {named}, which has no effect: attention "
@@ -171,19 +171,20 @@ def _loading_options(config: RLOOConfig) -> dict[str, Any]:
 
 
 def _copy_from_file(model: PreTrainedModel) -> None:
-    """On a CPU what is not quantised is a part of the mapped file, which would stay as a whole."""
+    """Copy what is not quantised: on a CPU it is a view of the mapped file and would keep all of it
+    in memory."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.is_floating_point():
             parameter.data = parameter.data.clone()
 
 
 def _auto_class(name: str, revision: str, trust: bool) -> Any:
-    """What loads the model: with its eyes, if it has any that transformers knows."""
+    """The transformers class that loads the model, images included if transformers supports it."""
     try:
         config = transformers.AutoConfig.from_pretrained(
             name, revision=revision, trust_remote_code=trust
         )
-    except (OSError, ValueError):  # loading the model itself will say it
+    except (OSError, ValueError):  # loading the model itself reports it
         return transformers.AutoModelForCausalLM
     if is_vision_config(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return transformers.AutoModelForImageTextToText
@@ -204,9 +205,9 @@ def load_processing_class(
     name: str, revision: str = "main", *, trust: bool = False, images: bool = False
 ) -> PreTrainedTokenizerBase | ProcessorMixin:
     """The tokenizer of a hub id or folder, or for a model that reads `images` the processor that
-    holds it. Raises ValueError where there is none."""
+    contains it. Raises ValueError if there is none."""
     folder = Path(name)
-    # transformers makes up an empty tokenizer for some architectures whose folder has none.
+    # For some architectures transformers invents an empty tokenizer if the folder has none.
     if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
         raise ValueError(
             f"{folder} has no tokenizer that can be loaded (model): it has no tokenizer.json"
@@ -223,7 +224,7 @@ def load_processing_class(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars, which a small model shows for a blink."""
+    """Hide transformers' progress bars, which only flash by when a small model is loaded."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:

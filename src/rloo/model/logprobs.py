@@ -1,6 +1,6 @@
-"""From hidden states to log-probabilities and entropies, without keeping logits of all tokens.
+"""From hidden states to log-probs and entropies, without keeping the logits of all tokens.
 
-Knows nothing of the model but its output head, called as a function on a chunk of hidden states.
+The model's output head is a function that is called on one chunk of hidden states at a time.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Logits of a chunk, in elements. With gradients a chunk's probabilities are kept until the backward
-# (256 MiB in float32) or, when there are several chunks, computed again there.
+# The number of logits in a chunk. With gradients, the probabilities of a single chunk are kept
+# until the backward (256 MiB in float32); those of several chunks are recomputed there.
 CHUNK_ELEMENTS = 2**26
-# Elements that are worked on at a time, so that they stay in the processor's cache.
+# The number of elements processed at a time, so that they stay in the processor's cache.
 CACHED_ELEMENTS = 2**21
 
 Head = Callable[[Tensor], Tensor]
 
 
 class TokenScores(NamedTuple):
-    """Of T completion tokens: log-probs and entropies, both (T,), float32, in nats; and of the
-    whole micro-batch `balance`, the balancing loss of a mixture of experts, where it has a weight.
-    """
+    """Log-probs and entropies of T completion tokens, both (T,), float32, in nats; and the
+    balancing loss of the whole micro-batch, for a mixture of experts with a weight for it."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -32,11 +31,11 @@ class TokenScores(NamedTuple):
 
 
 class _SelectLogprobs(torch.autograd.Function):
-    """log softmax(logits / temperature)[target], and the entropy, with a backward in place.
+    """log softmax(logits / temperature)[target] and the entropy, forward and backward in place.
 
-    Autograd's own keeps the log-softmax besides the logits and makes a third array in the backward.
-    Fresh arrays of this size cost more in page faults than the arithmetic, so `logits`, which is
-    this function's alone, becomes the probabilities, a few rows at a time.
+    Autograd would keep the log-softmax beside the logits and allocate a third array in the
+    backward. New arrays of this size cost more in page faults than the arithmetic, so the
+    probabilities overwrite `logits`, which nothing else uses, a few rows at a time.
     """
 
     @staticmethod
@@ -83,7 +82,7 @@ def _add_entropy(
     for start in range(0, len(probabilities), step):
         rows = slice(start, start + step)
         part = probabilities[rows]
-        # Where p is 0 so is p log p.
+        # p log p is 0 where p is 0.
         factor = part.clamp(min=torch.finfo(part.dtype).tiny).log_()
         factor.add_(entropy[rows, None]).mul_(of_entropy[rows, None]).add_(scale[rows, None])
         part.mul_(factor.neg_())
@@ -99,11 +98,11 @@ def token_logprobs(
     vocab_size: int,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of its distribution, both (T,), in nats.
+    """The log-prob of each target and the entropy of its distribution, both (T,), in nats.
 
-    `hidden` (T, D) are the states that predict `targets` (T,); `head` makes logits of them. The
-    vocabulary-sized arrays exist for one chunk of tokens at a time: more than one chunk is
-    recomputed in the backward. Both carry gradients.
+    `hidden` (T, D) are the states that predict `targets` (T,); `head` maps them to logits. Arrays
+    over the vocabulary exist for one chunk of tokens at a time; if there are several chunks, they
+    are recomputed in the backward. Both results carry gradients.
     """
 
     def select(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +125,7 @@ def token_logprobs(
 def score_tokens(
     head: Head, hidden: Tensor, targets: Tensor, *, temperature: float, vocab_size: int
 ) -> Tensor:
-    """The log-probs (T,) of `token_logprobs` alone, without gradients: about half the work."""
+    """Only the log-probs (T,) of `token_logprobs`, without gradients: about half the work."""
     rows = max(1, CACHED_ELEMENTS // vocab_size)
     parts = []
     for hidden_chunk, targets_chunk in zip(hidden.split(rows), targets.split(rows), strict=True):
@@ -137,15 +136,15 @@ def score_tokens(
 
 
 def _normalize(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of scores (R, V), and their log-sum-exp (R,) from it: torch's own costs more passes.
+    """Softmax of scores (R, V), and their log-sum-exp (R,), in fewer passes than torch's own.
 
-    The most likely token's probability is never 0.
+    It is computed from the most likely token's probability, which is never 0.
     """
     weights = scores.softmax(dim=-1)
     return weights, scores.amax(dim=-1) - weights.amax(dim=-1).log()
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Logits / temperature in at least float32, written over `logits` where the type allows."""
+    """Logits / temperature in at least float32, in place if the dtype allows it."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return precise.div_(temperature) if temperature != 1.0 else precise

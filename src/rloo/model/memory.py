@@ -1,7 +1,7 @@
-"""What an update needs in memory, measured small and scaled up before it happens.
+"""The memory of an update, measured on small micro-batches and extrapolated beforehand.
 
-Bytes are those that torch allocates (on a CPU what its profiler records, on CUDA what the caching
-allocator counts), not resident pages. Knows the policy; nothing of budgets, sampling or files.
+Bytes are those that torch allocates (on a CPU as recorded by its profiler, on CUDA as counted by
+the caching allocator), not resident pages.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rloo.model.policy import Policy
 from rloo.model.quantization import statistics_bytes
 from rloo.types import Sample
 
-# Shares of a micro-batch's lengths at which it is measured. Memory is linear in tokens; where masks
-# or scores of width squared are made, a parabola is laid through larger sizes.
+# The shares of a micro-batch's lengths at which it is measured. Memory is linear in tokens; if
+# masks or scores of width squared exist, a parabola is fitted through larger sizes.
 LINEAR = (1 / 16, 1 / 8)
 QUADRATIC = (1 / 4, 1 / 2, 3 / 4)
-# Below so many tokens a completion would not look like a long one.
+# Shorter completions would not behave like long ones.
 _FEWEST_TOKENS = 8
-# One code book for all parameters (bitsandbytes).
+# bitsandbytes has one code book for all parameters.
 _SHARED_STATE = "qmap"
 _MARK = "rloo: a phase ends"
 
@@ -43,7 +43,7 @@ Mark = Callable[[], None]
 def make_samples(
     prompt_tokens: int, completion_tokens: int, num_generations: int, num_groups: int = 1
 ) -> list[Sample]:
-    """Samples of these lengths with arbitrary tokens: what memory and time depend on."""
+    """Samples of these lengths with arbitrary tokens, which matter for neither memory nor time."""
     return [
         make_sample((group, index), prompt_tokens, completion_tokens)
         for group in range(num_groups)
@@ -52,7 +52,7 @@ def make_samples(
 
 
 def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int) -> Sample:
-    """One of them. Its tokens are the vocabulary's first, over and over."""
+    """A sample of these lengths; its tokens are the first of the vocabulary, repeated."""
     prompt, completion = ([i % 64 for i in range(n)] for n in (prompt_tokens, completion_tokens))
     return Sample(
         key=key,
@@ -67,20 +67,21 @@ def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int
 
 
 def count_tokens(policy: Policy, samples: Sequence[Sample]) -> int:
-    """Input tokens of `samples` as one micro-batch of the policy: what its budget limits."""
+    """Input tokens of `samples` as one micro-batch, which is what the token budget limits."""
     host = torch.device("cpu")
     batch = pack(samples, host) if policy.packed else pad(samples, host, policy.pad_token_id)
     return batch.num_input_tokens
 
 
 def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
-    """Peak of memory that training on `samples` as one micro-batch takes, in bytes, on top of what
-    is there in any case: weights, gradients, optimizer, reference.
+    """Peak memory in bytes of training on `samples` as one micro-batch, in addition to weights,
+    gradients, optimizer and reference.
 
-    Measured at small shares of the lengths, phase by phase (each layer's forward and backward, the
-    vocabulary head, the reference) with the head's chunks scaled alike; each phase is continued to
-    the full length and the largest counts, so that one which dominates only there is not missed.
-    A small micro-batch is measured as it is. Gradients of the policy are discarded.
+    It is measured at small shares of the lengths, phase by phase (each layer's forward and
+    backward, the vocabulary head, the reference), with the head's chunks scaled by the same share.
+    Each phase is extrapolated to the full length and the largest one counts, so that a phase which
+    dominates only at full length is not missed. A small micro-batch is measured directly. The
+    policy's gradients are discarded.
     """
     longest = max(len(s.token_ids) for s in samples)
     shares = QUADRATIC if _makes_squares(policy) else LINEAR
@@ -93,23 +94,23 @@ def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
         cut = [_shorten(sample, share * least) for sample in samples]
         tokens.append(count_tokens(policy, cut))
         peaks.append(_peaks(policy, cut, int(CHUNK_ELEMENTS * tokens[-1] / full)))
-    if len({len(phases) for phases in peaks}) > 1:  # a model that does not repeat itself
+    if len({len(phases) for phases in peaks}) > 1:  # a model whose phases vary with the length
         peaks = [[max(phases)] for phases in peaks]
-    # Distances from the full size in its own unit: the constant is then the value there.
+    # With distances from the full size as abscissa, the constant is the value at full size.
     distance = np.array(tokens) / full - 1
     constants = np.polyfit(distance, np.array(peaks, dtype=float), len(shares) - 1)[-1]
     return int(constants.max())
 
 
 def measured_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
-    """The same, measured by doing it. Raises torch.OutOfMemoryError on CUDA when it does not fit;
-    a CPU's process may be killed instead."""
+    """The peak of `predicted_peak_bytes`, measured by training on `samples` in full. On CUDA,
+    raises torch.OutOfMemoryError if memory does not suffice; on a CPU the process may be killed."""
     return max(_peaks(policy, samples, CHUNK_ELEMENTS))
 
 
 def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[int]:
-    """Peak of allocated bytes, above those at the start, in each phase of `work`, which calls its
-    argument where a phase ends."""
+    """Peak of allocated bytes, relative to the start, in each phase of `work`, which calls its
+    argument at the end of each phase."""
     if device.type == "cuda":
         start, peaks = torch.cuda.memory_allocated(device), []
 
@@ -136,7 +137,8 @@ def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[in
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """What is left of others, freed in between, would be taken off what the work holds."""
+    """Suspend garbage collection: objects of others freed meanwhile would distort the
+    measurement."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -147,8 +149,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def allocations(profiler: Any) -> tuple[np.ndarray, np.ndarray]:
-    """When a profiler saw the CPU's memory change, in nanoseconds, and what torch held from then on
-    beyond what it held at first, in bytes."""
+    """The times in nanoseconds at which a profiler saw the CPU's memory change, and the bytes that
+    torch held from then on, relative to the beginning."""
     events = [
         (event.start_ns(), event.nbytes())
         for event in recorded_events(profiler)
@@ -160,42 +162,42 @@ def allocations(profiler: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def peak_between(times: np.ndarray, totals: np.ndarray, start: int, end: int) -> int:
-    """The most of `allocations` that was held at some time from `start` to `end`, in bytes."""
+    """The maximum of `allocations` between `start` and `end`, in bytes."""
     first, last = times.searchsorted([start, end])
     held = totals[first - 1] if first else 0
     return int(max(held, totals[first:last].max(initial=0)))
 
 
 def recorded_events(profiler: Any) -> Any:
-    """What a finished torch.profiler saw, raw: its own lists leave single allocations out."""
+    """The raw events of a finished torch.profiler, whose own lists omit single allocations."""
     return profiler.profiler.kineto_results.events()
 
 
 def silence_profiler() -> None:
-    """Keep the profiler's library from writing its own log to stderr; before its first use."""
+    """Prevent the profiler's library from logging to stderr. Must precede its first use."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers, and of the scales of those of few bits; what is
-    shared counts once."""
+    """Bytes of a model's parameters and buffers, and of the scales of quantised ones. Shared
+    tensors count once."""
     tensors = [*module.parameters(), *module.buffers()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values()) + statistics_bytes(module)
 
 
 def gradient_bytes(policy: Policy) -> int:
-    """Bytes of the gradients of everything that is trained."""
+    """Bytes of the gradients of all trained parameters."""
     return sum(p.numel() * p.element_size() for p in policy.parameters)
 
 
 def optimizer_bytes(policy: Policy) -> int:
-    """Bytes of the optimizer's state, also before its first step makes it: a parameter of each
-    shape is given one on the side."""
+    """Bytes of the optimizer's state. Before the first step creates it, the state is created for
+    one separate parameter of each shape."""
     present = _tensor_bytes(policy.stepper.optimizer.state.values())
     if present:
         return present
-    # Optimizers of 8 bits keep the state of embeddings in 32.
+    # 8-bit optimizers keep the state of embeddings in 32 bits.
     embeddings = {id(m.weight) for m in policy.model.modules() if isinstance(m, nn.Embedding)}
     sizes: dict[Any, int] = {}
     total = 0
@@ -218,15 +220,15 @@ def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
 
 
 def step_bytes(policy: Policy) -> int:
-    """Peak of an optimizer step on top of weights, gradients and state, state that is parked
-    included. It is made, so the policy is to be thrown away: its weights may decay."""
+    """Peak memory of an optimizer step in addition to weights, gradients and resident state; parked
+    state counts. The step is carried out and may change the weights: discard the policy."""
 
     def fill() -> None:
         for parameter in policy.parameters:
             parameter.grad = torch.zeros_like(parameter)
 
     fill()
-    policy.stepper.step()  # makes the state
+    policy.stepper.step()  # creates the state
     fill()
     return max(phase_peaks(policy.device, lambda _: policy.stepper.step()))
 
@@ -242,7 +244,7 @@ def _tensor_bytes(states: Any) -> int:
 
 def _makes_squares(policy: Policy) -> bool:
     """Whether some array has an entry for each pair of tokens: transformers' masks of padded rows,
-    and scores that no fused attention computes (soft-capped or with sinks)."""
+    or scores that no fused attention supports (soft-capped or with sinks)."""
     softcap = getattr(policy.model.config.get_text_config(), "attn_logit_softcapping", None)
     sinks = any(name.endswith("sinks") for name, _ in policy.model.named_parameters())
     return not policy.packed or softcap is not None or sinks
@@ -261,7 +263,7 @@ def _shorten(sample: Sample, share: float) -> Sample:
 
 
 def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> list[int]:
-    """Peaks of a micro-batch's phases where gradients exist already, as from the second one on."""
+    """Peaks of a micro-batch's phases with gradients allocated, as from the second one on."""
     for parameter in policy.parameters:
         parameter.grad = torch.zeros_like(parameter)
 
@@ -283,7 +285,7 @@ def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> li
 
 @contextmanager
 def _marked_layers(model: nn.Module, mark: Mark) -> Iterator[None]:
-    """`mark` where a layer's forward ends and where its backward begins."""
+    """Inside, call `mark` at the end of each layer's forward and the start of its backward."""
 
     def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
         mark()

@@ -1,7 +1,7 @@
-"""What an accelerator does not need for a while, kept in the machine's memory: optimizer state
-between steps, activations between forward and backward.
+"""Offloading to the machine's memory: optimizer state between steps, activations between forward
+and backward.
 
-Values come back as they went, to the last bit. Knows nothing of models or losses.
+Values return bit for bit.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from rloo.config.config import RLOOConfig
 
-# Smaller tensors stay: moving them takes longer than it saves.
+# Smaller tensors stay on the device: moving them costs more than it saves.
 SMALLEST = 4096
 
 
 def check(config: RLOOConfig, device: torch.device) -> None:
-    """Raise ValueError where the options would move nothing."""
+    """Raise ValueError for options that would move nothing."""
     for name in ("offload_optimizer", "activation_offloading"):
         if getattr(config, name) and device.type == "cpu":
             raise ValueError(
@@ -35,17 +35,17 @@ def check(config: RLOOConfig, device: torch.device) -> None:
 
 
 class ParkedState:
-    """An optimizer's state, on `device` only while `fetched`."""
+    """An optimizer's state that is on `device` only while `fetched`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self._device = device
-        # Kept from step to step: page-locked memory is slow to get.
+        # Kept from step to step, because page-locked memory is slow to allocate.
         self._buffers: dict[tuple[int, str], Tensor] = {}
 
     @contextmanager
     def fetched(self) -> Iterator[None]:
-        """Inside, the state is where the parameters are."""
+        """Inside, the state is on the parameters' device."""
         for parameter, state in self._optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value is self._buffers.get((id(parameter), name)):
@@ -56,7 +56,7 @@ class ParkedState:
             self.park()
 
     def park(self) -> None:
-        """Move whatever is on the device off it."""
+        """Move all state off the device."""
         for parameter, state in self._optimizer.state.items():
             for name, value in state.items():
                 if not isinstance(value, Tensor) or value.device.type != self._device.type:
@@ -66,15 +66,15 @@ class ParkedState:
                     continue
                 if key not in self._buffers:
                     self._buffers[key] = _host_like(value)
-                # Blocking: a checkpoint may read it next.
+                # Blocking, because a checkpoint may read the copy next.
                 state[name] = self._buffers[key].copy_(value)
 
 
 @contextmanager
 def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Inside, what a forward keeps for the backward moves off `device` until it is asked for.
+    """Inside, tensors that a forward saves for the backward are kept off `device` until then.
 
-    `weights` stay where they are, and so does what shares their memory.
+    `weights` and tensors that share their memory stay where they are.
     """
     kept = {weight.untyped_storage().data_ptr() for weight in weights}
 
@@ -82,7 +82,7 @@ def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iter
         stays = tensor.numel() < SMALLEST or tensor.untyped_storage().data_ptr() in kept
         if stays or tensor.device.type != device.type:
             return tensor
-        # In the order of the stream, so nobody writes over `tensor` before it is copied.
+        # In stream order, so that `tensor` is copied before anything overwrites it.
         return (_host_like(tensor).copy_(tensor, non_blocking=True),)
 
     def unpack(packed: Any) -> Tensor:

@@ -16,9 +16,9 @@ from transformers.trainer_pt_utils import get_parameter_names
 from rloo.config.arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
 
-# They need more than the parameters and the usual options.
+# These optimizers need more than the parameters and the usual options.
 OTHER_OPTIMIZERS = ("lomo", "galore", "apollo", "schedule_free")
-# Names of parameters that weight decay leaves alone, as in transformers' Trainer.
+# Parameters with these names are not decayed, as in transformers' Trainer.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
@@ -29,10 +29,11 @@ Given: TypeAlias = tuple[torch.optim.Optimizer | None, Scheduler | None]
 def make_optimizers(
     given: Given, model: PreTrainedModel, config: RLOOConfig, num_training_steps: int
 ) -> tuple[torch.optim.Optimizer, Scheduler]:
-    """Optimizer and schedule: those given, and what is missing from the options.
+    """Optimizer and schedule: those passed by the user, the others made from the options.
 
-    Raises ValueError for an optimizer that lacks trained parameters or holds another model's, as
-    one does that was made before an adapter was added, and for a schedule of another optimizer.
+    Raises ValueError for an optimizer that lacks trained parameters or has those of another model
+    (because it was made before an adapter was added, for example), and for a schedule of another
+    optimizer.
     """
     optimizer, scheduler = given
     if optimizer is None:
@@ -52,16 +53,16 @@ def make_optimizers(
     if scheduler is None:
         scheduler = build_scheduler(optimizer, config, num_training_steps)
     elif scheduler.optimizer is not optimizer:
-        raise ValueError("the schedule given is of another optimizer than the one (optimizers)")
+        raise ValueError("the schedule given belongs to another optimizer (optimizers)")
     return optimizer, scheduler
 
 
 def build_optimizer(model: PreTrainedModel, config: RLOOConfig) -> torch.optim.Optimizer:
-    """The optimizer `config.optim` over the trained parameters, biases and norms not decayed.
+    """The optimizer `config.optim` of the trained parameters, without decay of biases and norms.
 
-    As in transformers' Trainer, one with a state of 8 bits keeps that of embeddings in 32. Raises
-    ValueError for a name that transformers lacks, or whose library is not installed, and for
-    `optim_args` that it does not read.
+    As in transformers' Trainer, 8-bit optimizers keep the state of embeddings in 32 bits. Raises
+    ValueError for a name unknown to transformers, a library that is not installed, and `optim_args`
+    that the optimizer does not read.
     """
     if any(family in config.optim for family in OTHER_OPTIMIZERS):
         raise ValueError(
@@ -97,7 +98,7 @@ def _factory(model: PreTrainedModel, config: RLOOConfig) -> tuple[Any, dict[str,
 
 
 def _read(value: Any) -> Any:
-    """Some factories pass numbers of `optim_args` on as text."""
+    """Convert a number from `optim_args`, which some of transformers' factories leave as text."""
     if isinstance(value, str):
         for kind in (int, float):
             try:
@@ -108,15 +109,15 @@ def _read(value: Any) -> Any:
 
 
 def _check_arguments(model: PreTrainedModel, config: RLOOConfig, options: dict[str, Any]) -> None:
-    """transformers drops in silence what the optimizer does not read."""
+    """Refuse `optim_args` that the optimizer does not read, which transformers silently drops."""
     given = [part for part in (config.optim_args or "").replace(" ", "").split(",") if part]
     for part in given:
         name = part.partition("=")[0]
         try:
-            # A value that nobody has as a default: only a name that is read makes a difference.
+            # A value that is nobody's default makes a difference only if the name is read.
             changed = _factory(model, replace(config, optim_args=f"{name}=0.0137"))[1]
             without = _factory(model, replace(config, optim_args=None))[1]
-        except (ValueError, AttributeError):  # read, and of another type
+        except (ValueError, AttributeError):  # the name is read, as a value of another type
             continue
         if changed == without:
             raise ValueError(
@@ -129,20 +130,20 @@ def _settle_bitsandbytes(optimizer: Any, model: nn.Module) -> None:
     if manager is None:
         return
     if next(model.parameters()).device.type == "cpu":
-        optimizer.is_paged = False  # it would warn that nothing is paged there
+        optimizer.is_paged = False  # avoids a warning that a CPU cannot page
     if optimizer.args.optim_bits != 8:
         return
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             manager.override_config(module.weight, "optim_bits", 32)
-            # The manager is the process's, and knows parameters by an id that may be used again.
+            # The manager is global and identifies parameters by ids that may be reused.
             weakref.finalize(module.weight, manager.pid2config.pop, id(module.weight), None)
 
 
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: RLOOConfig, num_training_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The schedule `config.lr_scheduler_type`. Raises ValueError where its arguments do not fit."""
+    """The schedule `config.lr_scheduler_type`. Raises ValueError for arguments that do not fit."""
     name, options = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
     try:
         return transformers.get_scheduler(
@@ -160,6 +161,6 @@ def build_scheduler(
 
 
 def _warmup_steps(config: RLOOConfig, num_training_steps: int) -> int:
-    """A number below 1 is a share of the run (transformers 5)."""
+    """The number of warm-up steps; a number below 1 is a share of the run (transformers 5)."""
     steps = config.warmup_steps
     return math.ceil(steps * num_training_steps) if 0 < steps < 1 else int(steps)

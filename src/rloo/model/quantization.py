@@ -1,7 +1,6 @@
-"""A frozen base of 4 or 8 bits: how it is loaded, what it computes, its weights in full.
+"""A frozen base quantised to 4 or 8 bits: loading, computing and dequantising it.
 
-The one file that knows the library bitsandbytes, which is imported where quantised models are used.
-Knows nothing of adapters or optimizers.
+The library bitsandbytes is imported in this file only, inside functions.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from rloo.config.config import RLOOConfig
 
 
 def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
-    """transformers' BitsAndBytesConfig for loading the base, or None for weights as they are.
+    """transformers' BitsAndBytesConfig for loading the base, or None to load it unquantised.
 
-    From `given` (the trainer's `quantization_config`), `load_in_4bit` or `load_in_8bit`, or
-    `quantization_config` in `model_init_kwargs`. Raises ValueError for more than one of them, and
-    for kinds that are not part of this version.
+    It comes from `given` (the trainer's `quantization_config`), from `load_in_4bit` or
+    `load_in_8bit`, or from `quantization_config` in `model_init_kwargs`. Raises ValueError if there
+    is more than one of them, and for kinds that are not part of this version.
     """
     named = {
         "quantization_config": given,
@@ -61,7 +60,7 @@ def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
 
 
 def _from_dict(values: dict[str, Any]) -> Any:
-    """transformers would drop a name that it does not know."""
+    """Refuse unknown names, which transformers would drop."""
     from transformers import BitsAndBytesConfig
 
     known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
@@ -83,21 +82,21 @@ def _check(value: Any) -> None:
     for name in ("llm_int8_has_fp16_weight", "llm_int8_enable_fp32_cpu_offload"):
         if getattr(value, name):
             raise ValueError(
-                f"quantization_config sets {name}; the whole base is of few bits here, and on one "
-                "device"
+                f"quantization_config sets {name}; in this version the whole base is quantised and "
+                "on one device"
             )
 
 
 def quantised_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers of 4 or 8 bits, by name."""
+    """The quantised layers, by name."""
     for name, module in model.named_modules():
         if is_quantised(module):
             yield name, module
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether this very module keeps its weight in few bits. Whoever has one has imported
-    bitsandbytes."""
+    """Whether this very module has a quantised weight. If bitsandbytes has not been imported, it
+    cannot."""
     if "bitsandbytes" not in sys.modules:
         return False
     kinds = _bitsandbytes().nn
@@ -105,13 +104,14 @@ def is_quantised(module: nn.Module) -> bool:
 
 
 def prepare(model: Any, config: RLOOConfig, *, adapted: bool) -> list[str]:
-    """Make quantised layers multiply by their weights in full, and nothing else; returns notes.
+    """Make quantised layers multiply by their dequantised weights, without other rounding; return
+    notes.
 
-    bitsandbytes' own products depend on more than the weights: of 8 bits they round activations,
-    in a way that depends on the other rows of the batch; of 4 bits on some CPUs they become bf16
-    where no gradients are wanted. A sampler and a trainer would then disagree about the policy.
-    Raises ValueError for a quantised base without an adapter, of another kind than bitsandbytes',
-    or changed by a forward of its own, and where one was asked for and the model has none.
+    bitsandbytes' own products depend on more than the weights: with 8 bits they round activations
+    in a way that depends on the other rows of the batch; with 4 bits, on some CPUs, they become
+    bf16 when no gradients are needed. Sampler and trainer would then disagree about the policy.
+    Raises ValueError for a quantised base without an adapter, one that is not bitsandbytes', one
+    altered by an earlier forward, and for a model without quantised layers if they were asked for.
     """
     layers = list(quantised_layers(model))
     kind = getattr(model, "quantization_method", None)
@@ -124,14 +124,14 @@ def prepare(model: Any, config: RLOOConfig, *, adapted: bool) -> list[str]:
         for name in ("load_in_4bit", "load_in_8bit"):
             if getattr(config, name):
                 raise ValueError(
-                    f"{name} is true and the model has no layer of few bits; one that is given "
+                    f"{name} is true and the model has no quantised layer; a model that is already "
                     f"loaded stays as it is ({name}, model)"
                 )
         return []
     if not adapted:
         raise ValueError(
             f"{layers[0][0]} is quantised and cannot be trained; train an adapter (use_peft, "
-            "peft_config) or load the model in full"
+            "peft_config) or load the model unquantised"
         )
     for name, layer in layers:
         if _is_4bit(layer):
@@ -144,36 +144,36 @@ def _check_4bit(name: str, layer: Any) -> None:
     state = layer.weight.quant_state
     if getattr(state, "packing_format_for_cpu", False):
         raise ValueError(
-            f"the model was run on this CPU before it was given, for which bitsandbytes rounded "
-            f"the scales of {name} to bf16; load it again, or give its name (model)"
+            f"the model has been run on this CPU before, for which bitsandbytes rounded the scales "
+            f"of {name} to bf16; load it again, or pass its name (model)"
         )
     if state.shape[-1] % state.blocksize == 0:
         return
-    # Version 0.50 begins a new block with every row when it reads a weight on a CPU.
+    # When version 0.50 reads a weight on a CPU, it starts a new block at every row.
     in_one_row = copy(state)
     in_one_row.shape = (1, math.prod(state.shape))
     read = _bitsandbytes().functional.dequantize_4bit(layer.weight.data, in_one_row)
     if not torch.equal(read.flatten(), full_weight(layer).flatten()):
         raise ValueError(
-            f"{name} has {state.shape[-1]} columns, no multiple of {state.blocksize}; this version "
-            "of bitsandbytes reads it wrong here (load_in_8bit)"
+            f"{name} has {state.shape[-1]} columns, not a multiple of {state.blocksize}; this "
+            "version of bitsandbytes misreads it on a CPU (load_in_8bit)"
         )
 
 
 def _describe(model: nn.Module, layers: list[tuple[str, Any]]) -> str:
-    few = sum(layer.in_features * layer.out_features for _, layer in layers)
+    quantised = sum(layer.in_features * layer.out_features for _, layer in layers)
     adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
     base = count_parameters(model) - adapter
     bits = "4" if _is_4bit(layers[0][1]) else "8"
     return (
-        f"{few / base:.0%} of the base's weights are of {bits} bits; products are with "
-        "the weights in full, activations are not rounded, in the precision of the run (bf16, "
-        "fp16), whatever llm_int8_threshold and bnb_4bit_compute_dtype say"
+        f"{quantised / base:.0%} of the base's weights are stored in {bits} bits; layers multiply "
+        "by the dequantised weights in the precision of the run (bf16, fp16) and round no "
+        "activations; llm_int8_threshold and bnb_4bit_compute_dtype have no effect"
     )
 
 
 def full_weight(layer: Any) -> Tensor:
-    """(out, in): what the layer's few bits stand for, in float32 (4 bits: the type it had)."""
+    """The layer's dequantised weight (out, in), in float32 (4 bits: in the original dtype)."""
     functional = _bitsandbytes().functional
     if _is_4bit(layer):
         return functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
@@ -181,8 +181,8 @@ def full_weight(layer: Any) -> Tensor:
 
 
 def in_full(layer: Any) -> Any:
-    """A plain layer that computes the same, in float32 and kept by nobody; `layer` itself if it is
-    not quantised."""
+    """A new dequantised layer in float32, to which nothing else refers; `layer` itself if it is not
+    quantised."""
     if not is_quantised(layer):
         return layer
     weight = full_weight(layer)
@@ -194,7 +194,7 @@ def in_full(layer: Any) -> Any:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Numbers that the model's weights stand for: two 4-bit ones in a byte are two."""
+    """The number of parameters; two 4-bit parameters in one byte count as two."""
     packed = {id(layer.weight): layer for _, layer in quantised_layers(model)}
     return sum(
         layer.in_features * layer.out_features
@@ -205,7 +205,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def statistics_bytes(model: nn.Module) -> int:
-    """Bytes beside the packed weights, which are no parameters: scales and code books."""
+    """Bytes of the quantisation statistics, which are not parameters: scales and code books."""
     tensors = []
     for _, layer in quantised_layers(model):
         if not _is_4bit(layer):
@@ -224,7 +224,7 @@ def statistics_bytes(model: nn.Module) -> int:
 
 
 class _Product(torch.autograd.Function):
-    """states @ weight.T + bias. The full weight exists while it is used, forward and backward."""
+    """states @ weight.T + bias. The dequantised weight exists only while it is used."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, layer: Any) -> Tensor:
@@ -251,7 +251,7 @@ def _is_4bit(layer: Any) -> bool:
 
 
 def _row_scales(layer: Any) -> Tensor:
-    # bitsandbytes' forward moves them from one place to the other.
+    # bitsandbytes' forward moves the scales from one attribute to the other.
     scales = getattr(layer.weight, "SCB", None)
     found: Tensor = layer.state.SCB if scales is None else scales
     return found

@@ -1,10 +1,9 @@
 """Attention over packed groups: each prompt once, its K completions after it.
 
-The packed row is `prompt, completion 1, completion 2, ..., next prompt, ...`; everything in a model
-but attention treats tokens one by one and never notices. Here a prompt attends to itself, a
-completion to its prompt and its own past: on a CPU by `flash.py`, which reads the row in place;
-elsewhere, and for windows, soft caps and sinks, in rows, one per prompt and completion, with masks.
-Knows nothing of samples, rewards or models.
+The packed row is `prompt, completion 1, completion 2, ..., next prompt, ...`. Only the attention of
+a model relates tokens to each other, so only it must know this layout: a prompt attends to itself,
+a completion to its prompt and its own past. On a CPU `flash.py` does this in place; elsewhere, and
+for windows, soft caps and sinks, it is done in one row per prompt and completion, with masks.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from torch.utils.checkpoint import checkpoint
 from rloo.model.attention import Options, attend
 from rloo.model.flash import Call, attend_packed
 
-# Elements of the largest mask that is kept; where it would be larger, queries are taken in blocks,
-# each with a mask of its own that the backward makes again. So no array grows with tokens squared.
+# The number of elements of the largest mask that is kept. A larger one is replaced by masks of
+# blocks of queries, which the backward recomputes, so that no array grows with tokens squared.
 MASK_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `start` to `stop` of the packed row; `prompt` numbers the prompt they continue, if
-    they are a completion."""
+    """Tokens `start` to `stop` of the packed row. For a completion, `prompt` is the number of its
+    prompt."""
 
     start: int
     stop: int
@@ -37,7 +36,7 @@ class Span:
 
 
 class _Rows:
-    """Spans that attend in one call, padded to equal width: R rows of W tokens."""
+    """Spans that attend in one call, padded to R rows of W tokens."""
 
     def __init__(self, spans: Sequence[Span], prompts: _Rows | None) -> None:
         lengths = torch.tensor([span.stop - span.start for span in spans])
@@ -46,7 +45,7 @@ class _Rows:
         self.valid = columns < lengths[:, None]
         self.index = torch.where(self.valid, starts[:, None] + columns, 0)
         self.prompt: Tensor | None = None
-        # Of queries (R, W) and keys (R, L); the masks (R, W, L) are made where they are used.
+        # Positions of queries (R, W) and keys (R, L); the masks (R, W, L) are made when needed.
         self._position = columns.expand(len(spans), -1)
         self._key_position, self._key_valid = self._position, self.valid
         if prompts is not None:
@@ -67,7 +66,7 @@ class _Rows:
         return self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        """query (R, H, W, D), key and value (R, H_kv, L, D) to (R, H, W, D)."""
+        """Attention: query (R, H, W, D), key and value (R, H_kv, L, D) to (R, H, W, D)."""
         num_rows, width = self.valid.shape
         window = options.sliding_window
         block = max(1, MASK_ELEMENTS // (num_rows * key.shape[2]))
@@ -99,14 +98,14 @@ class _Rows:
         return torch.cat(outputs, dim=2)
 
     def _mask(self, sliding_window: int | None, queries: slice, keys: int) -> Tensor:
-        """bool (R, 1, queries, keys): True where a query sees one of the first keys. Windows count
-        logical positions."""
+        """bool (R, 1, queries, keys), True where a query sees one of the first `keys` keys. Windows
+        count logical positions."""
         position = self._position[:, queries, None]
         key_position = self._key_position[:, None, :keys]
         visible = (key_position <= position) & self._key_valid[:, None, :keys]
         if sliding_window is not None:
             visible &= key_position > position - sliding_window
-        # A padded query sees everything: its output is dropped, and a softmax over no key is NaN.
+        # A padded query sees every key, since a softmax over none is NaN; its output is dropped.
         visible |= ~self.valid[:, queries, None]
         return visible[:, None]
 
@@ -114,8 +113,8 @@ class _Rows:
 class _ToRows(torch.autograd.Function):
     """Packed tokens (T, H, D) to one (R, W, H, D) for each set of rows.
 
-    Every token stands in exactly one place, so the backward is a gather as well, where autograd's
-    own would add up into zeros, several times slower.
+    Every token has exactly one place, so the backward is a gather as well. Autograd would add into
+    zeros, which is several times slower.
     """
 
     @staticmethod
@@ -134,9 +133,9 @@ class _ToRows(torch.autograd.Function):
 
 
 class PackedLayout:
-    """Which token of a packed row sees which. `spans` cover the row, a prompt's completions follow
-    it; prompts are numbered in their order. Rows of one attention call are sorted by width, so that
-    little is padded."""
+    """Which tokens of a packed row see which. `spans` cover the row; a prompt is followed by its
+    completions, and prompts are numbered in order. Rows of one attention call are sorted by width,
+    so that little is padded."""
 
     def __init__(self, spans: Sequence[Span], rows_per_call: int, device: torch.device) -> None:
         self._spans = spans
@@ -145,7 +144,7 @@ class PackedLayout:
 
     @cached_property
     def _calls(self) -> tuple[list[Call], list[Call]]:
-        """Each span to itself, and the completions of a prompt to it."""
+        """The calls of each span on itself, and those of a prompt's completions on the prompt."""
         own: list[Call] = []
         prompts: list[slice] = []
         ends: list[int] = []
@@ -177,13 +176,13 @@ class PackedLayout:
 
     @cached_property
     def _place(self) -> Tensor:
-        """Where the rows, flattened and joined, hold each token."""
+        """The place of each token in the rows, flattened and joined."""
         held = torch.cat([rows.index[rows.valid] for rows in self._rows])
         where = torch.cat([rows.valid.flatten() for rows in self._rows]).nonzero()[:, 0]
         return torch.empty_like(held).index_put((held,), where)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        """query (1, H, T, D), key and value (1, H_kv, T, D) to (1, T, H, D)."""
+        """Attention: query (1, H, T, D), key and value (1, H_kv, T, D) to (1, T, H, D)."""
         plain = options.softcap is None and options.sinks is None
         if query.device.type == "cpu" and plain and options.sliding_window is None:
             scaling = options.scaling_of(query)

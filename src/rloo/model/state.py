@@ -1,7 +1,6 @@
 """The state of a run as plain tensors and JSON values: optimizers and random number generators.
 
-Nothing here is pickled, and nothing is lost: what is put back is the same to the last bit. Knows
-nothing of files.
+Nothing is pickled, and what is restored is the same to the last bit.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Flat = tuple[dict[str, Tensor], Any]
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Name and shape of every parameter: what a checkpoint and a model must have in common."""
+    """Name and shape of every parameter, by which a checkpoint must match a model."""
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -29,7 +28,7 @@ def probe(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def require_same_shapes(saved: dict[str, list[int]], current: dict[str, list[int]]) -> None:
-    """Raises ValueError that names the first parameter in which two models differ."""
+    """Raise a ValueError that names the first parameter in which two models differ."""
     for name in (*saved, *current):
         there, here = saved.get(name, "absent"), current.get(name, "absent")
         if there != here:
@@ -46,15 +45,15 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Flat:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], meta: Any) -> None:
-    """Give `optimizer` a saved state, to the last bit, learning rates and other settings included.
+    """Restore an optimizer's state bit for bit, including learning rates and other settings.
 
-    Raises ValueError that names the first parameter whose shape is another.
+    Raises a ValueError that names the first parameter with another shape.
     """
     state = unflatten(meta, tensors)
     require_same_shapes(state.pop("shapes"), _optimizer_shapes(optimizer))
     optimizer.load_state_dict(state)
-    # torch casts state to the parameter's dtype, which loses bits of float32 moments beside bf16
-    # weights, and otherwise keeps the very tensors it is given.
+    # torch's load_state_dict casts the state to the parameter's dtype, which rounds the float32
+    # moments of bf16 weights, and otherwise keeps the tensors that it gets.
     for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         for index, parameter in zip(saved_group["params"], group["params"], strict=True):
             for key, saved in state["state"].get(index, {}).items():
@@ -66,7 +65,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor],
 
 
 def capture_rng() -> dict[str, Any]:
-    """The states of the global generators of Python, NumPy, torch, and torch's CUDA devices."""
+    """The states of the global generators of Python, NumPy, torch and torch's CUDA devices."""
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     key = numpy_state["state"]["key"].tolist()
     return {
@@ -78,7 +77,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Set all generators to what `capture_rng` saw. Warns when the CUDA devices are not as many."""
+    """Restore the states from `capture_rng`. Warns if the number of CUDA devices has changed."""
     random.setstate(state["python"])
     numpy_state = state["numpy"]
     key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
@@ -89,14 +88,14 @@ def restore_rng(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     else:
         warnings.warn(
-            f"the checkpoint has the generator states of {len(state['cuda'])} CUDA devices, here "
-            f"are {devices}: theirs start anew",
+            f"the checkpoint has the generator states of {len(state['cuda'])} CUDA devices and "
+            f"there are {devices}; their generators are not restored",
             stacklevel=2,
         )
 
 
 def _optimizer_shapes(optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
-    # Optimizers made from named parameters know the names.
+    # Only optimizers made from named parameters have names.
     shapes = {}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -107,8 +106,8 @@ def _optimizer_shapes(optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
 
 
 def flatten(tree: Any) -> Flat:
-    """Nested dicts, lists and tuples as named tensors and JSON values that `unflatten` makes the
-    same tree of: JSON alone would turn tuples into lists and the keys of dicts into strings."""
+    """Convert nested dicts, lists and tuples to named tensors and JSON values, which `unflatten`
+    converts back. JSON alone would turn tuples into lists and the keys of dicts into strings."""
     tensors: dict[str, Tensor] = {}
 
     def walk(value: Any, path: str) -> Any:
@@ -130,7 +129,7 @@ def flatten(tree: Any) -> Flat:
 
 
 def unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The tree that `flatten` was given."""
+    """The inverse of `flatten`."""
     if isinstance(value, list):
         return [unflatten(item, tensors) for item in value]
     if not isinstance(value, dict):

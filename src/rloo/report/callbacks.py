@@ -1,7 +1,4 @@
-"""Callbacks and loggers of transformers, driven the way Trainer drives them.
-
-Knows nothing of what a step is or what is logged: `train.py` and `monitor.py` decide.
-"""
+"""Callbacks and loggers of transformers, called in the same way as by Trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def reporting_callbacks(config: RLOOConfig) -> list[type[TrainerCallback]]:
-    """The loggers that `report_to` names. Raises ValueError for one that transformers lacks."""
+    """The logger classes of `report_to`. Raises ValueError for a name unknown to transformers."""
     if config.report_to in ("none", [], ["none"]):
         return []
     from transformers.integrations import get_reporting_integration_callbacks
@@ -29,7 +26,7 @@ def reporting_callbacks(config: RLOOConfig) -> list[type[TrainerCallback]]:
 
 
 def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
-    """The loggers of `report_to`. Raises ValueError for one that cannot be used here."""
+    """Create the loggers named by `report_to`. Raises ValueError for one that cannot be used."""
     loggers = []
     for logger in reporting_callbacks(config):
         try:
@@ -40,10 +37,11 @@ def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
 
 
 class Events:
-    """The callbacks of a run, told of every event in Trainer's order and with its arguments.
+    """Sends a run's events to its callbacks, in Trainer's order and with Trainer's arguments.
 
-    Trainer's own DefaultFlowCallback comes first: from the intervals in `state` it sets the flags
-    of `control` (log, evaluate, save, stop), which the others may change and the loop follows.
+    Trainer's own DefaultFlowCallback comes first: it sets the flags of `control` (log, evaluate,
+    save, stop) from the intervals in `state`. The other callbacks may change the flags, and the
+    training loop follows them.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class Events:
 
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:
-        """Tell of every step of the optimizer: before it, the gradients clipped, and after it."""
+        """Inside, send events before (gradients are clipped) and after every optimizer step."""
 
         def tell(event: str) -> Any:
             return lambda *_: self.send(event)
@@ -100,12 +98,12 @@ class Events:
                 hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """What callbacks that can be saved want to keep, by class name, such as the evaluations
-        without improvement that EarlyStoppingCallback has counted."""
+        """The state of callbacks that can be saved, by class name: for example the number of
+        evaluations without improvement that EarlyStoppingCallback counts."""
         return {type(c).__name__: c.state()["attributes"] for c in self._exportable()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Give it back to the callbacks of the same classes."""
+        """Restore the state of callbacks of the same classes."""
         for callback in self._exportable():
             for name, value in state.get(type(callback).__name__, {}).items():
                 setattr(callback, name, value)

@@ -1,19 +1,19 @@
-"""What a person reads of a run: header, progress, completions, evaluations, verdict.
+"""Text and tables for people: header, progress, completions, evaluations.
 
-Pure functions from numbers to text and rich tables, but for `print_evaluation`. Prompts and
-completions are hostile: every character that could steer a terminal is shown, not sent. Knows
-nothing of files, loggers or training.
+Prompts and completions are hostile: every character that could control a terminal is shown as an
+escape.
 """
 
 from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text as RichText
 
@@ -23,10 +23,8 @@ from rloo.config.formula import objective_line
 from rloo.report.metrics import deviation
 from rloo.types import Group, Text
 
-# Steps over which the progress line and the verdict average.
+# The number of steps over which the progress line and the verdict average.
 WINDOW = 8
-# 97.5 % point of the normal distribution.
-Z = 1.959963984540054
 
 Estimate = tuple[float, float]
 Row = Mapping[str, float]
@@ -37,9 +35,9 @@ _BAR_WIDTH = 20
 
 
 def inert(text: str, encoding: str = "utf-8") -> str:
-    """`text` with every character but newline that is not plain print (control, direction override,
-    surrogate, unassigned) or not in `encoding` written as an escape: it moves no cursor, sets no
-    colour or title, and prints on any stream."""
+    """Escape every character of `text`, except newlines, that is not printable (control, direction
+    override, surrogate, unassigned) or not in `encoding`. The result cannot move the cursor or set
+    colours or titles, and any stream can print it."""
     shown = (
         character
         if character == "\n" or unicodedata.category(character)[0] not in "CZ" or character == " "
@@ -50,7 +48,8 @@ def inert(text: str, encoding: str = "utf-8") -> str:
 
 
 def shorten(text: str) -> str:
-    """At most 600 characters and 12 lines, head and tail: an answer mostly stands at the end."""
+    """Keep the head and tail of a long text, at most 600 characters and 12 lines: the tail mostly
+    holds the answer."""
     if len(text) > _MAX_CHARACTERS:
         half = _MAX_CHARACTERS // 2
         left_out = len(text) - 2 * half
@@ -63,7 +62,7 @@ def shorten(text: str) -> str:
 
 
 def header(info: Mapping[str, Any], config: RLOOConfig, batches: Batches) -> list[str]:
-    """One line per entry of `info`, then what a step is made of and the objective."""
+    """One line per entry of `info`, then the precision, the rollout and the objective."""
     precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "float32"
     prompts, generations = batches.prompts_per_rollout, config.num_generations
     rollout = f"{prompts} prompts x {generations} generations = {prompts * generations} completions"
@@ -86,8 +85,8 @@ def _describe(value: Any) -> str:
 
 
 def mean_reward(rows: Sequence[Row]) -> Estimate:
-    """Mean reward of the rows and its standard error, as if steps were independent; where a step
-    has no error of its own (one prompt), from the spread over the steps. NaN if unknown."""
+    """Mean reward of the rows and its standard error, taking steps as independent. If a step has no
+    error of its own (one prompt), the error comes from the spread over steps. NaN if unknown."""
     known = [row for row in rows if math.isfinite(row.get("reward", math.nan))]
     if not known:
         return math.nan, math.nan
@@ -102,8 +101,8 @@ def mean_reward(rows: Sequence[Row]) -> Estimate:
 def progress(
     step: int, max_steps: int, *, scored: Sequence[Row], recent: Sequence[Row]
 ) -> list[str]:
-    """Three lines: how far, what was learned, where the time goes. `scored` are all steps that
-    brought rewards, the first one first; `recent` the last steps, over which is averaged."""
+    """Four lines: progress, change of the reward, state of the policy, use of time. `scored` are
+    all steps with rewards, in order; `recent` the last steps, over which metrics are averaged."""
     speed = _recent_mean(recent, "step_time")
     done = f"step {step}/{max_steps}"
     if math.isfinite(speed):
@@ -125,13 +124,29 @@ def progress(
         for text, name, scale in shown
         if math.isfinite(mean := _recent_mean(recent, name))
     ]
-    return [f"{done}  {learned}", "  ".join(state), "  ".join(_time_split(recent))]
+    return [done, learned, "  ".join(state), "  ".join(_time_split(recent))]
 
 
-def progress_bar(step: int, max_steps: int) -> str:
-    """`[=====.....]`, filled by the share of the steps that is done."""
-    filled = round(_BAR_WIDTH * min(step / max(max_steps, 1), 1.0))
-    return f"[{'=' * filled}{'.' * (_BAR_WIDTH - filled)}]"
+class LiveProgress(Progress):
+    """Shows the lines of `progress` live on a terminal, the first one beside a bar."""
+
+    def __init__(self, console: Console, max_steps: int) -> None:
+        self._below: list[RichText] = []
+        columns = BarColumn(_BAR_WIDTH), TextColumn("{task.description}", markup=False)
+        super().__init__(*columns, console=console, auto_refresh=False)
+        self._steps = self.add_task("", total=max_steps)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from self._below
+
+    def show(self, step: int, lines: Sequence[str]) -> None:
+        """Show `lines` in place of the previous ones; `stop` leaves the last ones in view."""
+        first, *others = (inert(line, self.console.encoding) for line in lines)
+        self._below = [RichText(text, no_wrap=True, overflow="ellipsis") for text in others]
+        self.update(self._steps, completed=step, description=first)
+        self.start()
+        self.refresh()
 
 
 def _time_split(recent: Sequence[Row]) -> Iterator[str]:
@@ -159,13 +174,13 @@ def completions_table(
     encoding: str,
     unique_prompts: bool = False,
 ) -> Table:
-    """Up to `limit` completions with their rewards (None: all), different prompts first, or with
-    `unique_prompts` one completion of each prompt."""
+    """A table of up to `limit` completions (None: all) with their rewards. Different prompts come
+    first; with `unique_prompts` there is only one completion per prompt."""
     table = Table(title=f"Completions at step {step}", show_lines=True, title_justify="left")
     for name in ("Prompt", "Completion", "Reward"):
         table.add_column(name, overflow="fold", ratio=1 if name == "Reward" else 3)
     chosen = list(spread(groups))
-    if unique_prompts:  # a row may be drawn twice
+    if unique_prompts:  # the same row may have been drawn twice
         seen: dict[str, Group] = {}
         for group in groups:
             seen.setdefault(as_string(group.prompt.content), group)
@@ -184,7 +199,7 @@ def completions_table(
 
 
 def spread(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
-    """Every completion as (group, index): the first of each group, then the second of each, ..."""
+    """All completions as (group, index): the first of each group, then the second of each, ..."""
     for index in range(max((len(group.texts) for group in groups), default=0)):
         for group in groups:
             if index < len(group.texts):
@@ -192,7 +207,7 @@ def spread(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
 
 
 def as_string(text: Text) -> str:
-    """A prompt or completion as one string; messages as `role: content`, one below the other."""
+    """A prompt or completion as one string; messages become lines `role: content`."""
     if isinstance(text, str):
         return text
     return "\n".join(f"{message.get('role')}: {_content(message)}" for message in text)
@@ -210,7 +225,7 @@ def _score(value: float | None) -> str:
 
 
 def evaluation_line(metrics: Mapping[str, Any]) -> str:
-    """pass@k with 95 % intervals, mean reward, length, and on how much it was measured."""
+    """One line: pass@k with 95 % intervals, mean reward, length, and the sample size."""
     names = [n for n in metrics if n.startswith("pass@") and not n.endswith("_interval")]
     parts = [
         f"{name.replace('_', ' ')} {percent(metrics[name], metrics.get(f'{name}_interval'))}"
@@ -229,7 +244,7 @@ def evaluation_line(metrics: Mapping[str, Any]) -> str:
 
 
 def print_evaluation(metrics: Mapping[str, Any], console: Console | None = None) -> None:
-    """Show the metrics of `rloo eval`, one a line below the headline, on stdout by default."""
+    """Print a headline and one metric per line, by default to stdout."""
     console = console or Console()
     write_line(console, evaluation_line(metrics))
     for name, value in metrics.items():
@@ -238,7 +253,7 @@ def print_evaluation(metrics: Mapping[str, Any], console: Console | None = None)
 
 
 def write_line(console: Console, text: str) -> None:
-    """Print without markup, colours or wrapping: the text is not ours."""
+    """Print hostile text, without markup, colours or wrapping."""
     shown = inert(text, console.encoding)
     console.print(shown, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
@@ -250,9 +265,14 @@ def percent(value: float, bounds: Sequence[float] | None = None) -> str:
 
 
 def plus_minus(value: float, error: float, *, signed: bool = False) -> str:
-    """`0.312 ± 0.041`; without the error where it is unknown."""
+    """`0.312 ± 0.041`, or `0.312` if the error is unknown."""
     text = f"{value:+.3f}" if signed else f"{value:.3f}"
     return f"{text} ± {error:.3f}" if math.isfinite(error) else text
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 note`, `2 notes`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,4 @@
-"""Pushing what a run has made to the Hugging Face hub: when, and under which name.
-
-The only file that talks to the hub's interface. Knows nothing of models: it uploads folders.
-"""
+"""Pushing a run's folders to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from typing import Any
 
 from rloo.config.config import RLOOConfig
 
-# Checkpoints are pushed by `hub_strategy` alone; the rest is half of something.
+# Checkpoints are pushed only as `hub_strategy` says; the rest are unfinished files.
 LEFT_OUT = ("_*", "checkpoint-*", "tmp-checkpoint-*", "*.tmp")
-# What grows while an upload in the background reads it: pushed at the end.
+# Files that grow while a background upload would read them: pushed at the end.
 GROWING = ("*.jsonl", "runs/*")
 
 
@@ -27,11 +24,11 @@ class Hub:
 
     @property
     def repo_id(self) -> str | None:
-        """Its full name, once it exists."""
+        """The repository's full name, once it exists."""
         return self._repo_id
 
     def create(self, *, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository, and its branch `hub_revision`, unless they are there."""
+        """Create the repository and its branch `hub_revision`, unless they exist."""
         config = self._config
         private = config.hub_private_repo if private is None else private
         name = config.hub_model_id or Path(config.output_dir).absolute().name
@@ -50,8 +47,8 @@ class Hub:
         revision: str | None = None,
         wait: bool = True,
     ) -> Any:
-        """Upload a folder to `place` in the repository, and return the commit; without `wait` a
-        future, which `finish` waits for too. Raises what the hub's library raises."""
+        """Upload a folder to `place` in the repository and return the commit; without `wait` return
+        a future, for which `finish` waits too. Raises what huggingface_hub raises."""
         uploaded = _api(token or self._config.hub_token).upload_folder(
             repo_id=self._repo_id,
             folder_path=folder,
@@ -66,7 +63,7 @@ class Hub:
         return uploaded
 
     def push_checkpoint(self, output_dir: Path, checkpoint: Path, step: int) -> None:
-        """Begin what `hub_strategy` pushes at a save: the model's folder, and the checkpoint."""
+        """Start the uploads that `hub_strategy` asks for at a save: the model, the checkpoint."""
         message = f"Training in progress, step {step}"
         places = {"checkpoint": "last-checkpoint", "all_checkpoints": checkpoint.name}
         self.upload(output_dir, message, wait=False)
@@ -74,7 +71,7 @@ class Hub:
             self.upload(checkpoint, f"{message}, checkpoint", place=place, wait=False)
 
     def finish(self) -> list[BaseException]:
-        """Wait for everything under way; returns what went wrong."""
+        """Wait for all background uploads; return their errors."""
         errors = [error for future in self._pending if (error := future.exception())]
         self._pending = []
         return errors

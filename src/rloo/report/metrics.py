@@ -1,6 +1,6 @@
-"""Statistics of a step as pure functions: plain numbers in, a flat dict of named numbers out.
+"""The statistics of a step as pure functions from plain numbers to a flat dict of named numbers.
 
-TRL's names where TRL has the metric; docs/metrics.md has the formula of each.
+Metrics that TRL has too have TRL's names; docs/metrics.md explains each of them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from statistics import fmean
 
 from rloo.types import Group
 
+# 97.5 % point of the normal distribution: half the width of a 95 % interval, in standard errors.
+Z = 1.959963984540054
+
 
 def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """The mean of each metric over parts of a rollout, weighted by their sizes; one that is not in
-    all of them over those that have it."""
+    """The mean of each metric over parts of a rollout, weighted by their sizes. Parts without the
+    metric are left out of its mean."""
     names = dict.fromkeys(name for _, metrics in parts for name in metrics)
     having = {name: [(n, m[name]) for n, m in parts if name in m] for name in names}
     return {
@@ -24,7 +27,7 @@ def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str,
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What the rollout shows before any update: rewards (unclipped, no KL), lengths, signal."""
+    """The metrics of a rollout before any update: rewards (unclipped, no KL), lengths, signal."""
     rewards = [[r for r in group.rewards if r is not None] for group in groups]
     flat = [r for group in rewards for r in group]
     scored = [group for group in rewards if len(group) >= 2]
@@ -54,14 +57,14 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def standard_error(rewards: Sequence[Sequence[float]]) -> float:
-    """Standard error of the mean reward, in its unit. Completions of one prompt are not
-    independent, so the prompts' means are the observations."""
+    """Standard error of the mean reward. Completions of one prompt are not independent, so the
+    observations are the prompts' means."""
     means = [fmean(group) for group in rewards if group]
     return deviation(means) / math.sqrt(len(means)) if len(means) >= 2 else math.nan
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Standard deviation with Bessel's correction; NaN below two values."""
+    """Standard deviation with Bessel's correction; NaN for fewer than two values."""
     if len(values) < 2:
         return math.nan
     mean = fmean(values)
@@ -69,7 +72,7 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def window_mean(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over several steps, NaN left out."""
+    """The mean of each metric over several steps, ignoring NaN."""
     names = dict.fromkeys(name for line in lines for name in line)
     means = {n: _mean([x[n] for x in lines if n in x and not math.isnan(x[n])]) for n in names}
     return {name: value for name, value in means.items() if not math.isnan(value)}

@@ -1,7 +1,4 @@
-"""README.md beside a trained model: what it is made of and how, facts only.
-
-Knows nothing of the hub; the text is what there is to say without the run's results.
-"""
+"""The model card, README.md beside a trained model: how it was trained, without results."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from rloo.config.formula import objective_line
 from rloo.report.records import write_text
 
 FILE = "README.md"
-# Tells our card from a file of the user's, or another library's.
+# Distinguishes our card from a file written by the user or another library.
 MARK = "<!-- written by rloo -->"
 PAPER = """\
 @inproceedings{ahmadian2024back,
@@ -42,10 +39,10 @@ def model_card(
     datasets: Sequence[str] = (),
     tags: Sequence[str] = (),
 ) -> str:
-    """The card of a model called `name`: metadata of the hub, then text.
+    """The card of a model called `name`: metadata for the hub, then text.
 
-    Folders of this machine are named by their last part, and not in the metadata, which are names
-    on the hub.
+    Local folders appear by their last part in the text and not in the metadata, where names are hub
+    ids.
     """
     from huggingface_hub import ModelCardData
 
@@ -56,7 +53,8 @@ def model_card(
         pipeline_tag="text-generation",
         tags=["rloo", *tags],
     )
-    kind = "A LoRA adapter of" if adapter else "Trained from"
+    base = _shown(base_model)
+    kind = f"A LoRA adapter for {base}, trained" if adapter else f"{base} fine-tuned"
     preset = f" (preset {config.preset})" if config.preset else ""
     where = f" on {', '.join(map(_shown, datasets))}" if datasets else ""
     facts = {
@@ -75,7 +73,7 @@ def model_card(
         MARK,
         f"# {name}",
         "",
-        f"{kind} {_shown(base_model)} with REINFORCE Leave-One-Out{where}.",
+        f"{kind} with REINFORCE Leave-One-Out{where}.",
         "",
         *(f"- {fact}: {value}" for fact, value in facts.items()),
         "",
@@ -91,13 +89,13 @@ def model_card(
 
 
 def has_other_card(folder: Path) -> bool:
-    """Whether the folder has a README.md that is not ours."""
+    """Whether the folder has a README.md that this program did not write."""
     path = folder / FILE
     return path.exists() and MARK not in path.read_text(encoding="utf-8")
 
 
 def write_card(folder: Path, text: str) -> None:
-    """Write README.md, whatever was there."""
+    """Write README.md, replacing any other."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / FILE, text)
 

@@ -1,7 +1,7 @@
-"""Shows a run and records it: console, JSON files, and the callbacks and loggers of transformers.
+"""Shows and records a run: console, JSON files, and the callbacks and loggers of transformers.
 
-Everything here watches; nothing touches training, except that a callback may set flags on the
-`TrainerControl` that the loop reads. What the lines say is in `console.py` and `verdict.py`.
+Watching does not change training, except that a callback may set flags on the `TrainerControl` that
+the loop reads. The text of the lines is in `console.py` and `verdict.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.console import Group as Lines
-from rich.live import Live
-from rich.text import Text as RichText
 
 from rloo import __version__
 from rloo.config.batches import Batches
@@ -29,13 +26,13 @@ from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.data.images import images_of, save_images, without_images
 from rloo.report.console import (
     WINDOW,
+    LiveProgress,
     completions_table,
+    counted,
     evaluation_line,
     header,
-    inert,
     mean_reward,
     progress,
-    progress_bar,
     spread,
     write_line,
 )
@@ -56,16 +53,16 @@ SECONDS_BETWEEN_LINES = 10.0
 NUM_RECORDED_COMPLETIONS = 4
 REWARD = ("reward", "reward/standard_error")
 DRIFTS = ("kl", "entropy", "completions/mean_length", "groups/signal")
-# Of these a window's last value says more than its mean.
+# Metrics that are logged as the last value of a window, not as its mean.
 LAST_VALUE = ("num_tokens", "learning_rate")
 
 
 class Monitor:
-    """The console and the files of one run; its folder must exist when the first line is written.
+    """The console and the files of one run. `output_dir` must exist before the first step.
 
-    Steps count finished optimizer steps, from 1. Order: `truncate_after` when resuming, then
-    `start`, `attach`, the calls of the loop, and `finish`, which also restores the terminal and so
-    must be reached when training fails.
+    Steps count finished optimizer steps, from 1. The order of calls is: `truncate_after` when
+    resuming, then `start`, `attach`, those of the loop, and `finish`. `finish` also restores the
+    terminal, so it must be called when training fails, too.
     """
 
     def __init__(
@@ -87,7 +84,7 @@ class Monitor:
         self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self._refused_steps = 0
         self._told_of_unscored = False
-        self._live: Live | None = None
+        self._live: LiveProgress | None = None
         self._last_line = (0, -math.inf)
         self._last_table = 0
         self._window: list[Mapping[str, float]] = []
@@ -102,24 +99,24 @@ class Monitor:
             self.say(line)
 
     def note(self, text: str) -> None:
-        """Print a line that the user must see, and keep it for the summary."""
+        """Print a line that the user must see, and repeat it in the summary."""
         self.notes.append(text)
         self.say(f"note: {text}")
 
     def truncate_after(self, step: int) -> None:
-        """Drop what was recorded after `step`, and torn lines, so that no step occurs twice."""
+        """Drop rows recorded after `step` and torn lines, so that no step occurs twice."""
         for name in (METRICS, COMPLETIONS, EVALUATIONS):
             rows, unreadable = truncate_rows(self.output_dir / name, step)
             if name == METRICS:
                 for row in rows:
                     self._remember({n: value for n, value in row.items() if value is not None})
             if unreadable:
-                self.note(f"{name}: {unreadable} unreadable line(s) dropped")
+                self.note(f"{name}: {counted(unreadable, 'unreadable line')} dropped")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one line in metrics.jsonl and move the progress line.
+        """Append a line to metrics.jsonl and show progress.
 
-        On a terminal it is live; elsewhere a plain line at every log or after 10 seconds.
+        Progress is live on a terminal; elsewhere it is a plain line at every log or after 10 s.
         """
         append_rows(self.output_dir / METRICS, [{"step": step, **metrics}])
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
@@ -133,17 +130,19 @@ class Monitor:
             return
         lines = progress(step, self.max_steps, scored=self._scored, recent=list(self._recent))
         if self._console.is_interactive:
-            self._show_live([f"{progress_bar(step, self.max_steps)} {lines[0]}", *lines[1:]])
+            self._live = self._live or LiveProgress(self._console, self.max_steps)
+            self._live.show(step, lines)
             return
         last_step, last_time = self._last_line
         waited = time.monotonic() - last_time >= SECONDS_BETWEEN_LINES
         if waited or self._log_between(last_step, step) or step == self.max_steps:
             self._last_line = (step, time.monotonic())
-            self.say(" | ".join(line for line in lines if line))
+            done, *others = lines
+            self.say(f"{done}  {' | '.join(line for line in others if line)}")
 
     def completions(self, step: int, groups: Sequence[Group]) -> None:
-        """Record some completions of a rollout; at a log with `log_completions` record all, and
-        print them."""
+        """Record some completions of a rollout; with `log_completions`, at every log, record all
+        and print some."""
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
         chosen = list(spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
@@ -178,8 +177,8 @@ class Monitor:
     def evaluation(
         self, step: int, name: str, metrics: Mapping[str, Any], *, dataset: str = ""
     ) -> None:
-        """Print an evaluation and record it in evaluations.jsonl; `dataset` tells one of several
-        sets."""
+        """Print an evaluation and record it in evaluations.jsonl; `dataset` names the set if there
+        are several."""
         of_set = {"dataset": dataset} if dataset else {}
         append_rows(
             self.output_dir / EVALUATIONS, [{"step": step, "name": name, **of_set, **metrics}]
@@ -188,11 +187,11 @@ class Monitor:
         self.say(f"evaluation ({place}) at step {step}: {evaluation_line(metrics)}")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json whole or not at all, and print the verdict and where the results are.
+        """Write summary.json atomically; print the verdict and the names of the result files.
 
-        `summary`: status, steps, start and end (metrics of the evaluations, empty where none was
-        made), wall_seconds, num_tokens, seed, config, versions. Added: max_steps, notes,
-        refused_steps, training (first and last steps) and the verdict itself.
+        `summary` has status, steps, start and end (metrics of the evaluations, empty without any),
+        wall_seconds, num_tokens, seed, config and versions. This adds max_steps, notes,
+        refused_steps, training (averages of the first and last steps) and the verdict.
         """
         if self._live is not None:
             self._live.stop()
@@ -220,9 +219,9 @@ class Monitor:
     def _remember(self, metrics: Mapping[str, float]) -> None:
         self._recent.append(metrics)
         self._refused_steps += bool(metrics.get("update/nonfinite"))
-        loss = metrics.get("loss", 0.0)  # where nothing had signal there is none
+        loss = metrics.get("loss", 0.0)  # a step without signal has no loss
         self._losses += [loss] if math.isfinite(loss) else []
-        if "reward" in metrics:  # only the first step on a rollout brings rewards
+        if "reward" in metrics:  # only in the first step on a rollout
             self._scored.append({n: metrics[n] for n in REWARD + DRIFTS if n in metrics})
 
     def _compare_training(self) -> dict[str, Any] | None:
@@ -237,30 +236,22 @@ class Monitor:
         return {"num_steps": size, "start": first, "end": last}
 
     def _log_between(self, last: int, step: int) -> bool:
-        """Whether a step that is logged lies after `last`, up to and with `step`."""
+        """Whether one of the steps `last` + 1 to `step` is logged."""
         return step // self._every > last // self._every
 
     def say(self, text: str) -> None:
         """Print a line."""
         write_line(self._console, text)
 
-    def _show_live(self, lines: Sequence[str]) -> None:
-        texts = [inert(line, self._console.encoding) for line in lines]
-        shown = Lines(*(RichText(text, no_wrap=True, overflow="ellipsis") for text in texts))
-        if self._live is None:
-            self._live = Live(shown, console=self._console, auto_refresh=False)
-            self._live.start()
-        self._live.update(shown, refresh=True)
-
     # -- transformers' callbacks and loggers -----------------------------------------------------
 
     def attach(self, events: Events) -> None:
-        """Log to these callbacks, and to the history in their state, from now on."""
+        """From now on, send events to these callbacks and log to the history in their state."""
         self._events = events
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Tell the callbacks that a step ended; at a log also the mean of each metric since the
-        last log, under Trainer's and TRL's names, which is appended to `state.log_history`."""
+        """Tell the callbacks that a step ended. At a log, also send them the mean of each metric
+        since the last log and append it to `state.log_history`."""
         assert self._events is not None
         self._window.append(dict(metrics))
         self._events.send("on_step_end")
@@ -268,15 +259,15 @@ class Monitor:
             self._flush()
 
     def log_evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Log an evaluation's numbers, named as Trainer does. Intervals are left to
-        evaluations.jsonl: loggers take numbers only."""
+        """Log an evaluation's numbers under Trainer's names. Intervals are in evaluations.jsonl
+        only, since loggers accept only numbers."""
         assert self._events is not None
         numbers = numbers_of(metrics)
         self.log_numbers(numbers)
         self._events.send("on_evaluate", metrics=numbers)
 
     def log_totals(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Log what Trainer logs at the end, with the mean loss of all steps; returns it."""
+        """Log what Trainer logs at the end, including the mean loss of all steps; return it."""
         assert self._events is not None
         whole = {**totals, "train_loss": fmean(self._losses) if self._losses else 0.0}
         if self._window:
@@ -291,7 +282,7 @@ class Monitor:
         self.log_numbers(means | last)
 
     def log_numbers(self, logs: Mapping[str, float]) -> None:
-        """Append those that are finite to `state.log_history`, and tell the callbacks."""
+        """Append the finite numbers to `state.log_history` and send them to the callbacks."""
         assert self._events is not None
         state = self._events.state
         finite = {name: value for name, value in logs.items() if math.isfinite(value)}
@@ -301,12 +292,12 @@ class Monitor:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Without intervals and whatever else loggers do not take."""
+    """The metrics that are plain numbers, as loggers require; intervals are left out."""
     return {name: value for name, value in metrics.items() if isinstance(value, Real)}
 
 
 def versions() -> dict[str, str]:
-    """Versions of what determines a result."""
+    """The versions of the libraries that determine a result."""
     libraries = {name: version(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), **libraries, "rloo": __version__}
 

@@ -1,6 +1,6 @@
-"""One rollout and its updates under torch's profiler: a Chrome trace, and an account to be read.
+"""One rollout and its updates under torch's profiler: a Chrome trace and a readable report.
 
-Watches only: what is computed is the same with and without it. Knows nothing of what a phase does.
+Profiling does not change what is computed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _PREFIX = "phase: "
 
 
 class StepProfile:
-    """Enter it around the work and `phase` around each part of it; then `write`."""
+    """A profile: enter it around the work and `phase` around each part, then call `write`."""
 
     def __init__(self, device: torch.device) -> None:
         silence_profiler()
         self._cuda = device.type == "cuda"
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
-        # On CUDA the allocator counts by itself.
+        # On CUDA the allocator's own statistics give the peaks.
         self._profiler = profile(activities=activities, profile_memory=not self._cuda)
         self._seconds: dict[str, float] = defaultdict(float)
         self._peaks: dict[str, int] = defaultdict(int)
@@ -54,7 +54,7 @@ class StepProfile:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the work; one that comes several times is added up."""
+        """Measure a part of the work; parts of the same name are added up."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
@@ -66,8 +66,8 @@ class StepProfile:
             self._peaks[name] = max(self._peaks[name], peak)
 
     def write(self, folder: Path, *, title: str, slowdown: float | None) -> list[str]:
-        """Write the trace and the report; returns the report's lines. `slowdown`: time a token took
-        here over the time it took in the rollout before, which was not profiled (None: unknown).
+        """Write the trace and the report; return the report's lines. `slowdown` is the time per
+        token relative to the previous rollout, which was not profiled (None: unknown).
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(folder / TRACE))
@@ -80,7 +80,7 @@ class StepProfile:
             *self._operator_table(averages),
             "",
             _describe_slowdown(slowdown),
-            f"Every operator in its place: open {folder / TRACE} in https://ui.perfetto.dev or "
+            f"To see every operator in order, open {folder / TRACE} in https://ui.perfetto.dev or "
             "chrome://tracing.",
         ]
         write_text(folder / REPORT, "\n".join(lines) + "\n")
@@ -105,16 +105,16 @@ class StepProfile:
         rows.append(("all", f"{self.total:.3f}", "100.0 %", "", ""))
         resident = psutil.Process().memory_info().rss / 1e6
         meaning = (
-            "Peak memory is all that torch holds on the GPU."
+            "Peak memory is all memory that torch holds on the GPU."
             if self._cuda
-            else "Peak memory is what torch's tensors held beyond what they held when the rollout "
-            f"began; the process has {resident:,.0f} MB in all, weights and libraries included."
+            else "Peak memory counts tensors allocated since the rollout began; the whole process "
+            f"occupies {resident:,.0f} MB, weights and libraries included."
         )
         return [
             *_table(rows),
             "",
-            "The phases are those of `time/...` in metrics.jsonl. Outside operators is the time of "
-            "a phase in which torch computed nothing: Python, rewards, waiting.",
+            "The phases are those of `time/...` in metrics.jsonl. Outside operators torch computed "
+            "nothing: Python, rewards, waiting.",
             meaning,
         ]
 
@@ -138,8 +138,8 @@ class StepProfile:
             )
         where = "on the GPU" if self._cuda else "on the CPU"
         return [
-            f"The {len(rows) - 1} most expensive operators by their own time {where}, without "
-            "those that they call:",
+            f"The {len(rows) - 1} most expensive operators by their own time {where}, without the "
+            "operators that they call:",
             "",
             *_table(rows),
         ]
@@ -158,16 +158,15 @@ class StepProfile:
 
 def _describe_slowdown(slowdown: float | None) -> str:
     if slowdown is None:
-        return "How much the profiler slowed this down is not known: there was no rollout before."
+        return "The profiler's own cost is unknown: no rollout came before this one."
     return (
-        f"The profiler itself costs time: a token took {slowdown:.2f} times as long as in the "
-        "rollout before, without it. Short operators are slowed most, so trust shares more than "
-        "seconds."
+        f"This rollout took {slowdown:.2f} times as long per token as the previous one, which was "
+        "not profiled. The profiler slows short operators most, so trust shares more than seconds."
     )
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """A Markdown table, aligned so that it reads as plain text too; the first row is its head."""
+    """A Markdown table, aligned so that it also reads as plain text; the first row is the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "| "

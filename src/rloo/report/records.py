@@ -1,7 +1,4 @@
-"""JSON files that other programs can read: strict, one row a line, never half a file.
-
-Knows nothing of what the rows mean, except that each has a `step`.
-"""
+"""Strict JSON files for other programs: one row per line, never half a file."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 
 
 def strict(value: Any) -> Any:
-    """`value` in JSON types: what is not finite is null, an unknown object its text."""
+    """`value` in JSON types: non-finite numbers become None, unknown objects their text."""
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, Integral):
@@ -30,15 +27,15 @@ def strict(value: Any) -> Any:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add one line a row; a kill leaves at most one torn line, at the end."""
+    """Append one line per row; a kill leaves at most one torn line, at the end."""
     lines = [json.dumps(strict(row), allow_nan=False) + "\n" for row in rows]
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(lines))
 
 
 def truncate_rows(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
-    """Rewrite without the rows after `step` and without unreadable lines; returns the rows kept
-    and the number of lines that could not be read."""
+    """Rewrite the file without the rows after `step` and without unreadable lines; return the rows
+    kept and the number of unreadable lines."""
     if not path.exists():
         return [], 0
     rows, unreadable = [], 0
@@ -53,12 +50,12 @@ def truncate_rows(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write one JSON object, indented, whole or not at all."""
+    """Write one JSON object, indented and atomically."""
     write_text(path, json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, even after a kill."""
+    """Write a file atomically: even after a kill it is either the old or the new one."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

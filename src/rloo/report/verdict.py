@@ -1,6 +1,6 @@
-"""The verdict on a run, in words: what changed, and whether chance explains it.
+"""The verdict on a run in words: what changed, and whether chance explains it.
 
-Pure functions of the summary that `summary.json` holds.
+All functions are pure functions of the content of summary.json.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rloo.report.console import Z, duration, percent, plus_minus
+from rloo.report.console import counted, duration, percent, plus_minus
+from rloo.report.metrics import Z
 
-# A standard error from fewer steps on either side is itself a matter of chance.
+# With fewer steps on either side the standard error itself is too uncertain.
 FEWEST_STEPS = 3
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
-    """What the run achieved, one sentence a line.
+    """What the run achieved, one sentence per line.
 
-    Judged by pass@1 before and after if both were measured, else by the training reward of the
-    first and last steps, and says which. `summary` has the keys of summary.json; see `Monitor`.
+    It compares pass@1 before and after if both were measured, otherwise the training reward of the
+    first and last steps, and says which. `summary` is the content of summary.json; see `Monitor`.
     """
     start, end = summary.get("start") or {}, summary.get("end") or {}
     measured = "pass@1_interval" in start and "pass@1_interval" in end
@@ -34,11 +35,11 @@ def verdict(summary: Mapping[str, Any]) -> str:
 def direction(
     before: float, before_bounds: Sequence[float], after: float, after_bounds: Sequence[float]
 ) -> int:
-    """1 if `after` is larger than `before` beyond chance, -1 if smaller, else 0.
+    """1 if `after` is larger than `before` beyond chance, -1 if it is smaller, else 0.
 
-    Whether 0 lies outside the 95 % interval of the difference that follows from the two intervals
-    (Newcombe 1998, method 10). It takes the two measurements as independent: on the same problems
-    it is cautious.
+    The test is whether 0 lies outside the 95 % interval of the difference, computed from the two
+    intervals (Newcombe 1998, method 10). It treats the two measurements as independent, which is
+    conservative if they are on the same problems.
     """
     difference = after - before
     (before_low, before_high), (after_low, after_high) = before_bounds, after_bounds
@@ -69,15 +70,17 @@ def _shown(metrics: Mapping[str, Any], name: str) -> str:
 def _training_reward(summary: Mapping[str, Any]) -> str:
     training = summary.get("training")
     if training is None:
-        return "Too few steps were made to compare anything."
+        return "There were too few steps to compare anything."
     before, before_error = training["start"]["reward"]
     after, after_error = training["end"]["reward"]
     num_steps = training["num_steps"]
+    if not (math.isfinite(before) and math.isfinite(after)):
+        return "The training reward cannot be compared: not enough completions were scored."
     change = f"The training reward went from {before:.3f} to {after:.3f}"
     if not (math.isfinite(before_error) and math.isfinite(after_error)):
-        return f"{change}; its error is unknown, so nothing says whether by more than chance."
+        return f"{change}; its standard error is unknown, so this may be chance."
     if num_steps < FEWEST_STEPS:
-        return f"{change} in so few steps that nothing says whether by more than chance."
+        return f"{change}; with so few steps this may be chance."
     bounds = [
         (mean - Z * error, mean + Z * error)
         for mean, error in ((before, before_error), (after, after_error))
@@ -86,13 +89,12 @@ def _training_reward(summary: Mapping[str, Any]) -> str:
     shown = plus_minus(before, before_error), plus_minus(after, after_error)
     words = _sentence("The training reward", moved, *shown)
     words += f" (first and last {num_steps} steps) in {duration(summary['wall_seconds'])}"
-    return f"{words}{_chance(moved)} No evaluation before and after was made."
+    return f"{words}{_chance(moved)} There was no evaluation before and after training."
 
 
 def _sentence(what: str, moved: int, before: str, after: str) -> str:
     if moved == 0:
-        change = "did not change by more than chance explains"
-        return f"{what} {change}: {before} before, {after} after"
+        return f"{what} shows no change beyond chance: {before} before, {after} after"
     return f"{what} {'rose' if moved > 0 else 'fell'} from {before} to {after}"
 
 
@@ -106,7 +108,7 @@ def _drift(training: Mapping[str, Any] | None) -> str:
     parts = []
     for name, words in (
         ("kl", "KL to the reference per token went from {:.3g} to {:.3g}"),
-        ("completions/mean_length", "mean length of the answers from {:.3g} to {:.3g} tokens"),
+        ("completions/mean_length", "mean completion length from {:.3g} to {:.3g} tokens"),
         ("entropy", "entropy from {:.3g} to {:.3g}"),
     ):
         before, after = (training[side].get(name, math.nan) for side in ("start", "end"))
@@ -119,7 +121,7 @@ def _drift(training: Mapping[str, Any] | None) -> str:
 def _incidents(summary: Mapping[str, Any]) -> str:
     parts = []
     if refused := summary.get("refused_steps", 0):
-        parts.append(f"{refused} step(s) refused: the gradient was not finite")
+        parts.append(f"{counted(refused, 'step')} refused because the gradient was not finite")
     if notes := summary.get("notes"):
-        parts.append(f"{len(notes)} note(s), repeated in summary.json")
+        parts.append(f"{counted(len(notes), 'note')}, also in summary.json")
     return f"{'; '.join(parts)}." if parts else ""

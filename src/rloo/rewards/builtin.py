@@ -1,7 +1,7 @@
 """Built-in rewards about the form of a completion: exact text, pattern, length, repetition.
 
 Each `make_...` checks its options once and returns a reward function in the calling convention of
-`rloo.rewards.combine`. Knows nothing about weights, files or the training loop.
+`rloo.rewards.combine`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from rloo.rewards.text import text_of
 from rloo.types import Text
 
-# One thought, one answer, no tags inside: a second answer cannot hide in the first, and the match
-# takes linear time on any text.
+# One thought, one answer, no tags inside either: no second answer can hide in the first, and the
+# match takes linear time on any text.
 _INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
 THINK_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 
@@ -22,9 +22,9 @@ THINK_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 def make_exact_match(
     *, strip: bool = True, casefold: bool = False
 ) -> Callable[..., list[float | None]]:
-    """1.0 where the completion equals the column `answer`, else 0.0; `None` does not apply.
+    """1.0 if the completion equals the column `answer`, else 0.0; None where `answer` is None.
 
-    `strip` ignores white space at both ends of both texts, `casefold` the case of letters.
+    `strip` ignores white space at both ends of both texts, `casefold` ignores case.
     """
 
     def normalise(text: str) -> str:
@@ -45,11 +45,11 @@ def make_exact_match(
 def make_format(
     *, pattern: str = THINK_ANSWER, max_characters: int = 20_000
 ) -> Callable[..., list[float]]:
-    """1.0 where the whole completion matches the regular expression, else 0.0.
+    """1.0 if the whole completion matches the regular expression, else 0.0.
 
-    A dot matches a line break too. The default is one `<think>...</think>` followed by one
-    `<answer>...</answer>`. A completion of more than `max_characters` does not match: it bounds the
-    time that a pattern of quadratic cost can take on hostile text.
+    A dot also matches a line break. The default pattern is one `<think>...</think>` followed by one
+    `<answer>...</answer>`. A completion of more than `max_characters` does not match, which bounds
+    the time that a pattern of quadratic cost can take on hostile text.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -69,9 +69,9 @@ def make_format(
 
 
 def make_length(*, target_min: int = 0, target_max: int) -> Callable[..., list[float]]:
-    """1.0 inside the band `target_min..target_max` of tokens, falling linearly outside it.
+    """1.0 for a length of `target_min..target_max` tokens, falling linearly outside this band.
 
-    Below the band it falls to 0.0 at no token, above it to 0.0 at twice `target_max`.
+    It reaches 0.0 at 0 tokens and at twice `target_max`.
     """
     if not 0 <= target_min <= target_max or target_max == 0:
         raise ValueError(
@@ -92,9 +92,9 @@ def _score_length(length: int, target_min: int, target_max: int) -> float:
 
 
 def make_soft_overlong(*, max_tokens: int, cache_tokens: int) -> Callable[..., list[float]]:
-    """0.0 up to `max_tokens - cache_tokens` tokens, then linearly down to -1.0 at `max_tokens`.
+    """0.0 up to `max_tokens - cache_tokens` tokens, then falling linearly to -1.0 at `max_tokens`.
 
-    DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13).
+    This is DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13).
     """
     if not 0 < cache_tokens <= max_tokens:
         raise ValueError(
@@ -110,9 +110,9 @@ def make_soft_overlong(*, max_tokens: int, cache_tokens: int) -> Callable[..., l
 
 
 def make_repetition(*, ngram: int = 3, max_penalty: float = 1.0) -> Callable[..., list[float]]:
-    """Minus `max_penalty` times the share of token n-grams that occurred before in the completion.
+    """-`max_penalty` times the share of token n-grams that occurred earlier in the completion.
 
-    0.0 when all are distinct or the completion has fewer than `ngram` tokens.
+    It is 0.0 if all n-grams are distinct or the completion has fewer than `ngram` tokens.
     """
     if ngram < 1 or max_penalty < 0:
         raise ValueError(

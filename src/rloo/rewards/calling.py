@@ -1,6 +1,6 @@
-"""One call of one reward function: what it may be given, and what it may give back.
+"""One call of one reward function: the arguments it may get and the values it may return.
 
-The argument names are TRL's. Knows nothing about other functions, weights or event loops.
+The argument names are TRL's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESERVED = (
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A function and what it can be given by name; `accepts` is `None` for everything."""
+    """A reward function and the argument names it accepts; `accepts` is None if it takes any."""
 
     name: str
     function: Callable[..., Any]
@@ -58,8 +58,8 @@ class Log:
 
 
 def read_signature(function: Callable[..., Any], name: str, weight: float) -> Reward:
-    """What a reward function accepts and requires by name. Raises ValueError where it cannot be
-    called by name at all."""
+    """Find out which arguments a reward function accepts and requires by name. Raises ValueError
+    if it cannot be called by name."""
     if not callable(function):
         raise ValueError(f"the reward {function!r} is a {type(function).__name__}, not a function")
     try:
@@ -87,7 +87,7 @@ def read_signature(function: Callable[..., Any], name: str, weight: float) -> Re
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function in metrics: its own, or that of its class."""
+    """The name of a reward function in metrics: its own, or its class's."""
     function = getattr(function, "func", function)  # functools.partial
     return getattr(function, "__name__", type(function).__name__)
 
@@ -95,7 +95,7 @@ def name_of(function: Callable[..., Any]) -> str:
 def make_arguments(
     reward: Reward, given: Mapping[str, list[Any]], trainer_state: Any, log: Log
 ) -> dict[str, Any]:
-    """The keyword arguments that `reward` accepts, as copies that it may change."""
+    """The keyword arguments that `reward` accepts, copied so that it may change them."""
 
     def accepts(name: str) -> bool:
         return reward.accepts is None or name in reward.accepts
@@ -110,10 +110,10 @@ def make_arguments(
 
 
 def _copy(value: Any) -> Any:
-    """New lists and dictionaries around the same leaves: the completions of a group share their
-    prompt's columns, and a reward that pops from one must not change the next."""
+    """Copy lists and dictionaries, not their leaves. The completions of a group share their
+    prompt's columns, and a reward that pops from one must not affect the next."""
     if isinstance(value, list):
-        # Leaves are tested here: a call per token id would cost more than most rewards.
+        # Test leaves here: one function call per token id would cost more than most rewards.
         return [_copy(v) if isinstance(v, (list, dict)) else v for v in value]
     if isinstance(value, dict):
         return {key: _copy(v) for key, v in value.items()}
@@ -121,13 +121,13 @@ def _copy(value: Any) -> Any:
 
 
 def _unwrap(value: Any) -> Any:
-    """A numpy scalar or 0-d array or tensor as the Python number that it holds."""
+    """Convert a numpy scalar, 0-d array or 0-d tensor to a Python number."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def read_rewards(result: Any, name: str, count: int) -> list[float | None]:
-    """What a reward function returned, as `count` numbers or None. Raises ValueError that names the
-    function, the row and the value."""
+    """Check what a reward function returned and convert it to `count` floats or None. Raises
+    ValueError that names the function, the row and the value."""
     if getattr(result, "ndim", None) == 1 and hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, (list, tuple)):

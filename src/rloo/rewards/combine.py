@@ -1,7 +1,7 @@
 """Calls reward functions in TRL's convention and sums what they return.
 
-A `RewardSet` knows names, weights and the rules of a valid reward. It knows nothing about groups,
-baselines or the loop: one call takes flat lists, one entry per completion.
+A `RewardSet` has the names, the weights and the rules of a valid reward. One call takes flat lists
+with one entry per completion.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from rloo.types import Text
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the reward functions said about N completions; every list has N entries.
+    """The rewards of N completions; every list has N entries.
 
-    `totals` are weighted sums over the functions that returned a number, `None` where none did.
-    `extras` are columns from `log_extra`; `metrics` the means of what `log_metric` was given.
+    `totals` are weighted sums over the functions that returned a number, None where none did.
+    `extras` are the columns logged with `log_extra`, `metrics` the means of values logged with
+    `log_metric`.
     """
 
     totals: list[float | None]
@@ -44,10 +45,11 @@ class Scores:
 class RewardSet:
     """Reward functions with their names and weights, called together.
 
-    A function gets by name what its signature accepts: `prompts`, `completions`, `completion_ids`,
-    every dataset column, `trainer_state`, `log_extra(column, values)`, `log_metric(name, value)`;
-    with `**kwargs` all of them. It returns one number per completion, `None` or nan where it does
-    not apply. Coroutine functions run together in one event loop that lives as long as the set.
+    A function gets the arguments that its signature names: `prompts`, `completions`,
+    `completion_ids`, any dataset column, `trainer_state`, `log_extra(column, values)`,
+    `log_metric(name, value)`; with `**kwargs` it gets all of them. It returns one number per
+    completion, None or nan where it does not apply. Coroutine functions run together in one event
+    loop that lives as long as the set.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class RewardSet:
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        """Raises ValueError for no function, something that cannot be called by name, and weights
-        or names that are not one per function. Equal names get `_2`, `_3`, ... appended."""
+        """Raises ValueError if there is no function, if one cannot be called by name, or if weights
+        or names are not one per function. Equal names get `_2`, `_3`, ... appended."""
         if not functions:
             raise ValueError("there is no reward function; at least one is needed (reward_funcs)")
         weights = [1.0] * len(functions) if weights is None else weights
@@ -88,10 +90,10 @@ class RewardSet:
         return [reward.weight for reward in self._rewards]
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raise ValueError for what would fail at the first call.
+        """Raise ValueError for anything that would fail at the first call.
 
-        That is a required parameter that nobody gives, and a column with a reserved name. A
-        function may add its own `check_columns(columns)`.
+        Checked are required parameters, which must be columns or standard arguments, and columns
+        with reserved names. A function may add its own `check_columns(columns)`.
         """
         columns = list(columns)
         for column in columns:
@@ -106,9 +108,8 @@ class RewardSet:
             if missing:
                 raise ValueError(
                     f"the reward function {reward.name!r} requires the parameter {missing[0]!r}, "
-                    "which nobody gives; it can have "
-                    f"{', '.join(RESERVED)} and the dataset columns "
-                    f"({', '.join(columns) or 'there are none'})"
+                    "which is neither a dataset column "
+                    f"({', '.join(columns) or 'there are none'}) nor one of {', '.join(RESERVED)}"
                 )
             if hasattr(reward.function, "check_columns"):
                 reward.function.check_columns(columns)
@@ -123,14 +124,14 @@ class RewardSet:
         *,
         learn: bool = True,
     ) -> Scores:
-        """Score N completions; every list, those of `columns` too, has one entry per completion.
+        """Score N completions; every list, in `columns` too, has one entry per completion.
 
         Every function gets its own copies of the lists and of lists and dictionaries within them.
-        With `learn`, a function's own `normalize(scores)` puts its scores on a running scale;
-        without, as in evaluation, they stay as they are: no state is touched, and they can be
-        compared over the whole run.
-        Raises ValueError, with function, row and value, for a wrong number of rewards or one that
-        is not a finite number; what a function raises is passed on with a note that names it.
+        With `learn`, a function's own `normalize(scores)` puts its scores on a running scale.
+        Without it, as in evaluation, scores are left as they are and no state changes, so that they
+        can be compared over the whole run.
+        Raises ValueError with function, row and value for a wrong number of rewards or for a reward
+        that is not finite. Exceptions of a function are passed on with a note that names it.
         """
         self.check(columns)
         given: dict[str, list[Any]] = {
@@ -164,17 +165,17 @@ class RewardSet:
         return Scores(totals, by_function, _merge_extras(logs, len(completions)), _mean(logs))
 
     def state_dict(self) -> dict[str, Any]:
-        """What the functions that have a state have learned, by name, as JSON values."""
+        """The state of all functions that have one, by name, as JSON values."""
         return {name: function.state_dict() for name, function in self._having("state_dict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned: each function that is in both takes its part."""
+        """Restore what `state_dict` returned, for every function whose name is in it."""
         for name, function in self._having("state_dict"):
             if name in state:
                 function.load_state_dict(state[name])
 
     def close(self) -> None:
-        """End the event loop of the coroutine functions; the next call starts another."""
+        """End the event loop of the coroutine functions; the next call starts a new one."""
         if self._loop is not None:
             self._loop.close()
             self._loop = None
@@ -201,8 +202,8 @@ class RewardSet:
 class _LoopThread:
     """An event loop in a thread of its own, kept between calls.
 
-    The caller may already run a loop (a notebook), and clients that a coroutine function keeps are
-    bound to the loop that they were first used in.
+    It has its own thread because the caller may already run a loop (in a notebook), and it is kept
+    because the clients of a coroutine function are bound to the loop in which they were first used.
     """
 
     def __init__(self) -> None:
@@ -215,7 +216,7 @@ class _LoopThread:
         try:
             return future.result()
         finally:
-            future.cancel()  # after Ctrl-C nothing may go on in the background
+            future.cancel()  # after Ctrl-C nothing may continue in the background
 
     def close(self) -> None:
         if not self._loop.is_closed():
@@ -241,7 +242,7 @@ async def _gather(rewards: Sequence[Reward], arguments: Mapping[str, dict[str, A
 def _note(name: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # any: it goes on its way, with the name of the function added
+    except Exception as error:  # any error is passed on with the function's name added
         error.add_note(f"raised by the reward function {name!r}")
         raise
 

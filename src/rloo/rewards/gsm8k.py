@@ -1,7 +1,7 @@
-r"""The verifiable reward of GSM8K: is the final number right, and is it where it should be.
+r"""The verifiable rewards of GSM8K: the final number is correct, and it stands in the right place.
 
 References are GSM8K's own: a worked solution that ends with `#### 42`. Cobbe et al. 2021, "Training
-Verifiers to Solve Math Word Problems". Knows nothing about how completions are made.
+Verifiers to Solve Math Word Problems".
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _FINAL_LINE = re.compile(r" -?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?\s*")
 def gsm8k_reward(
     completions: Sequence[Text], answer: Sequence[str | float | None]
 ) -> list[float | None]:
-    r"""1.0 where the completion's final number equals the reference, else 0.0.
+    r"""1.0 if the completion's final number equals the reference, else 0.0.
 
-    The final number stands after the last `####`; without that mark, in the last `\boxed{}`;
-    without a box, in the sentence after the last "answer is"; without that, it is the last number
-    of the text. In the first three places there must be exactly one number: "42 or 41" is wrong.
-    Equality is exact, over fractions. A reference of `None` does not apply. Raises ValueError for
-    a reference without exactly one number after its `####` (or in all of it without that mark).
+    The final number is the one after the last `####`; without that mark, the one in the last
+    `\boxed{}`; without a box, the one in the sentence after the last "answer is"; failing all of
+    these, the last number of the text. In the first three places there must be exactly one number:
+    "42 or 41" is wrong. Numbers are compared exactly, as fractions. The reward is None where the
+    reference is None. Raises ValueError for a reference that does not have exactly one number
+    after its `####` (or, without that mark, in its whole text).
     """
     return [
         None if reference is None else float(_final_number(text_of(completion)) == wanted)
@@ -39,7 +40,7 @@ def gsm8k_reward(
 
 
 def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
-    """1.0 where the last line is `#### <number>` and that is the only `####`, else 0.0."""
+    """1.0 if the last line is `#### <number>` and contains the only `####`, else 0.0."""
     return [float(_ends_with_answer(text_of(completion))) for completion in completions]
 
 

@@ -1,7 +1,7 @@
-"""From what a user writes to a reward function: a built-in name, a module's or a file's function.
+"""From a spec to a reward function: a built-in name, or a function of a module or a file.
 
-Knows how functions are found, not how they are called. The spec comes from the user's own command
-line or configuration, and the file it names is run; never pass it text from a model or a dataset.
+The spec comes from the user's own command line or configuration, and the file it names is executed:
+never pass it text from a model or a dataset.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _CALL = re.compile(r"\w+\s*\(.*\)", re.DOTALL)
 def load_reward(spec: str | Mapping[str, Any] | Callable[..., Any]) -> Callable[..., Any]:
     """The reward function that `spec` names; a callable is returned as it is.
 
-    - `gsm8k`: a built-in one,
+    - `gsm8k`: a built-in reward,
     - `length(target_min=10, target_max=50)`, or the mapping
-      `{name: length, target_min: 10, target_max: 50}`: with its options,
-    - `package.module:function`, or `path/to/file.py:function`: the user's own.
+      `{name: length, target_min: 10, target_max: 50}`: a built-in reward with options,
+    - `package.module:function` or `path/to/file.py:function`: the user's own function.
 
-    Raises ValueError for an unknown name (with the nearest one), bad options, a file or module that
-    is not there, an attribute that is missing or not callable. What the user's own module raises
-    when it is imported is passed on.
+    Raises ValueError for an unknown name (suggesting the nearest one), bad options, a missing file
+    or module, and an attribute that is missing or not callable. Exceptions raised while importing
+    the user's module are passed on.
     """
     if callable(spec):
         return spec
@@ -66,7 +66,7 @@ def load_reward(spec: str | Mapping[str, Any] | Callable[..., Any]) -> Callable[
 
 
 def is_built_in(name: str) -> bool:
-    """Whether `name`, without options, is one of the rewards that come with the package."""
+    """Whether `name`, without options, is a reward that comes with the package."""
     return name in _FUNCTIONS or name in _FACTORIES
 
 
@@ -98,7 +98,7 @@ def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _parse_call(spec: str) -> tuple[str, dict[str, Any]]:
-    """`name(key=literal, ...)`, read as a literal and never evaluated."""
+    """Parse `name(key=literal, ...)` without evaluating it."""
     example = "length(target_min=10, target_max=50)"
     try:
         call = ast.parse(spec, mode="eval").body
@@ -153,7 +153,7 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
+            raise  # the module exists, but something that it imports does not
         raise ValueError(
             f"there is no module {name!r} on the Python path (a file is given as file.py:function)"
         ) from error

@@ -1,7 +1,7 @@
 r"""The reward of mathematical equivalence, judged by math-verify in a process of its own.
 
-Decides which part of a completion is the answer and survives what math-verify does not (hangs,
-memory, crashes). Knows nothing about mathematics: that is math-verify's.
+This module decides which part of a completion is the answer, and survives hangs, crashes and
+excessive memory use of math-verify.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def make_math(*, seconds: float = 5.0) -> MathReward:
 
 
 class MathReward:
-    r"""1.0 where the answer equals the column `answer` (or else `solution`), otherwise 0.0.
+    r"""1.0 if the answer equals the column `answer` (or else `solution`), otherwise 0.0.
 
     The answer is the last `\boxed{...}`, of at most 1,000 characters; without a box, the last LaTeX
-    formula or else the last number of the last 1,000 characters. `None` where the reference is
-    `None` or cannot be read, and where the judging took longer than its deadline, too much memory,
-    or crashed. As generous as math-verify: `\boxed{40+2}` equals 42.
+    formula, or else the last number, within the last 1,000 characters. The reward is None if the
+    reference is None or cannot be read, and if math-verify missed the deadline, needed too much
+    memory or crashed. The judgement is as generous as math-verify's: `\boxed{40+2}` equals 42.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -67,7 +67,7 @@ class MathReward:
         ]
 
     def close(self) -> None:
-        """End the worker process; the next call starts another."""
+        """End the worker process; the next call starts a new one."""
         self._end()
         self._process = None
 
@@ -91,7 +91,7 @@ class MathReward:
             reply = process.stdout.readline()
         except BrokenPipeError:
             reply = ""
-        except BaseException:  # Ctrl-C: the reply still to come must not be taken for the next one
+        except BaseException:  # Ctrl-C: the pending reply must not be taken for that of the next
             self.close()
             raise
         if not reply:
@@ -100,8 +100,8 @@ class MathReward:
         return json.loads(reply)
 
     def _start(self) -> subprocess.Popen[str]:
-        # Not multiprocessing: spawn and forkserver run the user's script a second time when it has
-        # no `__main__` guard. -P keeps this folder, with its math.py, off the module path.
+        # Not multiprocessing: spawn and forkserver run the user's script a second time if it has no
+        # `__main__` guard. -P keeps this folder, which has a math.py, off the module path.
         worker = Path(__file__).with_name("math_worker.py")
         process = subprocess.Popen(
             [sys.executable, "-P", str(worker), str(self._seconds)],

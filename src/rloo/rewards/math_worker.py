@@ -1,8 +1,8 @@
-"""The process in which math-verify reads hostile text: it hangs or crashes, and only it dies.
+"""The process in which math-verify reads hostile text, so that a hang or crash costs only this one.
 
-Run by path, so it imports nothing of the package. Reads one JSON pair a line, the reference and
-the candidate texts, and answers `true`, `false` or `null` (the reference cannot be read). It ends
-itself when one pair takes longer than the deadline, also when its parent is gone.
+It is run by path and imports nothing from the package. It reads one JSON pair per line, the
+reference and the candidate texts, and replies `true`, `false` or `null` (the reference cannot be
+read). It kills itself when one pair takes longer than the deadline, even if its parent is gone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _MEMORY_BYTES = 2 << 30
 
 
 def serve(seconds: float) -> None:
-    """Answer until the input ends. `seconds` is the deadline of one pair."""
+    """Reply until the input ends. `seconds` is the deadline for one pair."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # Only LaTeX is extracted: math-verify evaluates plain expressions with sympy's parse_expr.
+    # LaTeX only: math-verify evaluates plain expressions with sympy's parse_expr: eval.
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
 
     def read(text: str) -> list[Any]:
@@ -38,7 +38,7 @@ def serve(seconds: float) -> None:
         os.dup2(silence.fileno(), 1)
         os.dup2(silence.fileno(), 2)
         for line in sys.stdin:
-            # A thread in C that needs no interpreter lock: it also ends one enormous power.
+            # faulthandler's thread needs no interpreter lock, so it also ends one enormous power.
             faulthandler.dump_traceback_later(seconds, exit=True, file=silence)
             verdict = judge(*json.loads(line))
             faulthandler.cancel_dump_traceback_later()
@@ -48,7 +48,7 @@ def serve(seconds: float) -> None:
 def _limit_memory() -> None:
     try:
         import resource
-    except ImportError:  # not a POSIX system: the deadline alone has to do
+    except ImportError:  # not a POSIX system: only the deadline protects
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MEMORY_BYTES, hard)

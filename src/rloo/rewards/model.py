@@ -1,7 +1,7 @@
 """Reward models: sequence classifiers, and objects with `get_rewards`, as reward functions.
 
-Knows which specs mean a model, how one is loaded, and how texts are built, batched and scored.
-Knows nothing about weights, other rewards or what the scores are used for.
+This module knows which specs name a model, how it is loaded, and how texts are built, batched and
+scored.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from rloo.rewards.load import is_built_in, load_reward
 from rloo.rewards.normalizer import Normalized
 from rloo.types import Text, text_of
 
-# Padding included: what a forward pass computes at once.
+# Tokens of one forward pass, padding included.
 BATCH_TOKENS = 8192
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OPTIONS = ("batch_tokens", "device", "dtype", "normalize", "revision")
 
 
 class RewardModel:
-    """A sequence classifier with one label: its score of prompt and completion is the reward.
+    """A sequence classifier with one label, whose score of prompt and completion is the reward.
 
-    Messages are written out by the chat template of the model's own tokenizer, strings are joined;
-    no special tokens are added to either. `model` is put in evaluation mode, and its configuration
-    takes over the tokenizer's padding token (or else its end-of-sequence token), by which
-    transformers finds the last token of a text: the model, unlike the tokenizer, is changed.
-    `batch_tokens` bounds rows times the longest row of one forward pass.
+    Messages are rendered by the chat template of the model's own tokenizer, strings are joined;
+    neither gets additional special tokens. `model` is changed: it is put in evaluation mode, and
+    its configuration takes over the tokenizer's padding token (or else its end-of-sequence token),
+    by which transformers finds the last token of a text. `batch_tokens` bounds the number of rows
+    times the length of the longest row in one forward pass.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RewardModel:
         batch_tokens: int = BATCH_TOKENS,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ValueError for a model of several labels, a tokenizer that has nothing to pad
+        """Raises ValueError for a model with several labels, a tokenizer without a token to pad
         with, and a `batch_tokens` below 1."""
         path = getattr(model.config, "_name_or_path", "")
         self.__name__ = path.rstrip("/").split("/")[-1] or type(model).__name__
@@ -78,10 +78,10 @@ class RewardModel:
         self._template_options = dict(chat_template_kwargs or {})
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
-        """One score per completion, as the model gives it.
+        """One score per completion, as the model returns it.
 
-        Raises ValueError for a text that has no token or more than the model sees, and for a score
-        that is not finite.
+        Raises ValueError for a text without tokens or longer than the model's context, and for a
+        score that is not finite.
         """
         texts = [self._write(p, c) for p, c in zip(prompts, completions, strict=True)]
         encoded: Any = self._tokenizer(texts, add_special_tokens=False)
@@ -102,7 +102,7 @@ class RewardModel:
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt + completion
         messages: list[Any] = list(prompt)
-        # It is a model of text: of a prompt with images it reads the rest.
+        # A text model: images in the prompt are left out.
         messages = [
             {**m, "content": text_of(m["content"])} if isinstance(m.get("content"), list) else m
             for m in messages
@@ -129,12 +129,12 @@ class RewardModel:
 
     @torch.inference_mode()
     def _score(self, rows: Sequence[list[int]]) -> Tensor:
-        """(B,) scores of B rows of token ids, padded on the right to the longest."""
+        """Scores (B,) of B rows of token ids, padded on the right to the longest row."""
         ids = [torch.tensor(row) for row in rows]
         input_ids = pad_sequence(ids, batch_first=True, padding_value=self._pad)
         mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
         device = self._model.device
-        # In the model's own precision, whatever the policy computes in.
+        # In the model's own precision, whatever the policy's is.
         with torch.autocast(device.type, enabled=False):
             output = self._model(input_ids=input_ids.to(device), attention_mask=mask.to(device))
         if output.logits.shape != (len(rows), 1):
@@ -155,19 +155,19 @@ def as_reward(
     trust_remote_code: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The reward function that `spec` means.
+    """The reward function that `spec` names.
 
-    - A folder that exists, `owner/name` on the hub, or the mapping `{name: ..., normalize: true,
-      dtype: bfloat16, batch_tokens: 8192, device: cpu, revision: main}`: a `RewardModel`, loaded
-      to `device` in the dtype that it was saved in, and `Normalized` if asked for. Built-in names
-      come before folders.
-    - A sequence classification module: a `RewardModel` in the dtype that it has; it stays on the
-      accelerator that it is on.
-    - An object with `get_rewards(prompts, completions)`: a function that calls it.
-    - Anything else: what `load_reward` makes of it.
+    - An existing folder, `owner/name` on the hub, or the mapping `{name: ..., normalize: true,
+      dtype: bfloat16, batch_tokens: 8192, device: cpu, revision: main}` gives a `RewardModel`,
+      loaded to `device` in the dtype in which it was saved, and `Normalized` if asked for. Built-in
+      names take precedence over folders.
+    - A sequence classification module gives a `RewardModel` with its present dtype; it stays on its
+      accelerator.
+    - An object with `get_rewards(prompts, completions)` gives a function that calls it.
+    - Anything else is passed to `load_reward`.
 
-    `processing_class` is a reward model's tokenizer; None takes the one saved with it. Raises
-    ValueError for what is not, or cannot be loaded as, a reward.
+    `processing_class` is the reward model's tokenizer; None loads the one saved with the model.
+    Raises ValueError if `spec` is not, or cannot be loaded as, a reward.
     """
     options = _read_options(spec)
     is_module = isinstance(spec, nn.Module) and not hasattr(spec, "get_rewards")
@@ -210,7 +210,7 @@ def _from_object(judge: Any) -> Callable[..., Any]:
 
 
 def _read_options(spec: Any) -> dict[str, Any] | None:
-    """`spec` as the options of a model to load, its `name` among them; None for anything else."""
+    """`spec` as the options of a model to load, `name` included; None if it names no model."""
     if isinstance(spec, str):
         return {"name": spec} if _is_model(spec) else None
     if not isinstance(spec, Mapping) or not _is_model(spec.get("name")):
@@ -292,8 +292,8 @@ def _describe_labels(name: str, count: int) -> str:
 
 
 def _batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Rows by number, longest first, in batches of at most `budget` tokens with their padding; a
-    row of more is alone."""
+    """Group row numbers, longest row first, into batches of at most `budget` tokens with padding; a
+    longer row makes its own batch."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > budget:

@@ -1,6 +1,6 @@
-"""A reward whose scores in training are put on a scale of their own: mean 0, deviation 1.
+"""A reward whose training scores are standardised by the mean and deviation of earlier scores.
 
-Plain numbers with a state that goes into checkpoints. Knows nothing of models or other rewards.
+The state is a few plain numbers, which go into checkpoints.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rloo.types import Text
 
 @dataclass
 class Moments:
-    """`count` numbers with `mean`, and `squares`, their summed squared distances from it."""
+    """The `count`, `mean` and sum of squared distances from the mean (`squares`) of numbers."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
     def see(self, values: Iterable[float]) -> None:
-        """Take in further numbers (Welford 1962)."""
+        """Include further numbers (Welford 1962)."""
         for value in values:
             self.count += 1
             difference = value - self.mean
@@ -30,22 +30,22 @@ class Moments:
             self.squares += difference * (value - self.mean)
 
     def standardise(self, values: Sequence[float]) -> list[float]:
-        """Numbers less the mean of those seen, over their deviation (with Bessel's correction),
-        which is taken as 1 where there is none."""
+        """(values - mean) / deviation, with the moments of the numbers seen so far. The deviation
+        has Bessel's correction and counts as 1 where it is 0 or unknown."""
         deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
         return [(value - self.mean) / (deviation or 1.0) for value in values]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON values."""
+        """The whole state, as JSON values."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
 
 
 class Normalized:
-    """A reward function and the mean and deviation of all scores that it has learned from."""
+    """A reward function with the mean and deviation of its scores in training so far."""
 
     def __init__(self, function: Callable[..., list[float]]) -> None:
         self.__name__ = function.__name__
@@ -53,14 +53,14 @@ class Normalized:
         self._past = Moments()
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
-        """The scores as the function gives them; nothing is learned."""
+        """The function's own scores; the state does not change."""
         return self._function(prompts, completions)
 
     def normalize(self, scores: Sequence[float | None]) -> list[float | None]:
-        """Scores less the mean of those before them, over their deviation; `None` stays `None`.
+        """Standardise scores by the mean and deviation of all earlier ones; None stays None.
 
-        Afterwards they join the past: a score that were part of its own scale would be biased. What
-        comes before a second score, or while all were equal, is not scaled.
+        They become part of the past only afterwards, since a score that is part of its own scale is
+        biased. The deviation counts as 1 until two scores differ.
         """
         known = [score for score in scores if score is not None]
         scaled = iter(self._past.standardise(known))
@@ -68,9 +68,9 @@ class Normalized:
         return [None if score is None else next(scaled) for score in scores]
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as JSON values."""
+        """The moments of all scores so far, as JSON values."""
         return self._past.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._past.load_state_dict(state)

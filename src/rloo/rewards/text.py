@@ -1,7 +1,6 @@
-"""What a completion says: its text, its last box, its number.
+"""Reading a completion: its text, its last box, its number.
 
-Reads hostile text with linear-time patterns and exact fractions, never by evaluating it. Knows
-nothing about rewards.
+Hostile text is read with linear-time patterns and exact fractions, and never evaluated.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from rloo.types import Text
 
 _BOX = "\\boxed{"
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}")
-# ASCII digits only: a digit of another script then counts as text that should not be there. The
-# guards on both sides keep parts of `x2`, `1.2.3` and `2^10` from being read as numbers.
+# ASCII digits only, so that a digit of another script counts as stray text. The guards on both
+# sides prevent parts of `x2`, `1.2.3` and `2^10` from being read as numbers.
 _NUMBER = re.compile(
     r"(?<![\w.])(?P<sign>[-\u2212]\s?)?(?:\\?[$\u00a3\u20ac]\s?)?"
     r"(?P<value>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
@@ -27,8 +26,8 @@ _MAX_DIGITS = 40
 def text_of(completion: Text) -> str:
     """The text of a completion: the string itself, or the content of the last assistant message.
 
-    Content given in parts is the concatenation of its text parts; messages without an assistant
-    turn, or with an empty one (a tool call), are the empty string.
+    The text parts of content in parts are joined. Messages without an assistant turn, or with an
+    empty one (a tool call), give the empty string.
     """
     if isinstance(completion, str):
         return completion
@@ -42,7 +41,7 @@ def text_of(completion: Text) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds; `None` without a box, empty when it is not closed."""
+    r"""The content of the last `\boxed{...}`: None without a box, empty if it is not closed."""
     start = text.rfind(_BOX)
     if start < 0:
         return None
@@ -56,10 +55,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def only_number(text: str) -> Fraction | None:
-    """The one number of `text`, exactly; `None` when it holds none, several or any stray digit.
+    """The only number in `text`, exactly; None if there is none, several, or a stray digit.
 
-    Understands a sign, currency, thousands commas, decimals, `3/4` and `\\frac{3}{4}`; words, units
-    and a percent sign around it are ignored: "about $1,200.50 per week." is 2401/2.
+    It may have a sign, currency, thousands commas or decimals, or be `3/4` or `\\frac{3}{4}`.
+    Words, units and a percent sign around it are ignored: "about $1,200.50 per week." is 2401/2.
     """
     text = _simplify(text)
     match = _NUMBER.search(text)
@@ -70,7 +69,7 @@ def only_number(text: str) -> Fraction | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of `text`, exactly, in the notations of `only_number`; `None` without one."""
+    """The last number in `text`, exactly, in the notations of `only_number`; None without one."""
     matches = list(_NUMBER.finditer(_simplify(text)))
     return _value_of(matches[-1]) if matches else None
 
@@ -81,7 +80,7 @@ def _simplify(text: str) -> str:
 
 def _value_of(match: re.Match[str]) -> Fraction | None:
     value, denominator = match["value"].replace(",", ""), match["denominator"] or "1"
-    # Python refuses to read thousands of digits, and nobody's answer has that many.
+    # Python refuses to parse thousands of digits, and no answer has that many.
     if len(value) > _MAX_DIGITS or len(denominator) > _MAX_DIGITS or int(denominator) == 0:
         return None
     return Fraction(value) / int(denominator) * (-1 if match["sign"] else 1)

@@ -1,1 +1,1 @@
-"""A run put together: trainer, session, checkpoints, evaluation, plan."""
+"""A whole run: trainer, session, checkpoints, evaluation, plan."""

@@ -1,9 +1,8 @@
-"""Checkpoints: written whole or not at all, verified before they are believed, free of pickle.
+"""Checkpoints: written atomically, verified before use, without pickle; and the output folder.
 
 A checkpoint is the folder `checkpoint-{step}`: a model that `from_pretrained` loads, the state of
-the run beside it, and `manifest.json` with the size and SHA-256 of every file. It is written under
-another name, synced and renamed, so that a reader sees a whole checkpoint or none. This module
-knows nothing of what the state means; it also decides whose an output folder is.
+the run, and `manifest.json` with the size and SHA-256 of every file. It is written under another
+name, synced and renamed, so that a reader sees a whole checkpoint or none.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ RUN_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a run after `step` optimizer steps, but for the weights.
+    """The state of a run after `step` optimizer steps, without the weights.
 
-    `optimizer` is what `optimizer_tensors` returns, `scheduler` a scheduler's `state_dict()`, `rng`
-    what `capture_rng` returns, `trainer_state` anything else, in plain JSON values.
+    `optimizer` comes from `optimizer_tensors`, `scheduler` from a scheduler's `state_dict`, `rng`
+    from `capture_rng`; `trainer_state` holds everything else as plain JSON values.
     """
 
     step: int
@@ -63,11 +62,11 @@ def save_checkpoint(
     keep: int | None,
     best: Path | None = None,
 ) -> Path:
-    """Write `directory/checkpoint-{step}` and return it; then remove all but `keep` of the
-    checkpoints up to this step (None keeps all), but never `best`.
+    """Write `directory/checkpoint-{step}` and return its path. Then keep only the newest `keep`
+    checkpoints up to this step (None: all), and always `best`.
 
-    `write_model` is given the folder to write the model and the tokenizer to. When anything fails,
-    nothing stays behind and earlier checkpoints are as they were.
+    `write_model(folder)` writes the model and the tokenizer. If anything fails, nothing is left
+    behind and earlier checkpoints are unchanged.
     """
     if keep is not None and keep < 1:
         raise ValueError(
@@ -85,7 +84,7 @@ def save_checkpoint(
         (temporary / STATE).write_text(json.dumps(checkpoint.trainer_state, indent=1))
         _write_manifest(temporary, checkpoint.step)
         _sync_tree(temporary)
-    except BaseException:  # Ctrl-C too: half a checkpoint helps nobody
+    except BaseException:  # including Ctrl-C: half a checkpoint is useless
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     _put_in_place(temporary, final)
@@ -98,10 +97,10 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Verify a checkpoint and read its state; the weights are for `from_pretrained`.
+    """Verify a checkpoint and read its state; `from_pretrained` reads the weights.
 
-    Raises ValueError that names the file when one is missing or is not, to the last bit, what was
-    written, and when the folder is not one of ours.
+    Raises a ValueError that names the file if one is missing or differs in any bit from what was
+    written, and if the folder is not a checkpoint of this program.
     """
     step = verify_checkpoint(path)
     optimizer, scheduler, rng = (_read_tensors(path, name) for name in PARTS)
@@ -115,7 +114,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def verify_checkpoint(path: Path) -> int:
-    """Compare every file with the manifest; returns the step. Raises as `load_checkpoint` does."""
+    """Compare every file with the manifest; return the step. Raises as `load_checkpoint` does."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         body, digest = manifest["body"], manifest["sha256"]
@@ -155,10 +154,10 @@ def verify_checkpoint(path: Path) -> int:
 
 
 def find_checkpoint(directory: Path) -> Path | None:
-    """The newest whole checkpoint in `directory`, or None when it has no checkpoints.
+    """The newest undamaged checkpoint in `directory`, or None if there are no checkpoints.
 
-    Warns of every damaged one it passes over. Raises ValueError when all are damaged: a run must
-    not start anew in silence.
+    Warns about every damaged one that it skips. Raises ValueError if all are damaged, since a run
+    must not silently start from the beginning.
     """
     checkpoints = _list_checkpoints(directory)
     for _, path in reversed(checkpoints):
@@ -170,17 +169,17 @@ def find_checkpoint(directory: Path) -> Path | None:
             return path
     if checkpoints:
         raise ValueError(
-            f"none of the {len(checkpoints)} checkpoints in {directory} is whole; start anew with "
+            f"all {len(checkpoints)} checkpoints in {directory} are damaged; start again with "
             "overwrite_output_dir (resume_from_checkpoint)"
         )
     return None
 
 
 def resume_path(resume_from_checkpoint: str | bool | None, output_dir: Path) -> Path | None:
-    """The checkpoint to go on from: the one named, for True the newest in `output_dir`, else None.
+    """The checkpoint to resume from: the one named, for True the newest in `output_dir`, else None.
 
-    Raises ValueError when the one asked for does not exist. Warns when `output_dir` has later ones
-    than the one named, because a later `True` would choose those.
+    Raises ValueError if it does not exist. Warns if `output_dir` has newer ones than the one named,
+    because True would choose one of them later.
     """
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
         return None
@@ -188,7 +187,7 @@ def resume_path(resume_from_checkpoint: str | bool | None, output_dir: Path) -> 
         newest = find_checkpoint(output_dir)
         if newest is None:
             raise ValueError(
-                f"{output_dir} has no checkpoint to go on from (resume_from_checkpoint)"
+                f"{output_dir} has no checkpoint to resume from (resume_from_checkpoint)"
             )
         return newest
     path = Path(resume_from_checkpoint).expanduser()
@@ -197,43 +196,44 @@ def resume_path(resume_from_checkpoint: str | bool | None, output_dir: Path) -> 
     step = verify_checkpoint(path)
     if later := [other.name for at, other in _list_checkpoints(output_dir) if at > step]:
         warnings.warn(
-            f"going on from step {step}, but {output_dir} has {', '.join(later)}: "
-            "resume_from_checkpoint=True would choose the last of these; remove what is obsolete",
+            f"resuming from step {step}, but {output_dir} has {', '.join(later)}: "
+            "resume_from_checkpoint=True would choose the last of these; remove obsolete ones",
             stacklevel=2,
         )
     return path
 
 
 def claim_output_dir(path: Path, *, overwrite: bool, resuming: bool) -> None:
-    """Make `path` the folder of this run: created, free of another run and of half checkpoints.
+    """Make `path` the folder of this run: create it, remove unfinished checkpoints.
 
-    Raises ValueError when it holds another run and neither knob says what to do with it. With
-    `overwrite`, what this program wrote there is removed, and nothing else.
+    Raises ValueError if it contains another run and is neither overwritten nor resumed.
+    `overwrite` removes what this program wrote there, and nothing else.
     """
     if overwrite and resuming:
         raise ValueError(
-            "overwrite_output_dir removes what resume_from_checkpoint goes on from; give one of "
-            "the two (overwrite_output_dir, resume_from_checkpoint)"
+            "overwrite_output_dir removes what resume_from_checkpoint needs; give only one of the "
+            "two (overwrite_output_dir, resume_from_checkpoint)"
         )
     if path.exists() and not path.is_dir():
         raise ValueError(f"output_dir {path} is a file; it must be a folder (output_dir)")
     path.mkdir(parents=True, exist_ok=True)
     files = [path / name for name in RUN_FILES if (path / name).exists()]
     checkpoints = [folder for _, folder in _list_checkpoints(path)]
-    # A run that made no step left nothing to lose.
+    # A run without a single step has left nothing worth keeping.
     another = checkpoints or (path / METRICS).exists()
     if (files or checkpoints) and not resuming:
         if another and not overwrite:
             found = ", ".join(item.name for item in (*files, *checkpoints))
             raise ValueError(
                 f"output_dir {path} holds another run ({found}); replace it with "
-                "--overwrite_output_dir, go on with --resume_from_checkpoint, or name another "
-                "folder (output_dir)"
+                "--overwrite_output_dir, resume it with --resume_from_checkpoint, or name "
+                "another folder (output_dir)"
             )
         if foreign := [item.name for item in checkpoints if not (item / MANIFEST).exists()]:
             raise ValueError(
                 f"output_dir {path} has {', '.join(foreign)}, which this program did not write or "
-                f"not finish (no {MANIFEST}); remove it by hand or name another folder (output_dir)"
+                f"did not finish (no {MANIFEST}); remove it yourself or name another folder "
+                "(output_dir)"
             )
         for file in files:
             file.unlink()
@@ -250,7 +250,7 @@ def _write_tensors(folder: Path, name: str, tensors: dict[str, Tensor], meta: An
 
 
 def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    # safetensors refuses tensors that share memory, as views into one flat buffer do.
+    # safetensors refuses tensors that share memory, such as views into one flat buffer.
     seen: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
@@ -294,7 +294,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    # A rename may reach the disk before the data it stands for, unless the data is synced first.
+    # A rename may reach the disk before the data of the file, unless the data is synced first.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -303,8 +303,8 @@ def _sync(path: Path) -> None:
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
-    # A folder cannot be renamed onto another, so a checkpoint of the same step steps aside under a
-    # name that still counts as a checkpoint: at every moment one of the two is there.
+    # A folder cannot be renamed onto another, so an old checkpoint of the same step is renamed
+    # first, to a name that still counts as a checkpoint: at every moment one of the two exists.
     aside = final.with_name(f"{final.name}-replaced")
     if final.exists():
         if aside.exists():
@@ -317,7 +317,7 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 
 
 def _discard(checkpoint: Path) -> None:
-    # Renamed first, so that a removal that is cut short leaves no half checkpoint.
+    # Renamed first, so that an interrupted removal does not leave half a checkpoint.
     doomed = checkpoint.with_name(f"tmp-{checkpoint.name}-{os.getpid()}")
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.rename(doomed)
@@ -330,7 +330,7 @@ def _step_of(path: Path) -> int | None:
 
 
 def _list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Folders named as checkpoints, by step; one that was replaced comes before its replacement."""
+    """All folders with names of checkpoints, by step; a replaced one precedes its replacement."""
 
     def found() -> Iterator[tuple[int, Path]]:
         for path in directory.glob("checkpoint-*"):

@@ -1,7 +1,7 @@
 """Held-out accuracy through the same engine and rewards as training, with confidence intervals.
 
-Draws its own noise, the same at every evaluation: training is not disturbed, and two evaluations of
-one run differ by the policy, not by luck.
+Every evaluation draws the same noise, which training does not use: training is not affected, and
+two evaluations of a run differ by the policy, not by chance.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ from rloo.config.config import RLOOConfig
 from rloo.engines.noise import noise_key
 from rloo.model.policy import Policy
 from rloo.model.state import capture_rng, restore_rng
-from rloo.report.metrics import deviation, rollout_metrics
+from rloo.report.metrics import Z, deviation, rollout_metrics
 from rloo.rewards import RewardSet
 from rloo.run.setup import make_sampling
 from rloo.types import Engine, Group, Prompt, Sampling
-
-# 97.5 % point of the normal distribution.
-Z = 1.959963984540054
 
 
 def evaluate(
@@ -45,10 +42,10 @@ def evaluate(
 ) -> tuple[dict[str, Any], list[Group]]:
     """Sampled and greedy accuracy, pass@k, mean reward and lengths; and the sampled groups.
 
-    A completion passes when the first reward function gives it at least `pass_threshold`; one that
-    could not be scored does not pass. `precision` is the context that the engine samples in.
-    `*_interval` are 95 % intervals over the prompts. Raises
-    ValueError if a k is larger than `num_samples`.
+    A completion passes if the first reward function gives it at least `pass_threshold`; one that
+    could not be scored does not pass. `precision` is the context in which the engine samples.
+    `*_interval` are 95 % intervals over the prompts. Raises ValueError if a k is larger than
+    `num_samples`.
     """
     if max(pass_k) > num_samples:
         raise ValueError(
@@ -82,8 +79,8 @@ def evaluate(
 
 
 def pass_at_k(num_passed: int, num_samples: int, k: int) -> float:
-    """The chance that k of the samples, drawn without return, hold one that passed (Chen et al.
-    2021, arXiv 2107.03374, equation 1): unbiased."""
+    """The probability that k of the samples, drawn without replacement, include one that passed:
+    the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1)."""
     failed = num_samples - num_passed
     return 1.0 - math.comb(failed, k) / math.comb(num_samples, k)
 
@@ -91,8 +88,8 @@ def pass_at_k(num_passed: int, num_samples: int, k: int) -> float:
 def interval(values: Sequence[float]) -> list[float]:
     """95 % confidence interval of the mean of per-prompt values in [0, 1].
 
-    Wilson's, with the number of prompts replaced by the number of Bernoulli draws that would have
-    the same variance, so that it also fits means over several samples and stays within [0, 1].
+    It is Wilson's interval with the number of prompts replaced by the number of Bernoulli draws of
+    the same variance, so that it also suits means over several samples and stays within [0, 1].
     """
     n, mean = len(values), fmean(values)
     variance = deviation(values) ** 2 if n > 1 else 0.0
@@ -100,7 +97,7 @@ def interval(values: Sequence[float]) -> list[float]:
         n = max(n, round(mean * (1 - mean) / (variance / n)))
     centre = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n)
     half = Z / (1 + Z * Z / n) * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n))
-    # Rounding must not put the mean outside its own interval.
+    # Rounding must not place the mean outside its own interval.
     return [max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))]
 
 
@@ -111,13 +108,16 @@ def _passed(group: Group, threshold: float) -> int:
 
 # -- in training ---------------------------------------------------------------------------------
 
-# By name; one without others has none ("").
+# Evaluation sets by name; the name of a single set is "".
 Sets = Mapping[str, Sequence[Prompt]]
 
 
 class Evaluator:
-    """Measures the policy. Every measurement draws the same noise, and the global generators, which
-    a reward function may draw from, are put back: training goes on as if nothing had been."""
+    """Evaluates the policy during training; leaves RNG and training state untouched.
+
+    Every evaluation draws the same noise. The global generators, which reward functions may use,
+    are restored afterwards.
+    """
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Evaluator:
         self._state = state
 
     def measure(self, sets: Sets) -> dict[str, dict[str, Any]]:
-        """The metrics of each set (see `evaluate`), one after the other."""
+        """The metrics of each set; see `evaluate`."""
         generators = capture_rng()
         try:
             self._engine.load(self._policy.weights())
@@ -164,7 +164,7 @@ class Evaluator:
 
 
 def flatten(results: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, Any]:
-    """The metrics of all sets under transformers' names: prefix_metric, or prefix_set_metric."""
+    """The metrics of all sets in one dict, named prefix_metric or prefix_set_metric."""
     return {
         "_".join(part for part in (prefix, name, metric) if part): value
         for name, metrics in results.items()
@@ -173,10 +173,11 @@ def flatten(results: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, 
 
 
 def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfig) -> bool:
-    """Whether this evaluation is better than all before it; if so, `state` remembers it.
+    """Whether this evaluation is better than all previous ones; if so, it is stored in `state`.
 
-    Without `metric_for_best_model` it is `eval_reward`, and nothing is compared where that is
-    missing (several evaluation sets). Raises ValueError for a metric asked for and not there.
+    The metric is `metric_for_best_model`, by default `eval_reward`; without the default metric
+    (with several evaluation sets) the result is False. Raises ValueError if the metric that was
+    asked for is missing.
     """
     name = "eval_" + (config.metric_for_best_model or "reward").removeprefix("eval_")
     if name not in metrics:
@@ -188,7 +189,7 @@ def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfi
         )
     value, best = float(metrics[name]), state.best_metric
     sign = -1 if config.greater_is_better is False else 1
-    # One that is not a number (nothing was scored) is no better than none.
+    # NaN (no completion was scored) is not better than anything.
     if math.isnan(value) or (best is not None and sign * value <= sign * best):
         return False
     state.best_metric, state.best_global_step = value, state.global_step

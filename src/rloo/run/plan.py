@@ -1,7 +1,7 @@
-"""What a run will take, before it is launched: micro-batches, memory, time.
+"""Predicting what a run will take: micro-batches, memory, time.
 
-Builds everything as training does, measures the worst case for a moment, and throws it all away; it
-writes no file. Rewards are checked and not called: they may be slow, or cost money.
+The parts are built as for training, the worst case is measured briefly, and everything is discarded
+without writing a file. Rewards are checked but not called: they may be slow or cost money.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ from rloo.report.console import duration, write_line
 from rloo.run.trainer import RLOOTrainer
 from rloo.types import Engine, Prompt, Sample
 
-# Positions sampled to know what one costs, and tokens of context that this may take to prepare.
+# Positions sampled to find the cost of one, and the most tokens of context computed for that.
 _POSITIONS = 5
 _MOST_CONTEXT = 65536
-# Rows, positions and seconds spent on finding out how long answers are.
+# Prompts, samples, positions and seconds used to estimate the length of completions.
 _LENGTH_PROMPTS, _LENGTH_SAMPLES, _LENGTH_POSITIONS, _LENGTH_SECONDS = 8, 4, 256, 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes in bytes, times in seconds. The worst case: every answer of greatest length, every
-    prompt as long as the dataset's longest. `memory` is what training holds or takes at its peak;
-    sampling, updating, stepping and loading the engine do not happen at the same time."""
+    """A prediction for the worst case: every completion has the maximum length, every prompt that
+    of the dataset's longest. Sizes are bytes, times seconds. `memory` has what training holds
+    throughout and the peaks of sampling, updating, stepping and loading the engine, which do not
+    happen at the same time."""
 
     parameters: int
     trained_parameters: int
@@ -74,7 +75,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the whole run: what stays, and the largest of what comes and goes."""
+        """Peak of the whole run: what is held throughout plus the largest temporary part."""
         parts = self.memory
         lasting = sum(parts[n] for n in ("weights", "reference", "optimizer", "engine"))
         update = parts["gradients"] + max(parts["micro-batch"], parts["step"])
@@ -82,12 +83,12 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Of an optimizer step, with its share of the rollout."""
+        """Seconds of an optimizer step, including its share of the rollout."""
         return sum(self.seconds.values())
 
 
 def make_plan(config: RLOOConfig) -> Plan:
-    """Build what `config` names, measure, and predict. Raises ValueError as training would."""
+    """Build the run of `config`, measure, and predict. Raises ValueError as training would."""
     if config.dataset is None:
         raise ValueError("there is no dataset to train on (dataset)")
     trainer = RLOOTrainer(args=config)
@@ -95,7 +96,7 @@ def make_plan(config: RLOOConfig) -> Plan:
     policy, rollouts = parts.policy, parts.rollouts
     assert isinstance(rollouts, SyncRollouts)
     prompts = rollouts.prompts
-    assert isinstance(prompts, PromptSource)  # what options name is no stream
+    assert isinstance(prompts, PromptSource)  # options cannot name a stream
     lasting = lasting_bytes(policy, parts.engine)
     available = available_bytes(policy.device) + lasting["weights"] + lasting["reference"]
     rehearse(parts, state)
@@ -136,8 +137,8 @@ def make_plan(config: RLOOConfig) -> Plan:
 
 
 def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
-    """What training holds from step to step, and `loading`: what giving the engine its weights
-    takes on top of that. State that is parked in the machine's memory is not in it."""
+    """Bytes that training holds from step to step, without parked optimizer state; and `loading`,
+    the additional peak while the engine loads its weights."""
     reference = weight_bytes(policy.reference.model) if policy.reference.model is not None else 0
 
     def load(mark: Mark) -> None:
@@ -156,7 +157,7 @@ def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Show a plan, on stdout by default."""
+    """Print a plan, by default to stdout."""
     console = console or Console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in _rows(plan):
@@ -165,7 +166,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     for note in plan.notes:
         write_line(console, f"note: {note}")
     if plan.peak_bytes > plan.available:
-        write_line(console, "warning: the predicted peak exceeds the memory there is")
+        write_line(console, "warning: the predicted peak exceeds the available memory")
 
 
 def _rows(plan: Plan) -> list[tuple[str, str]]:
@@ -180,8 +181,8 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
             f"{plan.completions_per_step:,} completions",
         ),
         (
-            "micro-batches a step",
-            f"{plan.micro_batches:,} at worst, {plan.expected_micro_batches:,} with answers of "
+            "micro-batches per step",
+            f"{plan.micro_batches:,} at worst, {plan.expected_micro_batches:,} with completions of "
             f"{plan.expected_length:,.0f} tokens as sampled now (up to {plan.max_tokens:,} tokens "
             "each)",
         ),
@@ -191,8 +192,8 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         *((f"  {name}", f"{seconds:.3g} s") for name, seconds in spent.items()),
         (
             "time to the end",
-            f"{duration(plan.steps * plan.step_seconds)} at worst (all answers of greatest length; "
-            "without rewards, evaluations, checkpoints)",
+            f"{duration(plan.steps * plan.step_seconds)} at worst (all completions of maximum "
+            "length; without rewards, evaluations, checkpoints)",
         ),
     ]
 
@@ -201,8 +202,8 @@ def _sized(plan: Plan, name: str, size: int) -> str:
     if name == "sampling":
         return f"{gigabytes(size)} at most"
     if name == "micro-batch":
-        return f"{gigabytes(size)}, {size / plan.largest_micro_batch:,.0f} bytes a token"
-    return f"{gigabytes(size)}, {size / plan.parameters:.2f} bytes a parameter"
+        return f"{gigabytes(size)}, {size / plan.largest_micro_batch:,.0f} bytes per token"
+    return f"{gigabytes(size)}, {size / plan.parameters:.2f} bytes per parameter"
 
 
 def _split(parts: Parts, samples: Sequence[Sample], whole_groups: bool) -> list[list[Sample]]:
@@ -211,7 +212,7 @@ def _split(parts: Parts, samples: Sequence[Sample], whole_groups: bool) -> list[
 
 
 def _rows_at_once(parts: Parts, longest: int) -> int:
-    """Completions that the engine samples at the same time in the worst case."""
+    """The number of completions that the engine samples at the same time in the worst case."""
     rows, tokens = parts.batches.completions_per_rollout, parts.config.max_completion_length
     return parts.engine.facts.rows_at_once(rows, longest, tokens)
 
@@ -220,7 +221,7 @@ def _measure_time(
     parts: Parts, rollouts: SyncRollouts, longest: int
 ) -> tuple[dict[str, float], bool]:
     """Seconds of each part of an optimizer step in the worst case, and whether its micro-batches
-    hold whole groups. The policy learns from what this measures, and is thrown away after it."""
+    have whole groups. The measurement changes the policy, which must be discarded."""
     config, policy = parts.config, parts.policy
     size = config.num_generations
     per_step = -(-parts.batches.completions_per_step // size)
@@ -240,7 +241,7 @@ def _measure_time(
         policy.stepper.backward(logprobs.mean())
 
     learn()
-    policy.stepper.step()  # the first makes the optimizer's state
+    policy.stepper.step()  # the first step creates the optimizer's state
     update = share * _seconds(parts, learn)
     step = _seconds(parts, policy.stepper.step)
     share_of_rollout = 1 / parts.batches.steps_per_rollout
@@ -254,8 +255,8 @@ def _measure_time(
 
 
 def _sampling_seconds(parts: Parts, rollouts: SyncRollouts, longest: int) -> float:
-    """Of a rollout: its prompts once, and every position at the context of the last one, by which
-    all of its rows have nothing in common any more."""
+    """Seconds of sampling a rollout: its prompts once, and every position at the cost of the last
+    one, which has the longest context, measured on completions that share none of it."""
     config = parts.config
     positions = min(_POSITIONS, config.max_completion_length)
     context = longest + config.max_completion_length - positions
@@ -274,8 +275,8 @@ def _sampling_seconds(parts: Parts, rollouts: SyncRollouts, longest: int) -> flo
 def _expected_length(
     rollouts: SyncRollouts, source: PromptSource, seconds_a_position: float
 ) -> float:
-    """Mean length of the answers that the policy gives now, in tokens, from a few that are sampled
-    for a limited time; those cut short count as if ends came as often later on."""
+    """Estimate the mean length of the policy's completions in tokens from a few that are sampled
+    for a limited time. Unfinished ones are extrapolated with the rate of endings seen so far."""
     config = rollouts.config
     affordable = int(_LENGTH_SECONDS / max(seconds_a_position, 1e-6))
     positions = max(1, min(config.max_completion_length, _LENGTH_POSITIONS, affordable))
@@ -300,7 +301,7 @@ def _prompts(number: int, tokens: int) -> list[Prompt]:
 def _sample(
     rollouts: SyncRollouts, prompts: list[Prompt], num_samples: int, positions: int
 ) -> None:
-    """Sample exactly so many positions: no token ends a completion."""
+    """Sample exactly `positions` tokens per completion: no token ends one."""
     sampling = replace(rollouts.sampling, max_tokens=positions, stop_token_ids=(), stop_strings=())
     noise = noise_key(rollouts.config.seed, "train", 0)
     rollouts.engine.sample(prompts, num_samples, sampling, noise)

@@ -1,4 +1,4 @@
-"""Tasks that ship with the package: known by name where a dataset or a model is asked for."""
+"""Tasks that ship with the package; their names work as dataset and model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EMBEDDED = "countdown"
 
 
 def load_task_rows(name: str, split: str) -> Dataset | None:
-    """The rows of the embedded task, for its splits "train" and "heldout"; None for other names."""
+    """The "train" or "heldout" rows of the embedded task; None if `name` is not that task."""
     if name != EMBEDDED:
         return None
     if split not in ("train", "heldout"):
@@ -19,5 +19,5 @@ def load_task_rows(name: str, split: str) -> Dataset | None:
 
 
 def resolve_model(name: str) -> str:
-    """The folder of the embedded model for its name; other names as they are."""
+    """The embedded model's folder for its name; any other name unchanged."""
     return str(base_model_path()) if name == EMBEDDED else name

@@ -1,12 +1,11 @@
 """Countdown with visible search: the embedded demonstration task.
 
-Responsible for the problems, their three disjoint sets, the reward and the place of the base model.
-It knows nothing about tokens, models or training.
+This module has the problems, their three disjoint sets, the reward and the path of the base model.
 
 A prompt gives three numbers and a target, `3 7 12 -> 36 :`. A completion is a sequence of
 attempts, each of which combines two of the numbers, `7 + 3 = 10 ; 12 - 7 = 5 ; 12 * 3 = 36`. The
-last attempt is the answer. The shipped base model knows the arithmetic and recognises a hit, but it
-usually gives up after an attempt or two; only the reward says that to search on pays.
+last attempt is the answer. The base model knows the arithmetic and recognises a hit, but it usually
+gives up after one or two attempts; the reward teaches it to keep searching.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SEPARATOR = ";"
 
 _NUM_HELDOUT = 512
 _NUM_WARM = 4000
-# Nine attempts, all that three numbers allow, are under 200 characters.
+# All nine attempts that three numbers allow take less than 200 characters.
 _MAX_CHARACTERS = 2000
 
 
@@ -47,7 +46,7 @@ class Attempt(NamedTuple):
 
 
 def list_attempts(numbers: Sequence[int]) -> list[Attempt]:
-    """Every way to combine two of the (distinct) numbers, the larger one on the left."""
+    """All ways to combine two of the (distinct) numbers, with the larger one on the left."""
     return [
         Attempt(left, operation, right, compute(left, right))
         for right, left in combinations(sorted(numbers), 2)
@@ -56,12 +55,12 @@ def list_attempts(numbers: Sequence[int]) -> list[Attempt]:
 
 
 def make_problems(split: Split) -> list[dict[str, Any]]:
-    """The problems of one split, always the same ones in the same order.
+    """The problems of one split, always in the same order.
 
     Columns: `prompt` (text), `numbers` (three distinct integers, in the order of the prompt) and
-    `target`. A problem is the unordered set of its numbers and its target; the whole space, 8,542
-    problems, is ordered by a hash of that and cut: 512 `heldout`, 4,000 `warm` (seen by the base
-    model in its supervised training), the rest `train`.
+    `target`. A problem is a set of numbers with a target. All 8,542 problems are sorted by a hash
+    and divided: 512 `heldout`, 4,000 `warm` (used in the base model's supervised training), the
+    rest `train`.
 
     Raises ValueError for an unknown split.
     """
@@ -80,11 +79,11 @@ def make_problems(split: Split) -> list[dict[str, Any]]:
 def countdown_reward(
     completions: Sequence[str], numbers: Sequence[Sequence[int]], target: Sequence[int], **_: Any
 ) -> list[float]:
-    """1.0 where the last attempt of a completion solves its problem, else 0.0.
+    """1.0 if the last attempt of a completion solves its problem, else 0.0.
 
-    An attempt solves it when it takes two different given numbers, states the right result and the
-    result is the target. Everything that is not exactly `a + b = c` (one of + - *, plain decimal
-    integers, single tokens apart by white space) is 0.0, and so is a text of over 2,000 characters.
+    An attempt solves the problem if it combines two different given numbers, states the correct
+    result, and that result is the target. Anything but exactly `a + b = c` (one of + - *, plain
+    decimal integers, separated by white space) scores 0.0, as does a text of over 2,000 characters.
     """
     return [
         float(_is_solved(text, given, goal))
@@ -112,7 +111,7 @@ def _digest(problem: tuple[Sequence[int], int]) -> bytes:
 
 
 def _make_row(numbers: Sequence[int], target: int) -> dict[str, Any]:
-    # Shown in an order that says nothing about size, and yet is the same in every process.
+    # The order shown reveals nothing about size and is the same in every process.
     shown = sorted(numbers, key=lambda number: _digest(([number, *numbers], target)))
     return {
         "prompt": f"{' '.join(map(str, shown))} -> {target} :",
@@ -130,7 +129,7 @@ def _is_solved(text: str, numbers: Sequence[int], target: int) -> bool:
     left, operation, right, equals, result = words
     if equals != "=" or operation not in OPERATIONS:
         return False
-    # The text is compared with what we print and never converted: `007` or `٧` is nobody's number.
+    # Texts are compared, never converted to numbers, so that `007` or `٧` do not count.
     given = {str(number): number for number in numbers}
     if left == right or left not in given or right not in given:
         return False
