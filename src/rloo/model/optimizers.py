@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -114,8 +113,8 @@ def _check_arguments(model: PreTrainedModel, config: RLOOConfig, options: dict[s
         name = part.partition("=")[0]
         try:
             # A value that nobody has as a default: only a name that is read makes a difference.
-            changed = _factory(model, replace(config, optim_args=f"{name}=0.0137"))[1]
-            without = _factory(model, replace(config, optim_args=None))[1]
+            changed = _factory(model, config.with_values(optim_args=f"{name}=0.0137"))[1]
+            without = _factory(model, config.with_values(optim_args=None))[1]
         except (ValueError, AttributeError):  # read, and of another type
             continue
         if changed == without:

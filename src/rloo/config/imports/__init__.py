@@ -53,10 +53,12 @@ def import_config(system: str, source: str) -> Imported:
 def render_imported(system: str, found: Imported) -> str:
     """YAML that `rloo train` reads: the options unlike our defaults, in our order, then as comments
     the notes and every setting that has no counterpart."""
+    preset = found.options.get("preset")
+    defaults = RLOOConfig().to_dict() | preset_options(preset) | {"preset": None}
     unlike = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in _in_order(found.options).items()
-        if value != _default(name, found.options.get("preset"))
+        if value != defaults[name]
     }
     name = IMPORTERS[system][0]
     lines = [f"# Imported from {name}. Options that are not here have the default of rloo."]
@@ -78,11 +80,6 @@ def _in_order(options: dict[str, Any]) -> dict[str, Any]:
     return {
         field.name: options[field.name] for field in fields(RLOOConfig) if field.name in options
     }
-
-
-def _default(name: str, preset: str | None) -> Any:
-    defaults = RLOOConfig()
-    return None if name == "preset" else preset_options(preset).get(name, getattr(defaults, name))
 
 
 def _show(value: Any) -> str:
