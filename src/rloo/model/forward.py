@@ -14,7 +14,6 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch
 
 # Attributes of modules that make their forward random.
@@ -38,11 +37,6 @@ def remove_dropout(model: PreTrainedModel) -> float:
                 found = max(found, value)
                 setattr(module, name, 0.0)
     return found
-
-
-def pick_device(config: RLOOConfig) -> torch.device:
-    """Where the model is trained."""
-    return torch.device("cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu")
 
 
 def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:

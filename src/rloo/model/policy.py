@@ -32,7 +32,6 @@ from rloo.model.forward import (
     hidden_states,
     output_head,
     own_logprobs,
-    pick_device,
     remove_dropout,
     routed_states,
     token_budget,
@@ -70,13 +69,14 @@ class Policy:
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         config: RLOOConfig,
         *,
+        device: torch.device,
         num_training_steps: int,
         optimizers: Given = (None, None),
     ) -> None:
         self.config = config
         self.processing_class = processing_class
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
-        self.device = pick_device(config)
+        self.device = device
         self.notes: list[str] = []
         self._check_precision()
         offload.check(config, self.device)
