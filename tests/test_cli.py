@@ -446,6 +446,19 @@ def test_train_from_the_shell_ends_with_a_folder_that_transformers_loads(folder,
     assert cli.main(["eval", "run.yaml", "--model", "run"]) == 0
 
 
+def test_a_run_reads_and_checks_its_options_once(folder, monkeypatch):
+    checked = []
+    monkeypatch.setattr("rloo.config.config.check", checked.append)
+    train("--save_steps", "1", "--eval_on_start", "--eval_split", "train", "--beta", "0.1")
+    assert len(checked) == 1
+
+
+def test_eval_takes_the_configuration_of_a_run_whose_reference_moves(folder, capsys):
+    options = ["--kl_target", "0.1", "--sync_ref_model", "--use_peft", "false"]
+    assert cli.main(["eval", "run.yaml", *options]) == 0
+    assert "pass@1 " in capsys.readouterr().out
+
+
 def test_eval_prints_what_it_measured_and_writes_nothing(folder, capsys):
     options = ["--eval_pass_k", "1", "2", "--num_generations_eval", "4", "--pass_threshold", "2"]
     assert cli.main(["eval", "run.yaml", *options]) == 0

@@ -42,12 +42,17 @@ FORBIDDEN_CALLS = {
     "compile",
     "os.system",
     "torch.load",
-    "yaml.load",
-    "yaml.full_load",
-    "yaml.unsafe_load",
 }
+# `yaml` is PyYAML, which reads YAML 1.1: config/plain_yaml.py reads YAML 1.2.
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-FORBIDDEN_ARGUMENTS = {"shell=True", "trust_remote_code=True", "allow_pickle=True"}
+FORBIDDEN_IMPORTS |= {"yaml"}
+FORBIDDEN_ARGUMENTS = {
+    "shell=True",
+    "trust_remote_code=True",
+    "allow_pickle=True",
+    "typ='unsafe'",  # ruamel.yaml's loaders that make any object
+    "typ='full'",
+}
 # Written apart, so that this file passes its own test.
 MACHINE_PATHS = re.compile("|".join(f"/{name}/" for name in ("work", "tmp", "root", "home", "opt")))
 TEXT_FILES = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".json", ".jsonl", ".cfg", ""}

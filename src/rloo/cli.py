@@ -90,21 +90,18 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _evaluate(arguments: list[str]) -> int:
-    from dataclasses import replace
-
     from rloo.config.config import without_adapter
     from rloo.config.parsing import parse_command_line
 
     config = parse_command_line(_with_embedded(arguments))
-    if config.eval_dataset is None and config.eval_split is None:
-        config = replace(config, eval_split=config.dataset_split)
+    own_set = config.eval_dataset is not None or config.eval_split is not None
     # Evaluation needs no reference, no gradients, no new adapter and no training data.
-    config = replace(
-        without_adapter(config),
+    config = without_adapter(config).with_values(
         beta=0.0,
         gradient_checkpointing=False,
         report_to="none",
         eval_dataset=config.eval_dataset or config.dataset,
+        eval_split=config.eval_split if own_set else config.dataset_split,
         dataset=None,
     )
     from rloo.report.console import print_evaluation

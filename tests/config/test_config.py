@@ -291,6 +291,24 @@ def test_options_are_changed_by_assignment_until_a_trainer_has_them():
     dataclasses.replace(fixed).beta = 0.3
 
 
+def test_what_is_unchanged_since_it_was_checked_is_fixed_without_checking_it_again(monkeypatch):
+    config = RLOOConfig("out", reward=["math"], model_init_kwargs={"a": [1]}, seed=3)
+    checks = []
+    monkeypatch.setattr("rloo.config.config.check", checks.append)
+    fixed = config.fixed().with_values(num_threads=2).fixed()
+    assert fixed == dataclasses.replace(config, num_threads=2) and len(checks) == 1  # by replace
+    assert fixed.model_init_kwargs is not config.model_init_kwargs
+    with pytest.raises(ValueError, match="beta cannot be changed"):
+        fixed.beta = 0.1
+
+
+def test_a_list_changed_in_place_is_checked_again():
+    config = RLOOConfig(reward=["math"], reward_weights=[1.0])
+    config.reward.append("format")
+    with pytest.raises(ValueError, match="reward_weights has 1 values for 2 rewards"):
+        config.fixed()
+
+
 def test_flags_of_trls_script_are_understood():
     with pytest.warns(UserWarning, match="attn_implementation is 'sdpa', which has no effect"):
         RLOOConfig(attn_implementation="sdpa")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
+import yaml
 
 from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
@@ -71,10 +74,33 @@ def test_areal_s_nested_names_in_yaml(write):
 
 
 def test_numbers_and_words_that_yaml_1_1_reads_wrongly(write):
-    path = write("eval_strategy: no\nlr_scheduler_kwargs: {min_lr: 1e-7}\nlearning_rate: 1e-5\n")
+    path = write(
+        "eval_strategy: no\nlr_scheduler_kwargs: {min_lr: 1e-7}\nlearning_rate: 1e-5\nseed: 010\n"
+        "chat_template_kwargs: {enable_thinking: no, at: 1:30}\n"
+    )
     config = parse_command_line([path])
-    assert config.eval_strategy == "no"
+    assert (config.eval_strategy, config.seed) == ("no", 10)
     assert (config.lr_scheduler_kwargs, config.learning_rate) == ({"min_lr": 1e-7}, 1e-5)
+    assert config.chat_template_kwargs == {"enable_thinking": False, "at": "1:30"}
+
+
+def test_anchors_and_merged_mappings_are_followed(write):
+    path = write(
+        "actor:\n  optimizer: &adam\n    beta1: 0.5\n    eps: &small 1e-4\n"
+        "lr_scheduler_kwargs: &own {min_lr: *small}\nmodel_init_kwargs: {<<: *own, a: 1}\n"
+        "<<: {seed: 3}\n"
+    )
+    config = parse_command_line([path])
+    assert (config.adam_beta1, config.adam_epsilon, config.seed) == (0.5, 1e-4, 3)
+    assert config.lr_scheduler_kwargs == {"min_lr": 1e-4}
+    assert config.model_init_kwargs == {"min_lr": 1e-4, "a": 1}
+
+
+def test_a_small_file_cannot_expand_without_bound(write):
+    names = "abcdefghij"
+    lines = [f"{n}: &{n} [{', '.join([f'*{m}'] * 9)}]" for m, n in pairwise(names)]
+    error = command_error(write("\n".join(["a: &a [x, x, x, x, x, x, x, x, x]", *lines])))
+    assert "more than 10000 values: an anchor holds itself, or aliases" in error
 
 
 def test_paths_in_a_file_are_found_beside_it(write, tmp_path):
@@ -92,8 +118,19 @@ def test_paths_in_a_file_are_found_beside_it(write, tmp_path):
 
 
 def test_the_resolved_configuration_is_a_file_that_reads_back_equal(write):
-    config = RLOOConfig(num_prompts=3, reward=["math"], reward_clip_range=(-1, 1), beta=1e-7)
-    assert parse_command_line([write(render_resolved(config))]) == config
+    shared = ["1e5", "1:30", "010", "no", "off", "null", "~", "2024-01-01", "# a", "&b", "*c", ""]
+    config = RLOOConfig(
+        num_prompts=3,
+        reward=["math"],
+        reward_clip_range=(-1, 1),
+        beta=1e-7,
+        run_name="two\nlines: ä ☃",
+        model_init_kwargs={"one": shared, "two": shared, "numbers": [1e22, -0.0, 1e16, 3]},
+    )
+    text = render_resolved(config)
+    assert parse_command_line([write(text)]) == config
+    read = yaml.safe_load(text)  # numbers are numbers for readers of YAML 1.1 too
+    assert (read["beta"], read["model_init_kwargs"]["numbers"]) == (1e-7, [1e22, -0.0, 1e16, 3])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +146,12 @@ def test_the_resolved_configuration_is_a_file_that_reads_back_equal(write):
         ("model: !secret x\n", "run.yaml, line 1: tag !secret is not allowed"),
         ("seed: 1\nbeta: [1\n", "run.yaml, line 3: "),
         ("seed: 1\n---\nseed: 2\n", "run.yaml, line 2: "),
-        ("model_init_kwargs: &a {b: *a}\n", "an anchor holds itself"),
+        ("model_init_kwargs: &a {b: *a}\n", "run.yaml, line 1: more than 10000 values: an anchor"),
+        ("model_init_kwargs:\n  a: 1\n  a: 2\n", 'run.yaml, line 3: found duplicate key "a"'),
+        ("actor: {path: m}\nactor: {path: n}\n", "line 2: actor is given twice (first in line 1)"),
+        ("seed: 1:30\n", "run.yaml, line 1: seed is '1:30'; it must be a whole number"),
+        ("seed: !!binary aGk=\n", "run.yaml, line 1: tag tag:yaml.org,2002:binary is not allowed"),
+        ("a: " + "[" * 2000, "run.yaml is nested too deeply"),
         ("actor:\n  eps_clip: 0.1\nactor.eps_clip: 0.1\n", "line 3: actor.eps_clip is given twice"),
         ("actor:\n  adv_norm:\n    mean_lvel: 1\n", "did you mean actor.adv_norm.mean_level?"),
         ("[1]: 2\n", "run.yaml, line 1: a key must be text"),

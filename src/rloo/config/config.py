@@ -51,6 +51,7 @@ class RLOOConfig(Options):
     """
 
     _fixed = False
+    _checked = None
 
     def __init__(self, output_dir: str | None = None, **options: Any) -> None:
         if output_dir is not None:
@@ -73,6 +74,7 @@ class RLOOConfig(Options):
             greater = not self.metric_for_best_model.endswith("loss")
             object.__setattr__(self, "greater_is_better", greater)
         check(self)
+        object.__setattr__(self, "_checked", self._values())
 
     if not TYPE_CHECKING:  # a type checker shall still find misspelt options
 
@@ -104,11 +106,22 @@ class RLOOConfig(Options):
             raise AttributeError(f"RLOOConfig has no option {name}{suggest(name, option_types())}")
 
     def fixed(self) -> RLOOConfig:
-        """An equal copy, everything checked. Neither can be changed by assignment from now on."""
-        copy = replace(self)
-        for config in (self, copy):
-            object.__setattr__(config, "_fixed", True)
+        """An equal copy, read and checked again if anything changed since that was done. Neither
+        can be changed by assignment from now on."""
+        copy = self if self._values() == self._checked else replace(self)
+        object.__setattr__(self, "_fixed", True)
+        return copy.with_values()
+
+    def with_values(self, **values: Any) -> RLOOConfig:
+        """A fixed copy in which some options have other `values`. These are neither read nor
+        checked: a run chose them itself (threads, the model's name), or they turn something off."""
+        copy = object.__new__(type(self))
+        vars(copy).update(self._values() | values, _fixed=True)
+        object.__setattr__(copy, "_checked", copy._values())
         return copy
+
+    def _values(self) -> dict[str, Any]:
+        return deepcopy({field.name: getattr(self, field.name) for field in fields(self)})
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved options as JSON types; `RLOOConfig(**config.to_dict()) == config`, but for
@@ -131,7 +144,7 @@ def without_adapter(config: RLOOConfig) -> RLOOConfig:
     defaults: dict[str, Any] = {
         field.name: field.default for field in fields(config) if field.name in ADAPTER_OPTIONS
     }
-    return replace(config, **defaults)
+    return config.with_values(**defaults)
 
 
 def resolve_interval(steps: float, total_steps: int) -> int:

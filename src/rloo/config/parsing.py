@@ -6,15 +6,12 @@ Turns text into options and says where each came from; what an option means is n
 from __future__ import annotations
 
 import os
-import re
 import typing
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from rloo.config.aliases import ALIASES, resolve
 from rloo.config.config import RLOOConfig, option_types
+from rloo.config.plain_yaml import read_yaml
 from rloo.config.presets import BASE
 from rloo.config.reading import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
@@ -44,96 +41,8 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
 
 def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The options in a YAML file, nested names joined by dots, and `file, line n: ` for each.
-
-    Raises ValueError, with the line, for YAML that is broken, empty, no mapping, tagged, recursive
-    or has a key twice.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason}") from None
-    try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-        if root is None:
-            raise ValueError(f"{path} is empty; it must hold options (beta: 0.02)")
-        if not isinstance(root, yaml.MappingNode):
-            raise ValueError(f"{path}, line 1: must be a mapping of options (beta: 0.02)")
-        _check_nodes(path, root, ())
-        values: dict[str, Any] = {}
-        lines: dict[str, str] = {}
-        _collect(path, loader, root, "", values, lines)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{path}{line}: {getattr(error, 'problem', None) or error}") from None
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
-    return values, lines
-
-
-PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "seq", "map")
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader; and 1e-6 is a number (YAML 1.2), not text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
-def _check_nodes(path: str, node: yaml.Node, parents: tuple[yaml.Node, ...]) -> None:
-    line = f"{path}, line {node.start_mark.line + 1}"
-    if any(node is parent for parent in parents):
-        raise ValueError(f"{line}: an anchor holds itself")
-    if node.tag.removeprefix("tag:yaml.org,2002:") not in PLAIN_TAGS:
-        raise ValueError(f"{line}: tag {node.tag} is not allowed; a configuration is plain data")
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _check_nodes(path, item, (*parents, node))
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: dict[str, int] = {}
-    for key, value in node.value:
-        line = f"{path}, line {key.start_mark.line + 1}"
-        if not isinstance(key, yaml.ScalarNode):
-            raise ValueError(f"{line}: a key must be text")
-        if key.value in seen:
-            raise ValueError(
-                f"{line}: {key.value} is given twice (first in line {seen[key.value]})"
-            )
-        seen[key.value] = key.start_mark.line + 1
-        _check_nodes(path, value, (*parents, node))
-
-
-def _collect(
-    path: str,
-    loader: _Loader,
-    node: yaml.MappingNode,
-    prefix: str,
-    values: dict[str, Any],
-    lines: dict[str, str],
-) -> None:
-    loader.flatten_mapping(node)
-    for key, value in node.value:
-        name = prefix + key.value
-        line = f"{path}, line {key.start_mark.line + 1}: "
-        if isinstance(value, yaml.MappingNode) and value.value and not _is_known(name):
-            _collect(path, loader, value, f"{name}.", values, lines)
-        elif name in values and lines[name] != line:
-            raise ValueError(f"{line}{name} is given twice, dotted and nested")
-        else:
-            try:
-                values[name] = loader.construct_object(value, deep=True)
-            except ValueError as error:  # a date such as 2024-99-99
-                raise ValueError(f"{line}{name}: {error}") from None
-            lines[name] = line
+    Raises what `read_yaml` does."""
+    return read_yaml(path, _is_known)
 
 
 def _beside(path: str, name: str, value: Any) -> Any:

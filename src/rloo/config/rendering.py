@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-import yaml
-
 from rloo.config.aliases import ALIASES
 from rloo.config.config import DEVIATIONS, RLOOConfig
+from rloo.config.plain_yaml import write_yaml
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 SYSTEMS = ("TRL", "AReaL", "ms-swift", "Unsloth")
@@ -59,7 +58,7 @@ def render_options() -> str:
 
 def render_resolved(config: RLOOConfig) -> str:
     """`config` as YAML that `rloo train` reads back to an equal configuration."""
-    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+    return write_yaml(config.to_dict())
 
 
 def _row(*cells: str) -> str:

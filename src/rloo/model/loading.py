@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,14 @@ def obtain_config(args: Any, model: str | PreTrainedModel | None) -> RLOOConfig:
     TRL's default name of the output folder. Raises ValueError for other objects."""
     if isinstance(args, RLOOArguments):
         args = args.to_config()
-    if isinstance(args, RLOOConfig):
-        return args.fixed()
-    if args is not None:
+    if args is None:
+        name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
+        last = name.rstrip("/").split("/")[-1]
+        args = RLOOConfig(f"{last}-RLOO" if last else None)
+    if not isinstance(args, RLOOConfig):
         kind = f"{type(args).__module__}.{type(args).__name__}"
         raise ValueError(f"args is a {kind}; it must be a rloo.RLOOConfig (or RLOOArguments)")
-    name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
-    last = name.rstrip("/").split("/")[-1]
-    return RLOOConfig(f"{last}-RLOO") if last else RLOOConfig()
+    return args.fixed()
 
 
 def obtain_model(
@@ -86,7 +85,7 @@ def obtain_model(
                 images=is_vision_config(loaded.config),
             )
     elif model is None or isinstance(model, str):
-        args = replace(args, model=model or args.model)
+        args = args.with_values(model=model or args.model)
         if args.model is None:
             raise ValueError("no model is named; name a hub id or a folder (model)")
         loaded, processing_class = load_model(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -115,8 +114,8 @@ def _check_arguments(model: PreTrainedModel, config: RLOOConfig, options: dict[s
         name = part.partition("=")[0]
         try:
             # A value that is nobody's default makes a difference only if the name is read.
-            changed = _factory(model, replace(config, optim_args=f"{name}=0.0137"))[1]
-            without = _factory(model, replace(config, optim_args=None))[1]
+            changed = _factory(model, config.with_values(optim_args=f"{name}=0.0137"))[1]
+            without = _factory(model, config.with_values(optim_args=None))[1]
         except (ValueError, AttributeError):  # the name is read, as a value of another type
             continue
         if changed == without:

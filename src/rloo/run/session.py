@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,9 @@ class Session:
         if checkpoint is not None:
             self._resume(checkpoint)
         rehearse(parts, state)
-        again = replace(self._resolved(), resume_from_checkpoint=None, overwrite_output_dir=False)
+        again = self._resolved().with_values(
+            resume_from_checkpoint=None, overwrite_output_dir=False
+        )
         write_text(self._folder / "config.yaml", render_resolved(again))
         monitor.start(self._describe(), parts.batches)
         for note in parts.policy.notes:
@@ -274,8 +275,7 @@ class Session:
 
     def _resolved(self) -> RLOOConfig:
         """The options with everything that was chosen automatically filled in."""
-        return replace(
-            self.config,
+        return self.config.with_values(
             num_threads=torch.get_num_threads(),
             max_tokens_per_micro_batch=self.parts.policy.max_tokens,
             packing=self.parts.policy.packed,

@@ -114,7 +114,6 @@ class RLOOTrainer:
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-        self.args = self.args.fixed()
         self.train_dataset = self.args.dataset if train_dataset is None else train_dataset
         self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
         self._load_prompts()

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-import yaml
-
 from rloo.config.aliases import resolve
 from rloo.config.config import RLOOConfig, option_types
 from rloo.config.imports.areal import import_areal
 from rloo.config.imports.ms_swift import import_ms_swift
 from rloo.config.imports.source import Imported, Left
 from rloo.config.imports.trl import import_trl
+from rloo.config.plain_yaml import write_yaml
 from rloo.config.presets import preset_options, remarks
 from rloo.config.reading import suggest
 
@@ -54,15 +53,17 @@ def import_config(system: str, source: str) -> Imported:
 def render_imported(system: str, found: Imported) -> str:
     """YAML that `rloo train` reads: the options unlike our defaults, in our order, then as comments
     the notes and every setting that has no counterpart."""
+    preset = found.options.get("preset")
+    defaults = RLOOConfig().to_dict() | preset_options(preset) | {"preset": None}
     unlike = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in _in_order(found.options).items()
-        if value != _default(name, found.options.get("preset"))
+        if value != defaults[name]
     }
     name = IMPORTERS[system][0]
     lines = [f"# Imported from {name}. Options that are not here have the default of rloo."]
     lines += [f"# note: {_one_line(note)}" for note in found.notes]
-    lines.append(yaml.safe_dump(unlike, sort_keys=False, allow_unicode=True).rstrip())
+    lines.append(write_yaml(unlike).rstrip())
     if found.left:
         lines.append(f"# Without a counterpart here, and so not taken over from {name}:")
     for reason in dict.fromkeys(left.reason for left in found.left):
@@ -79,11 +80,6 @@ def _in_order(options: dict[str, Any]) -> dict[str, Any]:
     return {
         field.name: options[field.name] for field in fields(RLOOConfig) if field.name in options
     }
-
-
-def _default(name: str, preset: str | None) -> Any:
-    defaults = RLOOConfig()
-    return None if name == "preset" else preset_options(preset).get(name, getattr(defaults, name))
 
 
 def _show(value: Any) -> str:
