@@ -6,7 +6,6 @@ rewards, groups or advantages.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +40,7 @@ from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores, score_tokens, token
 from rloo.model.offload import ParkedState, activations_on_host
 from rloo.model.optimizers import Given, make_optimizers
 from rloo.model.state import load_optimizer
+from rloo.model.version import Version, digest, probe
 from rloo.types import Sample
 
 # Largest difference of a log-prob between two float32 computations that is still rounding.
@@ -86,6 +86,7 @@ class Policy:
         else:
             model = self.adapter.model
         self.model = model
+        self._version = Version(model)
         self.notes += quantization.prepare(model, config, adapted=self.adapter is not None)
         nn.Module.to(model, self.device)
         self.notes += ensure_float32(model, adapted=self.adapter is not None)
@@ -210,15 +211,15 @@ class Policy:
             "update/changed_share": 0.0,
         }
         if finite:
-            before = _probe(self.parameters)
+            before = probe(self.parameters)
+            self._version.advance()
             with self._parked.fetched() if self._parked else nullcontext():
                 if self.scaler:
                     self.scaler.step(self.optimizer)
                 else:
                     self.optimizer.step()
-            stats["update/changed_share"] = (
-                (_probe(self.parameters) != before).float().mean().item()
-            )
+            changed = probe(self.parameters) != before
+            stats["update/changed_share"] = changed.float().mean().item()
         if self.scaler:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -247,6 +248,11 @@ class Policy:
             return
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
+
+    @property
+    def version(self) -> int:
+        """Of the weights as they are now: another number where they have changed (`Version`)."""
+        return self._version.read()
 
     @property
     def pad_token_id(self) -> int:
@@ -379,7 +385,7 @@ class Policy:
         parameters = list(self.model.parameters())
         if self.adapter is not None and not self.adapter.has_effect:
             parameters = [p for p in parameters if not p.requires_grad]
-        return hashlib.sha256(_probe(parameters).float().cpu().numpy().tobytes()).hexdigest()
+        return digest(parameters)
 
     def _check_precision(self) -> None:
         if self.config.fp16 and self.device.type == "cpu":
@@ -392,8 +398,3 @@ class Policy:
 def _load_weights(model: PreTrainedModel, path: str | Path) -> None:
     weights = type(model).from_pretrained(path, dtype=next(model.parameters()).dtype)
     model.load_state_dict(weights.state_dict())
-
-
-def _probe(parameters: Sequence[Tensor]) -> Tensor:
-    """A fixed sample of parameters: up to 1,024 numbers of each."""
-    return torch.cat([p.detach().flatten()[:1024] for p in parameters])
