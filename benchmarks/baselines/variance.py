@@ -111,7 +111,7 @@ def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]
 
 def draw(trainer: RLOOTrainer, run: Run, prompt: Prompt, count: int) -> list[Sample]:
     """Scored completions of the base model, each a group's only one."""
-    run.engine.load(trainer.policy.weights())
+    run.engine.load(trainer.policy.weights, trainer.policy.version)
     found: list[Sample] = []
     for start in range(0, count, _AT_ONCE):
         size = min(_AT_ONCE, count - start)

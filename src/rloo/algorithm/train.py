@@ -123,7 +123,8 @@ def rehearse(run: Run) -> None:
     changes, policy = run.budget_changes, run.policy
     if changes and changes[-1]["to"] == policy.max_tokens:
         return
-    run.engine.load(policy.weights())  # its copy of the weights takes memory as well
+    # Its copy of the weights takes memory as well.
+    run.engine.load(policy.weights, policy.version)
     try:
         fit = fitting_budget(policy, workload_of(run.prompts, run.config, run.batches))
     except (TypeError, RuntimeError) as error:
@@ -168,7 +169,7 @@ def train(run: Run) -> None:
 def _train_on_rollout(run: Run) -> None:
     """Sample, score, and make every optimizer step that the rollout serves."""
     config, policy = run.config, run.policy
-    run.engine.load(policy.weights())
+    run.engine.load(policy.weights, policy.version)
     groups, metrics = draw_groups(run)
     samples = countable_samples(groups, config, run.adaptive)
     if samples and not policy.checked:
@@ -313,7 +314,7 @@ def collect(run: Run, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
     config = run.config
     prompts = run.prompts.next(num_prompts)
     noise = noise_key(config.seed, "train", run.state.global_step)
-    with run.timed("sample"), run.policy.autocast():
+    with run.timed("sample"):
         sampled = run.engine.sample(prompts, config.num_generations, run.sampling, noise)
     with run.timed("reward"):
         return score(

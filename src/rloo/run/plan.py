@@ -20,9 +20,6 @@ from rloo.algorithm.advantages import credit
 from rloo.algorithm.train import Run, rehearse
 from rloo.config.config import RLOOConfig
 from rloo.data.prompts import PromptSource
-from rloo.engines import hf
-from rloo.engines.in_process import bytes_per_row, rows_at_once
-from rloo.engines.native import engine as native
 from rloo.engines.noise import noise_key
 from rloo.model.batch import split
 from rloo.model.budget import available_bytes, gigabytes, largest_micro_batch, workload_of
@@ -102,7 +99,7 @@ def make_plan(config: RLOOConfig) -> Plan:
     largest = largest_micro_batch(policy, workload, policy.max_tokens)
     memory = lasting | {
         "sampling": _rows_at_once(run, workload.longest_prompt)
-        * bytes_per_row(policy.model, workload.longest_prompt, run.config.max_completion_length),
+        * run.engine.facts.bytes_per_row(workload.longest_prompt, config.max_completion_length),
         "micro-batch": predicted_peak_bytes(policy, largest),
         "step": step_bytes(policy),
     }
@@ -138,9 +135,10 @@ def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
     """What training holds from step to step, and `loading`: what giving the engine its weights
     takes on top of that. State that is parked in the machine's memory is not in it."""
     reference = weight_bytes(policy.reference) if policy.reference is not None else 0
+    version = policy.version
 
     def load(mark: Mark) -> None:
-        engine.load(policy.weights())
+        engine.load(policy.weights, version)
         mark()
 
     peak, held = phase_peaks(policy.device, load)
@@ -211,10 +209,8 @@ def _split(run: Run, samples: Sequence[Sample], whole_groups: bool) -> list[list
 
 def _rows_at_once(run: Run, longest: int) -> int:
     """Completions that the engine samples at the same time in the worst case."""
-    limit = native.CACHE_BYTES if run.engine.name == "native" else hf.CACHE_BYTES
-    tokens = run.config.max_completion_length
-    rows = rows_at_once(run.policy.model, longest, tokens, cache_bytes=limit)
-    return min(rows, run.batches.completions_per_rollout)
+    rows, tokens = run.batches.completions_per_rollout, run.config.max_completion_length
+    return run.engine.facts.rows_at_once(rows, longest, tokens)
 
 
 def _measure_time(run: Run, longest: int) -> tuple[dict[str, float], bool]:
@@ -278,13 +274,12 @@ def _expected_length(run: Run, seconds_a_position: float) -> float:
     assert isinstance(run.prompts, PromptSource)
     prompts = run.prompts.all_prompts(_LENGTH_PROMPTS)
     sampling = replace(run.sampling, max_tokens=positions)
-    with run.policy.autocast():
-        groups = run.engine.sample(
-            prompts,
-            min(config.num_generations, _LENGTH_SAMPLES),
-            sampling,
-            noise_key(config.seed, "train", 0),
-        )
+    groups = run.engine.sample(
+        prompts,
+        min(config.num_generations, _LENGTH_SAMPLES),
+        sampling,
+        noise_key(config.seed, "train", 0),
+    )
     completions = [c for group in groups for c in group]
     ended = sum(c.finish == "stop" for c in completions)
     if ended == 0:
@@ -300,8 +295,7 @@ def _prompts(number: int, tokens: int) -> list[Prompt]:
 def _sample(run: Run, prompts: list[Prompt], num_samples: int, positions: int) -> None:
     """Sample exactly so many positions: no token ends a completion."""
     sampling = replace(run.sampling, max_tokens=positions, stop_token_ids=(), stop_strings=())
-    with run.policy.autocast():
-        run.engine.sample(prompts, num_samples, sampling, noise_key(run.config.seed, "train", 0))
+    run.engine.sample(prompts, num_samples, sampling, noise_key(run.config.seed, "train", 0))
 
 
 def _seconds(run: Run, work: Callable[[], object]) -> float:

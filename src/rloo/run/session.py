@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -245,7 +245,7 @@ class Session:
             num_threads=torch.get_num_threads(),
             max_tokens_per_micro_batch=self.policy.max_tokens,
             packing=self.policy.packed,
-            rollout_engine="native" if self.run.engine.name == "native" else "hf",
+            rollout_engine=cast(Any, self.run.engine.facts.name),
         )
 
     def _describe(self) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class Session:
             "parameters": sum(p.numel() for p in self.policy.parameters),
             "rows": "a stream" if isinstance(prompts, StreamSource) else len(prompts),
             "rewards": self.run.rewards.names,
-            "engine": self.run.engine.name,
+            "engine": self.run.engine.facts.name,
             "packing": self.policy.packed,
             "threads": torch.get_num_threads(),
             "device": str(self.policy.device),
