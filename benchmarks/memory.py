@@ -188,7 +188,7 @@ def measure(
         gc.collect()
         phase("building")
         for _ in range(2):
-            engine.load(policy.weights())
+            engine.load(policy.weights, policy.version)
             phase("loading")
             for name in _updates(policy, other, samples, joint=critic == "joint"):
                 phase(name)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo.engines import build_engine
+from rloo.engines import EngineInputs, build_engine
 from rloo.types import Prompt, Sampling
 from support.models import make_model, make_samples
 from support.policies import gradients, make_policy, weights_of
@@ -37,7 +37,7 @@ def test_engines_draw_the_same_tokens():
     prompts = [Prompt(i, list(range(3, 8 + i)), "") for i in range(4)]
     drawn = []
     for name in ("native", "hf"):
-        engine, note = build_engine(name, model, pad_token_id=0)
+        engine, note = build_engine(name, EngineInputs(model, 0))
         assert note is None
         groups = engine.sample(prompts, 4, Sampling(12, (2,)), 7)
         drawn.append([c.token_ids for group in groups for c in group])

@@ -86,7 +86,7 @@ def _measure(trainer: RLOOTrainer, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Of each prompt the share of sampled answers that have the full reward, and their mean reward;
     and the share of greedy answers over all prompts."""
     config, policy = trainer.args, trainer.policy
-    trainer.engine.load(policy.weights())
+    trainer.engine.load(policy.weights, policy.version)
     metrics, groups = evaluate(
         trainer.engine,
         prompts,

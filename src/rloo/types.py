@@ -15,6 +15,8 @@ T = TypeVar("T")
 Message = dict[str, Any]
 Text = str | list[Message]
 FinishReason = Literal["stop", "length"]
+# Begins to give a model's weights, names and tensors, when it is called.
+Weights = Callable[[], Iterable[tuple[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +152,55 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
     return "".join(part["text"] for part in content if part["type"] == "text")
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What others need to know of an engine, so that none asks which one it is.
+
+    `name` is what `rollout_engine` calls it, and what a run records. `copies_weights`: it holds a
+    copy of weights, if only of some, which nothing but `load` renews. `shares_memory`: it reads
+    weights where the policy has them, so they must not change while it samples, nor, if it copies
+    others, between `load` and that. `exact_noise`: `noise` determines every draw, as
+    `Engine.sample` says; without it, equal calls may differ. `filters`: it can sample with top-k,
+    top-p, min-p and a repetition penalty, and return both log-probabilities.
+
+    The rest is the memory of this process that a completion may occupy while it is sampled: for
+    each token of its prompt, for each that may follow, and once. What needs more than `cache_bytes`
+    is not sampled at the same time (None: no limit).
+    """
+
+    name: str
+    copies_weights: bool
+    shares_memory: bool
+    exact_noise: bool
+    filters: bool
+    prompt_token_bytes: int = 0
+    completion_token_bytes: int = 0
+    row_bytes: int = 0
+    cache_bytes: int | None = None
+
+    def bytes_per_row(self, prompt_tokens: int, max_tokens: int) -> int:
+        """What sampling one completion may occupy; never too little, often too much."""
+        prompt = self.prompt_token_bytes * prompt_tokens
+        return prompt + self.completion_token_bytes * max_tokens + self.row_bytes
+
+    def rows_at_once(self, rows: int, prompt_tokens: int, max_tokens: int) -> int:
+        """How many of `rows` completions are sampled at the same time, at least 1."""
+        if self.cache_bytes is None:
+            return rows
+        return max(1, min(rows, self.cache_bytes // self.bytes_per_row(prompt_tokens, max_tokens)))
+
+
 class Engine(Protocol):
     """Makes completions. Knows nothing about text, rewards or advantages."""
 
-    name: str
+    facts: EngineFacts
+    # Of the weights that it samples with: that of the last load, -1 before the first one.
+    version: int
 
-    def load(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Take the current weights, (name, tensor) pairs. Engines that share the policy's module
-        have nothing to copy and ignore them."""
+    def load(self, weights: Weights, version: int) -> None:
+        """Have `sample` draw from these weights; nothing is done, and `weights` not called, where
+        the version is that of the last load. Whoever calls sees to it that a version never stands
+        for two states of the weights."""
         ...
 
     def sample(

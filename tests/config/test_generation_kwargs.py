@@ -19,7 +19,8 @@ from rloo import RLOOConfig, RLOOTrainer
 from rloo.config import generation_kwargs as generation
 from rloo.config.unsupported import WITHOUT_EFFECT
 from rloo.data.prompts import encode_prompt
-from rloo.engines import HFEngine, NativeEngine
+from rloo.engines.hf import HFEngine
+from rloo.engines.native.engine import NativeEngine
 from rloo.model.policy import Policy
 from rloo.report.console import completions_table
 from rloo.run.setup import make_sampling, prompt_limit

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.data.images import with_images
 from rloo.data.prompts import PromptSource, encode_prompt, image_reader, with_prompts
-from rloo.engines import HFEngine, build_engine
-from rloo.engines.hf import _Drawing
+from rloo.engines import EngineInputs, build_engine
+from rloo.engines.hf import HFEngine, _Drawing
 from rloo.engines.noise import row_keys
 from rloo.model.policy import Policy
 from rloo.report.console import as_string
@@ -236,7 +236,7 @@ def test_an_image_token_is_never_sampled_and_both_distributions_are_told(greedy,
 
 def test_the_native_engine_leaves_images_to_generate_and_says_so():
     for name in ("auto", "native"):
-        engine, note = build_engine(name, make_vision_model("gemma3"), pad_token_id=0)
+        engine, note = build_engine(name, EngineInputs(make_vision_model("gemma3"), 0))
         assert isinstance(engine, HFEngine)
         assert "cannot, because Gemma3ForConditionalGeneration reads images" in note
 

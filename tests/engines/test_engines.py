@@ -8,7 +8,9 @@ from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from rloo.engines import HFEngine, NativeEngine, noise_key
+from rloo.engines.hf import HFEngine
+from rloo.engines.native.engine import NativeEngine
+from rloo.engines.noise import noise_key
 from rloo.model import attention
 from rloo.types import Completion, Prompt, Sampling
 from support.models import CONFIGS, VOCAB_SIZE, WINDOW, make_model
@@ -325,7 +327,7 @@ def test_the_module_is_given_back_as_it_was(engine):
     sampler = ENGINES[engine](model, pad_token_id=0)
     good = Sampling(max_tokens=3, stop_token_ids=())
 
-    sampler.load(model.named_parameters())
+    sampler.load(model.named_parameters, version=1)
     sampler.sample(make_prompts(), 2, good, noise=0)
     with pytest.raises(IndexError):
         sampler.sample([Prompt(0, [VOCAB_SIZE + 5], "")], 2, good, noise=0)
@@ -341,7 +343,7 @@ def test_the_module_is_given_back_as_it_was(engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_training_goes_on_after_sampling_under_the_same_autocast(engine):
     model = make_model("qwen3")
-    sampler = ENGINES[engine](model, pad_token_id=0)
+    sampler = ENGINES[engine](model, pad_token_id=0, precision=torch.bfloat16)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         groups = sampler.sample(make_prompts(), 2, Sampling(4, ()), noise=0)
@@ -357,9 +359,10 @@ def test_low_precision_stays_close_to_a_plain_forward(name):
     model = make_model(name)
     prompts = make_prompts()
 
+    engine = NativeEngine(model, pad_token_id=0, precision=torch.bfloat16)
+    groups = engine.sample(prompts, 2, Sampling(3 * WINDOW, ()), noise=0)
+
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        engine = NativeEngine(model, pad_token_id=0)
-        groups = engine.sample(prompts, 2, Sampling(3 * WINDOW, ()), noise=0)
         for prompt, group in zip(prompts, groups, strict=True):
             for completion in group:
                 logprobs = score(model, prompt, completion)
@@ -376,16 +379,14 @@ def test_no_prompts_give_no_completions(engine):
 
 
 def test_waves_are_as_large_as_the_memory_allows():
-    from rloo.engines.in_process import cache_bytes_per_token, rows_at_once
-
-    model = make_model("qwen3")
+    build = functools.partial(NativeEngine, make_model("qwen3"), pad_token_id=0)
     per_token = 2 * 3 * 2 * 8 * 4  # keys and values, 3 layers, 2 heads of 8 float32 numbers
-
-    assert cache_bytes_per_token(model) == per_token
     row = per_token * 30 + 16 * VOCAB_SIZE + 16 * 20
-    assert rows_at_once(model, 10, 20, cache_bytes=5 * row) == 5
-    assert rows_at_once(model, 10, 20, cache_bytes=5 * row - 1) == 4
-    assert rows_at_once(model, 10, 20, cache_bytes=0) == 1
+
+    for cache_bytes, rows in [(5 * row, 5), (5 * row - 1, 4), (0, 1), (1000 * row, 9)]:
+        facts = build(cache_bytes=cache_bytes).facts
+        assert facts.bytes_per_row(10, 20) == row
+        assert facts.rows_at_once(9, 10, 20) == rows
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss"])
@@ -395,8 +396,9 @@ def test_in_bf16_the_native_engine_is_as_near_the_trainer_as_generate(name):
     means = {}
     for engine, build in ENGINES.items():
         attention.install(model)
+        sampler = build(model, pad_token_id=0, precision=torch.bfloat16)
+        groups = sampler.sample(make_prompts(), 8, sampling, noise=5)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            groups = build(model, pad_token_id=0).sample(make_prompts(), 8, sampling, noise=5)
             differences = [
                 score(model, prompt, completion).gather(
                     1, torch.tensor(completion.token_ids)[:, None]
@@ -422,8 +424,8 @@ def test_autocast_casts_each_weight_once(engine):
                 casts[weights.get(args[0].data_ptr())] += 1
             return function(*args, **(kwargs or {}))
 
-    sampler = ENGINES[engine](model, pad_token_id=0)
-    with torch.autocast("cpu", dtype=torch.bfloat16), Watch():
+    sampler = ENGINES[engine](model, pad_token_id=0, precision=torch.bfloat16)
+    with Watch():
         sampler.sample(make_prompts(), 2, Sampling(max_tokens=6, stop_token_ids=()), noise=0)
 
     counted = [casts[name] for name in weights.values() if "proj" in name or "embed" in name]

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 
 from rloo import RLOOConfig, RLOOTrainer, cli
-from rloo.engines import build_engine
+from rloo.engines import EngineInputs, build_engine
 from rloo.model import adapters
 from rloo.model.adapters import Adapter, add_adapter, lora_config
 from rloo.run.checkpoint import verify_checkpoint
@@ -112,9 +112,9 @@ def test_checkpointing_of_both_kinds_reaches_the_first_layers_adapter(reentrant)
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_sample_with_the_adapter(kind, engine):
     policy = make_policy(make_adapted(**KINDS[kind]))
-    sampler, note = build_engine(engine, policy.model, pad_token_id=0, weights=policy.weights)
-    sampler.load(policy.weights())
-    assert note is None and sampler.name == engine
+    sampler, note = build_engine(engine, EngineInputs(policy.model, 0, weights=policy.weights))
+    sampler.load(policy.weights, policy.version)
+    assert note is None and sampler.facts.name == engine
     prompts = [Prompt(number, [5, 6, 7 + number], "") for number in range(2)]
     sampling = Sampling(max_tokens=6, stop_token_ids=(), temperature=TEMPERATURE)
     for prompt, group in zip(prompts, sampler.sample(prompts, 3, sampling, 0), strict=True):

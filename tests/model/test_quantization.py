@@ -12,7 +12,7 @@ import transformers
 from transformers import BitsAndBytesConfig
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.engines import build_engine
+from rloo.engines import EngineInputs, build_engine
 from rloo.model import quantization
 from rloo.model.adapters import load_adapter
 from rloo.model.loading import load_model
@@ -159,13 +159,14 @@ def test_engines_sample_from_the_policy(folder, kind, engine):
     few, _ = make_pair(folder, kind)
     policy = make_policy(few, rollout_copy=True if engine == "copy" else None)
     if engine == "hf":
-        sampler, _ = build_engine("hf", policy.model, pad_token_id=0)
+        sampler, _ = build_engine("hf", EngineInputs(policy.model, 0))
     else:
         sampler = make_engine(policy, policy.config)
-        assert sampler.name == "native" and sampler.fused == (engine == "copy")
+        assert sampler.facts.name == "native"
+        assert sampler.facts.copies_weights == (engine == "copy")
     told = [note for note in policy.notes if "a copy of the base's weights in full" in note]
     assert len(told) == (engine == "module")
-    sampler.load(policy.weights())
+    sampler.load(policy.weights, policy.version)
     prompt = Prompt(0, [5, 6, 7], "")
     sampling = Sampling(max_tokens=6, stop_token_ids=(), temperature=TEMPERATURE)
     ((*group,),) = sampler.sample([prompt], 3, sampling, 0)

@@ -299,8 +299,6 @@ def test_equal_scores_and_a_single_one_have_no_scale():
 class Fixed:
     """An engine that always says token 5."""
 
-    name = "fixed"
-
     def sample(self, prompts, num_samples, sampling, noise):
         return [[Completion([5, 2], "stop", [0.0] * 2, [0.0] * 2)] * num_samples for _ in prompts]
 

@@ -12,13 +12,8 @@ from rloo.types import Completion, Group, Prompt, Sampling
 class ScriptedEngine:
     """Gives prompt i, sample k the tokens of `script[i][k]`; greedy takes sample 0."""
 
-    name = "scripted"
-
     def __init__(self, script):
         self.script = script
-
-    def load(self, weights):
-        pass
 
     def sample(self, prompts, num_samples, sampling, noise):
         return [

@@ -1,6 +1,7 @@
 """`rloo plan` against what a real run of the same configuration does."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from rloo import cli
 from rloo.config.parsing import parse_command_line
+from rloo.engines import MAKERS
 from rloo.model import budget
 from rloo.model.memory import phase_peaks, weight_bytes
 from rloo.model.policy import Policy
@@ -110,6 +112,23 @@ def test_the_command_prints_the_plan_and_writes_nothing(folder, capsys):
     after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     assert after == before
     assert not Path("run").exists()
+
+
+def test_rows_sampled_at_once_are_those_of_the_engines_own_facts(folder, monkeypatch):
+    build = MAKERS["native"]
+
+    def make(inputs):
+        engine, note = build(inputs)
+        engine.facts = replace(engine.facts, prompt_token_bytes=0, **memory)
+        return engine, note
+
+    monkeypatch.setitem(MAKERS, "native", make)
+    native = ["--rollout_engine", "native"]
+    # Of 24 completions of up to 40 tokens.
+    memory = {"completion_token_bytes": 7, "row_bytes": 3, "cache_bytes": 5 * 283}
+    assert make_plan(config_of(*native)).memory["sampling"] == 5 * 283
+    memory = {"completion_token_bytes": 7, "row_bytes": 3, "cache_bytes": None}
+    assert make_plan(config_of(*native)).memory["sampling"] == 24 * 283
 
 
 def test_a_fault_is_reported_as_in_training(folder, capsys):

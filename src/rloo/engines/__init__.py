@@ -2,50 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from rloo.engines.hf import HFEngine
-from rloo.engines.native.engine import NativeEngine
-from rloo.engines.native.fused import can_fuse
-from rloo.engines.native.supported import supports
-from rloo.engines.noise import noise_key
-from rloo.types import Engine
-
-__all__ = ["HFEngine", "NativeEngine", "build_engine", "noise_key", "supports"]
+from rloo.types import Engine, Weights
 
 
-def build_engine(
-    name: str,
-    model: PreTrainedModel,
-    *,
-    pad_token_id: int,
-    weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
-    dtype: torch.dtype | None = None,
-    no_copy: str | None = None,
-) -> tuple[Engine, str | None]:
-    """The engine called `name` ("auto", "native" or "hf"), and one line for the user if it is
-    another, or slower, than could be expected. "auto" is native where the model allows it.
+@dataclass(frozen=True, slots=True)
+class EngineInputs:
+    """What an engine is made from.
 
-    `weights` gives what `load` will be given (by default the model's parameters); `dtype` is that
-    of the fused decoder's matrix products (by default the model's); other samplers have none of
-    their own. `no_copy` is the reason, if there is one, why no copy of the weights may be made,
-    as the fused decoder does.
+    `weights` gives what `load` will be given (by default the model's parameters). `precision` is
+    that of the autocast that the model computes in, `dtype` that of the fused decoder's matrix
+    products (by default the model's). `no_copy` is the reason, if there is one, why no copy of the
+    weights may be made, as the fused decoder does.
     """
-    if name not in ("auto", "native", "hf"):
-        raise ValueError(f"engine is {name!r}; it must be auto, native or hf")
-    weights = weights or model.named_parameters
-    if name == "hf":
-        return HFEngine(model, pad_token_id=pad_token_id), None
-    if no_copy is None and can_fuse(model) and supports(model, weights=weights) is None:
-        return NativeEngine(model, pad_token_id=pad_token_id, dtype=dtype), None
+
+    model: PreTrainedModel
+    pad_token_id: int
+    weights: Weights | None = None
+    precision: torch.dtype | None = None
+    dtype: torch.dtype | None = None
+    no_copy: str | None = None
+
+
+# The engine, and one line for the user if it is another, or slower, than could be expected.
+Made = tuple[Engine, str | None]
+
+
+def build_engine(name: str, inputs: EngineInputs) -> Made:
+    """The engine called `name`; "auto" is native where the model allows it. Raises ValueError for
+    an unknown name."""
+    if name not in MAKERS:
+        *others, last = MAKERS
+        raise ValueError(f"engine is {name!r}; it must be {', '.join(others)} or {last}")
+    return MAKERS[name](inputs)
+
+
+def _make_native(inputs: EngineInputs) -> Made:
+    from rloo.engines.native.engine import NativeEngine
+    from rloo.engines.native.fused import can_fuse
+    from rloo.engines.native.supported import supports
+
+    model, no_copy = inputs.model, inputs.no_copy
+    if no_copy is None and can_fuse(model) and supports(model, weights=inputs.weights) is None:
+        engine = NativeEngine(
+            model,
+            pad_token_id=inputs.pad_token_id,
+            precision=inputs.precision,
+            dtype=inputs.dtype,
+        )
+        return engine, None
     reason = supports(model, fused=False)
-    if reason is None:
-        why = no_copy or "its arithmetic is not among those that are fused"
-        note = f"sampling runs {type(model).__name__} layer by layer (slower): {why}"
-        return NativeEngine(model, pad_token_id=pad_token_id, fused=False), note
-    note = f"sampling with transformers' generate (slower): the native engine cannot, {reason}"
-    return HFEngine(model, pad_token_id=pad_token_id), note
+    if reason is not None:
+        note = f"sampling with transformers' generate (slower): the native engine cannot, {reason}"
+        return _make_hf(inputs)[0], note
+    engine = NativeEngine(
+        model, pad_token_id=inputs.pad_token_id, precision=inputs.precision, fused=False
+    )
+    why = no_copy or "its arithmetic is not among those that are fused"
+    return engine, f"sampling runs {type(model).__name__} layer by layer (slower): {why}"
+
+
+def _make_hf(inputs: EngineInputs) -> Made:
+    from rloo.engines.hf import HFEngine
+
+    engine = HFEngine(inputs.model, pad_token_id=inputs.pad_token_id, precision=inputs.precision)
+    return engine, None
+
+
+# Each imports its engine itself: what another one needs does not have to be installed.
+MAKERS: dict[str, Callable[[EngineInputs], Made]] = {
+    "auto": _make_native,
+    "native": _make_native,
+    "hf": _make_hf,
+}

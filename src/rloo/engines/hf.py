@@ -6,7 +6,7 @@ images. Knows nothing of caches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,16 +28,16 @@ from transformers import (
 
 from rloo.data.images import image_token_ids
 from rloo.data.pixels import join_inputs
-from rloo.engines.in_process import Drawn, Row, sample_in_waves
+from rloo.engines.in_process import Drawn, InProcessEngine, Row
 from rloo.engines.noise import row_keys, uniforms
 from rloo.engines.sampling import StopText, draw, gather_logprobs, invert_cdf
-from rloo.types import Completion, Prompt, Sampling
+from rloo.types import Sampling, Weights
 
 # What the cache of one call of `generate` may occupy; further rows wait for the next call.
 CACHE_BYTES = 2 << 30
 
 
-class HFEngine:
+class HFEngine(InProcessEngine):
     """Samples with `generate` from the policy's own module.
 
     The tokens that stand for images in a prompt are never sampled, as no image would belong to
@@ -45,33 +45,23 @@ class HFEngine:
     training, are not, so that they say by how much the two differ.
     """
 
-    name = "hf"
-
     def __init__(
-        self, model: PreTrainedModel, *, pad_token_id: int, cache_bytes: int = CACHE_BYTES
+        self,
+        model: PreTrainedModel,
+        *,
+        pad_token_id: int,
+        cache_bytes: int = CACHE_BYTES,
+        precision: torch.dtype | None = None,
     ) -> None:
-        self._model = model
-        self._pad_token_id = pad_token_id
-        self._cache_bytes = cache_bytes
+        super().__init__(
+            "hf", model, pad_token_id=pad_token_id, cache_bytes=cache_bytes, precision=precision
+        )
 
-    def load(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Nothing to do: the engine shares the policy's module."""
+    def load(self, weights: Weights, version: int) -> None:
+        """Nothing is copied: the engine shares the policy's module."""
+        self.version = version
 
-    def sample(
-        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
-    ) -> list[list[Completion]]:
-        """See `rloo.types.Engine`."""
-        with _no_defaults(self._model):
-            return sample_in_waves(
-                self._model,
-                prompts,
-                num_samples,
-                sampling,
-                cache_bytes=self._cache_bytes,
-                sample_rows=lambda rows: self._generate(rows, sampling, noise),
-            )
-
-    def _generate(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
+    def _draw(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
         device = self._model.device
         width = max(len(prompt.token_ids) for prompt, _ in rows)
         padding = [width - len(prompt.token_ids) for prompt, _ in rows]
@@ -89,21 +79,22 @@ class HFEngine:
             torch.tensor([k for _, k in rows], device=device),
         )
         drawing = _Drawing(sampling, keys, pads, width, image_token_ids(self._model.config))
-        self._model.generate(  # type: ignore[operator]
-            input_ids,
-            **join_inputs(_pixels(rows), padding, width, device),
-            attention_mask=(torch.arange(width, device=device) >= pads[:, None]).long(),
-            generation_config=GenerationConfig(
-                max_new_tokens=sampling.max_tokens,
-                do_sample=False,
-                num_beams=1,
-                use_cache=True,
-                eos_token_id=list(sampling.stop_token_ids) or None,
-                pad_token_id=self._pad_token_id,
-            ),
-            logits_processor=LogitsProcessorList([drawing]),
-            stopping_criteria=StoppingCriteriaList([_AtStopText(drawing)]),
-        )
+        with _no_defaults(self._model):
+            self._model.generate(  # type: ignore[operator]
+                input_ids,
+                **join_inputs(_pixels(rows), padding, width, device),
+                attention_mask=(torch.arange(width, device=device) >= pads[:, None]).long(),
+                generation_config=GenerationConfig(
+                    max_new_tokens=sampling.max_tokens,
+                    do_sample=False,
+                    num_beams=1,
+                    use_cache=True,
+                    eos_token_id=list(sampling.stop_token_ids) or None,
+                    pad_token_id=self._pad_token_id,
+                ),
+                logits_processor=LogitsProcessorList([drawing]),
+                stopping_criteria=StoppingCriteriaList([_AtStopText(drawing)]),
+            )
         return (
             drawing.tokens,
             drawing.policy_logprobs,

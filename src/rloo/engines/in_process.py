@@ -1,11 +1,11 @@
-"""Using the policy's module to sample within bounded memory, and giving it back as it was.
-
-Both engines run the very module that is being trained. Knows nothing of how they sample.
+"""Engines that run in this process: sampling in waves within bounded memory, with the policy's own
+module, which is given back as it was. Knows nothing of how the tokens of a wave are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rloo.engines.sampling import check_request, collect_completions
-from rloo.types import Completion, Prompt, Sampling
+from rloo.types import Completion, EngineFacts, Prompt, Sampling
 
 # One sequence: a prompt and the sample's number k in its group.
 Row = tuple[Prompt, int]
@@ -23,8 +23,9 @@ Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @contextmanager
-def borrowed(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode and no autograd inside; each submodule's own mode is restored outside.
+def borrowed(model: PreTrainedModel, precision: torch.dtype | None = None) -> Iterator[None]:
+    """Evaluation mode, autocast to `precision` (None: without) and no autograd inside; each
+    submodule's own mode is restored outside.
 
     Gradient checkpointing is inactive in evaluation mode, and `use_cache` is passed with each
     forward, so neither setting is touched. A mixture of experts does not return its router's logits
@@ -37,17 +38,20 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
     if routed:
         text_config.output_router_logits = False
     try:
+        casts = precision is not None
         # inference_mode is faster, but in it autocast casts every weight anew for every token.
-        autocast = torch.is_autocast_enabled(model.device.type)
-        with torch.no_grad() if autocast else torch.inference_mode():
+        with (
+            torch.autocast(model.device.type, dtype=precision, enabled=casts),
+            torch.no_grad() if casts else torch.inference_mode(),
+        ):
             yield
     finally:
         for module in training:
             module.training = True
         if routed:
             text_config.output_router_logits = routed
-        # Autocast keeps the low-precision copies of weights made here, which a later forward with
-        # gradients cannot use.
+        # Inside another autocast the low-precision copies of weights made here are kept, which a
+        # later forward with gradients cannot use.
         torch.clear_autocast_cache()
 
 
@@ -71,47 +75,60 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int:
     return 2 * config.num_hidden_layers * kv_heads * width * max(4, model.dtype.itemsize)
 
 
-def sample_in_waves(
-    model: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    num_samples: int,
-    sampling: Sampling,
-    *,
-    cache_bytes: int,
-    sample_rows: Callable[[list[Row]], Drawn],
-) -> list[list[Completion]]:
-    """`Engine.sample` for an engine that draws `Row`s, as many at once as `cache_bytes` allow."""
-    check_request(prompts, num_samples, sampling)
-    if not prompts:
-        return []
-    # Prompts of similar length next to each other: less padding.
-    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
-    rows = [(index, k) for index in by_length for k in range(num_samples)]
-    longest = len(prompts[by_length[-1]].token_ids)
-    wave = rows_at_once(model, longest, sampling.max_tokens, cache_bytes=cache_bytes)
-    completions: dict[tuple[int, int], Completion] = {}
-    with borrowed(model):
-        for start in range(0, len(rows), wave):
-            part = rows[start : start + wave]
-            drawn = sample_rows([(prompts[index], k) for index, k in part])
-            finished = collect_completions(drawn, sampling.stop_token_ids)
-            completions.update(zip(part, finished, strict=True))
-    return [[completions[index, k] for k in range(num_samples)] for index in range(len(prompts))]
+class InProcessEngine(ABC):
+    """Samples `Row`s with the policy's module, as many at once as `cache_bytes` allow. `precision`
+    is that of its autocast (None: the module computes in its own)."""
 
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        *,
+        pad_token_id: int,
+        cache_bytes: int,
+        precision: torch.dtype | None,
+        copies_weights: bool = False,
+    ) -> None:
+        self._model = model
+        self._pad_token_id = pad_token_id
+        self._precision = precision
+        self.version = -1
+        cached = cache_bytes_per_token(model)
+        self.facts = EngineFacts(
+            name,
+            copies_weights=copies_weights,
+            shares_memory=True,
+            exact_noise=True,
+            filters=True,
+            prompt_token_bytes=cached,
+            # And the token itself with its two log-probabilities.
+            completion_token_bytes=cached + 16,
+            # Four float32 numbers per vocabulary entry while a token is drawn.
+            row_bytes=16 * model.config.get_text_config().vocab_size,
+            cache_bytes=cache_bytes,
+        )
 
-def bytes_per_row(model: PreTrainedModel, prompt_tokens: int, max_tokens: int) -> int:
-    """What sampling one completion may occupy; never too little, often too much.
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
+    ) -> list[list[Completion]]:
+        """See `rloo.types.Engine`."""
+        check_request(prompts, num_samples, sampling)
+        if not prompts:
+            return []
+        # Prompts of similar length next to each other: less padding.
+        by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
+        rows = [(index, k) for index in by_length for k in range(num_samples)]
+        longest = len(prompts[by_length[-1]].token_ids)
+        wave = self.facts.rows_at_once(len(rows), longest, sampling.max_tokens)
+        completions: dict[tuple[int, int], Completion] = {}
+        with borrowed(self._model, self._precision):
+            for start in range(0, len(rows), wave):
+                part = rows[start : start + wave]
+                drawn = self._draw([(prompts[index], k) for index, k in part], sampling, noise)
+                finished = collect_completions(drawn, sampling.stop_token_ids)
+                completions.update(zip(part, finished, strict=True))
+        return [[completions[i, k] for k in range(num_samples)] for i in range(len(prompts))]
 
-    Counted: keys and values of its prompt and completion, four float32 numbers per vocabulary
-    entry while a token is drawn, the tokens with their two log-probabilities.
-    """
-    vocabulary = model.config.get_text_config().vocab_size
-    cached = cache_bytes_per_token(model) * (prompt_tokens + max_tokens)
-    return cached + 16 * vocabulary + 16 * max_tokens
-
-
-def rows_at_once(
-    model: PreTrainedModel, prompt_tokens: int, max_tokens: int, *, cache_bytes: int
-) -> int:
-    """How many rows fit `cache_bytes`, at least 1."""
-    return max(1, cache_bytes // bytes_per_row(model, prompt_tokens, max_tokens))
+    @abstractmethod
+    def _draw(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
+        """What `collect_completions` takes, of one wave in the order of its `rows`."""

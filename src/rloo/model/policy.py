@@ -33,6 +33,7 @@ from rloo.model.preparation import (
 from rloo.model.reference import make_reference
 from rloo.model.scorer import Scorer
 from rloo.model.stepper import Stepper
+from rloo.model.version import Version
 from rloo.types import Sample
 
 
@@ -79,7 +80,10 @@ class Policy:
             enable_checkpointing(self.model, config.gradient_checkpointing_kwargs)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
-        self.stepper = Stepper(self.parameters, optimizer, scheduler, config, self.device)
+        self._version = Version(self.model)
+        self.stepper = Stepper(
+            self.parameters, optimizer, scheduler, config, self.device, self._version.advance
+        )
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
         self.max_tokens = config.max_tokens_per_micro_batch or token_budget(self.model, self.device)
@@ -144,6 +148,11 @@ class Policy:
             return
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
+
+    @property
+    def version(self) -> int:
+        """Of the weights as they are now: another number where they have changed (`Version`)."""
+        return self._version.read()
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ Precision, few bits, adapter, dropout, attention. Knows nothing of references or
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from rloo.model import adapters, attention, offload, quantization
 from rloo.model.adapters import Adapter
 from rloo.model.batch import MicroBatch, pack, pad
 from rloo.model.scorer import Scorer
-from rloo.model.state import probe
+from rloo.model.version import digest
 from rloo.types import Sample
 
 # Attributes of modules that make their forward random.
@@ -213,4 +212,4 @@ def _hash(model: PreTrainedModel, adapter: Adapter | None) -> str:
     parameters = list(model.parameters())
     if adapter is not None and not adapter.has_effect:
         parameters = [p for p in parameters if not p.requires_grad]
-    return hashlib.sha256(probe(parameters).float().cpu().numpy().tobytes()).hexdigest()
+    return digest(parameters)

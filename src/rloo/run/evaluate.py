@@ -7,8 +7,7 @@ two evaluations of a run differ by the policy, not by chance.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -37,15 +36,13 @@ def evaluate(
     noise: int,
     pass_threshold: float,
     pass_k: Sequence[int] = (1,),
-    precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     trainer_state: Any = None,
 ) -> tuple[dict[str, Any], list[Group]]:
     """Sampled and greedy accuracy, pass@k, mean reward and lengths; and the sampled groups.
 
     A completion passes if the first reward function gives it at least `pass_threshold`; one that
-    could not be scored does not pass. `precision` is the context in which the engine samples.
-    `*_interval` are 95 % intervals over the prompts. Raises ValueError if a k is larger than
-    `num_samples`.
+    could not be scored does not pass. `*_interval` are 95 % intervals over the prompts. Raises
+    ValueError if a k is larger than `num_samples`.
     """
     if max(pass_k) > num_samples:
         raise ValueError(
@@ -54,11 +51,9 @@ def evaluate(
         )
 
     def measure(how: Sampling, count: int) -> tuple[list[Group], dict[str, float]]:
-        with precision():
-            sampled = engine.sample(prompts, count, how, noise)
         return score(
             prompts,
-            sampled,
+            engine.sample(prompts, count, how, noise),
             rewards,
             tokenizer=tokenizer,
             trainer_state=trainer_state,
@@ -138,7 +133,7 @@ class Evaluator:
         """The metrics of each set; see `evaluate`."""
         generators = capture_rng()
         try:
-            self._engine.load(self._policy.weights())
+            self._engine.load(self._policy.weights, self._policy.version)
             return {name: self._measure(prompts) for name, prompts in sets.items()}
         finally:
             restore_rng(generators)
@@ -157,7 +152,6 @@ class Evaluator:
             noise=noise_key(config.seed, "eval", 0),
             pass_threshold=config.pass_threshold,
             pass_k=config.eval_pass_k,
-            precision=policy.autocast,
             trainer_state=self._state,
         )
         return metrics

@@ -140,9 +140,10 @@ def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
     """Bytes that training holds from step to step, without parked optimizer state; and `loading`,
     the additional peak while the engine loads its weights."""
     reference = weight_bytes(policy.reference.model) if policy.reference.model is not None else 0
+    version = policy.version
 
     def load(mark: Mark) -> None:
-        engine.load(policy.weights())
+        engine.load(policy.weights, version)
         mark()
 
     peak, held = phase_peaks(policy.device, load)

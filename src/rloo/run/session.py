@@ -279,7 +279,7 @@ class Session:
             num_threads=torch.get_num_threads(),
             max_tokens_per_micro_batch=self.parts.policy.max_tokens,
             packing=self.parts.policy.packed,
-            rollout_engine="native" if self.parts.engine.name == "native" else "hf",
+            rollout_engine=self.parts.engine.facts.name,
         )
 
     def _describe(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from rloo.data.prompts import PromptSource, encode_prompt, image_reader, with_pr
 from rloo.data.rows import Given, load_rows
 from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows
-from rloo.engines import NativeEngine, build_engine
+from rloo.engines import EngineInputs, build_engine
 from rloo.model.policy import Policy
 from rloo.model.quantization import quantised_layers
 from rloo.rewards import RewardSet
@@ -236,18 +236,18 @@ def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
             "a copy of the base's weights in full would take several times its memory; "
             "rollout_copy true makes one, of 2 bytes a weight with rollout_dtype bfloat16"
         )
-    name = args.rollout_dtype or ("bfloat16" if args.bf16 else "float16" if args.fp16 else None)
-    engine, note = build_engine(
-        args.rollout_engine,
+    precision = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    inputs = EngineInputs(
         policy.model,
-        pad_token_id=policy.pad_token_id,
+        policy.pad_token_id,
         weights=policy.weights,
-        dtype=None if name is None else getattr(torch, name),
+        precision=precision,
+        dtype=getattr(torch, args.rollout_dtype) if args.rollout_dtype else precision,
         no_copy=no_copy,
     )
-    copied = isinstance(engine, NativeEngine) and engine.fused
+    engine, note = build_engine(args.rollout_engine, inputs)
     for option in ("rollout_dtype", "rollout_copy"):
-        if getattr(args, option) and not copied:
+        if getattr(args, option) and not engine.facts.copies_weights:
             raise ValueError(
                 f"{option} is {getattr(args, option)}; only the native engine's fused decoder has "
                 f"weights of its own, and {type(policy.model).__name__} is not sampled by it "

@@ -4,7 +4,8 @@ import pytest
 import torch
 import transformers
 
-from rloo.engines import NativeEngine, build_engine
+from rloo.engines import EngineInputs, build_engine
+from rloo.engines.native.engine import NativeEngine
 from rloo.engines.native.fused import FusedDecoder, can_fuse
 from rloo.types import Prompt, Sampling
 from support.models import COMMON, VOCAB_SIZE, WINDOW, make_model
@@ -56,7 +57,7 @@ def test_logprobs_are_those_of_a_plain_forward(name):
     model = make_fusable(name)
     sampling = Sampling(max_tokens=20, stop_token_ids=())
     engine = NativeEngine(model, pad_token_id=0)
-    assert engine.fused
+    assert engine.facts.copies_weights
 
     groups = engine.sample(PROMPTS, 3, sampling, noise=5)
 
@@ -94,7 +95,7 @@ def test_loaded_weights_are_sampled_from_not_the_modules():
     engine = NativeEngine(model, pad_token_id=0)
     before = engine.sample(PROMPTS, 1, sampling, noise=0)
 
-    engine.load(other.named_parameters())
+    engine.load(other.named_parameters, version=1)
 
     assert engine.sample(PROMPTS, 1, sampling, noise=0) == expected != before
 
@@ -158,10 +159,10 @@ def test_unknown_arithmetic_is_not_fused_and_said_to_be_slower():
     gelu = transformers.LlamaConfig(**COMMON, hidden_act="gelu")
     assert not can_fuse(transformers.AutoModelForCausalLM.from_config(gelu))
 
-    engine, note = build_engine("auto", make_model("gemma2"), pad_token_id=0)
+    engine, note = build_engine("auto", EngineInputs(make_model("gemma2"), 0))
 
     assert isinstance(engine, NativeEngine)
-    assert not engine.fused
+    assert not engine.facts.copies_weights
     assert "layer by layer (slower)" in str(note)
 
 
@@ -169,8 +170,8 @@ def test_a_decoder_that_differs_from_its_module_is_not_used():
     model = make_fusable("llama")
     model.model.layers[1].mlp.act_fn = torch.nn.GELU()
 
-    engine, note = build_engine("auto", model, pad_token_id=0)
+    engine, note = build_engine("auto", EngineInputs(model, 0))
 
     assert isinstance(engine, NativeEngine)
-    assert not engine.fused
+    assert not engine.facts.copies_weights
     assert note is not None

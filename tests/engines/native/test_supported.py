@@ -2,7 +2,10 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForConditionalGeneration
 
-from rloo.engines import HFEngine, NativeEngine, build_engine, supports
+from rloo.engines import EngineInputs, build_engine
+from rloo.engines.hf import HFEngine
+from rloo.engines.native.engine import NativeEngine
+from rloo.engines.native.supported import supports
 from rloo.model import attention
 from rloo.types import Prompt, Sampling
 from support.models import CONFIGS, make_linear_attention_model, make_model
@@ -31,7 +34,7 @@ def test_the_native_engine_runs_experts_whose_configuration_asks_for_router_logi
 def test_a_hybrid_model_falls_back_with_one_line(name):
     model = make_linear_attention_model()
 
-    engine, note = build_engine(name, model, pad_token_id=0)
+    engine, note = build_engine(name, EngineInputs(model, 0))
 
     assert isinstance(engine, HFEngine)
     assert note is not None
@@ -97,10 +100,10 @@ def test_a_model_that_fails_in_the_trial_is_not_run():
 def test_engines_are_chosen_by_name():
     model = make_model("llama")
 
-    assert isinstance(build_engine("hf", model, pad_token_id=0)[0], HFEngine)
+    assert isinstance(build_engine("hf", EngineInputs(model, 0))[0], HFEngine)
     for name in ("auto", "native"):
-        engine, note = build_engine(name, model, pad_token_id=0)
+        engine, note = build_engine(name, EngineInputs(model, 0))
         assert isinstance(engine, NativeEngine)
         assert note is None
     with pytest.raises(ValueError, match="engine is 'vllm'; it must be auto, native or hf"):
-        build_engine("vllm", model, pad_token_id=0)
+        build_engine("vllm", EngineInputs(model, 0))

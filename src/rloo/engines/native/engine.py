@@ -8,20 +8,19 @@ particular architectures: `supported.py` finds out whether a model can be run th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rloo.engines.in_process import Drawn, Row, sample_in_waves
+from rloo.engines.in_process import Drawn, InProcessEngine, Row
 from rloo.engines.native.cache import DecodeCache, PromptCache, fill_holes
 from rloo.engines.native.fused import FusedDecoder, can_fuse
 from rloo.engines.noise import row_keys, uniforms
 from rloo.engines.sampling import StopText, draw
 from rloo.model import attention
-from rloo.types import Completion, Prompt, Sampling
+from rloo.types import Completion, Prompt, Sampling, Weights
 
 # What the caches of one wave may occupy; further prompts wait for the next wave.
 CACHE_BYTES = 4 << 30
@@ -33,14 +32,12 @@ _COMPACTION_SHARE = 1 / 16
 _NOISE_BLOCK = 32
 
 
-class NativeEngine:
+class NativeEngine(InProcessEngine):
     """Samples from the policy's weights; `supports` says whether a model can be run.
 
-    `dtype` is that of the matrix products where the architecture is fused (None: the model's own);
-    `fused=False` always runs the module.
+    Where the architecture is fused, `dtype` is that of the matrix products (None: the model's own),
+    and some weights are copied; `fused=False` always runs the module.
     """
-
-    name = "native"
 
     def __init__(
         self,
@@ -48,47 +45,40 @@ class NativeEngine:
         *,
         pad_token_id: int,
         cache_bytes: int = CACHE_BYTES,
+        precision: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         fused: bool = True,
     ) -> None:
         if model.config._attn_implementation != attention.IMPLEMENTATION:
             attention.install(model)
-        self._model = model
-        self._pad_token_id = pad_token_id
-        self._cache_bytes = cache_bytes
         self._decoder = None
         if fused and can_fuse(model):
             self._decoder = FusedDecoder(model, dtype or model.dtype)
-        self._loaded = False
+        super().__init__(
+            "native",
+            model,
+            pad_token_id=pad_token_id,
+            cache_bytes=cache_bytes,
+            precision=precision,
+            copies_weights=self._decoder is not None,
+        )
 
-    def load(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Take the policy's weights; where the module itself is run there is nothing to do."""
-        if self._decoder is not None:
-            self._decoder.load(weights)
-            self._loaded = True
-
-    @property
-    def fused(self) -> bool:
-        """Whether the weights are a copy, which `load` must renew when the policy has changed."""
-        return self._decoder is not None
+    def load(self, weights: Weights, version: int) -> None:
+        """Take the policy's weights; where the module itself is run nothing is copied."""
+        if self._decoder is not None and version != self.version:
+            self.version = -1  # until all of them are taken
+            self._decoder.load(weights())
+        self.version = version
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`. Before the first `load` it samples from the model as it is."""
-        if self._decoder is not None and not self._loaded:
+        if self._decoder is not None and self.version < 0:
             self._decoder.load(self._model.named_parameters())
-        return sample_in_waves(
-            self._model,
-            prompts,
-            num_samples,
-            sampling,
-            cache_bytes=self._cache_bytes,
-            sample_rows=lambda rows: self._sample_wave(rows, sampling, noise),
-        )
+        return super().sample(prompts, num_samples, sampling, noise)
 
-    def _sample_wave(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
-        """What `collect_completions` takes, in the order of `rows`."""
+    def _draw(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
         device = self._model.device
         prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
         number = {id(prompt): index for index, prompt in enumerate(prompts)}

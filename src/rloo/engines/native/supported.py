@@ -5,8 +5,6 @@ Knows nothing of particular architectures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,7 +13,7 @@ from rloo.engines.in_process import borrowed, layer_windows
 from rloo.engines.native.engine import NativeEngine
 from rloo.engines.sampling import gather_logprobs
 from rloo.model import attention
-from rloo.types import Prompt, Sampling
+from rloo.types import Prompt, Sampling, Weights
 
 _TOLERANCE = 1e-4
 # 16-bit logits around 32 are 0.125 or 0.25 apart.
@@ -25,7 +23,7 @@ _LOW_PRECISION_TOLERANCE = 0.5
 def supports(
     model: PreTrainedModel,
     *,
-    weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
+    weights: Weights | None = None,
     fused: bool = True,
 ) -> str | None:
     """Why the native engine cannot run `model`, or None if it can. Leaves the model as it was.
@@ -86,7 +84,7 @@ def _check_windows(model: PreTrainedModel) -> str | None:
 def _check_probe(
     model: PreTrainedModel,
     implementation: str,
-    weights: Callable[[], Iterable[tuple[str, Tensor]]],
+    weights: Weights,
     fused: bool,
 ) -> str | None:
     vocabulary = model.config.get_text_config().vocab_size
@@ -96,7 +94,7 @@ def _check_probe(
     ]
     sampling = Sampling(max_tokens=4, stop_token_ids=())
     engine = NativeEngine(model, pad_token_id=0, fused=fused)
-    engine.load(weights())
+    engine.load(weights, version=0)
     groups = engine.sample(prompts, 2, sampling, noise=0)
     model.set_attn_implementation(implementation)
     worst = 0.0
