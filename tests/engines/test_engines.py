@@ -13,14 +13,8 @@ from rloo.engines.native.engine import NativeEngine
 from rloo.engines.noise import noise_key
 from rloo.model import attention
 from rloo.types import Completion, Prompt, Sampling
+from support.engines import ENGINES, make_prompts
 from support.models import CONFIGS, VOCAB_SIZE, WINDOW, make_model
-
-ENGINES = {
-    "native": NativeEngine,
-    "module": functools.partial(NativeEngine, fused=False),
-    "hf": HFEngine,
-}
-LENGTHS = (1, 3, 12, 7)
 
 
 @functools.cache
@@ -38,17 +32,6 @@ def make_sharp_model(name: str):
 def make_double_model():
     """For comparisons to the last token: rounding cannot tip a draw."""
     return make_sharp_model("qwen3").double()
-
-
-def make_prompts(lengths=LENGTHS) -> list[Prompt]:
-    return [
-        Prompt(
-            id=100 + index,
-            token_ids=[3 + (11 * index + 5 * place) % (VOCAB_SIZE - 3) for place in range(length)],
-            content="",
-        )
-        for index, length in enumerate(lengths)
-    ]
 
 
 def take_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:

@@ -4,10 +4,10 @@ import functools
 
 import pytest
 import torch
-from models import make_model
-from test_engines import ENGINES, make_prompts
 
 from rloo.types import EngineFacts, Sampling
+from support.engines import ENGINES, make_prompts
+from support.models import make_model
 
 KINDS = {**ENGINES, "bfloat16": functools.partial(ENGINES["native"], dtype=torch.bfloat16)}
 COPYING = ("native", "bfloat16")

@@ -2,18 +2,18 @@
 
 import pytest
 import torch
-from models import make_model, make_samples
-from test_adapters import make_adapted
-from test_policy import make_policy
-from text import make_tokenizer
 
 from rloo.model.memory import predicted_peak_bytes, step_bytes
+from support.adapters import make_adapted
+from support.models import make_model, make_samples
+from support.policies import make_policy
+from support.text import make_tokenizer
 
 
 def learn(policy, *, poison: float = 0.0) -> None:
     policy.logprobs(policy.batch(make_samples())).logprobs.sum().backward()
     policy.parameters[0].grad += poison
-    policy.step()
+    policy.stepper.step()
 
 
 @pytest.fixture(params=["full", "LoRA"])
@@ -71,7 +71,7 @@ def test_a_step_is_one_change_and_is_never_missed(optim):
     for number in range(3):
         large(policy).grad = torch.zeros_like(before)
         large(policy).grad[-1, -1] = 1.0
-        policy.step()
+        policy.stepper.step()
         assert policy.version == start + number + 1
     assert (large(policy) != before).sum() == 1
 

@@ -9,9 +9,6 @@ import pytest
 import torch
 import transformers
 import yaml
-from models import make_model
-from test_policy import make_policy
-from test_train import ROWS, make_config, make_trainer, metrics_of
 
 from rloo import RLOOConfig
 from rloo.config.config import option_types
@@ -19,6 +16,9 @@ from rloo.engines import MAKERS
 from rloo.engines.hf import HFEngine
 from rloo.run.setup import make_engine
 from rloo.types import Prompt, Sampling
+from support.models import make_model
+from support.policies import make_policy
+from support.training import ROWS, make_config, make_trainer, metrics_of
 
 
 def test_a_run_gives_each_version_of_the_weights_once(tmp_path, monkeypatch):
