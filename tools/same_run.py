@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -242,19 +242,31 @@ def judge_cases(commit: str, options: argparse.Namespace, folder: Path) -> bool:
 # -- speed -----------------------------------------------------------------------------------------
 
 
-def speed_runs(inputs: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured: the options of `rloo train`, by name."""
+def embedded_run(steps: int) -> dict[str, Any]:
+    """What is measured of the embedded task: its own options, but for the evaluation before."""
+    return {
+        "max_steps": max(50, steps),
+        "eval_on_start": False,
+        "num_threads": 1,
+        "disable_tqdm": True,
+        "output_dir": "embedded",
+    }
+
+
+def w1_run(steps: int, inputs: Path, gsm8k: str | None) -> dict[str, Any]:
+    """The options of the benchmarks' workload W1. Its model is made the first time, in minutes."""
     sys.path.insert(0, str(ROOT))
     from benchmarks import model
     from benchmarks.workloads import SHARED_OPTIONS, WORKLOADS
 
-    workload, steps = WORKLOADS["W1"], NUM_WARM_UP + options.pairs + 1
+    workload = WORKLOADS["W1"]
+    inputs.mkdir()
     shutil.copy(SIDE_FILE, inputs / "rewards.py")
-    rows = model.load_rows(options.gsm8k)[: workload.num_prompts * steps]
+    rows = model.load_rows(gsm8k)[: workload.num_prompts * steps]
     lines = "".join(json.dumps({"prompt": model.make_prompt(row)}) + "\n" for row in rows)
     (inputs / "questions.jsonl").write_text(lines, encoding="utf-8")
-    w1 = SHARED_OPTIONS | {
-        "model": str(model.ensure_model(workload.model, options.gsm8k)),
+    return SHARED_OPTIONS | {
+        "model": str(model.ensure_model(workload.model, gsm8k)),
         "dataset": str(inputs / "questions.jsonl"),
         "reward": f"{inputs}/rewards.py:digits",
         "num_prompts": workload.num_prompts,
@@ -264,14 +276,6 @@ def speed_runs(inputs: Path, options: argparse.Namespace) -> dict[str, Any]:
         "num_threads": 1,
         "output_dir": "W1",
     }
-    embedded = {
-        "max_steps": max(50, steps),
-        "eval_on_start": False,
-        "num_threads": 1,
-        "disable_tqdm": True,
-        "output_dir": "embedded",
-    }
-    return {"embedded": embedded, "W1": w1}
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
@@ -313,12 +317,14 @@ def take_turns(
 
 def judge_speed(commit: str, options: argparse.Namespace, folder: Path) -> bool:
     """Measure both runs, print their ratios; returns whether none is certainly slower."""
-    (folder / "inputs").mkdir()
-    fast_enough = True
-    runs = speed_runs(folder / "inputs", options)
+    fast_enough, steps = True, NUM_WARM_UP + options.pairs + 1
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        "embedded": lambda: embedded_run(steps),
+        "W1": lambda: w1_run(steps, folder / "inputs", options.gsm8k),
+    }
     with two_trees(commit, folder) as trees:
-        for name, settings in runs.items():
-            task = {"embedded": name == "embedded", "arguments": _arguments(settings)}
+        for name, make in runs.items():
+            task = {"embedded": name == "embedded", "arguments": _arguments(make())}
             (folder / name).mkdir()
             measured = take_turns(trees, task, folder / name, options.pairs)
             ratios = [old / new for old, new in measured]
@@ -327,7 +333,8 @@ def judge_speed(commit: str, options: argparse.Namespace, folder: Path) -> bool:
             verdict = "slower" if high < LEAST_RATIO else "as fast" if low <= 1 else "faster"
             print(
                 f"{name}: old/new {median(ratios):.3f} [{low:.3f}, {high:.3f}] in {len(ratios)} "
-                f"pairs; {old:.3f} s and {new:.3f} s of CPU a step: {verdict}"
+                f"pairs; {old:.3f} s and {new:.3f} s of CPU a step: {verdict}",
+                flush=True,
             )
             fast_enough &= verdict != "slower"
     return fast_enough
