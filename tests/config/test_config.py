@@ -14,7 +14,7 @@ from rloo.config.arguments import to_training_arguments
 from rloo.config.batches import batches_of
 from rloo.config.checks import RANGES
 from rloo.config.config import DEVIATIONS, RLOOConfig, option_types, resolve_interval
-from rloo.config.rendering import default_of, render_options
+from rloo.config.reading import default_of
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 
@@ -37,15 +37,6 @@ def test_importing_the_configuration_imports_neither_torch_nor_transformers():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
-
-
-def test_every_option_has_one_sentence_of_help_and_appears_in_the_table():
-    table = render_options()
-    for field in dataclasses.fields(RLOOConfig):
-        assert field.metadata["help"].endswith("."), field.name
-        assert f"| `{field.name}` |" in table
-    for name in (*ALIASES, *REFUSED, *WITHOUT_EFFECT):
-        assert f"`{name}`" in table
 
 
 def test_every_alias_and_every_range_names_an_option_and_no_name_has_two_meanings():
