@@ -258,7 +258,7 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder)
         (["train", "--dataset", "rows.jsonl", "--reward", "length(target_max=3)"], "no model"),
         (["train", "--model", "{model}", "--reward", "length(target_max=3)"], "no dataset"),
         (["train", "--model", "{model}", "--dataset", "rows.jsonl"], "no reward function"),
-        (["eval", "run.yaml", "--eval_pass_k", "9"], "eval_pass_k holds 9"),
+        (["eval", "run.yaml", "--eval_pass_k", "9"], "eval_pass_k contains 9"),
         (["eval", "run.yaml", "--eval_split", "test"], "has no split 'test'"),
         (["config", "run.yaml", "--beta", "much"], "beta is 'much'; it must be a number"),
     ],

@@ -122,7 +122,7 @@ def test_none_as_text_and_null_both_mean_none():
         ({"mean_level": "groupe"}, "one of group, batch, running, none; did you mean group?"),
         ({"eval_strategy": "best"}, "eval_strategy is 'best'; it must be one of no, steps, epoch"),
         ({"loss_constant": 3.0}, "loss_aggregation is sequence"),
-        ({"eval_pass_k": [1, 4]}, "eval_pass_k holds 4; pass@k needs 1 to 2"),
+        ({"eval_pass_k": [1, 4]}, "eval_pass_k contains 4; with 2 completions per prompt k"),
         ({"eval_pass_k": []}, "eval_pass_k is empty"),
         ({"dataset_config": "main"}, "dataset_config is main but no dataset is named"),
         ({"model_init_kwargs": {"a": {"b": object}}}, "model_init_kwargs.a.b is <class"),
@@ -265,7 +265,7 @@ def test_options_are_changed_by_assignment_until_a_trainer_has_them():
         ("max_step", 3, "unknown option max_step; did you mean max_steps"),
         ("max_steps", "many", "max_steps is 'many'"),
         ("use_vllm", True, "use_vllm is True; sampling with vLLM"),
-        ("preset", "verl", "preset is given when the options are made"),
+        ("preset", "verl", "preset cannot be assigned; give it"),
     ):
         with pytest.raises(ValueError, match=expected):
             setattr(config, name, value)
@@ -276,7 +276,7 @@ def test_options_are_changed_by_assignment_until_a_trainer_has_them():
     fixed = config.fixed()
     assert fixed == config and fixed is not config
     for made in (config, fixed):
-        with pytest.raises(ValueError, match="beta cannot be changed: a trainer has these options"):
+        with pytest.raises(ValueError, match="beta cannot be changed: these options belong to"):
             made.beta = 0.1
     assert dataclasses.replace(fixed, beta=0.1).beta == 0.1
     dataclasses.replace(fixed).beta = 0.3

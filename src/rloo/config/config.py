@@ -81,13 +81,13 @@ class RLOOConfig(Options):
         def __setattr__(self, name: str, value: Any) -> None:
             if self._fixed:
                 raise ValueError(
-                    f"{name} cannot be changed: a trainer has these options; give another trainer "
-                    f"a copy, dataclasses.replace(args, {name}=...)"
+                    f"{name} cannot be changed: these options belong to a trainer; give another "
+                    f"trainer a copy, dataclasses.replace(args, {name}=...)"
                 )
             if name == "preset":
                 raise ValueError(
-                    "preset is given when the options are made, RLOOConfig(preset=...): it says "
-                    "what those are that are not given"
+                    "preset cannot be assigned; give it when the options are made, "
+                    "RLOOConfig(preset=...), because it sets the defaults of others"
                 )
             for ours, read in resolve({name: value}, option_types()).items():
                 object.__setattr__(self, ours, read)
