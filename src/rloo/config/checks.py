@@ -7,24 +7,11 @@ whatever depends on them is checked where they are known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 
 from rloo.config.batches import batches_of
 from rloo.config.objective_checks import check_objective
-from rloo.config.options import Options
+from rloo.config.options import LORA, Options
 from rloo.dist import process_count
-
-ADAPTER_OPTIONS = (
-    "use_peft",
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_target_parameters",
-    "lora_modules_to_save",
-    "use_rslora",
-    "use_dora",
-)
 
 # (rule in words, the rule, the options it holds for); a null value is always allowed
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
@@ -195,10 +182,10 @@ def _check_quantization(config: Options) -> None:
 def _check_adapter(config: Options) -> None:
     if config.use_peft:
         return
-    for field in fields(config):
-        name, value = field.name, getattr(config, field.name)
-        if name in ADAPTER_OPTIONS and value != field.default:
+    for field in LORA.fields_of(config):
+        value = getattr(config, field.name)
+        if value != field.default:
             raise ValueError(
-                f"{name} is {value} but use_peft is false, without which it has no effect; set "
-                "use_peft or remove it"
+                f"{field.name} is {value} but use_peft is false, without which it has no effect; "
+                "set use_peft or remove it"
             )

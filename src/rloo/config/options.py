@@ -19,7 +19,8 @@ REWARDS = Subject("Rewards")
 SAMPLING = Subject("Sampling")
 OBJECTIVE = Subject("Objective")
 KL = Subject("KL penalty and reference model")
-ADAPTER = Subject("LoRA and quantisation")
+LORA = Subject("LoRA")
+QUANTISATION = Subject("Quantisation")
 BATCHES = Subject("Batches and number of steps")
 OPTIMIZER = Subject("Optimizer and learning rate")
 MEMORY = Subject("Memory")
@@ -198,30 +199,30 @@ class Options:
     disable_dropout: bool = COMPATIBILITY.from_trl(False,
         "No effect: dropout is off in every pass here.")
 
-    use_peft: bool = ADAPTER.own(False,
+    use_peft: bool = LORA.own(False,
         "Train a LoRA adapter and freeze the model's own weights.", basic=True)
-    lora_r: int = ADAPTER.own(16, "Rank of the LoRA adapter.", basic=True)
-    lora_alpha: int = ADAPTER.own(32,
+    lora_r: int = LORA.own(16, "Rank of the LoRA adapter.", basic=True)
+    lora_alpha: int = LORA.own(32,
         "LoRA scaling: the update is multiplied by alpha / rank.", ms_swift=True)
-    lora_dropout: float = ADAPTER.own(0.05,
+    lora_dropout: float = LORA.own(0.05,
         "No effect on training, where dropout is off; recorded with the adapter.", ms_swift=True)
-    lora_target_modules: str | list[str] | None = ADAPTER.own(None,
+    lora_target_modules: str | list[str] | None = LORA.own(None,
         "Layers that get LoRA: names, a pattern, or all-linear; null is peft's choice.")
-    lora_target_parameters: list[str] | None = ADAPTER.own(None,
+    lora_target_parameters: list[str] | None = LORA.own(None,
         "Parameters that get LoRA besides layers, such as experts (needs `lora_dropout` 0).")
-    lora_modules_to_save: list[str] | None = ADAPTER.own(None,
+    lora_modules_to_save: list[str] | None = LORA.own(None,
         "Layers trained and saved in full alongside the LoRA adapter.")
-    use_rslora: bool = ADAPTER.own(False,
+    use_rslora: bool = LORA.own(False,
         "Multiply the LoRA update by alpha / sqrt(rank).", ms_swift=True)
-    load_in_4bit: bool = ADAPTER.own(False,
+    load_in_4bit: bool = QUANTISATION.own(False,
         "Load the frozen base of an adapter in 4 bits (bitsandbytes).")
-    load_in_8bit: bool = ADAPTER.own(False,
+    load_in_8bit: bool = QUANTISATION.own(False,
         "Load the frozen base of an adapter in 8 bits (bitsandbytes).")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = ADAPTER.own("nf4",
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = QUANTISATION.own("nf4",
         "4-bit type of `load_in_4bit`: nf4 or fp4.", ms_swift=True)
-    use_bnb_nested_quant: bool = ADAPTER.own(False,
+    use_bnb_nested_quant: bool = QUANTISATION.own(False,
         "Quantise the scales of `load_in_4bit` as well.")
-    use_dora: bool = ADAPTER.own(False,
+    use_dora: bool = LORA.own(False,
         "Use DoRA: train the weights' magnitudes apart from their LoRA direction.", ms_swift=True)
 
     num_prompts: int | None = BATCHES.own(None,

@@ -11,7 +11,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum
 from numbers import Integral, Real
@@ -40,6 +40,10 @@ class Subject:
     def own(self, default: Any, help: str, *, ms_swift: bool = False, **marks: bool) -> Any:
         """A field that TRL's RLOOConfig lacks; `ms_swift` tells whether ms-swift has this name."""
         return self._declare(default, help, ("ms-swift",) if ms_swift else (), **marks)
+
+    def fields_of(self, options: Any) -> list[Field[Any]]:
+        """The options about it that a dataclass, or an object of one, has."""
+        return [field for field in fields(options) if field.metadata.get("subject") == self.name]
 
     def _declare(
         self,
