@@ -14,10 +14,7 @@ import yaml
 from datasets import Dataset
 
 from rloo import cli
-from rloo.config.aliases import ALIASES
-from rloo.config.config import option_types
 from rloo.config.parsing import parse_command_line
-from rloo.config.unsupported import REFUSED
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -125,7 +122,10 @@ def train(*arguments: str) -> None:
 # -- help and configuration -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], [], ["train", "--help"], ["config"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["-h"], [], ["train", "--help"], ["config"], ["config", "--all"]],
+)
 def test_help_needs_neither_torch_nor_a_second(arguments):
     code = (
         "import sys, rloo.cli\n"
@@ -138,7 +138,7 @@ def test_help_needs_neither_torch_nor_a_second(arguments):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
-    if arguments != ["config"]:
+    if arguments[:1] != ["config"]:
         assert shown.stdout.startswith("usage: rloo COMMAND")
         assert all(f"\n  {command} " in shown.stdout for command in ("train", "eval", "config"))
 
@@ -148,15 +148,6 @@ def test_version_is_that_of_the_package(capsys):
 
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"rloo {rloo.__version__}\n"
-
-
-def test_config_prints_every_option_with_its_default_and_other_names(capsys):
-    assert cli.main(["config"]) == 0
-    printed = capsys.readouterr().out
-    cells = {line.split("|")[1].strip(" `"): line for line in printed.splitlines() if line}
-    assert set(option_types()) | set(REFUSED) <= set(cells)
-    assert all(f"`{alias}`" in cells[ours] for alias, (ours, _) in ALIASES.items())
-    assert "| `1e-06` |" in cells["learning_rate"]
 
 
 def test_config_prints_what_reads_back_equal(folder, capsys):
@@ -267,7 +258,7 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder)
         (["train", "--dataset", "rows.jsonl", "--reward", "length(target_max=3)"], "no model"),
         (["train", "--model", "{model}", "--reward", "length(target_max=3)"], "no dataset"),
         (["train", "--model", "{model}", "--dataset", "rows.jsonl"], "no reward function"),
-        (["eval", "run.yaml", "--eval_pass_k", "9"], "eval_pass_k holds 9"),
+        (["eval", "run.yaml", "--eval_pass_k", "9"], "eval_pass_k contains 9"),
         (["eval", "run.yaml", "--eval_split", "test"], "has no split 'test'"),
         (["config", "run.yaml", "--beta", "much"], "beta is 'much'; it must be a number"),
     ],

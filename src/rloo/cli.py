@@ -17,7 +17,7 @@ commands:
   plan     predict micro-batches, peak memory and time from one measured worst-case step; writes
            no file
   eval     measure greedy and sampled pass@1, pass@k and mean reward of a model on a dataset
-  config   list every option with its default, meaning and names in other systems;
+  config   list the options that most runs set, with --all every one, or explain the one named;
            with a config or options: print the resolved configuration and what its preset means;
            with --from: convert a configuration of areal, ms-swift or trl
 
@@ -26,6 +26,7 @@ examples:
   rloo train examples/gsm8k.yaml --model Qwen/Qwen3-0.6B --beta 0.02 --num_generations 8
   rloo plan examples/gsm8k.yaml --max_completion_length 1024
   rloo train examples/gsm8k.yaml --profile   # where time and memory went: OUTPUT_DIR/profile
+  rloo config num_generations
   rloo config --preset verl
   rloo config --from areal gsm8k_rloo.yaml > gsm8k.yaml
   rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null
@@ -122,18 +123,22 @@ def _evaluate(arguments: list[str]) -> int:
 def _config(arguments: list[str]) -> int:
     from rloo.config.parsing import parse_command_line
     from rloo.config.presets import describe_preset, remarks
-    from rloo.config.rendering import render_options, render_resolved
+    from rloo.config.rendering import render_all, render_basic, render_option, render_resolved
 
-    if not arguments:
-        print(render_options(), end="")
+    if arguments in ([], ["--all"]):
+        print(render_all() if arguments else render_basic(), end="")
+        return 0
+    explained = render_option(arguments[0].replace("-", "_")) if len(arguments) == 1 else None
+    if explained:
+        print(explained, end="")
         return 0
     first, _, value = arguments[0].partition("=")
     if first == "--from":
         return _import([value, *arguments[1:]] if value else arguments[1:])
     config = parse_command_line(arguments)
     # As comments, so that the output is a valid configuration file.
-    told = describe_preset(config.preset) if config.preset else []
-    for line in dict.fromkeys([*told, *(f"warning: {remark}" for remark in remarks(config))]):
+    meaning = describe_preset(config.preset) if config.preset else []
+    for line in dict.fromkeys([*meaning, *(f"warning: {remark}" for remark in remarks(config))]):
         print(f"# {line}")
     print(render_resolved(config), end="")
     return 0

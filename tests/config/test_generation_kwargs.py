@@ -125,7 +125,7 @@ def test_null_in_generation_kwargs_switches_a_filter_off():
         ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
         ({"eos_token_id": -1}, "eos_token_id is -1; it must be a token"),
         ({"eos_token_id": []}, r"eos_token_id is \[\]; it must be a token"),
-        ({"stop_strings": [""]}, "stop_strings holds an empty text"),
+        ({"stop_strings": [""]}, "stop_strings contains an empty text"),
     ],
 )
 def test_what_generation_kwargs_cannot_ask_for_is_refused_before_anything_runs(given, message):

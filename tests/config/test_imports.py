@@ -553,5 +553,5 @@ def test_a_form_that_is_not_what_it_is_called_is_remarked_without_a_preset(capsy
 def test_a_ratio_to_the_reference_is_refused_by_name(capsys):
     assert main(["config", "--clip_ratio_against", "reference"]) == 2
     shown = capsys.readouterr().err
-    assert "clip_ratio_against is 'reference'; the ratio is to the policy that made" in shown
+    assert "clip_ratio_against is 'reference'; the ratio compares with the policy" in shown
     assert main(["config", "--clip_ratio_against", "old"]) == 0

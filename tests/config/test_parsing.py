@@ -171,11 +171,11 @@ def test_a_bad_file_is_refused_with_its_line(write, text, expected):
         (["--beta", "1", "--beta", "1"], "--beta is given twice"),
         (["--beta"], "--beta needs a value"),
         (["--beta", "--fp16"], "--beta needs a value"),
-        (["beta", "1"], "beta is no option; write --option value"),
+        (["beta", "1"], "beta is not an option; write --option value"),
         (["a.yaml", "b.yaml"], "two configuration files, a.yaml and b.yaml"),
         (["missing.yaml"], "missing.yaml: No such file"),
         (["--chat_template_kwargs", "{bad"], "it must be a mapping"),
-        (["--actor.eps_clip", "0.1", "--cliprange", "0.2"], "both set epsilon, give one"),
+        (["--actor.eps_clip", "0.1", "--cliprange", "0.2"], "both set epsilon, so give only one"),
     ],
 )
 def test_a_bad_command_line_is_refused(arguments, expected):

@@ -501,7 +501,7 @@ def test_options_make_the_config_that_trl_makes_of_them():
         ({"use_dora": True}, "use_dora is True but use_peft is false"),
         ({"use_peft": True, "lora_r": 0}, "lora_r is 0; it must be at least 1"),
         ({"use_peft": True, "lora_dropout": 1}, "lora_dropout is 1.0; it must be at least 0"),
-        ({"use_peft": True, "lora_task_type": "SEQ_CLS"}, "models here are causal language"),
+        ({"use_peft": True, "lora_task_type": "SEQ_CLS"}, "only causal language models"),
     ],
     ids=str,
 )

@@ -617,7 +617,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
         ),
         (
             {"save_strategy": "best", "eval_strategy": "steps", "metric_for_best_model": "loss"},
-            "an evaluation has no loss",
+            "an evaluation computes no loss",
         ),
     ],
     ids=str,

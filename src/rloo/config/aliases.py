@@ -182,7 +182,7 @@ def resolve(
             if ours in resolved and resolved[ours] != value:
                 raise ValueError(
                     f"{source[ours]} is {resolved[ours]!r} and {name} is {value!r}; "
-                    f"both set {ours}, give one"
+                    f"both set {ours}, so give only one"
                 )
         except ValueError as error:
             raise ValueError(f"{where.get(name, '')}{error}") from None

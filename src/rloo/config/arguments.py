@@ -10,13 +10,13 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rloo.config.aliases import ALIASES
 from rloo.config.config import ONE_PROCESS, RLOOConfig, option_types
-from rloo.config.reading import coerce, suggest
+from rloo.config.reading import coerce, default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 if TYPE_CHECKING:
@@ -38,10 +38,6 @@ ELSEWHERE = {
 }
 
 
-def _default_of(option: Field[Any]) -> Any:
-    return option.default if option.default_factory is MISSING else option.default_factory()
-
-
 # option that is refused or idle here -> (its default, help)
 _OTHERS: dict[str, tuple[Any, str]] = {
     **{n: (values[0], f"Refused: {why}.") for n, (values, why) in REFUSED.items() if values},
@@ -49,7 +45,7 @@ _OTHERS: dict[str, tuple[Any, str]] = {
 }
 _DEFAULTS: dict[str, Any] = {
     **{name: default for name, (default, _) in _OTHERS.items()},
-    **{option.name: _default_of(option) for option in fields(RLOOConfig)},
+    **{option.name: default_of(option) for option in fields(RLOOConfig)},
 }
 
 
@@ -77,7 +73,7 @@ def _declare(name: str, hint: Any, default: Any, help: str, **options: Any) -> t
 def _options() -> Iterator[tuple[str, Any, Any]]:
     hints = option_types()
     for option in fields(RLOOConfig):
-        if option.metadata["trl"]:
+        if "TRL" in option.metadata["systems"]:
             yield _declare(
                 option.name,
                 _parseable(hints[option.name]),

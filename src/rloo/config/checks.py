@@ -7,24 +7,11 @@ whatever depends on them is checked where they are known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 
 from rloo.config.batches import batches_of
 from rloo.config.objective_checks import check_objective
-from rloo.config.options import Options
+from rloo.config.options import LORA, Options
 from rloo.dist import process_count
-
-ADAPTER_OPTIONS = (
-    "use_peft",
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_target_parameters",
-    "lora_modules_to_save",
-    "use_rslora",
-    "use_dora",
-)
 
 # (rule in words, the rule, the options it holds for); a null value is always allowed
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
@@ -102,37 +89,39 @@ def _check_rewards(config: Options) -> None:
 def _check_run(config: Options) -> None:
     if config.overwrite_output_dir and config.resume_from_checkpoint is True:
         raise ValueError(
-            "overwrite_output_dir and resume_from_checkpoint are both true; the first removes what "
-            "the second goes on from"
+            "overwrite_output_dir and resume_from_checkpoint are both true; overwriting would "
+            "delete the checkpoint to resume from, so set only one"
         )
     if config.bf16 and config.fp16:
         raise ValueError("bf16 and fp16 are both true; choose one")
     if config.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise ValueError(
             f"lr_scheduler_type is {config.lr_scheduler_type}; a schedule that follows a metric is "
-            "not part of this version (linear, cosine, constant_with_warmup, ...)"
+            "not part of this version (use linear, cosine, constant_with_warmup, ...)"
         )
 
 
 def _check_evaluation(config: Options) -> None:
     samples = config.num_generations_eval or config.num_generations
     if config.stop_strings is not None and not all(config.stop_strings):
-        raise ValueError("stop_strings holds an empty text, which would end every completion")
+        raise ValueError(
+            "stop_strings contains an empty text, which would end every completion; remove it"
+        )
     if not config.eval_pass_k:
-        raise ValueError("eval_pass_k is empty; name at least one k (1 is pass@1)")
+        raise ValueError("eval_pass_k is empty; give at least one k (1 for pass@1)")
     for k in config.eval_pass_k:
         if not 1 <= k <= samples:
             raise ValueError(
-                f"eval_pass_k holds {k}; pass@k needs 1 to {samples} for {samples} completions per "
-                "prompt (num_generations_eval)"
+                f"eval_pass_k contains {k}; with {samples} completions per prompt k must be from 1 "
+                f"to {samples} (num_generations_eval)"
             )
     if config.compares_evaluations:
         _check_best(config)
     named = config.dataset or config.eval_dataset
     if named is None and config.dataset_config is not None:
         raise ValueError(
-            f"dataset_config is {config.dataset_config} but no dataset is named; it chooses among "
-            "the configurations of a hub dataset (dataset)"
+            f"dataset_config is {config.dataset_config} but no dataset is named; it selects a "
+            "configuration of a hub dataset, so name one (dataset)"
         )
 
 
@@ -140,18 +129,18 @@ def _check_best(config: Options) -> None:
     evaluates, saves = config.eval_strategy, config.save_strategy
     if evaluates == "no":
         raise ValueError(
-            "the best evaluation is asked for (load_best_model_at_end, save_strategy) and "
-            "eval_strategy is no; it must be steps or epoch"
+            "load_best_model_at_end and save_strategy best need evaluations to compare, but "
+            "eval_strategy is no; set it to steps or epoch"
         )
     if saves == "no":
         raise ValueError(
-            "load_best_model_at_end is true and save_strategy is no; without checkpoints there is "
-            "none to load (save_strategy)"
+            "load_best_model_at_end is true and save_strategy is no; there would be no "
+            "checkpoint to load, so set save_strategy to steps, epoch or best"
         )
     if str(config.metric_for_best_model).endswith("loss"):
         raise ValueError(
-            f"metric_for_best_model is {config.metric_for_best_model}; an evaluation has no loss, "
-            "which says nothing of a policy: reward or pass@1, for example"
+            f"metric_for_best_model is {config.metric_for_best_model}; an evaluation computes "
+            "no loss, so choose a metric such as reward or pass@1"
         )
 
 
@@ -159,21 +148,22 @@ def _check_batches(config: Options) -> None:
     if config.generation_batch_size is not None and config.steps_per_generation is not None:
         raise ValueError(
             f"generation_batch_size is {config.generation_batch_size} and steps_per_generation is "
-            f"{config.steps_per_generation}; both set the size of a rollout, give one"
+            f"{config.steps_per_generation}; both set the size of a rollout, so give only one"
         )
     batches = batches_of(config, process_count())
     if config.kl_target is not None and config.kl_horizon < batches.completions_per_rollout:
         raise ValueError(
             f"kl_horizon is {config.kl_horizon}, below the {batches.completions_per_rollout} "
-            "completions of a rollout; in one rollout beta may move by a fifth at most (kl_horizon)"
+            "completions of a rollout; it must not be less, so that one rollout changes beta by at "
+            "most a fifth"
         )
 
 
 def _check_model(config: Options) -> None:
     if "torch_dtype" in (config.model_init_kwargs or {}):
         raise ValueError(
-            "model_init_kwargs has torch_dtype, which would not act: weights are float32; bf16 and "
-            "fp16 set the precision of the computation"
+            "model_init_kwargs has torch_dtype, which has no effect: weights are float32, and bf16 "
+            "or fp16 sets the precision of the computation; remove it"
         )
 
 
@@ -184,14 +174,18 @@ def _check_quantization(config: Options) -> None:
         value = getattr(config, name)
         if value != default and not config.load_in_4bit:
             raise ValueError(
-                f"{name} is {value} but load_in_4bit is false; it says how that is done"
+                f"{name} is {value} but load_in_4bit is false, without which it has no effect; set "
+                "load_in_4bit or remove it"
             )
 
 
 def _check_adapter(config: Options) -> None:
     if config.use_peft:
         return
-    for field in fields(config):
-        name, value = field.name, getattr(config, field.name)
-        if name in ADAPTER_OPTIONS and value != field.default:
-            raise ValueError(f"{name} is {value} but use_peft is false; it says how LoRA is done")
+    for field in LORA.fields_of(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            raise ValueError(
+                f"{field.name} is {value} but use_peft is false, without which it has no effect; "
+                "set use_peft or remove it"
+            )

@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 import typing
 from copy import deepcopy
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
-from rloo.config.checks import ADAPTER_OPTIONS, check
+from rloo.config.checks import check
 from rloo.config.generation_kwargs import sampling_options
-from rloo.config.options import Options
+from rloo.config.options import LORA, Options
 from rloo.config.presets import preset_options
-from rloo.config.reading import suggest
+from rloo.config.reading import default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.dist import process_count
 
@@ -59,38 +59,36 @@ class RLOOConfig(Options):
         values = resolve(options, option_types())
         values = preset_options(values.get("preset")) | values
         values |= sampling_options(values.get("generation_kwargs"))
-        for field in fields(self):
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            object.__setattr__(self, field.name, values.get(field.name, default))
+        own = vars(self)  # past __setattr__, which reads every value
+        own.update({field.name: default_of(field) for field in fields(self)} | values)
         if self.bf16 is None:
-            object.__setattr__(self, "bf16", not self.fp16)
+            own["bf16"] = not self.fp16
         if self.eval_strategy == "steps" and self.eval_steps is None:
-            object.__setattr__(self, "eval_steps", self.logging_steps)
+            own["eval_steps"] = self.logging_steps
         if self.loss_aggregation == "constant" and self.loss_constant is None:
-            object.__setattr__(self, "loss_constant", float(self.max_completion_length))
+            own["loss_constant"] = float(self.max_completion_length)
         if self.metric_for_best_model is None and self.compares_evaluations:
-            object.__setattr__(self, "metric_for_best_model", "reward")
+            own["metric_for_best_model"] = "reward"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
-            greater = not self.metric_for_best_model.endswith("loss")
-            object.__setattr__(self, "greater_is_better", greater)
+            own["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
         check(self)
-        object.__setattr__(self, "_checked", self._values())
+        own["_checked"] = self._values()
 
     if not TYPE_CHECKING:  # a type checker shall still find misspelt options
 
         def __setattr__(self, name: str, value: Any) -> None:
             if self._fixed:
                 raise ValueError(
-                    f"{name} cannot be changed: a trainer has these options; give another trainer "
-                    f"a copy, dataclasses.replace(args, {name}=...)"
+                    f"{name} cannot be changed: these options belong to a trainer; give another "
+                    f"trainer a copy, dataclasses.replace(args, {name}=...)"
                 )
             if name == "preset":
                 raise ValueError(
-                    "preset is given when the options are made, RLOOConfig(preset=...): it says "
-                    "what those are that are not given"
+                    "preset cannot be assigned; give it when the options are made, "
+                    "RLOOConfig(preset=...), because it sets the defaults of others"
                 )
             for ours, read in resolve({name: value}, option_types()).items():
-                object.__setattr__(self, ours, read)
+                vars(self)[ours] = read
 
         def __getattr__(self, name: str) -> Any:
             # Scripts written for TRL read options that are refused here (`if args.deepspeed:`), by
@@ -109,7 +107,7 @@ class RLOOConfig(Options):
         """An equal copy, read and checked again if anything changed since that was done. Neither
         can be changed by assignment from now on."""
         copy = self if self._values() == self._checked else replace(self)
-        object.__setattr__(self, "_fixed", True)
+        vars(self)["_fixed"] = True
         return copy.with_values()
 
     def with_values(self, **values: Any) -> RLOOConfig:
@@ -117,7 +115,7 @@ class RLOOConfig(Options):
         checked: a run chose them itself (threads, the model's name), or they turn something off."""
         copy = object.__new__(type(self))
         vars(copy).update(self._values() | values, _fixed=True)
-        object.__setattr__(copy, "_checked", copy._values())
+        vars(copy)["_checked"] = copy._values()
         return copy
 
     def _values(self) -> dict[str, Any]:
@@ -141,10 +139,7 @@ def option_types() -> dict[str, Any]:
 
 def without_adapter(config: RLOOConfig) -> RLOOConfig:
     """`config` with every option about adapters at its default: none is added."""
-    defaults: dict[str, Any] = {
-        field.name: field.default for field in fields(config) if field.name in ADAPTER_OPTIONS
-    }
-    return config.with_values(**defaults)
+    return config.with_values(**{field.name: field.default for field in LORA.fields_of(config)})
 
 
 def resolve_interval(steps: float, total_steps: int) -> int:

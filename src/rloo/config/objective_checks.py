@@ -47,7 +47,7 @@ def _in_vain(config: Options) -> Iterator[str]:
     ):
         value = getattr(config, name)
         if not acts and value not in (usual[name], defaults[name]):
-            yield f"{name} is {value}, which acts with {other} only"
+            yield f"{name} is {value} but has no effect without {other}; set that or remove {name}"
 
 
 def _in_group(config: Options) -> Iterator[str]:

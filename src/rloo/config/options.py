@@ -1,4 +1,5 @@
-"""Every option: type, default, one sentence of help. What follows from them is in `config.py`.
+"""Every option: type, default, what it is about, one sentence of help. What follows from them is in
+`config.py`.
 
 Names and defaults are those of TRL 1.16 and transformers where they have the option
 (`config.DEVIATIONS` lists the exceptions). Needs neither torch nor transformers.
@@ -9,9 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rloo.config.reading import from_trl, own, shared
+from rloo.config.reading import Subject
 
-# ruff: noqa: RUF009 - own, shared and from_trl return dataclasses.field(...)
+# ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
+
+DATA = Subject("Model and data")
+REWARDS = Subject("Rewards")
+SAMPLING = Subject("Sampling")
+OBJECTIVE = Subject("Objective")
+KL = Subject("KL penalty and reference model")
+LORA = Subject("LoRA")
+QUANTISATION = Subject("Quantisation")
+BATCHES = Subject("Batches and number of steps")
+OPTIMIZER = Subject("Optimizer and learning rate")
+MEMORY = Subject("Memory")
+MACHINE = Subject("Precision, machine and seeds")
+EVALUATION = Subject("Evaluation")
+SAVING = Subject("Saving and resuming")
+LOGGING = Subject("Logging")
+HUB = Subject("Hugging Face hub")
+COMPATIBILITY = Subject("Compatibility")
 
 # The batch sizes nobody asked for: they do not contradict num_prompts.
 DEFAULT_BATCH = (8, 1)
@@ -21,282 +39,319 @@ DEFAULT_BATCH = (8, 1)
 class Options:
     """The fields of `rloo.config.config.RLOOConfig`."""
 
-    # What is trained on what
-    model: str | None = own(None, "Hub id or folder (countdown: the embedded one).", ms_swift=True)
-    dataset: str | None = own(
-        None, "Hub id, folder, JSONL, Parquet or CSV (countdown: embedded).", ms_swift=True
-    )
-    dataset_config: str | None = own(None, "Configuration name of a hub dataset (GSM8K: main).")
-    dataset_split: str = own("train", "Split of `dataset` to train on.")
-    eval_dataset: str | None = own(None, "As `dataset`; null takes `eval_split` of `dataset`.")
-    eval_split: str | None = own(None, "Split of `eval_dataset`, or else of `dataset`.")
-    eval_size: int | None = own(None, "Evaluate on at most this many prompts; null takes all.")
-    prompt_template: str | list[dict[str, Any]] | None = own(
-        None, "Makes the prompt: text, or messages, with {column} for a column's value."
-    )
-    reward: list[str | dict[str, Any]] = own(
-        [],
-        "Built-in names (with options: length(target_max=50)), module:function, file.py:function; "
-        "reward models: folder or hub id ({name: folder, normalize: true}).",
-    )
-    reward_weights: list[float] | None = shared(None, "One per reward; null weighs each 1.")
-    reward_bias: float = own(0.0, "Added to the weighted reward, before `reward_scaling`.")
-    reward_scaling: float = own(1.0, "Times the weighted reward, after `reward_bias`.")
-    missing_eos_penalty: float | None = own(
-        None, "Taken off the reward of completions that hit the length limit."
-    )
-    reward_clip_range: tuple[float, float] | None = from_trl(
-        None, "Clip the weighted reward to [low, high], before KL and baseline."
-    )
-    normalize_rewards: Literal["none", "batch", "running"] = own(
-        "none", "Standardise rewards over the rollout (biased), or by all rollouts before it."
-    )
-    chat_template_kwargs: dict[str, Any] | None = from_trl(
-        None, "Passed to the chat template when prompts are messages."
-    )
-    max_prompt_length: int | None = own(None, "In tokens; null is what the model's context allows.")
-    overlong_prompts: Literal["error", "drop", "left"] = own(
-        "error", "Longer prompts: stop, drop them, or keep their last tokens (left is cut)."
-    )
-    shuffle_dataset: bool = from_trl(True, "Draw the prompts in a new random order each epoch.")
+    # fmt: off
+    model: str | None = DATA.own(None,
+        "Model to train: a hub id, a folder, or `countdown`, the embedded one.",
+        ms_swift=True, basic=True)
+    dataset: str | None = DATA.own(None,
+        "Prompts to train on: hub id, folder, JSONL, Parquet or CSV file, or `countdown`.",
+        ms_swift=True, basic=True)
+    dataset_config: str | None = DATA.own(None,
+        "Configuration of a hub dataset that has several (GSM8K: main).")
+    dataset_split: str = DATA.own("train", "Split of `dataset` to train on.")
+    eval_dataset: str | None = EVALUATION.own(None,
+        "Prompts to evaluate on, specified like `dataset`; null takes `eval_split` of `dataset`.",
+        basic=True)
+    eval_split: str | None = EVALUATION.own(None,
+        "Split to evaluate on, of `eval_dataset` or, if that is null, of `dataset`.")
+    eval_size: int | None = EVALUATION.own(None,
+        "Evaluate on at most this many prompts; null takes all.")
+    prompt_template: str | list[dict[str, Any]] | None = DATA.own(None,
+        "Text or messages that make the prompt from a row, with {column} for a column's value.",
+        basic=True)
+    reward: list[str | dict[str, Any]] = REWARDS.own([],
+        "Rewards: built-in names (with options: length(target_max=50)), package.module:function, "
+        "file.py:function, or reward models by folder or hub id "
+        "({name: folder, normalize: true}).", basic=True)
+    reward_weights: list[float] | None = REWARDS.shared(None,
+        "Weight of each reward in their sum; null weights each by 1.", basic=True)
+    reward_bias: float = REWARDS.own(0.0,
+        "Added to the weighted sum of rewards, before `reward_scaling`.")
+    reward_scaling: float = REWARDS.own(1.0,
+        "Multiplies the weighted sum of rewards, after `reward_bias`.")
+    missing_eos_penalty: float | None = REWARDS.own(None,
+        "Subtracted from the reward of completions that hit the length limit.")
+    reward_clip_range: tuple[float, float] | None = REWARDS.from_trl(None,
+        "Clip the weighted sum of rewards to [low, high], before KL penalty and baseline.")
+    normalize_rewards: Literal["none", "batch", "running"] = REWARDS.own("none",
+        "Standardise rewards by the rollout (batch: biased) or by all earlier rollouts (running).")
+    chat_template_kwargs: dict[str, Any] | None = DATA.from_trl(None,
+        "Arguments for the chat template when prompts are messages.")
+    max_prompt_length: int | None = DATA.own(None,
+        "Longest prompt in tokens; null is what the model's context allows.")
+    overlong_prompts: Literal["error", "drop", "left"] = DATA.own("error",
+        "Prompts over `max_prompt_length`: stop (error), drop them, or cut them on the left.")
+    shuffle_dataset: bool = DATA.from_trl(True,
+        "Draw the prompts in a new random order each epoch.")
 
-    # Sampling
-    num_generations: int = shared(2, "Completions per prompt, the K of the baseline; 2 or more.")
-    max_completion_length: int = shared(512, "Longest completion in tokens.")
-    temperature: float = shared(1.0, "Of sampling; every log-probability is taken at it.")
-    top_p: float = shared(1.0, "Keep the likeliest tokens of this probability; below 1 is biased.")
-    top_k: int = shared(0, "Keep this many likeliest tokens; 0 keeps all, any other is biased.")
-    min_p: float | None = from_trl(None, "Keep tokens above this share of the likeliest; biased.")
-    repetition_penalty: float = shared(1.0, "Penalty on tokens seen before; not 1 is biased.")
-    rollout_engine: Literal["auto", "native", "hf"] = own(
-        "auto", "What samples: native, hf (generate, slow), or native wherever it can."
-    )
-    rollout_copy: bool | None = own(
-        None, "Let the native sampler keep a copy of the weights; null: but of quantised ones."
-    )
-    rollout_dtype: Literal["float32", "bfloat16"] | None = own(
-        None, "Of the native sampler's matrix products; null: as in training. See mismatch/mean."
-    )
+    num_generations: int = SAMPLING.shared(2,
+        "Completions sampled per prompt (K); leave-one-out needs at least 2.", basic=True)
+    max_completion_length: int = SAMPLING.shared(512, "Longest completion in tokens.", basic=True)
+    temperature: float = SAMPLING.shared(1.0,
+        "Sampling temperature, also applied to the log-probabilities of training.", basic=True)
+    top_p: float = SAMPLING.shared(1.0,
+        "Sample from the likeliest tokens of this total probability; below 1 biases the gradient.")
+    top_k: int = SAMPLING.shared(0,
+        "Sample from this many likeliest tokens; 0 takes all, any other biases the gradient.")
+    min_p: float | None = SAMPLING.from_trl(None,
+        "Drop tokens below this share of the likeliest one's probability; biases the gradient.")
+    repetition_penalty: float = SAMPLING.shared(1.0,
+        "Penalty on tokens that occurred before; any value but 1 biases the gradient.")
+    rollout_engine: Literal["auto", "native", "hf"] = SAMPLING.own("auto",
+        "What samples: native, hf (transformers' generate, slower), or auto (native if possible).")
+    rollout_copy: bool | None = SAMPLING.own(None,
+        "Let the native engine copy the weights; null does so unless they are quantised.")
+    rollout_dtype: Literal["float32", "bfloat16"] | None = SAMPLING.own(None,
+        "Precision of native sampling (see the metric mismatch/mean); null is that of training.")
+    dynamic_sample: bool = SAMPLING.own(False,
+        "Replace groups without signal (equal rewards) by groups of further prompts.",
+        ms_swift=True)
+    max_resample_times: int = SAMPLING.own(3,
+        "Additional rollouts that `dynamic_sample` may draw for each one.", ms_swift=True)
+    generation_kwargs: dict[str, Any] | None = SAMPLING.from_trl(None,
+        "Sampling options under transformers' names; they override ours.")
+    stop_strings: list[str] | None = SAMPLING.own(None,
+        "Texts that end a completion and stay part of it.")
 
-    dynamic_sample: bool = own(
-        False, "Draw further prompts in place of groups without signal.", ms_swift=True
-    )
-    max_resample_times: int = own(3, "Rollouts that `dynamic_sample` may add.", ms_swift=True)
-    generation_kwargs: dict[str, Any] | None = from_trl(
-        None, "Sampling options under transformers' names; they win over those above."
-    )
-    stop_strings: list[str] | None = own(None, "Texts that end a completion, kept in it.")
-
-    # Objective
-    preset: str | None = own(
-        None, "Defaults of the objective as a system or paper has them: paper, trl, verl, ..."
-    )
-    beta: float = shared(0.05, "Weight of the KL penalty in the reward; 0 needs no reference.")
-    kl_placement: Literal["reward", "reward_to_go", "loss"] = own(
-        "reward", "KL in the completion's reward, in each token's reward to come, or in the loss."
-    )
+    preset: str | None = OBJECTIVE.own(None,
+        "Take the objective's defaults from a system or paper: paper, trl, areal, verl, grpo, ...",
+        basic=True)
+    beta: float = KL.shared(0.05,
+        "Weight of the KL penalty against the reference model; 0 needs no reference.", basic=True)
+    kl_placement: Literal["reward", "reward_to_go", "loss"] = KL.own("reward",
+        "KL penalty in the completion's reward, in each token's reward to come, or in the loss.")
     kl_estimator: Literal[
         "k1", "k2", "k3", "k1_zero_gradient", "k2_wrong_gradient", "k3_wrong_gradient"
-    ] = own("k1", "Of log(policy / reference): itself, half its square, or exp(-x) - 1 + x.")
-    use_bias_correction_kl: bool = own(
-        False,
-        "Weigh a KL in the loss by the token's ratio, so that sampling has its gradient.",
-    )
-    kl_in_baseline: bool = own(True, "Take the KL off before the baseline, not after it.")
-    kl_clip: float | None = own(None, "Bound of a token's estimate, on both sides.")
-    kl_of_truncated: bool = own(
-        True, "Completions that `mask_truncated_completions` leaves out still pay KL."
-    )
-    kl_target: float | None = own(None, "Adapt `beta` so that the KL per token comes near this.")
-    kl_horizon: int = own(10000, "Completions over which `kl_target` adapts `beta`.")
-    sync_ref_model: bool = shared(False, "Let the reference follow the policy (beta above 0).")
-    ref_model_mixup_alpha: float = shared(0.6, "Share of the policy in each such step.")
-    ref_model_sync_steps: int = shared(512, "Optimizer steps between them.")
-    epsilon: float = shared(
-        0.2, "Ratio is clipped below 1 - epsilon; idle on a rollout's 1st step."
-    )
-    epsilon_high: float | None = shared(None, "Ratio is clipped above 1 + this; null: `epsilon`.")
-    delta: float | None = own(
-        None, "Dual clip: bound of the ratio where the advantage is negative.", ms_swift=True
-    )
-    importance_sampling_level: Literal["sequence", "sequence_mean", "token"] = own(
-        "sequence", "One ratio per completion (its product or its mean), or one per token."
-    )
-    rollout_importance_sampling_mode: (
-        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
-    ) = own(None, "Weigh by trainer over sampler, cut or dropped beyond the bounds.")
-    rollout_importance_sampling_threshold: float = own(
-        2.0, "Upper bound of such a weight.", ms_swift=True
-    )
-    rollout_importance_sampling_min: float | None = own(None, "Lower bound; masking modes only.")
-    loss_aggregation: Literal["sequence", "sequence_token_mean", "token_mean", "constant"] = own(
-        "sequence",
+    ] = KL.own("k1",
+        "KL per token, with x = log(policy / reference): k1 = x, k2 = x^2 / 2, "
+        "k3 = exp(-x) - 1 + x; the longer names are forms whose gradient is not that of a KL.")
+    use_bias_correction_kl: bool = KL.own(False,
+        "Multiply a KL in the loss by the token's ratio: k1 and k3 get the gradient of a KL.")
+    kl_in_baseline: bool = KL.own(True,
+        "Subtract the KL penalty from rewards before the baseline, not after it.")
+    kl_clip: float | None = KL.own(None,
+        "Clip each token's KL estimate to this many nats on both sides.")
+    kl_of_truncated: bool = KL.own(True,
+        "Still charge KL to completions that `mask_truncated_completions` excludes from the loss.")
+    kl_target: float | None = KL.own(None,
+        "KL per token, in nats, that `beta` is adapted to; null keeps `beta` as it is.")
+    kl_horizon: int = KL.own(10000,
+        "Number of completions in which `kl_target` changes `beta` by at most a fifth.")
+    sync_ref_model: bool = KL.shared(False,
+        "Let the reference model follow the policy (needs `beta` above 0).")
+    ref_model_mixup_alpha: float = KL.shared(0.6,
+        "Reference at each sync: (1 - alpha) * reference + alpha * policy (with `sync_ref_model`).")
+    ref_model_sync_steps: int = KL.shared(512,
+        "Optimizer steps between syncs of the reference (with `sync_ref_model`).")
+    epsilon: float = OBJECTIVE.shared(0.2,
+        "Clip the ratio of new to old policy below 1 - epsilon; no effect on a rollout's 1st step.")
+    epsilon_high: float | None = OBJECTIVE.shared(None,
+        "Clip the ratio of new to old policy above 1 + epsilon_high; null takes `epsilon`.")
+    delta: float | None = OBJECTIVE.own(None,
+        "Bound on the ratio of new to old policy for negative advantages (dual clip).",
+        ms_swift=True)
+    importance_sampling_level: Literal[
+        "sequence", "sequence_mean", "token"
+    ] = OBJECTIVE.own("sequence",
+        "Ratio of new to old policy per completion (product or mean of its tokens') or per token.")
+    rollout_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] | None = OBJECTIVE.own(None,
+        "Weight the loss by trainer / sampler per token or sequence, truncated or masked.")
+    rollout_importance_sampling_threshold: float = OBJECTIVE.own(2.0,
+        "Upper bound on the weights of `rollout_importance_sampling_mode`.", ms_swift=True)
+    rollout_importance_sampling_min: float | None = OBJECTIVE.own(None,
+        "Lower bound on the weights of `rollout_importance_sampling_mode` (mask modes only).")
+    loss_aggregation: Literal[
+        "sequence", "sequence_token_mean", "token_mean", "constant"
+    ] = OBJECTIVE.own("sequence",
         "Token losses: sum per completion (unbiased), mean per completion, mean over all tokens, "
-        "or sum per completion divided by `loss_constant`.",
-    )
-    loss_constant: float | None = own(
-        None, "Divisor of loss_aggregation constant; null is `max_completion_length`."
-    )
-    count_unscored: bool = own(False, "Unscored completions count in the mean over completions.")
-    entropy_coef: float = own(0.0, "Weight of an entropy bonus in the loss.")
-    mean_level: Literal["group", "batch", "running", "none"] = own(
-        "group", "Baseline: mean reward of the prompt's completions, the batch, the past, or none."
-    )
-    running_decay: float = own(0.95, "Of the past's mean, with mean_level running.")
-    mean_leave1out: bool = own(
-        True, "Leave out the answer itself from its baseline (AReaL's adv_norm: one token)."
-    )
-    mean_over: Literal["completions", "tokens"] = own(
-        "completions", "What the baseline averages; tokens leaves out one token, not one answer."
-    )
-    std_level: Literal["group", "batch", "none"] = own(
-        "none", "Divide by the standard deviation over the group's answers, the batch's, or not."
-    )
-    std_leave1out: bool = own(False, "Leave the answer out of that deviation as well.")
-    advantage_epsilon: float = own(1e-4, "Added to a standard deviation before dividing by it.")
-    epsilon_in_variance: bool = own(False, "Add it to the variance instead.")
-    advantage_clip_range: tuple[float, float] | None = own(
-        None, "Clip advantages to [low, high]; a KL outside the baseline comes after."
-    )
-    normalize_advantages: bool = from_trl(False, "In the end standardise over the whole rollout.")
-    normalize_over: Literal["completions", "tokens"] = own(
-        "completions", "What `normalize_advantages` takes as one element."
-    )
-    mask_truncated_completions: bool = from_trl(
-        False, "Leave completions that hit the length limit out of the loss."
-    )
-    disable_dropout: bool = from_trl(False, "No effect: dropout is off in every pass here.")
+        "or sum per completion divided by `loss_constant`.")
+    loss_constant: float | None = OBJECTIVE.own(None,
+        "Divisor for `loss_aggregation` constant; null is `max_completion_length`.")
+    count_unscored: bool = OBJECTIVE.own(False,
+        "Count completions without a reward in the loss's mean over completions.")
+    entropy_coef: float = OBJECTIVE.own(0.0, "Weight of an entropy bonus in the loss.")
+    mean_level: Literal["group", "batch", "running", "none"] = OBJECTIVE.own("group",
+        "Baseline: mean reward of the prompt's completions, of the rollout, of the past, or none.")
+    running_decay: float = OBJECTIVE.own(0.95,
+        "Weight of the past in the running mean of `mean_level` running.")
+    mean_leave1out: bool = OBJECTIVE.own(True,
+        "Leave a completion (with `mean_over` tokens: one token) out of its own baseline.")
+    mean_over: Literal["completions", "tokens"] = OBJECTIVE.own("completions",
+        "What the baseline averages; tokens leaves out one token, not one completion.")
+    std_level: Literal["group", "batch", "none"] = OBJECTIVE.own("none",
+        "Divide advantages by the standard deviation of the prompt's completions or the rollout.")
+    std_leave1out: bool = OBJECTIVE.own(False,
+        "Leave a completion out of its own standard deviation (needs `std_level`).")
+    advantage_epsilon: float = OBJECTIVE.own(1e-4,
+        "Added to a standard deviation before rewards or advantages are divided by it.")
+    epsilon_in_variance: bool = OBJECTIVE.own(False,
+        "Add `advantage_epsilon` to the variance instead of the standard deviation.")
+    advantage_clip_range: tuple[float, float] | None = OBJECTIVE.own(None,
+        "Clip advantages to [low, high], before any KL penalty outside the baseline.")
+    normalize_advantages: bool = OBJECTIVE.from_trl(False,
+        "Standardise advantages over the whole rollout, as the last step.")
+    normalize_over: Literal["completions", "tokens"] = OBJECTIVE.own("completions",
+        "What `normalize_advantages` treats as one element.")
+    mask_truncated_completions: bool = OBJECTIVE.from_trl(False,
+        "Leave completions that hit the length limit out of the loss.")
+    disable_dropout: bool = COMPATIBILITY.from_trl(False,
+        "No effect: dropout is off in every pass here.")
 
-    # Adapters
-    use_peft: bool = own(False, "Train a LoRA adapter, the model's own weights frozen.")
-    lora_r: int = own(16, "Rank of the adapter.")
-    lora_alpha: int = own(32, "Its weight: it is added alpha / rank times.", ms_swift=True)
-    lora_dropout: float = own(
-        0.05, "No effect but to be written down: dropout is off in every pass here.", ms_swift=True
-    )
-    lora_target_modules: str | list[str] | None = own(
-        None, "Layers that get it: names, a pattern, or all-linear; null is peft's choice."
-    )
-    lora_target_parameters: list[str] | None = own(
-        None, "Parameters that get it beside layers: experts (needs lora_dropout 0)."
-    )
-    lora_modules_to_save: list[str] | None = own(None, "Layers trained and saved as a whole.")
-    use_rslora: bool = own(False, "Add it alpha / sqrt(rank) times instead.", ms_swift=True)
-    load_in_4bit: bool = own(False, "Load the frozen base in 4 bits (bitsandbytes).")
-    load_in_8bit: bool = own(False, "Load the frozen base in 8 bits (bitsandbytes).")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = own("nf4", "Of the 4 bits.", ms_swift=True)
-    use_bnb_nested_quant: bool = own(False, "Quantise the constants of the 4 bits as well.")
-    use_dora: bool = own(False, "Learn the weights' magnitudes apart from it.", ms_swift=True)
+    use_peft: bool = LORA.own(False,
+        "Train a LoRA adapter and freeze the model's own weights.", basic=True)
+    lora_r: int = LORA.own(16, "Rank of the LoRA adapter.", basic=True)
+    lora_alpha: int = LORA.own(32,
+        "LoRA scaling: the update is multiplied by alpha / rank.", ms_swift=True)
+    lora_dropout: float = LORA.own(0.05,
+        "No effect on training, where dropout is off; recorded with the adapter.", ms_swift=True)
+    lora_target_modules: str | list[str] | None = LORA.own(None,
+        "Layers that get LoRA: names, a pattern, or all-linear; null is peft's choice.")
+    lora_target_parameters: list[str] | None = LORA.own(None,
+        "Parameters that get LoRA besides layers, such as experts (needs `lora_dropout` 0).")
+    lora_modules_to_save: list[str] | None = LORA.own(None,
+        "Layers trained and saved in full alongside the LoRA adapter.")
+    use_rslora: bool = LORA.own(False,
+        "Multiply the LoRA update by alpha / sqrt(rank).", ms_swift=True)
+    load_in_4bit: bool = QUANTISATION.own(False,
+        "Load the frozen base of an adapter in 4 bits (bitsandbytes).")
+    load_in_8bit: bool = QUANTISATION.own(False,
+        "Load the frozen base of an adapter in 8 bits (bitsandbytes).")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = QUANTISATION.own("nf4",
+        "4-bit type of `load_in_4bit`: nf4 or fp4.", ms_swift=True)
+    use_bnb_nested_quant: bool = QUANTISATION.own(False,
+        "Quantise the scales of `load_in_4bit` as well.")
+    use_dora: bool = LORA.own(False,
+        "Use DoRA: train the weights' magnitudes apart from their LoRA direction.", ms_swift=True)
 
-    # Batches and steps
-    num_prompts: int | None = own(None, "Prompts per optimizer step; instead of batch sizes.")
-    per_device_train_batch_size: int = shared(
-        DEFAULT_BATCH[0], "Completions per accumulation step and device."
-    )
-    gradient_accumulation_steps: int = shared(
-        DEFAULT_BATCH[1], "Accumulation steps per optimizer step."
-    )
-    generation_batch_size: int | None = shared(None, "Completions per rollout; null: see next.")
-    steps_per_generation: int | None = shared(
-        None, "Accumulation steps that a rollout feeds; null is those of one optimizer step."
-    )
-    num_iterations: int = shared(1, "Passes over each rollout.")
-    max_steps: int = shared(-1, "Optimizer steps; -1 goes by `num_train_epochs`.")
-    num_train_epochs: float = shared(3.0, "Passes over the dataset when `max_steps` is -1.")
-    packing: bool | None = own(
-        None, "One pass over a prompt for all its completions; null is wherever the model can."
-    )
-    max_tokens_per_micro_batch: int | None = own(None, "Token budget; null follows from memory.")
+    num_prompts: int | None = BATCHES.own(None,
+        "Prompts per optimizer step; give it instead of batch sizes.", basic=True)
+    per_device_train_batch_size: int = BATCHES.shared(DEFAULT_BATCH[0],
+        "Completions per accumulation step and device.")
+    gradient_accumulation_steps: int = BATCHES.shared(DEFAULT_BATCH[1],
+        "Accumulation steps per optimizer step.")
+    generation_batch_size: int | None = BATCHES.shared(None,
+        "Completions sampled per rollout; null derives it from `steps_per_generation`.")
+    steps_per_generation: int | None = BATCHES.shared(None,
+        "Accumulation steps fed by one rollout; null means those of one optimizer step.")
+    num_iterations: int = BATCHES.shared(1, "Passes over each rollout.")
+    max_steps: int = BATCHES.shared(-1,
+        "Optimizer steps to train for; -1 trains for `num_train_epochs`.", basic=True)
+    num_train_epochs: float = BATCHES.shared(3.0,
+        "Passes over the dataset if `max_steps` is -1.", basic=True)
+    packing: bool | None = MEMORY.own(None,
+        "Compute each prompt once for all its completions; null does so wherever the model can.")
+    max_tokens_per_micro_batch: int | None = MEMORY.own(None,
+        "Most tokens in a micro-batch; null chooses what fits into memory.")
+    router_aux_loss_coef: float | None = OBJECTIVE.from_trl(None,
+        "Weight of the loss that balances a mixture's experts; null is the model's own.")
+    offload_optimizer: bool = MEMORY.own(False,
+        "Keep the optimizer's state in CPU memory between steps.", ms_swift=True)
+    activation_offloading: bool = MEMORY.own(False,
+        "Keep activations in CPU memory until the backward pass.")
 
-    router_aux_loss_coef: float | None = from_trl(
-        None, "Weight of a mixture of experts' balancing loss; null is the model's own."
-    )
-    offload_optimizer: bool = own(
-        False, "Keep optimizer state on the CPU between steps.", ms_swift=True
-    )
-    activation_offloading: bool = own(False, "Keep activations on the CPU until the backward.")
+    learning_rate: float = OPTIMIZER.shared(1e-6, "Peak learning rate.", basic=True)
+    weight_decay: float = OPTIMIZER.shared(0.0,
+        "Decoupled weight decay, except on biases and norms.")
+    adam_beta1: float = OPTIMIZER.shared(0.9, "Decay of Adam's first moment.")
+    adam_beta2: float = OPTIMIZER.shared(0.999, "Decay of Adam's second moment.")
+    adam_epsilon: float = OPTIMIZER.shared(1e-8, "Added to Adam's denominator.")
+    max_grad_norm: float = OPTIMIZER.shared(1.0, "Clip the gradient to this norm; 0 does not clip.")
+    lr_scheduler_type: str = OPTIMIZER.shared("linear",
+        "Learning rate schedule, by its name in transformers.")
+    lr_scheduler_kwargs: dict[str, Any] | None = OPTIMIZER.shared(None,
+        "Arguments passed to the learning rate schedule.")
+    warmup_steps: float = OPTIMIZER.shared(0.0,
+        "Optimizer steps of linear warm-up; below 1 a share of all steps.")
+    optim: str = OPTIMIZER.shared("adamw_torch_fused", "Optimizer, by its name in transformers.")
+    optim_args: str | None = OPTIMIZER.shared(None,
+        "Arguments of the optimizer: name=value,name=value.")
 
-    # Optimizer
-    learning_rate: float = shared(1e-6, "Peak learning rate.")
-    weight_decay: float = shared(0.0, "Decoupled; not on biases and norms.")
-    adam_beta1: float = shared(0.9, "Decay of Adam's first moment.")
-    adam_beta2: float = shared(0.999, "Decay of Adam's second moment.")
-    adam_epsilon: float = shared(1e-8, "Added to Adam's denominator.")
-    max_grad_norm: float = shared(1.0, "Clip the gradient to this norm; 0 does not clip.")
-    lr_scheduler_type: str = shared("linear", "Schedule, by its name in transformers.")
-    lr_scheduler_kwargs: dict[str, Any] | None = shared(None, "Arguments of the schedule.")
-    warmup_steps: float = shared(0.0, "Steps of linear warm-up; below 1 a share of all steps.")
-    optim: str = shared("adamw_torch_fused", "Optimizer, by its name in transformers.")
-    optim_args: str | None = shared(None, "Its arguments: name=value,name=value.")
+    model_init_kwargs: dict[str, Any] | None = DATA.from_trl(None,
+        "Arguments passed to from_pretrained when the model is loaded.")
+    trust_remote_code: bool = DATA.from_trl(False, "Run Python code that comes with a model.")
+    bf16: bool | None = MACHINE.shared(None,
+        "Compute in bfloat16 with float32 weights; null does so unless `fp16` is on.", basic=True)
+    fp16: bool = MACHINE.shared(False, "Compute in float16 with loss scaling; needs a GPU.")
+    gradient_checkpointing: bool = MEMORY.shared(True,
+        "Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing_kwargs: dict[str, Any] | None = MEMORY.shared(None,
+        "Arguments passed to gradient checkpointing.")
+    use_cpu: bool = MACHINE.shared(False, "Run on the CPU even where there is a GPU.")
+    num_threads: int | None = MACHINE.own(None,
+        "CPU threads; null measures which number is fastest.")
+    seed: int = MACHINE.shared(42, "Seed of everything random.", basic=True)
+    data_seed: int | None = MACHINE.shared(None, "Seed of the prompt order; null takes `seed`.")
 
-    # Model, precision, machine
-    model_init_kwargs: dict[str, Any] | None = from_trl(None, "Passed to from_pretrained.")
-    trust_remote_code: bool = from_trl(False, "Run Python code that comes with a model.")
-    bf16: bool | None = shared(None, "Compute in bfloat16, weights float32; null: unless fp16.")
-    fp16: bool = shared(False, "Compute in float16 with loss scaling; needs a GPU.")
-    gradient_checkpointing: bool = shared(True, "Recompute activations to save memory.")
-    gradient_checkpointing_kwargs: dict[str, Any] | None = shared(None, "Its arguments.")
-    use_cpu: bool = shared(False, "Run on the CPU even where there is a GPU.")
-    num_threads: int | None = own(None, "CPU threads; null measures which number is fastest.")
-    seed: int = shared(42, "Seed of everything random.")
-    data_seed: int | None = shared(None, "Seed of the prompt order; null takes `seed`.")
+    eval_strategy: Literal["no", "steps", "epoch"] = EVALUATION.shared("no",
+        "Evaluate never (no), every `eval_steps` (steps), or after every epoch.", basic=True)
+    eval_steps: float | None = EVALUATION.shared(None,
+        "Optimizer steps between evaluations, below 1 a share of all; null is `logging_steps`.")
+    eval_on_start: bool = EVALUATION.shared(False, "Evaluate before the first step.")
+    num_generations_eval: int | None = EVALUATION.shared(None,
+        "Completions per prompt in evaluation; null takes `num_generations`.")
+    eval_temperature: float | None = EVALUATION.own(None,
+        "Sampling temperature in evaluation; null takes `temperature`.")
+    eval_top_p: float | None = EVALUATION.own(None,
+        "Evaluation's `top_p`; null takes that of training.")
+    eval_top_k: int | None = EVALUATION.own(None,
+        "Evaluation's `top_k`; null takes that of training.")
+    eval_max_completion_length: int | None = EVALUATION.own(None,
+        "Longest completion in evaluation, in tokens; null takes `max_completion_length`.")
+    eval_pass_k: list[int] = EVALUATION.own([1], "Values of k for which evaluation reports pass@k.")
+    pass_threshold: float = EVALUATION.own(1.0,
+        "A completion passes if its first reward is at least this.")
 
-    # Evaluation
-    eval_strategy: Literal["no", "steps", "epoch"] = shared(
-        "no", "Never, every `eval_steps`, or after every pass over the dataset."
-    )
-    eval_steps: float | None = shared(
-        None, "Steps between evaluations, below 1 a share of all; null takes `logging_steps`."
-    )
-    eval_on_start: bool = shared(False, "Evaluate before the first step.")
-    num_generations_eval: int | None = shared(None, "Per prompt; null takes `num_generations`.")
-    eval_temperature: float | None = own(None, "As `temperature`; null takes that.")
-    eval_top_p: float | None = own(None, "As `top_p`; null takes that.")
-    eval_top_k: int | None = own(None, "As `top_k`; null takes that.")
-    eval_max_completion_length: int | None = own(None, "In tokens; null: as in training.")
-    eval_pass_k: list[int] = own([1], "The k of each pass@k to report.")
-    pass_threshold: float = own(1.0, "Score of the first reward from which a completion passes.")
-
-    # Output
-    output_dir: str = shared("rloo_output", "Folder for the model, metrics and checkpoints.")
-    overwrite_output_dir: bool = own(False, "Replace another run in `output_dir`.")
-    resume_from_checkpoint: str | bool | None = shared(
-        None, "Checkpoint folder to go on from; true is the newest in `output_dir`."
-    )
-    save_strategy: Literal["no", "steps", "epoch", "best"] = shared(
-        "steps", "Never, every `save_steps`, after every epoch, or at the best evaluation so far."
-    )
-    save_steps: float = shared(500.0, "Steps between checkpoints; below 1 a share of all steps.")
-    save_total_limit: int | None = shared(None, "Keep at most this many checkpoints.")
-    load_best_model_at_end: bool = shared(
-        False, "End with the checkpoint of the best evaluation instead of the last step."
-    )
-    metric_for_best_model: str | None = shared(
-        None, "By this metric of the evaluation; null is the mean reward."
-    )
-    greater_is_better: bool | None = shared(None, "Null: unless the metric's name ends in loss.")
-    logging_steps: float = shared(10.0, "Steps between log lines; below 1 a share of all steps.")
-    logging_first_step: bool = shared(False, "Log the first step too.")
-    log_completions: bool = shared(False, "Print and save sampled completions at every log.")
-    num_completions_to_print: int | None = from_trl(None, "At most this many; null prints all.")
-    log_multimodal: bool = from_trl(True, "Keep the images of logged completions.")
-    log_unique_prompts: bool = from_trl(False, "Print at most one completion per prompt.")
-    push_to_hub: bool = shared(False, "Push the model to the hub at every save and at the end.")
-    hub_model_id: str | None = shared(None, "Its repository; null is the name of `output_dir`.")
-    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = shared(
-        "every_save", "When to push, and whether with checkpoints."
-    )
-    hub_token: str | None = shared(
-        None, "Of the hub, written nowhere; null is that of `hf auth login`.", secret=True
-    )
-    hub_private_repo: bool | None = shared(None, "Make the repository private.")
-    hub_revision: str | None = shared(None, "Branch to push to.")
-    report_to: str | list[str] = shared("none", "Further loggers: tensorboard, wandb, trackio.")
-    run_name: str | None = shared(None, "Name of the run in the loggers.")
-    project: str = shared("huggingface", "Project of the run in the loggers.")
-    trackio_space_id: str | None = shared(None, "Hub space that trackio writes to.")
-    disable_tqdm: bool | None = shared(None, "No progress line; null shows it on a terminal.")
-    profile: bool = own(False, "Write where the third rollout's time and memory went.")
+    output_dir: str = SAVING.shared("rloo_output",
+        "Folder for the model, metrics and checkpoints.", basic=True)
+    overwrite_output_dir: bool = SAVING.own(False, "Replace another run in `output_dir`.")
+    resume_from_checkpoint: str | bool | None = SAVING.shared(None,
+        "Checkpoint folder to continue from; true takes the newest in `output_dir`.", basic=True)
+    save_strategy: Literal["no", "steps", "epoch", "best"] = SAVING.shared("steps",
+        "Save checkpoints never (no), every `save_steps` (steps), each epoch, or at a new best.")
+    save_steps: float = SAVING.shared(500.0,
+        "Optimizer steps between checkpoints; below 1 a share of all steps.", basic=True)
+    save_total_limit: int | None = SAVING.shared(None,
+        "Keep at most this many checkpoints; null keeps all.")
+    load_best_model_at_end: bool = SAVING.shared(False,
+        "End with the checkpoint of the best evaluation instead of the last step's weights.")
+    metric_for_best_model: str | None = SAVING.shared(None,
+        "Metric that decides which evaluation is the best; null is the mean reward.")
+    greater_is_better: bool | None = SAVING.shared(None,
+        "Whether a higher `metric_for_best_model` is better; null: unless it ends in loss.")
+    logging_steps: float = LOGGING.shared(10.0,
+        "Optimizer steps between log lines; below 1 a share of all steps.", basic=True)
+    logging_first_step: bool = LOGGING.shared(False, "Log the first step too.")
+    log_completions: bool = LOGGING.shared(False,
+        "Print and save sampled completions with every log line.")
+    num_completions_to_print: int | None = LOGGING.from_trl(None,
+        "Most completions that `log_completions` prints; null prints all.")
+    log_multimodal: bool = LOGGING.from_trl(True, "Keep the images of logged completions.")
+    log_unique_prompts: bool = LOGGING.from_trl(False,
+        "Let `log_completions` print at most one completion per prompt.")
+    push_to_hub: bool = HUB.shared(False, "Push the model to the hub at every save and at the end.")
+    hub_model_id: str | None = HUB.shared(None,
+        "Hub repository to push to; null is the name of `output_dir`.")
+    hub_strategy: Literal[
+        "end", "every_save", "checkpoint", "all_checkpoints"
+    ] = HUB.shared("every_save",
+        "Push to the hub at the end, at every save, or then with the newest checkpoint or all.")
+    hub_token: str | None = HUB.shared(None,
+        "Access token for the hub, never written to disk; null uses that of `hf auth login`.",
+        secret=True)
+    hub_private_repo: bool | None = HUB.shared(None, "Make the hub repository private.")
+    hub_revision: str | None = HUB.shared(None, "Branch of the hub repository to push to.")
+    report_to: str | list[str] = LOGGING.shared("none",
+        "Loggers to report to besides the files: tensorboard, wandb, trackio.", basic=True)
+    run_name: str | None = LOGGING.shared(None, "Name of the run in the loggers.")
+    project: str = LOGGING.shared("huggingface", "Project of the run in the loggers.")
+    trackio_space_id: str | None = LOGGING.shared(None, "Hub space that trackio writes to.")
+    disable_tqdm: bool | None = LOGGING.shared(None,
+        "Hide the progress line; null shows it on a terminal only.")
+    profile: bool = LOGGING.own(False,
+        "Write the time and memory use of the third rollout to `output_dir`.")
+    # fmt: on
 
     @property
     def compares_evaluations(self) -> bool:

@@ -77,11 +77,11 @@ def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any]]:
         if not token.startswith("--") and not equals:
             if not _is_yaml(token):
                 raise ValueError(
-                    f"{token} is no option; write --option value, option=value or the path of a "
-                    f".yaml file{_suggest_option(token)}"
+                    f"{token} is not an option; write --option value, option=value or the path of "
+                    f"a .yaml file{_suggest_option(token)}"
                 )
             if path is not None:
-                raise ValueError(f"two configuration files, {path} and {token}; give one")
+                raise ValueError(f"two configuration files, {path} and {token}; give only one")
             path = token
             continue
         name = _option_name(key)

@@ -11,7 +11,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum
 from numbers import Integral, Real
@@ -22,26 +22,46 @@ FALSE_WORDS = ("false", "no", "0")
 NULL_WORDS = ("none", "null")
 
 
-def _declare(default: Any, help: str, *, secret: bool = False, **metadata: bool) -> Any:
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help, **metadata})
-    return field(default=default, repr=not secret, metadata={"help": help, **metadata})
+@dataclass(frozen=True)
+class Subject:
+    """What some options are about. Declares them: `basic` ones are those that most runs set, a
+    `secret` one is not shown."""
+
+    name: str
+
+    def shared(self, default: Any, help: str, **marks: bool) -> Any:
+        """A field that TRL, Unsloth and ms-swift have under this name, most by transformers."""
+        return self._declare(default, help, ("TRL", "Unsloth", "ms-swift"), **marks)
+
+    def from_trl(self, default: Any, help: str) -> Any:
+        """A field that TRL's RLOOConfig, and so Unsloth, has under this name."""
+        return self._declare(default, help, ("TRL", "Unsloth"))
+
+    def own(self, default: Any, help: str, *, ms_swift: bool = False, **marks: bool) -> Any:
+        """A field that TRL's RLOOConfig lacks; `ms_swift` tells whether ms-swift has this name."""
+        return self._declare(default, help, ("ms-swift",) if ms_swift else (), **marks)
+
+    def fields_of(self, options: Any) -> list[Field[Any]]:
+        """The options about it that a dataclass, or an object of one, has."""
+        return [field for field in fields(options) if field.metadata.get("subject") == self.name]
+
+    def _declare(
+        self,
+        default: Any,
+        help: str,
+        systems: tuple[str, ...],
+        basic: bool = False,
+        secret: bool = False,
+    ) -> Any:
+        about = {"help": help, "subject": self.name, "systems": systems, "basic": basic}
+        if isinstance(default, list):
+            return field(default_factory=lambda: list(default), metadata=about)
+        return field(default=default, repr=not secret, metadata=about)
 
 
-def shared(default: Any, help: str, *, secret: bool = False) -> Any:
-    """A field that TRL, Unsloth and ms-swift have under this name, most through transformers. A
-    secret one is not shown."""
-    return _declare(default, help, secret=secret, trl=True, ms_swift=True)
-
-
-def from_trl(default: Any, help: str) -> Any:
-    """A field that TRL's RLOOConfig, and so Unsloth, has under this name."""
-    return _declare(default, help, trl=True, ms_swift=False)
-
-
-def own(default: Any, help: str, *, ms_swift: bool = False) -> Any:
-    """A field that TRL's RLOOConfig lacks; `ms_swift` tells whether ms-swift has this name."""
-    return _declare(default, help, trl=False, ms_swift=ms_swift)
+def default_of(option: Field[Any]) -> Any:
+    """The default as the user sees it, before anything follows from it."""
+    return option.default if option.default_factory is MISSING else option.default_factory()
 
 
 def suggest(name: str, known: typing.Iterable[str]) -> str:

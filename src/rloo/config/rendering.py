@@ -1,59 +1,60 @@
-"""Configurations as people read them: the table of options and the resolved configuration."""
+"""Configurations as people read them: the options in words, and the resolved configuration."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, fields
+import shutil
+import textwrap
+from dataclasses import Field, fields
+from itertools import groupby
 from typing import Any
 
 from rloo.config.aliases import ALIASES
 from rloo.config.config import DEVIATIONS, RLOOConfig
 from rloo.config.plain_yaml import write_yaml
+from rloo.config.reading import default_of
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
-SYSTEMS = ("TRL", "AReaL", "ms-swift", "Unsloth")
+_COLUMN = 32
+# What becomes of other systems' options -> their names, with the values shown and the reason.
+_OTHERS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
+    "Refused, except at the values shown": REFUSED,
+    "Accepted without effect": {
+        name: ((default,), reason) for name, (default, reason) in WITHOUT_EFFECT.items()
+    },
+}
 
 
-def names_elsewhere(field: Field[Any]) -> dict[str, list[str]]:
-    """The names of an option in each of `SYSTEMS`; those of yet others under `other`."""
-    names: dict[str, list[str]] = {system: [] for system in (*SYSTEMS, "other")}
-    if field.metadata["trl"]:
-        names["TRL"].append(field.name)
-        names["Unsloth"].append(field.name)
-    if field.metadata["ms_swift"]:
-        names["ms-swift"].append(field.name)
-    for alias, (ours, origin) in ALIASES.items():
-        if ours == field.name:
-            systems = [system for system in SYSTEMS if system in origin]
-            for system in systems or ["other"]:
-                names[system].append(alias)
-    return names
+def render_basic() -> str:
+    """The options that most runs set, for the width of the terminal."""
+    basic = [_entry(field) for field in fields(RLOOConfig) if field.metadata["basic"]]
+    return (
+        f"The {len(basic)} options that most runs set. `rloo config --all` lists every one by\n"
+        f"subject, `rloo config NAME` explains the one that is named.\n\n{''.join(basic)}"
+    )
 
 
-def default_of(field: Field[Any]) -> Any:
-    """The default as the user sees it, before anything follows from it."""
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def render_options() -> str:
-    """A Markdown table of every option, then one of the options refused here, with the reason."""
-    lines = [_row("option", "default", "meaning", *SYSTEMS), _row(*["---"] * 7)]
+def render_all() -> str:
+    """Every option by subject; then those of other systems that are refused or idle here."""
+    sections: dict[str, str] = {}
     for field in fields(RLOOConfig):
-        names = names_elsewhere(field)
-        default = f"`{_value(default_of(field))}`"
-        if field.name in DEVIATIONS:
-            default += f" (TRL: {_value(DEVIATIONS[field.name][0])})"
-        help = field.metadata["help"]
-        if names["other"]:
-            help += f" Also {', '.join(f'`{name}`' for name in names['other'])}."
-        cells = [", ".join(f"`{name}`" for name in names[system]) for system in SYSTEMS]
-        lines.append(_row(f"`{field.name}`", default, help, *cells))
-    lines += ["", _row("not in this version", "accepted", "reason"), _row(*["---"] * 3)]
-    for name, (accepted, reason) in REFUSED.items():
-        values = ", ".join(f"`{_value(value)}`" for value in accepted)
-        lines.append(_row(f"`{name}`", values, reason))
-    for name, (default, reason) in WITHOUT_EFFECT.items():
-        lines.append(_row(f"`{name}`", f"any (`{_value(default)}`)", f"no effect: {reason}"))
-    return "\n".join(lines) + "\n"
+        subject = field.metadata["subject"]
+        sections[subject] = sections.get(subject, "") + _entry(field)
+    for title, others in _OTHERS.items():
+        sections[title] = "".join(
+            _wrapped("-", f"{why}: {', '.join(_setting(n, *others[n][0]) for n in names)}", 2)
+            for why, names in groupby(others, key=lambda name: others[name][1])
+        )
+    return "\n".join(f"{title.upper()}\n\n{text}" for title, text in sections.items())
+
+
+def render_option(name: str) -> str | None:
+    """One option, by the name that it has here or elsewhere; None for an unknown one."""
+    for title, others in _OTHERS.items():
+        if name in others:
+            values, why = others[name]
+            return _wrapped(_setting(name, *values), f"{title}: {why}.")
+    ours = ALIASES[name][0] if name in ALIASES else name
+    return next((_entry(field) for field in fields(RLOOConfig) if field.name == ours), None)
 
 
 def render_resolved(config: RLOOConfig) -> str:
@@ -61,8 +62,36 @@ def render_resolved(config: RLOOConfig) -> str:
     return write_yaml(config.to_dict())
 
 
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+def _entry(field: Field[Any]) -> str:
+    """An option, its default and meaning, and its names in other systems."""
+    theirs = DEVIATIONS.get(field.name)
+    unlike = f" TRL's default is {_value(theirs[0])}." if theirs else ""
+    text = _wrapped(_setting(field.name, default_of(field)), field.metadata["help"] + unlike)
+    names = {", ".join(field.metadata["systems"]): ["the same"]}
+    for alias, (ours, systems) in ALIASES.items():
+        if ours == field.name:
+            names.setdefault(systems, []).append(alias)
+    known = [f"{', '.join(n)} ({systems})" for systems, n in names.items() if systems]
+    return text + (_wrapped("", f"Elsewhere: {'; '.join(known)}.") if known else "")
+
+
+def _wrapped(head: str, text: str, column: int = _COLUMN) -> str:
+    """`text` in a column of its own, beside `head` or, where that is long, below it."""
+    if len(head) >= column:
+        return f"{head}\n{_wrapped('', text, column)}"
+    lines = textwrap.wrap(
+        text,
+        max(80, min(110, shutil.get_terminal_size((100, 24)).columns)),
+        initial_indent=head.ljust(column),
+        subsequent_indent=" " * column,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _setting(name: str, *values: Any) -> str:
+    return f"{name} = {' or '.join(map(_value, values))}" if values else name
 
 
 def _value(value: Any) -> str:
@@ -70,4 +99,4 @@ def _value(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value) or '""'

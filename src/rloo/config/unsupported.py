@@ -30,18 +30,18 @@ _REASONS: dict[str, dict[str, Any]] = {
         "vllm_max_model_length": None,
         "vllm_tensor_parallel_size": 1,
     },
-    "generation is by our own engines (rollout_engine is native or hf)": {
+    "completions are sampled by our own engines (rollout_engine is native or hf)": {
         "use_transformers_continuous_batching": False,
         "transformers_continuous_batching_config": None,
         "use_transformers_paged": False,
     },
-    "training samples from the policy (temperature)": {"gconfig.greedy": False},
-    "the stored type of a 4-bit base is bitsandbytes' own": {"bnb_4bit_quant_storage": None},
-    "the models here are causal language models": {"lora_task_type": "CAUSAL_LM"},
-    "optimizers that change single layers are not part of this version": {
+    "training must sample from the policy (temperature)": {"gconfig.greedy": False},
+    "bitsandbytes chooses how a 4-bit base is stored": {"bnb_4bit_quant_storage": None},
+    "only causal language models are trained": {"lora_task_type": "CAUSAL_LM"},
+    "optimizers for chosen layers are not part of this version": {
         "optim_target_modules": None,
     },
-    "every column of the dataset is handed to the rewards": {
+    "every column of the dataset is passed to the rewards": {
         "remove_unused_columns": (False, None)
     },
     "this version runs as one process on one device": {
@@ -54,7 +54,7 @@ _REASONS: dict[str, dict[str, Any]] = {
         "deepspeed": None,
         "local_rank": -1,
     },
-    "the loss is RLOO's, not that of labelled text": {
+    "the loss is RLOO's, which has no labels": {
         "label_smoothing_factor": 0.0,
         "label_names": None,
         "neftune_noise_alpha": None,
@@ -62,32 +62,32 @@ _REASONS: dict[str, dict[str, Any]] = {
     "weights are float32; bf16 and fp16 set the precision of the computation": {
         "dtype": ("float32", None, "auto"),
     },
-    "a revision is named in model_init_kwargs, as {revision: ...}": {
+    "a revision is given in model_init_kwargs, as {revision: ...}": {
         "model_revision": ("main", None)
     },
-    "rows that are named are read whole; RLOOTrainer takes an IterableDataset (train_dataset)": {
+    "a named dataset is read in full; RLOOTrainer streams an IterableDataset (train_dataset)": {
         "dataset_streaming": False,
     },
-    "precision is set by bf16 or fp16 alone": {
+    "only bf16 and fp16 set the precision": {
         "bf16_full_eval": False,
         "fp16_full_eval": False,
         "tf32": None,
     },
-    "the option here is gradient_checkpointing": {
+    "the option is called gradient_checkpointing here": {
         "activation_checkpointing": None,
         "activation_checkpointing_kwargs": None,
     },
-    "compilation and replaced kernels are not part of this version": {
+    "compilation and replacement kernels are not part of this version": {
         "torch_compile": False,
         "torch_compile_backend": None,
         "torch_compile_mode": None,
         "liger_kernel_config": None,
     },
-    "micro-batches follow from memory (max_tokens_per_micro_batch)": {
+    "micro-batches are sized to fit memory (max_tokens_per_micro_batch)": {
         "auto_find_batch_size": False,
         "skip_memory_metrics": True,
     },
-    "logging goes by steps (logging_steps) to the console and to report_to": {
+    "logs are written every logging_steps steps to the console and to report_to": {
         "logging_strategy": "steps",
         "logging_nan_inf_filter": True,
         "include_num_input_tokens_seen": ("no", False),
@@ -103,22 +103,20 @@ _REASONS: dict[str, dict[str, Any]] = {
         "include_for_metrics": ([], None),
         "batch_eval_metrics": False,
     },
-    "checkpoints are whole, and resuming is exact (save_strategy, resume_from_checkpoint)": {
+    "checkpoints are complete, so that resuming is exact (save_strategy, resume_from_checkpoint)": {
         "save_only_model": False,
         "enable_jit_checkpoint": False,
         "ignore_data_skip": False,
         "restore_callback_states_from_checkpoint": False,
     },
-    "a push that is under way is waited for (hub_strategy)": {"hub_always_push": False},
-    "the seed decides alone; on a CPU equal options give equal results": {
-        "full_determinism": False
-    },
-    "no row is left out at the end of an epoch": {"dataloader_drop_last": False},
-    "the order of the prompts is random or the dataset's (shuffle_dataset)": {
+    "a push waits for the one before it (hub_strategy)": {"hub_always_push": False},
+    "the seed is enough: on a CPU equal options give equal results": {"full_determinism": False},
+    "every row is used in every epoch": {"dataloader_drop_last": False},
+    "prompts are drawn in random order or in that of the dataset (shuffle_dataset)": {
         "train_sampling_strategy": "random",
         "length_column_name": "length",
     },
-    "the command (rloo train, rloo eval) says what to do": {
+    "the command (rloo train, rloo eval) decides what is done": {
         "do_train": False,
         "do_eval": False,
         "do_predict": False,
@@ -135,8 +133,8 @@ _REASONS: dict[str, dict[str, Any]] = {
     "off-policy correction is set by rollout_importance_sampling_mode": {
         "actor.use_decoupled_loss": False,
     },
-    "the ratio is to the policy that made the rollout; clipping one to the reference would stop "
-    "all learning at a fixed distance from it, which is what beta is for": {
+    "the ratio compares with the policy that sampled the rollout; clipping one that compares with "
+    "the reference would stop learning at a fixed distance from it, which is what beta is for": {
         "clip_ratio_against": ("old", "old_policy"),
     },
     "one rollout feeds steps_per_generation accumulation steps": {"actor.ppo_n_minibatches": 1},
@@ -152,7 +150,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # reason -> {option: its default in TRL or transformers}
 _IDLE: dict[str, dict[str, Any]] = {
-    "evaluation samples as much at once as memory allows": {"per_device_eval_batch_size": 8},
+    "evaluation samples as many completions at once as memory allows": {
+        "per_device_eval_batch_size": 8
+    },
     "completions are packed, not padded": {"pad_to_multiple_of": "auto"},
     "the engines keep their own caches": {"cache_implementation": None, "use_cache": False},
     "prompts are tokenised once, without loader workers": {
@@ -173,13 +173,13 @@ _IDLE: dict[str, dict[str, Any]] = {
         "ddp_backend": None,
         "ddp_timeout": 1800,
     },
-    "logits of all tokens never exist at once": {"use_liger_kernel": False},
-    "attention follows from the model (packing)": {"attn_implementation": None},
-    "micro-batches follow from memory": {
+    "the logits of all tokens are never in memory at once": {"use_liger_kernel": False},
+    "the model and packing decide how attention is computed": {"attn_implementation": None},
+    "micro-batches are sized to fit memory": {
         "torch_empty_cache_steps": None,
         "eval_accumulation_steps": None,
     },
-    "the console shows what matters": {
+    "console output has one level": {
         "log_level": "passive",
         "log_level_replica": "warning",
     },

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from rloo.config.aliases import resolve
@@ -57,8 +56,8 @@ def render_imported(system: str, found: Imported) -> str:
     defaults = RLOOConfig().to_dict() | preset_options(preset) | {"preset": None}
     unlike = {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in _in_order(found.options).items()
-        if value != defaults[name]
+        for name in option_types()
+        if name in found.options and (value := found.options[name]) != defaults[name]
     }
     name = IMPORTERS[system][0]
     lines = [f"# Imported from {name}. Options that are not here have the default of rloo."]
@@ -74,12 +73,6 @@ def render_imported(system: str, found: Imported) -> str:
             if left.reason == reason
         ]
     return "\n".join(lines) + "\n"
-
-
-def _in_order(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        field.name: options[field.name] for field in fields(RLOOConfig) if field.name in options
-    }
 
 
 def _show(value: Any) -> str:

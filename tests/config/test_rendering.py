@@ -1,0 +1,95 @@
+"""The options as `rloo config` prints them: tiers, subjects, help that stands alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from rloo.cli import main
+from rloo.config import options
+from rloo.config.aliases import ALIASES
+from rloo.config.config import RLOOConfig
+from rloo.config.reading import Subject
+from rloo.config.rendering import render_all, render_basic, render_option
+from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+
+# Another option is another thing to know: whoever changes these numbers says why.
+NUM_OPTIONS = 154
+NUM_BASIC = 25
+
+
+def heads(text: str) -> list[str]:
+    """The names at the beginning of a line, with their defaults."""
+    return re.findall(r"^([a-z]\w*) = ", text, re.MULTILINE)
+
+
+def section(text: str, subject: str) -> str:
+    return text.split(f"{subject.upper()}\n\n")[1].split("\n\n")[0]
+
+
+def test_the_number_of_options_and_of_basic_ones_is_known():
+    basic = [field.name for field in fields(RLOOConfig) if field.metadata["basic"]]
+    assert (len(fields(RLOOConfig)), len(basic)) == (NUM_OPTIONS, NUM_BASIC)
+    assert heads(render_basic()) == basic
+
+
+def test_every_option_has_one_subject_and_stands_under_it():
+    subjects = [value.name for value in vars(options).values() if isinstance(value, Subject)]
+    printed = render_all()
+    found = {subject: heads(section(printed, subject)) for subject in subjects}
+    named = [name for names in found.values() for name in names]
+    assert sorted(named) == sorted(field.name for field in fields(RLOOConfig))
+    for field in fields(RLOOConfig):
+        assert field.name in found[field.metadata["subject"]]
+
+
+def test_the_help_of_an_option_is_one_sentence_that_stands_alone():
+    for field in fields(RLOOConfig):
+        help = field.metadata["help"]
+        assert re.fullmatch(r"[A-Z4].{15,}\.", help) and ". " not in help, field.name
+        assert not re.match(r"(Its?|Of|By|As|In|That|This|Null|Such)\b", help), field.name
+        assert not re.search(r"\b(answers?|see next)\b", help), field.name
+        assert "%" not in help  # argparse reads it as a format
+
+
+def test_all_names_of_other_systems_are_listed():
+    words = set(re.split(r"[\s,;:]+", render_all()))
+    assert {*ALIASES, *REFUSED, *WITHOUT_EFFECT} <= words
+    for alias, (ours, system) in ALIASES.items():
+        explained = " ".join(str(render_option(alias)).split())
+        assert explained.startswith(f"{ours} = ") and f"{alias}" in explained
+        assert f"({system})" in explained
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_lines_are_no_wider_than_the_terminal(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = (render_basic() + render_all()).splitlines()
+    # What no blank divides is not broken.
+    assert all(len(line) <= columns or len(line.split()) == 1 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("beta", ["beta = 0.05 ", "Weight of the KL penalty", "kl_coef (TRL before 0.22"]),
+        ("kl_coef", ["beta = 0.05 "]),
+        ("warmup-ratio", ["warmup_steps = 0 "]),
+        ("output_dir", ["output_dir = rloo_output ", "TRL's default is null."]),
+        ("use_vllm", ["use_vllm = false ", "sampling with vLLM is not part"]),
+        ("loss_type", ["loss_type ", "the form of the loss is set by loss_aggregation"]),
+        ("log_level", ["log_level = passive ", "Accepted without effect"]),
+    ],
+)
+def test_one_option_is_explained_by_any_of_its_names(name, expected, capsys):
+    assert main(["config", name]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(expected[0])
+    assert all(part in " ".join(printed.split()) for part in expected[1:])
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(capsys):
+    assert main(["config", "betaa"]) == 2
+    assert "did you mean beta?" in capsys.readouterr().err
