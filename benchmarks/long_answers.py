@@ -86,9 +86,11 @@ def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
 def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) -> dict[str, Any]:
     """One update: predicted and measured peaks above weights, optimizer and reference in MiB, its
     seconds, the largest tensor and the sizes that it must stay below (elements)."""
-    from rloo.algorithm.advantages import credit
+    from rloo.algorithm.advantages import Terms, credit
     from rloo.algorithm.update import update
+    from rloo.config.batches import batches_of
     from rloo.config.config import RLOOConfig
+    from rloo.dist import make_world
     from rloo.model.memory import gradient_bytes, phase_peaks, predicted_peak_bytes
     from rloo.model.policy import Policy
 
@@ -109,10 +111,12 @@ def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) ->
         num_threads=threads,
         max_tokens_per_micro_batch=(NUM_GENERATIONS + 1) * tokens,  # the group in one pass
     )
-    policy = Policy(model, tokenizer, config, num_training_steps=10)
+    world = make_world(use_cpu=not cuda)
+    policy = Policy(model, tokenizer, config, device=world.device, num_training_steps=10)
+    terms = Terms(config, batches_of(config, world.size), config.beta)
 
     def step(some: list[Any]) -> None:
-        update(policy, some, credit(some, policy, config), config)
+        update(policy, some, credit(some, policy, terms), terms)
 
     # The optimizer's state comes with the first step, and is there in any case.
     step([replace(s, token_ids=s.token_ids[:8], engine_logprobs=[0.0] * 8) for s in samples])

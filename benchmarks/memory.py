@@ -20,8 +20,8 @@ import transformers
 from torch import Tensor, nn
 
 from rloo import RLOOConfig
+from rloo.dist import make_world
 from rloo.model.adapters import add_adapter, lora_config
-from rloo.model.forward import pick_device
 from rloo.model.loading import load_model
 from rloo.model.memory import (
     Mark,
@@ -129,13 +129,14 @@ def make_policy(folder: Path, options: dict[str, Any], *, critic: bool = False) 
     if critic and settings.get("use_peft"):
         settings |= {"lora_modules_to_save": ["lm_head"]}
     config = RLOOConfig(model=str(folder), **settings)
+    world = make_world(use_cpu=config.use_cpu)
     tokenizer: Any = _Tokenizer()
-    model: Any = load_model(config, tokenizer)[0]
+    model: Any = load_model(config, tokenizer, device=world.device)[0]
     if critic:
         model.lm_head = nn.Linear(model.config.hidden_size, 1, bias=False)
     if config.use_peft:
         model = add_adapter(model, lora_config(config))
-    return Policy(model, tokenizer, config, num_training_steps=10)
+    return Policy(model, tokenizer, config, device=world.device, num_training_steps=10)
 
 
 def policy_loss(policy: Policy, samples: Sequence[Sample]) -> Tensor:
@@ -192,7 +193,7 @@ def measure(
             for name in _updates(policy, other, samples, joint=critic == "joint"):
                 phase(name)
 
-    peaks = phase_peaks(pick_device(RLOOConfig(**options)), train)
+    peaks = phase_peaks(make_world(use_cpu=RLOOConfig(**options).use_cpu).device, train)
     second = len(names) - names[::-1].index("loading")
     found: dict[str, int] = {}
     for name, peak in zip(names[second:], peaks[second:], strict=False):

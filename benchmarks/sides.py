@@ -31,6 +31,7 @@ _PADDED_ROWS = 8
 def run_rloo(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:
     """Our trainer. To sample alone it is given rewards that hold no signal, so that nothing is
     updated."""
+    from rloo.config.batches import batches_of
     from rloo.config.config import RLOOConfig
     from rloo.run.trainer import RLOOTrainer
 
@@ -47,10 +48,12 @@ def run_rloo(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> N
         **settings,
     )
 
+    steps = batches_of(args, world_size=1).steps_per_rollout
+
     def phases() -> dict[str, float]:
         lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         total: dict[str, float] = defaultdict(float)
-        for line in lines[-args.steps_per_rollout() :]:
+        for line in lines[-steps:]:
             for name, value in json.loads(line).items():
                 if name.startswith("time/"):
                     total[name.removeprefix("time/")] += value
@@ -63,7 +66,7 @@ def run_rloo(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> N
         args=args,
         train_dataset=_rows(job),
         processing_class=tokenizer,
-        callbacks=[_make_turns(meter, args.steps_per_rollout(), phases)],
+        callbacks=[_make_turns(meter, steps, phases)],
         **_adapter(job),
     ).train()
 

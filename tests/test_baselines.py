@@ -46,6 +46,7 @@ from benchmarks.baselines.variance import (
     trace_variance,
 )
 from rloo.algorithm.objective import centred
+from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "baselines.md"
@@ -177,7 +178,7 @@ def test_arms_differ_in_the_estimator_alone(task):
     assert all(options == rest[0] for options in rest)
     for job in jobs:
         config = RLOOConfig(output_dir="unused", **job.options)
-        assert config.completions_per_step() == COMPLETIONS_PER_STEP
+        assert batches_of(config, 1).completions_per_step == COMPLETIONS_PER_STEP
         assert config.beta == BETA
 
 

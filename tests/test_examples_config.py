@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from text import make_tokenizer
 
 from rloo.cli import main
+from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
 
@@ -124,7 +125,7 @@ def test_every_name_and_range_of_the_hyperparameter_table_is_accepted(end):
     config = RLOOConfig(**given)
     for name, values in TABLE.items():
         assert getattr(config, values[2]) == given[name], name
-    assert config.completions_per_step() == given["train_batch_size"]
+    assert batches_of(config, 1).completions_per_step == given["train_batch_size"]
     assert config == parse_command_line([f"--{name}={value}" for name, value in given.items()])
 
 

@@ -16,6 +16,7 @@ import rloo
 from rloo import RLOOTrainer
 from rloo.algorithm import advantages as credit
 from rloo.cli import main
+from rloo.config.batches import batches_of
 from rloo.config.parsing import parse_command_line
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -183,7 +184,7 @@ def test_the_file_asks_for_what_it_promises():
     )
     assert (config.reward, config.reward_weights) == (["gsm8k", "gsm8k_format"], [1.0, 0.2])
     assert config.chat_template_kwargs == {"enable_thinking": False}
-    assert config.completions_per_step() == 256
+    assert batches_of(config, 1).completions_per_step == 256
 
 
 def test_most_groups_have_signal_and_advantages_are_not_zero(result):

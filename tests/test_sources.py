@@ -19,10 +19,20 @@ MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 
 # From low to high: a module imports from its own folder and from rows below, and nothing imports in
-# a circle. docs/architecture.md has the reasons.
-ROWS = ["config types", "data", "rewards", "model", "engines report", "algorithm", "run", "cli"]
+# a circle; imports that only a type checker sees count. docs/architecture.md has the reasons.
+ROWS = [
+    "types dist",
+    "config",
+    "data",
+    "rewards",
+    "model",
+    "engines report",
+    "algorithm",
+    "run",
+    "cli",
+]
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row.split()}
-# The package itself imports nothing when it is loaded.
+# The package itself imports nothing when it is loaded: what it exports is found when asked for.
 ROW_OF["rloo"] = -1
 
 OPTIONAL = ("peft", "vllm", "ray", "wandb", "trackio", "math_verify", "trl", "bitsandbytes")
@@ -87,9 +97,10 @@ def imported(node: ast.AST) -> list[str]:
 
 
 def own_imports(path: Path, modules: set[str]) -> set[str]:
-    """The package's modules that `path` imports, inside functions too."""
+    """The package's modules that `path` imports, inside functions and for type checkers too."""
     found = set()
-    for node in run_time_nodes(parse(path)):
+    is_package = path == SOURCE / "rloo" / "__init__.py"
+    for node in (run_time_nodes if is_package else ast.walk)(parse(path)):
         for name in imported(node):
             if name.split(".")[0] == "rloo":
                 found.add(name if name in modules else name.rpartition(".")[0])
@@ -127,7 +138,11 @@ def test_imports_go_from_low_to_high():
 
 
 def test_every_entry_of_the_package_has_a_row():
-    entries = {path.stem for path in (SOURCE / "rloo").iterdir() if path.name[0] not in "_p"}
+    entries = {path.stem for path in (SOURCE / "rloo").iterdir()} - {
+        "__init__",
+        "__pycache__",
+        "py",
+    }
     assert entries == set(ROW_OF) - {"rloo"}
 
 

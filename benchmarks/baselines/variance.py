@@ -24,11 +24,12 @@ from torch import Tensor
 from benchmarks.baselines.arms import PLAIN, Task
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm.advantages import credit
+from rloo.algorithm.advantages import Terms, credit
 from rloo.algorithm.rollout import score
 from rloo.algorithm.shaping import countable_samples
 from rloo.algorithm.train import Run
 from rloo.algorithm.update import micro_loss
+from rloo.config.batches import batches_of
 from rloo.engines.noise import noise_key
 from rloo.model.policy import Policy
 from rloo.types import Prompt, Sample
@@ -145,8 +146,9 @@ class Gradients:
     def _gradient(self, group: Sequence[Sample], config: RLOOConfig) -> Tensor:
         policy = self._policy
         samples = [replace(sample, key=(0, index)) for index, sample in enumerate(group)]
-        given = credit(samples, policy, config)
-        loss, _ = micro_loss(policy, policy.batch(samples), given, config, len(samples))
+        terms = Terms(config, batches_of(config, world_size=1), config.beta)
+        given = credit(samples, policy, terms)
+        loss, _ = micro_loss(policy, policy.batch(samples), given, terms, len(samples))
         found = torch.autograd.grad(-loss, policy.parameters)
         return torch.cat([g.flatten() for g in found])[self._chosen].double()
 

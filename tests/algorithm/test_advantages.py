@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models import make_samples
+from terms import terms_of
 from test_rollout import make_config, make_policy
 
 from rloo.algorithm.advantages import FirstPass, credit
@@ -79,7 +80,9 @@ def draw_samples(rng: random.Random) -> list:
 
 
 def gradient_of(policy, samples, given, config, record=None) -> torch.Tensor:
-    loss, _ = micro_loss(policy, policy.batch(samples), given, config, 12.0, record=record)
+    loss, _ = micro_loss(
+        policy, policy.batch(samples), given, terms_of(config), 12.0, record=record
+    )
     assert loss.isfinite()
     loss.backward()
     found = torch.cat([p.grad.flatten() for p in policy.parameters])
@@ -97,10 +100,10 @@ def test_credit_and_gradient_do_not_depend_on_how_they_are_computed(seed):
     rng = random.Random(seed)
     options, config = draw_config(rng)
     samples, policy = draw_samples(rng), make_policy(config)
-    before = credit(samples, policy, make_config(**options, **IN_PARTS))
+    before = credit(samples, policy, terms_of(make_config(**options, **IN_PARTS)))
     assert all(values.isfinite().all() for values in before.advantages.values())
     # From the update's own pass, where that suffices, or as far as rewards go.
-    given, record = credit(samples, policy, config), FirstPass()
+    given, record = credit(samples, policy, terms_of(config)), FirstPass()
     first = gradient_of(policy, samples, given, config, record)
     assert is_close(first, gradient_of(policy, samples, before, config))
     after = record.complete(given, {})
@@ -121,7 +124,7 @@ def test_micro_batches_below_a_group_add_up_to_the_whole():
         rng = random.Random(seed)
         options, config = draw_config(rng)
         samples, policy = draw_samples(rng), make_policy(config)
-        given = credit(samples, policy, make_config(**options, **IN_PARTS))
+        given = credit(samples, policy, terms_of(make_config(**options, **IN_PARTS)))
         whole = gradient_of(policy, samples, given, config)
         parts = [gradient_of(policy, [s], given, config) for s in samples]
         assert is_close(sum(parts), whole), options

@@ -3,16 +3,20 @@ from dataclasses import replace
 import pytest
 import torch
 from models import make_model, make_samples
+from terms import terms_of
 from text import make_tokenizer
 
 from rloo.algorithm.advantages import Credit, FirstPass, credit
 from rloo.algorithm.rollout import score
 from rloo.algorithm.shaping import countable_samples
 from rloo.algorithm.update import micro_loss, minibatches, update
+from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.model.policy import Policy
 from rloo.rewards import RewardSet
 from rloo.types import Completion, Group, Prompt
+
+CPU = torch.device("cpu")
 
 
 def make_config(**options) -> RLOOConfig:
@@ -27,7 +31,13 @@ def make_config(**options) -> RLOOConfig:
 
 
 def make_policy(config: RLOOConfig) -> Policy:
-    policy = Policy(make_model("llama"), make_tokenizer(), config, num_training_steps=4)
+    policy = Policy(
+        make_model("llama"),
+        make_tokenizer(),
+        config,
+        device=CPU,
+        num_training_steps=4,
+    )
     if policy.reference.model is not None:
         torch.manual_seed(1)
         for parameter in policy.reference.model.parameters():
@@ -109,13 +119,13 @@ def by_hand(samples, config, policy) -> dict:
 def test_stored_credit_equals_the_definition(options):
     config = make_config(beta=0.5, **options)
     policy, samples = make_policy(config), make_samples()
-    given = credit(samples, policy, config)
+    given = credit(samples, policy, terms_of(config))
     assert given.advantages == pytest.approx(by_hand(samples, config, policy), abs=1e-4)
 
 
 def gradient_of(policy, samples, given, config) -> dict:
     policy.model.zero_grad()
-    loss, _ = micro_loss(policy, policy.batch(samples), given, config, denominator=3.0)
+    loss, _ = micro_loss(policy, policy.batch(samples), given, terms_of(config), denominator=3.0)
     loss.backward()
     return {n: p.grad.clone() for n, p in policy.model.named_parameters()}
 
@@ -126,7 +136,7 @@ def test_one_pass_and_stored_credit_have_the_same_gradient():
     for parts in (1, 3):
         config = make_config(beta=0.5, steps_per_generation=parts)
         policy = make_policy(config)
-        given = credit(samples, policy, config)
+        given = credit(samples, policy, terms_of(config))
         assert (given.advantages is None) == (parts == 1)
         results.append(gradient_of(policy, samples, given, config))
     for name, gradient in results[0].items():
@@ -138,10 +148,12 @@ def test_the_first_step_on_a_whole_rollout_leaves_what_a_pass_before_it_would(be
     samples = make_samples()
     config = make_config(beta=beta, num_iterations=2)
     policy = make_policy(config)
-    before = credit(samples, policy, make_config(beta=beta, steps_per_generation=3))
+    before = credit(samples, policy, terms_of(make_config(beta=beta, steps_per_generation=3)))
     record = FirstPass()
 
-    metrics = update(policy, samples, credit(samples, policy, config), config, record=record)
+    metrics = update(
+        policy, samples, credit(samples, policy, terms_of(config)), terms_of(config), record=record
+    )
 
     after = record.complete(Credit(None, None), metrics)
     for key, value in before.advantages.items():
@@ -157,7 +169,7 @@ def test_without_a_penalty_no_pass_is_made_for_credit():
     config = make_config(beta=0.0)
     policy = make_policy(config)
     policy.logprobs = None
-    given = credit(make_samples(), policy, config)
+    given = credit(make_samples(), policy, terms_of(config))
     assert given.old_logprobs is None
     assert abs(sum(given.advantages.values()).item()) < 1e-12
 
@@ -169,7 +181,7 @@ def test_truncated_completions_leave_the_gradient_but_not_the_baseline(parts):
     config = make_config(beta=0.5, mask_truncated_completions=True, steps_per_generation=parts)
     policy = make_policy(config)
     expected = by_hand(cut, config, policy)
-    gradient = gradient_of(policy, cut, credit(cut, policy, config), config)
+    gradient = gradient_of(policy, cut, credit(cut, policy, terms_of(config)), config)
     policy.model.zero_grad()
     total = 0.0
     for sample in cut:
@@ -184,7 +196,10 @@ def test_truncated_completions_leave_the_gradient_but_not_the_baseline(parts):
 def test_optimizer_steps_are_cut_by_place_whatever_is_missing():
     config = make_config(num_prompts=1, steps_per_generation=3, num_iterations=2)
     samples = [s for s in make_samples(3, 4) if s.key != (1, 2)]
-    parts = [[s.key for s in part] for part in minibatches(samples, config)]
+    parts = [
+        [s.key for s in part]
+        for part in minibatches(samples, config, batches_of(config, world_size=1))
+    ]
     assert parts[0] == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert parts[1] == [(1, 0), (1, 1), (1, 3)]
     assert parts[2] == [(2, 0), (2, 1), (2, 2), (2, 3)]
@@ -203,7 +218,7 @@ def test_the_denominator_counts_completions_without_signal():
         config = make_config(beta=0.0, optim="sgd", learning_rate=1.0, max_grad_norm=0)
         policy = make_policy(config)
         before = torch.cat([p.detach().flatten() for p in policy.parameters])
-        update(policy, batch, credit(batch, policy, config), config)
+        update(policy, batch, credit(batch, policy, terms_of(config)), terms_of(config))
         moved.append(torch.cat([p.detach().flatten() for p in policy.parameters]) - before)
     assert moved[0].norm() > 1e-3
     assert torch.allclose(moved[1], moved[0] / 2, atol=1e-6)

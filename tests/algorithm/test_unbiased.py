@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from terms import terms_of
 from torch import Tensor
 
 from rloo.algorithm import objective
-from rloo.algorithm.advantages import Credit, batch_advantages, kl_in_reward
+from rloo.algorithm.advantages import Credit, batch_advantages
 from rloo.algorithm.update import micro_loss
 from rloo.config.config import RLOOConfig
 from rloo.model.logprobs import TokenScores
@@ -68,8 +69,8 @@ def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ..
         reference_logprobs=lambda _: reference,
     )
     known = None
-    if not kl_in_reward(config):
-        values = batch_advantages(batch, logprobs, logprobs.detach(), config)
+    if not terms_of(config).kl_in_reward:
+        values = batch_advantages(batch, logprobs, logprobs.detach(), terms_of(config))
         sizes = batch.lengths if config.importance_sampling_level == "token" else 1
         known = dict(zip(batch.keys, values.split(sizes), strict=True))
     denominator = objective.loss_denominator(
@@ -78,7 +79,7 @@ def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ..
         num_tokens=len(logprobs),
         constant=config.loss_constant,
     )
-    return micro_loss(policy, batch, Credit(known, None), config, denominator)[0]
+    return micro_loss(policy, batch, Credit(known, None), terms_of(config), denominator)[0]
 
 
 def form(**options) -> RLOOConfig:

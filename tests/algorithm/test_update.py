@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models import VOCAB_SIZE, make_samples
+from terms import terms_of
 from test_rollout import make_config, make_policy
 
 from rloo.algorithm.advantages import Credit, credit
@@ -37,9 +38,11 @@ def assert_same(first, second) -> None:
 def test_the_entropy_bonus_has_the_gradient_of_the_mean_entropy(aggregation):
     config = make_config(beta=0.0, entropy_coef=0.3, temperature=0.7, loss_aggregation=aggregation)
     policy, samples = make_policy(config), [replace(s, reward=1.0) for s in make_samples()]
-    given = credit(samples, policy, config)
+    given = credit(samples, policy, terms_of(config))
     assert not any(given.has_signal(s.key) for s in samples)
-    micro_loss(policy, policy.batch(samples), given, config, denominator=12.0)[0].backward()
+    micro_loss(policy, policy.batch(samples), given, terms_of(config), denominator=12.0)[
+        0
+    ].backward()
     found = gradients(policy)
     logprobs, lengths, _ = own_logits(policy, samples)
     entropies = (-(logprobs.exp() * logprobs).sum(-1)).split(lengths)
@@ -70,7 +73,9 @@ def test_kl_in_the_loss_has_the_gradient_of_its_estimate(corrected):
     )
     policy, samples = make_policy(config), [replace(s, reward=1.0) for s in make_samples()]
     batch = policy.batch(samples)
-    loss, sums = micro_loss(policy, batch, credit(samples, policy, config), config, 12.0)
+    loss, sums = micro_loss(
+        policy, batch, credit(samples, policy, terms_of(config)), terms_of(config), 12.0
+    )
     loss.backward()
     found = gradients(policy)
     logprobs, _, targets = own_logits(policy, samples)
@@ -96,8 +101,8 @@ def test_masked_completions_have_neither_kl_nor_entropy_in_the_loss():
     samples = [replace(s, reward=1.0, truncated=s.key[1] == 0) for s in make_samples()]
 
     def gradient_of(chosen):
-        given = credit(samples, policy, config)
-        micro_loss(policy, policy.batch(chosen), given, config, 12.0)[0].backward()
+        given = credit(samples, policy, terms_of(config))
+        micro_loss(policy, policy.batch(chosen), given, terms_of(config), 12.0)[0].backward()
         return gradients(policy)
 
     assert_same(gradient_of(samples), gradient_of([s for s in samples if not s.truncated]))
@@ -122,8 +127,10 @@ def test_the_decoupled_objective_weighs_tokens_by_trainer_over_sampler():
         replace(s, sampling_logprobs=part.tolist())
         for s, part in zip(samples, sampler, strict=True)
     ]
-    given = credit(samples, policy, config)
-    loss, sums = micro_loss(policy, policy.batch(samples), given, config, float(len(chosen)))
+    given = credit(samples, policy, terms_of(config))
+    loss, sums = micro_loss(
+        policy, policy.batch(samples), given, terms_of(config), float(len(chosen))
+    )
     loss.backward()
     found = gradients(policy)
     weights = torch.exp(-shift)
@@ -140,7 +147,9 @@ def test_unscored_completions_count_in_the_mean_only_where_asked():
     for counted in (False, True):
         config = make_config(beta=0.0, count_unscored=counted)
         policy = make_policy(config)
-        losses[counted] = update(policy, samples, credit(samples, policy, config), config)["loss"]
+        losses[counted] = update(
+            policy, samples, credit(samples, policy, terms_of(config)), terms_of(config)
+        )["loss"]
     assert losses[True] == pytest.approx(losses[False] * 6 / 12)
 
 
@@ -149,8 +158,8 @@ def test_completions_without_signal_are_computed_where_another_term_needs_them()
     for options, share in (({}, 0.0), ({"entropy_coef": 0.1}, 1.0)):
         config = make_config(beta=0.0, **options)
         policy = make_policy(config)
-        given = credit(samples, policy, config)
-        assert update(policy, samples, given, config)["update/computed_share"] == share
+        given = credit(samples, policy, terms_of(config))
+        assert update(policy, samples, given, terms_of(config))["update/computed_share"] == share
 
 
 def test_token_credit_is_the_same_from_the_update_s_own_pass_and_from_one_before():
@@ -158,10 +167,10 @@ def test_token_credit_is_the_same_from_the_update_s_own_pass_and_from_one_before
     samples = make_samples()
     before, config = make_config(**options, steps_per_generation=3), make_config(**options)
     policy = make_policy(config)
-    stored = credit(samples, policy, before)
-    assert credit(samples, policy, config) == Credit(None, None)
+    stored = credit(samples, policy, terms_of(before))
+    assert credit(samples, policy, terms_of(config)) == Credit(None, None)
     losses = [
-        micro_loss(policy, policy.batch(samples), given, config, 10.0)[0]
+        micro_loss(policy, policy.batch(samples), given, terms_of(config), 10.0)[0]
         for given in (stored, Credit(None, None))
     ]
     found = []

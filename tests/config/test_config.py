@@ -11,6 +11,7 @@ import pytest
 
 from rloo.config.aliases import ALIASES, CONVERSIONS
 from rloo.config.arguments import to_training_arguments
+from rloo.config.batches import batches_of
 from rloo.config.checks import RANGES
 from rloo.config.config import DEVIATIONS, RLOOConfig, option_types, resolve_interval
 from rloo.config.rendering import default_of, render_options
@@ -189,14 +190,15 @@ def test_refused_options_are_accepted_and_readable_at_their_default():
 )  # fmt: skip
 def test_batch_arithmetic(options, prompts, completions, steps):
     config = RLOOConfig(**options)
-    assert config.prompts_per_rollout() == prompts
-    assert config.completions_per_step() == completions
-    assert config.steps_per_rollout() == steps
+    batches = batches_of(config, world_size=1)
+    assert batches.prompts_per_rollout == prompts
+    assert batches.completions_per_step == completions
+    assert batches.steps_per_rollout == steps
 
 
 def test_processes_multiply_batch_sizes_but_not_num_prompts():
-    assert RLOOConfig().completions_per_step(4) == 32
-    assert RLOOConfig(num_prompts=8).completions_per_step(4) == 16
+    assert batches_of(RLOOConfig(), 4).completions_per_step == 32
+    assert batches_of(RLOOConfig(num_prompts=8), 4).completions_per_step == 16
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,8 @@ def test_options_are_changed_by_assignment_until_a_trainer_has_them():
     config.per_device_train_batch_size = 16
     config.model_init_kwargs = {"revision": "main"}
     config.kl_coef = "0.2"
-    assert (config.num_generations, config.beta, config.prompts_per_rollout()) == (8, 0.2, 2)
+    assert (config.num_generations, config.beta) == (8, 0.2)
+    assert batches_of(config, 1).prompts_per_rollout == 2
     for name, value, expected in (
         ("max_step", 3, "unknown option max_step; did you mean max_steps"),
         ("max_steps", "many", "max_steps is 'many'"),

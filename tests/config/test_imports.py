@@ -12,6 +12,7 @@ import yaml
 
 from rloo.algorithm import advantages as credit
 from rloo.cli import main
+from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.imports import import_config, render_imported
 from rloo.config.imports.command_line import parse_script
@@ -194,7 +195,8 @@ def test_what_an_areal_file_leaves_out_has_areal_s_default(tmp_path):
     assert (config.num_generations, config.max_completion_length) == (1, 16384)
     assert (config.mean_level, config.seed, config.gradient_checkpointing) == ("none", 1, False)
     # Four minibatches of a batch of 8 prompts: four steps of 2 prompts.
-    assert (config.num_prompts, config.prompts_per_rollout(), config.steps_per_rollout()) == (
+    batches = batches_of(config, 1)
+    assert (config.num_prompts, batches.prompts_per_rollout, batches.steps_per_rollout) == (
         2,
         8,
         4,
@@ -359,7 +361,7 @@ def test_ms_swift_s_example_has_its_objective_and_the_batch_of_all_its_processes
     expected = {**preset_options("ms_swift"), "beta": 0.001, "epsilon": 3e-4, "epsilon_high": 4e-4}
     assert objective_of(found) == expected
     config = RLOOConfig(**found.options)
-    assert config.completions_per_step() == 2 * 4 * 8
+    assert batches_of(config, 1).completions_per_step == 2 * 4 * 8
     assert (config.num_generations, config.temperature, config.learning_rate) == (16, 1.0, 1e-6)
     assert (config.use_peft, config.lora_r, config.lora_target_modules) == (True, 8, "all-linear")
     assert (config.weight_decay, config.adam_beta2) == (0.1, 0.95)
@@ -379,7 +381,7 @@ def test_what_a_command_line_leaves_out_has_ms_swift_s_default():
         512,
     )
     assert (config.learning_rate, config.use_peft) == (1e-5, False)
-    assert config.completions_per_step() == 16
+    assert batches_of(config, 1).completions_per_step == 16
     assert (config.logging_steps, config.logging_first_step) == (5, True)
     assert config.overlong_prompts == "left"
     assert RLOOConfig(**swift().options).learning_rate == 1e-4

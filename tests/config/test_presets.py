@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from terms import terms_of
 from test_unbiased import PRESET_FORMS
 
 from rloo.algorithm.advantages import advantages, token_penalty
@@ -130,8 +131,12 @@ def test_a_whole_completion_s_kl_comes_off_each_of_its_tokens_after_a_baseline_o
 
 def test_the_penalty_of_a_token_is_bounded_where_the_preset_says_so():
     policy, reference = torch.tensor([0.0]), torch.tensor([-50.0])
-    assert token_penalty(policy, reference, form("openrlhf")).tolist() == pytest.approx([0.1])
-    assert token_penalty(policy, reference, form("paper")).tolist() == pytest.approx([2.5])
+    assert token_penalty(policy, reference, terms_of(form("openrlhf"))).tolist() == pytest.approx(
+        [0.1]
+    )
+    assert token_penalty(policy, reference, terms_of(form("paper"))).tolist() == pytest.approx(
+        [2.5]
+    )
 
 
 def test_an_option_beside_a_preset_wins_and_the_resolved_file_reads_back():

@@ -19,6 +19,8 @@ from rloo.report.console import as_string
 from rloo.rewards.model import as_reward
 from rloo.types import Completion, Prompt, Sample, Sampling, text_of
 
+CPU = torch.device("cpu")
+
 SAMPLING = Sampling(max_tokens=6, stop_token_ids=(2,), temperature=0.8)
 TEXTS = ["what is it?", "and these?", "nothing here", "one more"]
 # None, one or several images, of sizes that the processors treat differently.
@@ -89,7 +91,13 @@ def make_config(folder: Path, **options) -> RLOOConfig:
 
 def make_policy(family: str, folder: Path, **options) -> Policy:
     config = make_config(folder, **options)
-    return Policy(make_model(family), make_processor(family), config, num_training_steps=2)
+    return Policy(
+        make_model(family),
+        make_processor(family),
+        config,
+        device=CPU,
+        num_training_steps=2,
+    )
 
 
 def make_samples(prompts, sampled) -> list[Sample]:

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import make_model, make_samples
+from terms import terms_of
 from test_train import ROWS, count_words, metrics_of
 from text import make_tokenizer
 
@@ -11,6 +12,8 @@ from rloo.algorithm.advantages import Credit
 from rloo.algorithm.update import update
 from rloo.model.batch import pack, pad
 from rloo.model.policy import Policy
+
+CPU = torch.device("cpu")
 
 EXPERTS = ["qwen3_moe", "gpt_oss"]
 
@@ -33,7 +36,13 @@ def make_config(folder: Path, **options) -> RLOOConfig:
 
 def make_policy(name: str, folder: Path, model=None, **options) -> Policy:
     model = model or make_skewed(name)
-    return Policy(model, make_tokenizer(), make_config(folder, **options), num_training_steps=4)
+    return Policy(
+        model,
+        make_tokenizer(),
+        make_config(folder, **options),
+        device=CPU,
+        num_training_steps=4,
+    )
 
 
 def make_skewed(name: str):
@@ -146,7 +155,7 @@ def step(name, folder, coefficient, *, max_tokens=10000, learning_rate=1e-2):
         optim="sgd",
     )
     start = {key: p.detach().clone() for key, p in policy.model.named_parameters()}
-    metrics = update(policy, samples, credit_of(samples), policy.config)
+    metrics = update(policy, samples, credit_of(samples), terms_of(policy.config))
     change = {key: p.detach() - start[key] for key, p in policy.model.named_parameters()}
     return metrics, change
 

@@ -278,7 +278,7 @@ def test_where_not_even_one_completion_fits_the_knobs_are_named(monkeypatch):
 
 def lower_to_half(monkeypatch, trainer) -> None:
     """Leave memory for about half of the largest micro-batch."""
-    workload = budget.workload_of(trainer._source, trainer.args)
+    workload = budget.workload_of(trainer._source, trainer.args, trainer.batches)
     provide(monkeypatch, share_of_largest(trainer.policy, workload, 0.5))
 
 

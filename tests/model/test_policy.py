@@ -19,7 +19,7 @@ def make_policy(model, **options) -> Policy:
     defaults = {"bf16": False, "beta": 0.0, "gradient_checkpointing": False, "use_cpu": True}
     config = RLOOConfig(**{**defaults, "temperature": TEMPERATURE, **options})
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2)
-    return Policy(model, tokenizer, config, num_training_steps=10)
+    return Policy(model, tokenizer, config, device=torch.device("cpu"), num_training_steps=10)
 
 
 def weights_of(count: int) -> torch.Tensor:
@@ -285,7 +285,7 @@ def test_every_stop_token_of_tokenizer_and_model_counts():
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
     make_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no tokenizer that can be loaded"):
-        load_model(RLOOConfig(model=str(tmp_path)))
+        load_model(RLOOConfig(model=str(tmp_path)), device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd"])

@@ -74,7 +74,9 @@ def folder(tmp_path_factory) -> Path:
 def load_few_bits(folder: Path, kind: str = "nf4", name: str = "qwen3"):
     config = RLOOConfig(model=str(folder / name), use_cpu=True)
     given = BitsAndBytesConfig(**KINDS[kind])
-    return load_model(config, make_tokenizer(), quantization_config=given)[0]
+    return load_model(
+        config, make_tokenizer(), device=torch.device("cpu"), quantization_config=given
+    )[0]
 
 
 def make_pair(folder: Path, kind: str, **lora):

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass
 
 import torch
+from terms import terms_of
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -140,12 +141,14 @@ def ours(rollout: Rollout, **options) -> Result:
     )
     policy = GivenPolicy(rollout)
     samples = countable_samples(_groups(rollout), config)
-    given = credit(samples, policy, config)
+    given = credit(samples, policy, terms_of(config))
     if given.old_logprobs is None:
         record = FirstPass()
-        given = record.complete(given, update(policy, samples, given, config, record=record))
+        given = record.complete(
+            given, update(policy, samples, given, terms_of(config), record=record)
+        )
     policy.current = policy.now
-    metrics = update(policy, samples, given, config)
+    metrics = update(policy, samples, given, terms_of(config))
     advantages = []
     for key, row in policy.rows.items():
         values = given.advantages[key].double()

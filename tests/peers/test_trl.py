@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from models import VOCAB_SIZE, make_model
+from terms import terms_of
 from text import make_tokenizer
 
 from rloo.algorithm import objective
@@ -16,6 +17,8 @@ from rloo.algorithm.update import micro_loss
 from rloo.config.config import RLOOConfig
 from rloo.model.policy import Policy
 from rloo.types import Completion, Group, Prompt
+
+CPU = torch.device("cpu")
 
 pytestmark = [
     pytest.mark.peers,
@@ -122,7 +125,7 @@ def judge(model, rollout, change, **options):
         num_iterations=2,  # "old" is what the first pass saw
         **options,
     )
-    policy = Policy(model, make_tokenizer(), config, num_training_steps=1)
+    policy = Policy(model, make_tokenizer(), config, device=CPU, num_training_steps=1)
     change(policy, 2)
     groups = []
     for number in range(PROMPTS):
@@ -141,7 +144,7 @@ def judge(model, rollout, change, **options):
             )
         )
     samples = countable_samples(groups, config)
-    given, record = credit(samples, policy, config), FirstPass()
+    given, record = credit(samples, policy, terms_of(config)), FirstPass()
     if given.old_logprobs is None:
         _, parts = micro_loss(
             policy, policy.batch(samples), given, config, denominator=1.0, record=record
@@ -155,7 +158,7 @@ def judge(model, rollout, change, **options):
         num_tokens=sum(map(len, completions)),
         constant=config.loss_constant,
     )
-    loss, _ = micro_loss(policy, batch, given, config, denominator=denominator)
+    loss, _ = micro_loss(policy, batch, given, terms_of(config), denominator=denominator)
     loss.backward()
     advantages = torch.zeros(len(completions), dtype=torch.float64)
     for (group, index), value in given.advantages.items():

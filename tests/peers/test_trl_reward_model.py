@@ -1,6 +1,7 @@
 """TRL's RLOOTrainer and ours score the same texts with the same reward models."""
 
 import pytest
+import torch
 import transformers
 from datasets import Dataset
 from models import make_model
@@ -20,6 +21,8 @@ pytestmark = [
     pytest.mark.peers,
     pytest.mark.filterwarnings("default"),  # TRL and accelerate warn about each other
 ]
+
+CPU = torch.device("cpu")
 
 
 def theirs(tmp_path, rewards, tokenizers, prompts, completions):
@@ -73,7 +76,7 @@ def test_scores_and_names_are_trls(tmp_path, conversational, pad):
         tmp_path, [str(folder), load_other()], tokenizers(), prompts, completions
     )
     config = RLOOConfig(chat_template_kwargs={"mood": "w40"}, reward_weights=[2.0, 0.5])
-    ours = make_rewards([str(folder), load_other()], config, tokenizers())
+    ours = make_rewards([str(folder), load_other()], config, tokenizers(), device=CPU)
     scores = ours.score(prompts, completions, [[1]] * len(joined()), {}, None)
     assert ours.names == names == ["tiny-rm", "other"]
     for name, values in zip(names, expected, strict=True):

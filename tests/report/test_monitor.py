@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.formula import objective_line
 from rloo.report import console, monitor
@@ -182,12 +183,14 @@ def make_accuracy(value, low, high, **others):
     ],
 )
 def test_the_formula_shows_what_acts_and_nothing_else(options, expected):
-    assert objective_line(make_config(**options)) == expected
+    config = make_config(**options)
+    assert objective_line(config, batches_of(config, world_size=1)) == expected
 
 
 def test_the_header_is_one_line_a_fact(tmp_path):
     watcher, screen = make_monitor(tmp_path, bf16=False, beta=0.0)
-    watcher.start({"model": "tiny", "parameters": 1893120, "rewards": ["a", "b"], "packing": True})
+    info = {"model": "tiny", "parameters": 1893120, "rewards": ["a", "b"], "packing": True}
+    watcher.start(info, batches_of(watcher.config, world_size=1))
     assert shown(screen).splitlines()[:6] == [
         "model       tiny",
         "parameters  1,893,120",

@@ -26,6 +26,8 @@ from rloo.types import Completion, Prompt, Sampling
 PROMPTS = ["w1 w2", "w3", "w4 w5 w6", "w7", "w1"]
 COMPLETIONS = [" w8", " w9 w10 w11 w12", " w2", " w13 w2", " w20 w21 w22 w23 w24 w25 w26"]
 
+CPU = torch.device("cpu")
+
 
 def make_reward_tokenizer(**special):
     """Words in another order than the policy's, its padding at the end, and another template."""
@@ -237,7 +239,7 @@ def test_an_object_with_get_rewards_is_a_reward():
         def get_rewards(self, texts, answers):
             return torch.tensor([float(len(t + a)) for t, a in zip(texts, answers, strict=True)])
 
-    rewards = make_rewards(Judge(), RLOOConfig())
+    rewards = make_rewards(Judge(), RLOOConfig(), device=CPU)
     scores = rewards.score(["p", "qq"], ["a", "b"], [[1], [2]], {}, None)
     assert rewards.names == ["Judge"] and scores.totals == [2.0, 3.0]
 
@@ -252,7 +254,7 @@ def test_a_model_named_in_a_file_is_found_beside_it_with_its_options(folder, tmp
         folder,
         "gsm8k",
     ]
-    assert make_rewards(None, config).names == ["tiny-rm", "tiny-rm_2", "gsm8k_reward"]
+    assert make_rewards(None, config, device=CPU).names == ["tiny-rm", "tiny-rm_2", "gsm8k_reward"]
 
 
 def short(completions):
@@ -262,7 +264,8 @@ def short(completions):
 def test_models_and_functions_are_mixed_and_weighted(folder):
     module = make_reward_model(seed=6)
     config = RLOOConfig(reward_weights=[2.0, 1.0, 0.5])
-    rewards = make_rewards([folder, short, module], config, [None, None, make_reward_tokenizer()])
+    tokenizers = [None, None, make_reward_tokenizer()]
+    rewards = make_rewards([folder, short, module], config, tokenizers, device=CPU)
     assert rewards.names == ["tiny-rm", "short", "LlamaForSequenceClassification"]
     scores = rewards.score(PROMPTS, COMPLETIONS, [[1]] * 5, {}, None)
     first = alone(make_reward_model(), make_reward_tokenizer(), joined())
@@ -276,12 +279,12 @@ def test_models_and_functions_are_mixed_and_weighted(folder):
 def test_tokenizers_must_be_one_per_reward(folder):
     two = [folder, make_reward_model()]
     with pytest.raises(ValueError, match=r"1 reward_processing_classes and 2 .* must match"):
-        make_rewards(two, RLOOConfig(), make_reward_tokenizer())
+        make_rewards(two, RLOOConfig(), make_reward_tokenizer(), device=CPU)
     with pytest.raises(ValueError, match=r"3 reward_processing_classes and 2 .* must match"):
-        make_rewards(two, RLOOConfig(), [None] * 3)
+        make_rewards(two, RLOOConfig(), [None] * 3, device=CPU)
     with pytest.warns(UserWarning, match=r"function short .* has no effect: that is no reward mod"):
-        make_rewards(short, RLOOConfig(), make_reward_tokenizer())
-    single = make_rewards(make_reward_model(), RLOOConfig(), make_reward_tokenizer())
+        make_rewards(short, RLOOConfig(), make_reward_tokenizer(), device=CPU)
+    single = make_rewards(make_reward_model(), RLOOConfig(), make_reward_tokenizer(), device=CPU)
     scores = single.score(["w1"], [" w2"], [[1]], {}, None)
     assert scores.totals == pytest.approx(
         alone(make_reward_model(), make_reward_tokenizer(), ["w1 w2"]), abs=1e-5
@@ -335,7 +338,7 @@ class Fixed:
 
 
 def test_evaluation_does_not_move_the_running_scale(folder):
-    rewards = make_rewards({"name": folder, "normalize": True}, RLOOConfig())
+    rewards = make_rewards({"name": folder, "normalize": True}, RLOOConfig(), device=CPU)
     rewards.score(["w1", "w2"], [" w1", " w3"], [[1]] * 2, {}, None)
     before = rewards.state_dict()
     report, _ = evaluate(

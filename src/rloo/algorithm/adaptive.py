@@ -6,7 +6,7 @@ Plain numbers with a state that goes into checkpoints. Knows nothing of tensors 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -35,10 +35,6 @@ class Adaptive:
         """Go on from what `state_dict` returned."""
         self.beta, self.decayed_mean = state["beta"], state["decayed_mean"]
         self.past.load_state_dict(state["past"])
-
-    def apply(self, config: RLOOConfig) -> RLOOConfig:
-        """`config` as it holds for the next rollout."""
-        return config if config.kl_target is None else replace(config, beta=self.beta)
 
     def see_rewards(self, rewards: Sequence[float], decay: float) -> None:
         """Take a rollout's rewards into the past; afterwards, so that no reward is part of its own

@@ -14,12 +14,33 @@ import torch
 from torch import Tensor
 
 from rloo.algorithm import objective
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, exceeds, split
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
 Key = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the loss of a rollout is made of: the options, the batch arithmetic, and `beta`, the KL
+    coefficient as it is now (`kl_target` moves it)."""
+
+    config: RLOOConfig
+    batches: Batches
+    beta: float
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether advantages depend on the reference."""
+        return self.beta != 0 and self.config.kl_placement != "loss"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the loss has a KL term of its own."""
+        return self.beta != 0 and self.config.kl_placement == "loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +84,7 @@ class FirstPass:
         return Credit(advantages, self.old_logprobs, stats)
 
 
-def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Credit:
+def credit(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
     """Advantages and old log-probs, as far as they must be known before the first step.
 
     Without a KL penalty in the reward advantages follow from the rewards alone. With one, they need
@@ -72,8 +93,8 @@ def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Cre
     """
     if not samples:
         return Credit({}, {})
-    in_parts = config.steps_per_rollout() > config.num_iterations
-    if not kl_in_reward(config) and not in_parts:
+    config, in_parts = terms.config, terms.batches.parts_per_rollout > 1
+    if not terms.kl_in_reward and not in_parts:
         return Credit(_sample_advantages(samples, {}, config), None)
     needs_pass = (
         in_parts
@@ -89,44 +110,39 @@ def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Cre
         batch = policy.batch(part)
         logprobs = policy.score(batch)
         old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
-        if kl_in_reward(config):
+        if terms.kl_in_reward:
             reference = policy.reference_logprobs(batch)
             total += (logprobs - reference).sum().item()
-            penalty = token_penalty(logprobs, reference, config).cpu()
+            penalty = token_penalty(logprobs, reference, terms).cpu()
             penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
     stats = {}
-    if kl_in_reward(config):
+    if terms.kl_in_reward:
         num_tokens = sum(len(s.token_ids) for s in samples)
         stats = {"kl": total / num_tokens, "kl/sequence": total / len(samples)}
     return Credit(_sample_advantages(samples, penalties, config), old, stats)
 
 
-def kl_in_reward(config: RLOOConfig) -> bool:
-    """Whether advantages depend on the reference."""
-    return config.beta != 0 and config.kl_placement != "loss"
-
-
 def batch_advantages(
-    batch: MicroBatch, logprobs: Tensor, reference: Tensor, config: RLOOConfig
+    batch: MicroBatch, logprobs: Tensor, reference: Tensor, terms: Terms
 ) -> Tensor:
     """Advantages of a micro-batch of whole groups from its own forward pass: (N,), or (T,) with
     token ratios."""
-    penalty = token_penalty(logprobs, reference, config)
+    penalty = token_penalty(logprobs, reference, terms)
     values = advantages(
-        batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N, config
+        batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N, terms.config
     )
     return values.to(logprobs.dtype)
 
 
-def token_penalty(logprobs: Tensor, reference: Tensor, config: RLOOConfig) -> Tensor:
+def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
     """What each token pays: beta times its KL estimate, (T,), float64, detached."""
     estimate = objective.kl_estimate(
         logprobs.detach().double(),
         reference.double(),
-        estimator=config.kl_estimator[:2],
-        clip=config.kl_clip,
+        estimator=terms.config.kl_estimator[:2],
+        clip=terms.config.kl_clip,
     )
-    return config.beta * estimate
+    return terms.beta * estimate
 
 
 def _sample_advantages(

@@ -18,11 +18,12 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from rloo.algorithm.adaptive import Adaptive
-from rloo.algorithm.advantages import Credit, FirstPass, credit
+from rloo.algorithm.advantages import Credit, FirstPass, Terms, credit
 from rloo.algorithm.interrupts import uninterrupted
 from rloo.algorithm.rollout import score
 from rloo.algorithm.shaping import countable_samples, shaped_rewards
 from rloo.algorithm.update import minibatches, update
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.data.stream import Prompts
 from rloo.engines.noise import noise_key
@@ -54,6 +55,7 @@ class Run:
     """
 
     config: RLOOConfig
+    batches: Batches
     policy: Policy
     engine: Engine
     prompts: Prompts
@@ -84,6 +86,11 @@ class Run:
     def is_over(self) -> bool:
         """All steps are made, or a callback asked to stop."""
         return self.state.global_step >= self.state.max_steps or self.control.should_training_stop
+
+    @property
+    def terms(self) -> Terms:
+        """What the loss is made of now."""
+        return Terms(self.config, self.batches, self.adaptive.beta)
 
     def position(self) -> dict[str, Any]:
         """Where the data stands, and what the rewards have learned from it."""
@@ -118,7 +125,7 @@ def rehearse(run: Run) -> None:
         return
     run.engine.load(policy.weights())  # its copy of the weights takes memory as well
     try:
-        fit = fitting_budget(policy, workload_of(run.prompts, run.config))
+        fit = fitting_budget(policy, workload_of(run.prompts, run.config, run.batches))
     except (TypeError, RuntimeError) as error:
         # What a packed forward may raise is judged when it is compared with the padded one.
         if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
@@ -141,7 +148,7 @@ def train(run: Run) -> None:
             run.events.send("on_epoch_begin")
         run.events.send("on_step_begin")
         rollouts += 1
-        last = run.state.global_step + run.config.steps_per_rollout() >= run.state.max_steps
+        last = run.state.global_step + run.batches.steps_per_rollout >= run.state.max_steps
         due = rollouts == PROFILED_ROLLOUT or (last and rollouts < PROFILED_ROLLOUT)
         if run.config.profile and due:
             _profile_rollout(run, rollouts, pace)
@@ -173,7 +180,7 @@ def _train_on_rollout(run: Run) -> None:
     given = _attempt(run, samples, lambda: _credit(run, samples)) or _credit(run, samples)
     used = {} if config.kl_target is None else {"kl/coef": run.adaptive.beta}
     with uninterrupted():
-        for number, minibatch in enumerate(minibatches(samples, config)):
+        for number, minibatch in enumerate(minibatches(samples, config, run.batches)):
             if number > 0:
                 run.events.send("on_step_begin")
             given, made = _step(run, samples, minibatch, given, first=number == 0)
@@ -212,7 +219,7 @@ def _profile_rollout(run: Run, number: int, pace: float | None) -> None:
 
 def _credit(run: Run, samples: list[Sample]) -> Credit:
     with run.timed("credit"):
-        return credit(samples, run.policy, run.adaptive.apply(run.config))
+        return credit(samples, run.policy, run.terms)
 
 
 def _step(
@@ -224,11 +231,10 @@ def _step(
     """
 
     def make() -> tuple[Credit, dict[str, float]]:
-        more = run.config.steps_per_rollout() > 1 and given.old_logprobs is None
+        more = run.batches.steps_per_rollout > 1 and given.old_logprobs is None
         record = FirstPass() if more else None
         with run.timed("update"):
-            config = run.adaptive.apply(run.config)
-            made = given.stats | update(run.policy, minibatch, given, config, record=record)
+            made = given.stats | update(run.policy, minibatch, given, run.terms, record=record)
         return given if record is None else record.complete(given, made), made
 
     result = _attempt(run, minibatch, make)
@@ -277,7 +283,7 @@ def draw_groups(run: Run) -> tuple[list[Group], dict[str, float]]:
     still missing is filled up with groups without signal.
     """
     run.resume_point = run.position()
-    wanted = run.config.prompts_per_rollout()
+    wanted = run.batches.prompts_per_rollout
     groups, logged = collect(run, wanted)
     everything = list(groups)
     if run.config.dynamic_sample:

@@ -13,22 +13,24 @@ import torch
 from torch import Tensor
 
 from rloo.algorithm import objective
-from rloo.algorithm.advantages import Credit, FirstPass, batch_advantages
+from rloo.algorithm.advantages import Credit, FirstPass, Terms, batch_advantages
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, split
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
 
-def minibatches(samples: Sequence[Sample], config: RLOOConfig) -> Iterator[list[Sample]]:
+def minibatches(
+    samples: Sequence[Sample], config: RLOOConfig, batches: Batches
+) -> Iterator[list[Sample]]:
     """The rollout cut into optimizer steps of `completions_per_step`, `num_iterations` times over.
 
     The cut is by place in the rollout, so a completion that could not be scored moves no other one.
     """
-    size = config.completions_per_step()
-    num_parts = config.prompts_per_rollout() * config.num_generations // size
-    for _ in range(config.num_iterations):
-        for part in range(num_parts):
+    size = batches.completions_per_step
+    for _ in range(batches.num_iterations):
+        for part in range(batches.parts_per_rollout):
             yield [
                 s for s in samples if (s.key[0] * config.num_generations + s.key[1]) // size == part
             ]
@@ -38,7 +40,7 @@ def update(
     policy: Policy,
     samples: Sequence[Sample],
     given: Credit,
-    config: RLOOConfig,
+    terms: Terms,
     *,
     record: FirstPass | None = None,
 ) -> dict[str, float]:
@@ -48,13 +50,14 @@ def update(
     The loss is divided by what all countable samples make, those without signal included; a sample
     whose advantage is known to be exactly 0 is counted but not computed.
     """
+    config = terms.config
     denominator = objective.loss_denominator(
         config.loss_aggregation,
-        num_sequences=config.completions_per_step() if config.count_unscored else len(samples),
+        num_sequences=terms.batches.completions_per_step if config.count_unscored else len(samples),
         num_tokens=sum(len(s.token_ids) for s in samples),
         constant=config.loss_constant,
     )
-    all_count = _has_other_terms(config) or policy.aux_loss_weight != 0
+    all_count = _has_other_terms(terms) or policy.aux_loss_weight != 0
     live = [s for s in samples if all_count or given.has_signal(s.key)]
     input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
     tally: dict[str, float] = defaultdict(float)
@@ -64,7 +67,7 @@ def update(
             policy,
             policy.batch(part),
             given,
-            config,
+            terms,
             denominator,
             record=record,
             input_tokens=input_tokens,
@@ -83,7 +86,7 @@ def micro_loss(
     policy: Policy,
     batch: MicroBatch,
     given: Credit,
-    config: RLOOConfig,
+    terms: Terms,
     denominator: float,
     *,
     record: FirstPass | None = None,
@@ -91,11 +94,12 @@ def micro_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of one micro-batch (a scalar with gradient), and sums for the metrics.
     `input_tokens` are those of all micro-batches, by default of this one."""
+    config = terms.config
     logprobs, entropy, aux_loss = policy.logprobs(batch)
     now = logprobs.detach()
     sums: dict[str, float] = {}
     reference = None
-    if config.beta != 0 and (given.advantages is None or config.kl_placement == "loss"):
+    if terms.kl_in_loss or (terms.kl_in_reward and given.advantages is None):
         reference = policy.reference_logprobs(batch)
         sums["kl"] = (now - reference).sum().item()
     if given.advantages is not None:
@@ -103,7 +107,7 @@ def micro_loss(
         advantages = known.to(now.device, now.dtype)
     else:
         assert reference is not None
-        advantages = batch_advantages(batch, now, reference, config)
+        advantages = batch_advantages(batch, now, reference, terms)
     if record is not None:
         record.see(batch, now, advantages)
     old = given.old_logprobs_of(batch, now)
@@ -122,8 +126,8 @@ def micro_loss(
         delta=config.delta,
         weights_T=weights,
     )
-    loss = result.loss
-    loss = loss + _other_terms(logprobs, old, entropy, reference, batch, config) / denominator
+    others = _other_terms(logprobs, old, entropy, reference, batch, terms)
+    loss = result.loss + others / denominator
     if aux_loss is not None:
         loss = loss + policy.aux_loss_weight * _share(aux_loss, batch, input_tokens, sums)
     mismatch = (now - batch.engine_T).abs()
@@ -152,10 +156,9 @@ def _share(
     return part
 
 
-def _has_other_terms(config: RLOOConfig) -> bool:
+def _has_other_terms(terms: Terms) -> bool:
     """Whether the loss has terms that do not vanish with the advantage."""
-    in_loss = config.beta != 0 and config.kl_placement == "loss"
-    return in_loss or config.entropy_coef != 0
+    return terms.kl_in_loss or terms.config.entropy_coef != 0
 
 
 def _other_terms(
@@ -164,27 +167,27 @@ def _other_terms(
     entropy: Tensor,
     reference: Tensor | None,
     batch: MicroBatch,
-    config: RLOOConfig,
+    terms: Terms,
 ) -> Tensor | float:
     """KL in the loss and the entropy bonus, summed as the policy's terms are; completions that are
     masked as truncated have neither."""
-    if not _has_other_terms(config):
+    if not _has_other_terms(terms):
         return 0.0
-    terms = torch.zeros_like(logprobs)
+    config, total_T = terms.config, torch.zeros_like(logprobs)
     if config.entropy_coef != 0:  # its backward costs passes over the vocabulary
-        terms = terms - config.entropy_coef * entropy
-    if config.beta != 0 and config.kl_placement == "loss":
+        total_T = total_T - config.entropy_coef * entropy
+    if terms.kl_in_loss:
         assert reference is not None
         kl = objective.kl_estimate(
             logprobs, reference, estimator=config.kl_estimator[:2], clip=config.kl_clip
         )
         if config.use_bias_correction_kl:
             kl = kl * objective.ratio_of(logprobs - old)
-        terms = terms + config.beta * kl
+        total_T = total_T + terms.beta * kl
     if config.mask_truncated_completions:
-        terms = torch.where(batch.truncated_N[batch.sequence_T], 0.0, terms)
+        total_T = torch.where(batch.truncated_N[batch.sequence_T], 0.0, total_T)
     return objective.aggregate(
-        terms, batch.sequence_T, batch.size, aggregation=config.loss_aggregation
+        total_T, batch.sequence_T, batch.size, aggregation=config.loss_aggregation
     )
 
 

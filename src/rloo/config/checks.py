@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
+from rloo.config.batches import batches_of
 from rloo.config.objective_checks import check_objective
-
-if TYPE_CHECKING:
-    from rloo.config.config import RLOOConfig
+from rloo.config.options import Options
+from rloo.dist import process_count
 
 ADAPTER_OPTIONS = (
     "use_peft",
@@ -68,7 +67,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
-def check(config: RLOOConfig) -> None:
+def check(config: Options) -> None:
     """Raise ValueError for the first fault of `config`."""
     for rule, holds, names in RANGES:
         for name in names:
@@ -85,7 +84,7 @@ def check(config: RLOOConfig) -> None:
     _check_quantization(config)
 
 
-def _check_rewards(config: RLOOConfig) -> None:
+def _check_rewards(config: Options) -> None:
     for name in ("reward_clip_range", "advantage_clip_range"):
         bounds = getattr(config, name)
         if bounds is not None and not bounds[0] < bounds[1]:
@@ -100,7 +99,7 @@ def _check_rewards(config: RLOOConfig) -> None:
         )
 
 
-def _check_run(config: RLOOConfig) -> None:
+def _check_run(config: Options) -> None:
     if config.overwrite_output_dir and config.resume_from_checkpoint is True:
         raise ValueError(
             "overwrite_output_dir and resume_from_checkpoint are both true; the first removes what "
@@ -115,7 +114,7 @@ def _check_run(config: RLOOConfig) -> None:
         )
 
 
-def _check_evaluation(config: RLOOConfig) -> None:
+def _check_evaluation(config: Options) -> None:
     samples = config.num_generations_eval or config.num_generations
     if config.stop_strings is not None and not all(config.stop_strings):
         raise ValueError("stop_strings holds an empty text, which would end every completion")
@@ -137,7 +136,7 @@ def _check_evaluation(config: RLOOConfig) -> None:
         )
 
 
-def _check_best(config: RLOOConfig) -> None:
+def _check_best(config: Options) -> None:
     evaluates, saves = config.eval_strategy, config.save_strategy
     if evaluates == "no":
         raise ValueError(
@@ -156,18 +155,21 @@ def _check_best(config: RLOOConfig) -> None:
         )
 
 
-def _check_batches(config: RLOOConfig) -> None:
+def _check_batches(config: Options) -> None:
     if config.generation_batch_size is not None and config.steps_per_generation is not None:
         raise ValueError(
             f"generation_batch_size is {config.generation_batch_size} and steps_per_generation is "
             f"{config.steps_per_generation}; both set the size of a rollout, give one"
         )
-    config.completions_per_step()
-    config.prompts_per_rollout()
-    config.steps_per_rollout()
+    batches = batches_of(config, process_count())
+    if config.kl_target is not None and config.kl_horizon < batches.completions_per_rollout:
+        raise ValueError(
+            f"kl_horizon is {config.kl_horizon}, below the {batches.completions_per_rollout} "
+            "completions of a rollout; in one rollout beta may move by a fifth at most (kl_horizon)"
+        )
 
 
-def _check_model(config: RLOOConfig) -> None:
+def _check_model(config: Options) -> None:
     if "torch_dtype" in (config.model_init_kwargs or {}):
         raise ValueError(
             "model_init_kwargs has torch_dtype, which would not act: weights are float32; bf16 and "
@@ -175,7 +177,7 @@ def _check_model(config: RLOOConfig) -> None:
         )
 
 
-def _check_quantization(config: RLOOConfig) -> None:
+def _check_quantization(config: Options) -> None:
     if config.load_in_4bit and config.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both true; choose one")
     for name, default in (("bnb_4bit_quant_type", "nf4"), ("use_bnb_nested_quant", False)):
@@ -186,7 +188,7 @@ def _check_quantization(config: RLOOConfig) -> None:
             )
 
 
-def _check_adapter(config: RLOOConfig) -> None:
+def _check_adapter(config: Options) -> None:
     if config.use_peft:
         return
     for field in fields(config):

@@ -1,4 +1,4 @@
-"""RLOOConfig: the options of a run as one value, and the batch arithmetic that follows from it.
+"""RLOOConfig: the options of a run as one value.
 
 Knows nothing of tensors: importing it needs neither torch nor transformers.
 """
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
 from rloo.config.checks import ADAPTER_OPTIONS, check
 from rloo.config.generation_kwargs import sampling_options
-from rloo.config.options import DEFAULT_BATCH, Options
+from rloo.config.options import Options
 from rloo.config.presets import preset_options
 from rloo.config.reading import suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.dist import process_count
 
 # Shared options whose default is not TRL's: name -> (TRL's, ours, reason).
 DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
@@ -30,7 +31,7 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
 }
 # What TrainingArguments says of where it runs, here always the same.
 ONE_PROCESS = {
-    "world_size": 1,
+    "world_size": process_count(),
     "process_index": 0,
     "local_process_index": 0,
     "should_save": True,
@@ -102,78 +103,12 @@ class RLOOConfig(Options):
                 return getattr(self, ALIASES[name][0])
             raise AttributeError(f"RLOOConfig has no option {name}{suggest(name, option_types())}")
 
-    def completions_per_step(self, world_size: int = 1) -> int:
-        """Completions that one optimizer step learns from, over all processes."""
-        per_device = self.per_device_train_batch_size
-        accumulation = self.gradient_accumulation_steps
-        by_batch_size = per_device * accumulation * world_size
-        if self.num_prompts is None:
-            return by_batch_size
-        by_prompts = self.num_prompts * self.num_generations
-        untouched = (per_device, accumulation) == DEFAULT_BATCH
-        if not untouched and by_batch_size != by_prompts:
-            raise ValueError(
-                f"num_prompts {self.num_prompts} * num_generations {self.num_generations} is "
-                f"{by_prompts} completions per step, but per_device_train_batch_size {per_device} "
-                f"* gradient_accumulation_steps {accumulation} * {world_size} process(es) is "
-                f"{by_batch_size}; leave the batch sizes out when num_prompts is given"
-            )
-        return by_prompts
-
-    def completions_per_rollout(self, world_size: int = 1) -> int:
-        """Completions sampled at once, over all processes: TRL's generation batch.
-
-        Feeds whole optimizer steps: TRL's rarer cases, where a step begins in one pass over the
-        rollout and ends in the next, are refused.
-        """
-        step = self.completions_per_step(world_size)
-        accumulation = self.gradient_accumulation_steps
-        if self.generation_batch_size is None:
-            micro_steps = self.steps_per_generation or accumulation
-            if micro_steps % accumulation:
-                raise ValueError(
-                    f"steps_per_generation is {micro_steps}, not a multiple of "
-                    f"gradient_accumulation_steps {accumulation}; a rollout feeds whole optimizer "
-                    "steps"
-                )
-            return step * (micro_steps // accumulation)
-        if self.generation_batch_size % step:
-            raise ValueError(
-                f"generation_batch_size is {self.generation_batch_size}, not a multiple of the "
-                f"{step} completions of an optimizer step; a rollout feeds whole optimizer steps "
-                "(num_prompts, steps_per_generation)"
-            )
-        return self.generation_batch_size
-
-    def prompts_per_rollout(self, world_size: int = 1) -> int:
-        """Prompts drawn for one rollout; each gets `num_generations` completions."""
-        completions = self.completions_per_rollout(world_size)
-        if completions % self.num_generations:
-            raise ValueError(
-                f"a rollout has {completions} completions (per_device_train_batch_size "
-                f"{self.per_device_train_batch_size}), not a multiple of num_generations "
-                f"{self.num_generations}; set num_prompts (prompts per optimizer step) and leave "
-                "the batch sizes out"
-            )
-        return completions // self.num_generations
-
-    def steps_per_rollout(self, world_size: int = 1) -> int:
-        """Optimizer steps that one rollout serves: num_iterations * steps_per_generation /
-        gradient_accumulation_steps."""
-        rollout = self.completions_per_rollout(world_size)
-        return self.num_iterations * (rollout // self.completions_per_step(world_size))
-
     def fixed(self) -> RLOOConfig:
         """An equal copy, everything checked. Neither can be changed by assignment from now on."""
         copy = replace(self)
         for config in (self, copy):
             object.__setattr__(config, "_fixed", True)
         return copy
-
-    @property
-    def compares_evaluations(self) -> bool:
-        """Whether something follows from which evaluation was the best."""
-        return self.load_best_model_at_end or self.save_strategy == "best"
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved options as JSON types; `RLOOConfig(**config.to_dict()) == config`, but for

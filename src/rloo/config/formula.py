@@ -5,10 +5,11 @@ Knows what the options mean, and nothing of how they are computed (`credit.py`, 
 
 from __future__ import annotations
 
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 
 
-def objective_line(config: RLOOConfig) -> str:
+def objective_line(config: RLOOConfig, batches: Batches) -> str:
     """The gradient that `config` estimates, in one line; parts that do not act are left out."""
     adding, divisor = {
         "sequence": ("mean", ""),
@@ -16,7 +17,7 @@ def objective_line(config: RLOOConfig) -> str:
         "token_mean": ("sum", " / tokens of all answers"),
         "constant": ("mean", f" / {config.loss_constant}"),
     }[config.loss_aggregation]
-    term = f"{_advantage(config)}{_weight(config)} * grad log p(answer_i)"
+    term = f"{_advantage(config)}{_weight(config, batches)} * grad log p(answer_i)"
     beside = ""
     if config.beta and config.kl_placement == "loss":
         beside += f" - {config.beta:g} grad {_kl(config)}_i"
@@ -91,9 +92,9 @@ def _baseline(config: RLOOConfig, reward: str, inside: str, to_come: str) -> str
     return f" - mean of the {others}{shaped}{place}"
 
 
-def _weight(config: RLOOConfig) -> str:
+def _weight(config: RLOOConfig, batches: Batches) -> str:
     weight = ""
-    if config.steps_per_rollout() > 1:
+    if batches.steps_per_rollout > 1:
         ratio = {
             "sequence": "ratio_i",
             "sequence_mean": "mean ratio_i",

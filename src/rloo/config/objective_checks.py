@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
+from rloo.config.options import Options
 from rloo.config.presets import preset_options
-
-if TYPE_CHECKING:
-    from rloo.config.config import RLOOConfig
 
 FIXED_REFERENCE = (
     "sync_ref_model is true and an adapter is trained; the reference is the base under it, which "
@@ -20,7 +17,7 @@ FIXED_REFERENCE = (
 )
 
 
-def check_objective(config: RLOOConfig) -> None:
+def check_objective(config: Options) -> None:
     """Raise ValueError for the first contradiction in the objective of `config`."""
     parts = (_in_vain, _in_group, _in_kl, _in_tokens, _in_loss, _in_reference, _in_weights)
     for find in parts:
@@ -28,7 +25,7 @@ def check_objective(config: RLOOConfig) -> None:
             raise ValueError(fault)
 
 
-def _in_vain(config: RLOOConfig) -> Iterator[str]:
+def _in_vain(config: Options) -> Iterator[str]:
     """Options that were changed although what they act on is off. What a preset sets for the case
     that it is on may stay."""
     defaults = {field.name: field.default for field in fields(config)}
@@ -53,7 +50,7 @@ def _in_vain(config: RLOOConfig) -> Iterator[str]:
             yield f"{name} is {value}, which acts with {other} only"
 
 
-def _in_group(config: RLOOConfig) -> Iterator[str]:
+def _in_group(config: Options) -> Iterator[str]:
     grouped = {"mean_level": config.mean_level, "std_level": config.std_level}
     for name, level in grouped.items():
         if level == "group" and config.num_generations < 2:
@@ -71,7 +68,7 @@ def _in_group(config: RLOOConfig) -> Iterator[str]:
         )
 
 
-def _in_kl(config: RLOOConfig) -> Iterator[str]:
+def _in_kl(config: Options) -> Iterator[str]:
     estimator, place = config.kl_estimator, config.kl_placement
     if place == "loss":
         if estimator == "k1" and config.beta != 0 and not config.use_bias_correction_kl:
@@ -103,14 +100,9 @@ def _in_kl(config: RLOOConfig) -> Iterator[str]:
         yield "kl_estimator is k1_zero_gradient; in the reward it is called k1"
     if config.kl_target is not None and config.beta == 0:
         yield "kl_target is given but beta is 0, which it multiplies; give a beta above 0"
-    if config.kl_target is not None and config.kl_horizon < config.completions_per_rollout():
-        yield (
-            f"kl_horizon is {config.kl_horizon}, below the {config.completions_per_rollout()} "
-            "completions of a rollout; in one rollout beta may move by a fifth at most (kl_horizon)"
-        )
 
 
-def _in_tokens(config: RLOOConfig) -> Iterator[str]:
+def _in_tokens(config: Options) -> Iterator[str]:
     per_token = {
         "kl_placement reward_to_go": config.kl_placement == "reward_to_go",
         "mean_over tokens": config.mean_over == "tokens",
@@ -138,7 +130,7 @@ def _in_tokens(config: RLOOConfig) -> Iterator[str]:
         yield f"mean_over is tokens and mean_level is {config.mean_level}; it must be group"
 
 
-def _in_loss(config: RLOOConfig) -> Iterator[str]:
+def _in_loss(config: Options) -> Iterator[str]:
     if config.count_unscored and config.loss_aggregation == "token_mean":
         yield (
             "count_unscored counts completions and loss_aggregation is token_mean; completions "
@@ -157,14 +149,14 @@ def _in_loss(config: RLOOConfig) -> Iterator[str]:
         )
 
 
-def _in_reference(config: RLOOConfig) -> Iterator[str]:
+def _in_reference(config: Options) -> Iterator[str]:
     if config.sync_ref_model and config.beta == 0:
         yield "sync_ref_model is true but beta is 0; there is no reference to move (beta)"
     if config.sync_ref_model and config.use_peft:
         yield FIXED_REFERENCE
 
 
-def _in_weights(config: RLOOConfig) -> Iterator[str]:
+def _in_weights(config: Options) -> Iterator[str]:
     mode = config.rollout_importance_sampling_mode
     by_token = mode is not None and mode.startswith("token")
     if by_token and config.importance_sampling_level == "sequence":

@@ -297,3 +297,8 @@ class Options:
     trackio_space_id: str | None = shared(None, "Hub space that trackio writes to.")
     disable_tqdm: bool | None = shared(None, "No progress line; null shows it on a terminal.")
     profile: bool = own(False, "Write where the third rollout's time and memory went.")
+
+    @property
+    def compares_evaluations(self) -> bool:
+        """Whether something follows from which evaluation was the best."""
+        return self.load_best_model_at_end or self.save_strategy == "best"

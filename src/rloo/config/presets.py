@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rloo.config.options import Options
 from rloo.config.reading import suggest
-
-if TYPE_CHECKING:
-    from rloo.config.config import RLOOConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +220,7 @@ def describe_preset(name: str) -> list[str]:
     return lines
 
 
-def remarks(config: RLOOConfig) -> list[str]:
+def remarks(config: Options) -> list[str]:
     """What a user must know of a chosen form whose gradient is not that of its name, and of options
     that wait for another."""
     found = []

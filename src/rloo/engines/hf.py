@@ -26,7 +26,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rloo.data.images import image_token_ids, join_inputs
+from rloo.data.images import image_token_ids
+from rloo.data.pixels import join_inputs
 from rloo.engines.in_process import Drawn, Row, sample_in_waves
 from rloo.engines.noise import row_keys, uniforms
 from rloo.engines.sampling import StopText, draw, gather_logprobs, invert_cdf

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo.data.images import join_inputs
+from rloo.data.pixels import join_inputs
 from rloo.model.attention import no_mask
 from rloo.model.shared_prefix import PackedLayout, Span
 from rloo.types import Sample

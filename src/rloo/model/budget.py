@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.data.stream import Prompts
 from rloo.model.logprobs import CHUNK_ELEMENTS
@@ -54,16 +55,15 @@ class Fit:
     reason: str | None = None
 
 
-def workload_of(prompts: Prompts, config: RLOOConfig) -> Workload:
+def workload_of(prompts: Prompts, config: RLOOConfig, batches: Batches) -> Workload:
     """What the dataset and the options allow."""
     lengths = prompts.lengths
-    size = config.completions_per_step()
     return Workload(
         longest_prompt=max(lengths),
         shortest_prompt=min(lengths),
         completion_tokens=config.max_completion_length,
         num_generations=config.num_generations,
-        num_groups=-(-size // config.num_generations),
+        num_groups=-(-batches.completions_per_step // config.num_generations),
     )
 
 

@@ -25,7 +25,6 @@ from rloo.config.config import RLOOConfig
 from rloo.data.images import is_vision_config
 from rloo.data.tasks import resolve_model
 from rloo.model.adapters import add_adapter, find_base, is_adapted, load_adapter, lora_config
-from rloo.model.forward import pick_device
 from rloo.model.quantization import quantization_of
 
 
@@ -49,6 +48,7 @@ def obtain_model(
     processing_class: Any,
     args: RLOOConfig,
     *,
+    device: torch.device,
     quantization_config: Any = None,
     peft_config: Any = None,
 ) -> tuple[PreTrainedModel, Any, RLOOConfig]:
@@ -90,7 +90,7 @@ def obtain_model(
         if args.model is None:
             raise ValueError("there is no model; name one (model): a hub id or a folder")
         loaded, processing_class = load_model(
-            args, processing_class, quantization_config=quantization_config
+            args, processing_class, device=device, quantization_config=quantization_config
         )
     else:
         raise ValueError(
@@ -107,6 +107,7 @@ def load_model(
     config: RLOOConfig,
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     *,
+    device: torch.device,
     quantization_config: Any = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
     """Model and tokenizer of `config.model`, a hub id or a folder; the model in float32. A model
@@ -120,9 +121,7 @@ def load_model(
     few_bits = quantization_of(config, quantization_config)
     if few_bits is not None:
         # Quantised where it is used: it cannot be moved afterwards.
-        on_gpu = pick_device(config).type == "cuda"
-        place = {"": torch.cuda.current_device() if on_gpu else "cpu"}
-        options |= {"quantization_config": few_bits, "device_map": place}
+        options |= {"quantization_config": few_bits, "device_map": {"": device}}
     name = resolve_model(str(config.model))
     trust = options.pop("trust_remote_code", config.trust_remote_code)
     revision = options.get("revision", "main")

@@ -19,7 +19,6 @@ from rloo.data.images import tokenizer_of
 from rloo.model import adapters
 from rloo.model.batch import MicroBatch, pack, pad
 from rloo.model.experts import balancing_coefficient
-from rloo.model.forward import pick_device
 from rloo.model.loading import load_weights, quiet
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.offload import activations_on_host
@@ -56,13 +55,14 @@ class Policy:
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         config: RLOOConfig,
         *,
+        device: torch.device,
         num_training_steps: int,
         optimizers: Given = (None, None),
     ) -> None:
         self.config = config
         self.processing_class = processing_class
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
-        self.device = pick_device(config)
+        self.device = device
         prepared = prepare(model, config, self.device)
         self.model, self.adapter = prepared.model, prepared.adapter
         pad_token_id = self.tokenizer.pad_token_id

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text as RichText
 
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.config.formula import objective_line
 from rloo.report.metrics import deviation
@@ -61,14 +62,15 @@ def shorten(text: str) -> str:
     return "\n".join(lines)
 
 
-def header(info: Mapping[str, Any], config: RLOOConfig) -> list[str]:
+def header(info: Mapping[str, Any], config: RLOOConfig, batches: Batches) -> list[str]:
     """One line per entry of `info`, then what a step is made of and the objective."""
     precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "float32"
-    prompts, generations = config.prompts_per_rollout(), config.num_generations
+    prompts, generations = batches.prompts_per_rollout, config.num_generations
     rollout = f"{prompts} prompts x {generations} generations = {prompts * generations} completions"
-    if config.steps_per_rollout() > 1:
-        rollout += f", used for {config.steps_per_rollout()} steps"
-    rows = {**info, "precision": precision, "rollout": rollout, "objective": objective_line(config)}
+    if batches.steps_per_rollout > 1:
+        rollout += f", used for {batches.steps_per_rollout} steps"
+    objective = objective_line(config, batches)
+    rows = {**info, "precision": precision, "rollout": rollout, "objective": objective}
     width = max(map(len, rows))
     return [f"{name:{width}}  {_describe(value)}" for name, value in rows.items()]
 

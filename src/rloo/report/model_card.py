@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.config.formula import objective_line
 from rloo.report.records import write_text
@@ -31,6 +32,7 @@ PAPER = """\
 
 def model_card(
     config: RLOOConfig,
+    batches: Batches,
     *,
     name: str,
     base_model: str,
@@ -58,7 +60,7 @@ def model_card(
     preset = f" (preset {config.preset})" if config.preset else ""
     where = f" on {', '.join(map(_shown, datasets))}" if datasets else ""
     facts = {
-        "Objective": f"{objective_line(config)}{preset}",
+        "Objective": f"{objective_line(config, batches)}{preset}",
         "Completions per prompt": str(config.num_generations),
         "KL coefficient": f"{config.beta:g}",
         "Learning rate": f"{config.learning_rate:g} ({config.lr_scheduler_type})",

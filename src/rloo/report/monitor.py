@@ -24,6 +24,7 @@ from rich.live import Live
 from rich.text import Text as RichText
 
 from rloo import __version__
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.data.images import images_of, save_images, without_images
 from rloo.report.console import (
@@ -95,9 +96,9 @@ class Monitor:
 
     # -- the console and the files ---------------------------------------------------------------
 
-    def start(self, info: Mapping[str, Any]) -> None:
+    def start(self, info: Mapping[str, Any], batches: Batches) -> None:
         """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
-        for line in header(info, self.config):
+        for line in header(info, self.config, batches):
             self.say(line)
 
     def note(self, text: str) -> None:

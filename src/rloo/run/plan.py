@@ -98,7 +98,7 @@ def make_plan(config: RLOOConfig) -> Plan:
     lasting = lasting_bytes(policy, run.engine)
     available = available_bytes(policy.device) + lasting["weights"] + lasting["reference"]
     rehearse(run)
-    workload = workload_of(run.prompts, config)
+    workload = workload_of(run.prompts, config, run.batches)
     largest = largest_micro_batch(policy, workload, policy.max_tokens)
     memory = lasting | {
         "sampling": _rows_at_once(run, workload.longest_prompt)
@@ -120,7 +120,7 @@ def make_plan(config: RLOOConfig) -> Plan:
         num_rows=len(run.prompts),
         longest_prompt=workload.longest_prompt,
         prompts_per_step=groups,
-        completions_per_step=config.completions_per_step(),
+        completions_per_step=run.batches.completions_per_step,
         steps=run.state.max_steps,
         max_tokens=policy.max_tokens,
         largest_micro_batch=count_tokens(policy, largest),
@@ -214,7 +214,7 @@ def _rows_at_once(run: Run, longest: int) -> int:
     limit = native.CACHE_BYTES if run.engine.name == "native" else hf.CACHE_BYTES
     tokens = run.config.max_completion_length
     rows = rows_at_once(run.policy.model, longest, tokens, cache_bytes=limit)
-    return min(rows, run.config.completions_per_rollout())
+    return min(rows, run.batches.completions_per_rollout)
 
 
 def _measure_time(run: Run, longest: int) -> tuple[dict[str, float], bool]:
@@ -222,10 +222,10 @@ def _measure_time(run: Run, longest: int) -> tuple[dict[str, float], bool]:
     hold whole groups. The policy learns from what this measures, and is thrown away after it."""
     config, policy = run.config, run.policy
     size = config.num_generations
-    per_step = -(-config.completions_per_step() // size)
+    per_step = -(-run.batches.completions_per_step // size)
     samples = make_samples(longest, config.max_completion_length, size, per_step)
     credits = []
-    once = _seconds(run, lambda: credits.append(credit(samples[:size], policy, config)))
+    once = _seconds(run, lambda: credits.append(credit(samples[:size], policy, run.terms)))
     whole_groups = credits[0].advantages is None
     part = _split(run, samples, whole_groups)[0]
     share = count_tokens(policy, samples) / count_tokens(policy, part)
@@ -241,10 +241,10 @@ def _measure_time(run: Run, longest: int) -> tuple[dict[str, float], bool]:
     policy.stepper.step()  # the first makes the optimizer's state
     update = share * _seconds(run, learn)
     step = _seconds(run, policy.stepper.step)
-    rollouts = 1 / config.steps_per_rollout()
+    rollouts = 1 / run.batches.steps_per_rollout
     seconds = {
         "sample": rollouts * _sampling_seconds(run, longest),
-        "credit": rollouts * config.prompts_per_rollout() * once,
+        "credit": rollouts * run.batches.prompts_per_rollout * once,
         "update": update,
         "optimizer": step,
     }
@@ -259,13 +259,13 @@ def _sampling_seconds(run: Run, longest: int) -> float:
     context = longest + config.max_completion_length - positions
     rows = _rows_at_once(run, longest)
     measured = max(1, min(rows, _MOST_CONTEXT // context))
-    prompts = _prompts(config.prompts_per_rollout(), longest)
+    prompts = _prompts(run.batches.prompts_per_rollout, longest)
     first = _seconds(run, lambda: _sample(run, prompts, config.num_generations, 1))
     apart = _prompts(measured, context)
     begun = _seconds(run, lambda: _sample(run, apart, 1, 1))
     more = _seconds(run, lambda: _sample(run, apart, 1, positions)) - begun
     each = max(0.0, more) / max(1, positions - 1)
-    scale = config.completions_per_rollout() / measured
+    scale = run.batches.completions_per_rollout / measured
     return first + (config.max_completion_length - 1) * each * scale
 
 

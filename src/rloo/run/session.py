@@ -15,6 +15,7 @@ import torch
 
 from rloo.algorithm.interrupts import ForcedInterrupt, uninterrupted
 from rloo.algorithm.train import Run, rehearse, train
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.config.rendering import render_resolved
 from rloo.data.stream import Prompts, StreamSource
@@ -39,6 +40,7 @@ class Session:
         self,
         config: RLOOConfig,
         *,
+        batches: Batches,
         policy: Policy,
         engine: Engine,
         prompts: Prompts,
@@ -63,6 +65,7 @@ class Session:
             )
         self.run = Run(
             config=config,
+            batches=batches,
             policy=policy,
             engine=engine,
             prompts=prompts,
@@ -100,7 +103,7 @@ class Session:
         rehearse(run)
         again = replace(self._resolved(), resume_from_checkpoint=None, overwrite_output_dir=False)
         write_text(self._folder / "config.yaml", render_resolved(again))
-        monitor.start(self._describe())
+        monitor.start(self._describe(), run.batches)
         for note in self.policy.notes:
             monitor.note(note)
         self._first_step = self.state.global_step
@@ -162,7 +165,7 @@ class Session:
             {
                 "train_runtime": seconds,
                 "train_steps_per_second": steps / seconds,
-                "train_samples_per_second": steps * config.completions_per_step() / seconds,
+                "train_samples_per_second": steps * run.batches.completions_per_step / seconds,
             }
         )
 

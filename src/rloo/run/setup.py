@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.generation_kwargs import stop_tokens
 from rloo.data.prompts import PromptSource, encode_prompt, image_reader, with_prompts
@@ -40,6 +41,8 @@ def make_rewards(
     given: RewardFunction | Sequence[RewardFunction] | None,
     args: RLOOConfig,
     processing_classes: Tokenizers = None,
+    *,
+    device: torch.device,
 ) -> RewardSet:
     """The rewards given, or else those that `args.reward` names: see `as_reward` for what they can
     be. `processing_classes` are the tokenizers of reward models, one per reward (None: its own).
@@ -60,7 +63,7 @@ def make_rewards(
         as_reward(
             spec,
             tokenizer,
-            device="cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu",
+            device=str(device),
             trust_remote_code=args.trust_remote_code,
             chat_template_kwargs=args.chat_template_kwargs,
         )
@@ -149,7 +152,17 @@ def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool =
     return min(args.max_prompt_length or room, room)
 
 
-def make_state(source: Prompts | None, args: RLOOConfig) -> TrainerState:
+def length_notes(source: Prompts, where: str) -> list[str]:
+    """What was done to prompts that are too long; `where` names the rows."""
+    notes = []
+    if source.dropped:
+        notes.append(f"{source.dropped} prompts are too long and left out ({where})")
+    if source.truncated:
+        notes.append(f"{source.truncated} prompts are cut on the left ({where})")
+    return notes
+
+
+def make_state(source: Prompts | None, args: RLOOConfig, batches: Batches) -> TrainerState:
     """Step 0 of a run, with the number of its steps and the intervals resolved. Raises ValueError
     where they would follow from the length of a stream."""
     steps = args.max_steps
@@ -159,8 +172,8 @@ def make_state(source: Prompts | None, args: RLOOConfig) -> TrainerState:
             "steps to make (max_steps)"
         )
     if isinstance(source, PromptSource) and steps <= 0:
-        rollouts = math.ceil(args.num_train_epochs * len(source) / args.prompts_per_rollout())
-        steps = rollouts * args.steps_per_rollout()
+        rollouts = math.ceil(args.num_train_epochs * len(source) / batches.prompts_per_rollout)
+        steps = rollouts * batches.steps_per_rollout
     return TrainerState(
         max_steps=max(steps, 0),
         num_train_epochs=math.ceil(args.num_train_epochs),

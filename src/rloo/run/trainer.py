@@ -24,10 +24,12 @@ from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.train import Run
 from rloo.config.arguments import RLOOArguments
+from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.presets import remarks
 from rloo.data.prompts import PromptSource
 from rloo.data.stream import Prompts, StreamSource
+from rloo.dist import make_world
 from rloo.model.loading import obtain_config, obtain_model
 from rloo.model.optimizers import Given
 from rloo.model.policy import Policy
@@ -45,6 +47,7 @@ from rloo.run.setup import (
     Tokenizers,
     eval_sets,
     keep_freed_memory,
+    length_notes,
     make_engine,
     make_rewards,
     make_source,
@@ -86,6 +89,8 @@ class RLOOTrainer:
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model are two names of one thing; give one")
         self.args = obtain_config(args, model)
+        self.world = make_world(use_cpu=self.args.use_cpu)
+        self.batches = batches_of(self.args, self.world.size)
         transformers.set_seed(self.args.seed)
         loggers = make_loggers(self.args)
         self.reward_processing_classes = reward_processing_classes
@@ -93,11 +98,13 @@ class RLOOTrainer:
             reward_model if reward_funcs is None else reward_funcs,
             self.args,
             reward_processing_classes,
+            device=self.world.device,
         )
         self.model, self.processing_class, self.args = obtain_model(
             model,
             processing_class,
             self.args,
+            device=self.world.device,
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
@@ -189,6 +196,7 @@ class RLOOTrainer:
         base = args.model or self.policy.model.name_or_path or type(self.policy.model).__name__
         text = model_card(
             args,
+            self.batches,
             name=model_name or (args.hub_model_id or folder.absolute().name).split("/")[-1],
             base_model=base,
             adapter=self.policy.adapter is not None,
@@ -216,8 +224,8 @@ class RLOOTrainer:
         trainer_pt_utils.save_state(self)
 
     def is_world_process_zero(self) -> bool:
-        """True: this version runs as one process."""
-        return True
+        """Whether this process writes files and speaks to the user."""
+        return self.world.is_main
 
     is_local_process_zero = is_world_process_zero
     is_deepspeed_enabled = is_fsdp_enabled = False
@@ -274,7 +282,7 @@ class RLOOTrainer:
             self._source = self._prompts(self.train_dataset, self.args.dataset_split)
             stream = isinstance(self._source, StreamSource)
             where = "of the stream's first rows" if stream else "training"
-            self._notes += _length_notes(self._source, where)
+            self._notes += length_notes(self._source, where)
         given = self.eval_dataset
         if given is None and self.args.eval_split is not None:
             given = self.train_dataset
@@ -300,12 +308,13 @@ class RLOOTrainer:
             )
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
-        self.state = make_state(self._source, self.args)
+        self.state = make_state(self._source, self.args, self.batches)
         self.control = TrainerControl()
         self.policy = Policy(
             self.model,
             self.processing_class,
             self.args,
+            device=self.world.device,
             num_training_steps=max(self.state.max_steps, 1),
             optimizers=optimizers,
         )
@@ -347,7 +356,7 @@ class RLOOTrainer:
                 source = self._prompts(rows, split or "train", evaluation=True)
             except ValueError as error:
                 raise ValueError(f"in {name or 'the evaluation set'}: {error}") from error
-            self._notes += _length_notes(source, name or "the evaluation set")
+            self._notes += length_notes(source, name or "the evaluation set")
             assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
             prompts[name] = source.all_prompts(self.args.eval_size)
         return prompts
@@ -361,6 +370,7 @@ class RLOOTrainer:
             raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
         return Session(
             self.args,
+            batches=self.batches,
             policy=self.policy,
             engine=self.engine,
             prompts=self._source,
@@ -384,15 +394,6 @@ class RLOOTrainer:
             )
         claim_output_dir(folder, overwrite=args.overwrite_output_dir, resuming=path is not None)
         return path
-
-
-def _length_notes(source: Prompts, where: str) -> list[str]:
-    notes = []
-    if source.dropped:
-        notes.append(f"{source.dropped} prompts are too long and left out ({where})")
-    if source.truncated:
-        notes.append(f"{source.truncated} prompts are cut on the left ({where})")
-    return notes
 
 
 def _as_list(names: str | Sequence[str] | None) -> list[str]:

@@ -1,0 +1,87 @@
+"""The batch arithmetic: how many prompts and completions a rollout and an optimizer step have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rloo.config.options import DEFAULT_BATCH, Options
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Counts over all processes. A rollout is what is sampled at once (TRL's generation batch) and
+    serves `steps_per_rollout` optimizer steps: each of its `parts_per_rollout` parts, of
+    `completions_per_step` completions, is learned from `num_iterations` times."""
+
+    completions_per_step: int
+    completions_per_rollout: int
+    prompts_per_rollout: int
+    num_iterations: int
+
+    @property
+    def parts_per_rollout(self) -> int:
+        """Optimizer steps of one pass over the rollout."""
+        return self.completions_per_rollout // self.completions_per_step
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """num_iterations * steps_per_generation / gradient_accumulation_steps."""
+        return self.num_iterations * self.parts_per_rollout
+
+
+def batches_of(options: Options, world_size: int) -> Batches:
+    """What the options make of `world_size` processes. Raises ValueError for options that
+    contradict each other, for a rollout of half optimizer steps (TRL's rarer cases, where a step
+    begins in one pass over the rollout and ends in the next) and for one of half groups."""
+    step = _completions_per_step(options, world_size)
+    rollout = _completions_per_rollout(options, step)
+    if rollout % options.num_generations:
+        raise ValueError(
+            f"a rollout has {rollout} completions (per_device_train_batch_size "
+            f"{options.per_device_train_batch_size}), not a multiple of num_generations "
+            f"{options.num_generations}; set num_prompts (prompts per optimizer step) and leave "
+            "the batch sizes out"
+        )
+    return Batches(
+        completions_per_step=step,
+        completions_per_rollout=rollout,
+        prompts_per_rollout=rollout // options.num_generations,
+        num_iterations=options.num_iterations,
+    )
+
+
+def _completions_per_step(options: Options, world_size: int) -> int:
+    per_device = options.per_device_train_batch_size
+    accumulation = options.gradient_accumulation_steps
+    by_batch_size = per_device * accumulation * world_size
+    if options.num_prompts is None:
+        return by_batch_size
+    by_prompts = options.num_prompts * options.num_generations
+    untouched = (per_device, accumulation) == DEFAULT_BATCH
+    if not untouched and by_batch_size != by_prompts:
+        raise ValueError(
+            f"num_prompts {options.num_prompts} * num_generations {options.num_generations} is "
+            f"{by_prompts} completions per step, but per_device_train_batch_size {per_device} "
+            f"* gradient_accumulation_steps {accumulation} * {world_size} process(es) is "
+            f"{by_batch_size}; leave the batch sizes out when num_prompts is given"
+        )
+    return by_prompts
+
+
+def _completions_per_rollout(options: Options, step: int) -> int:
+    accumulation = options.gradient_accumulation_steps
+    if options.generation_batch_size is None:
+        micro_steps = options.steps_per_generation or accumulation
+        if micro_steps % accumulation:
+            raise ValueError(
+                f"steps_per_generation is {micro_steps}, not a multiple of "
+                f"gradient_accumulation_steps {accumulation}; a rollout feeds whole optimizer steps"
+            )
+        return step * (micro_steps // accumulation)
+    if options.generation_batch_size % step:
+        raise ValueError(
+            f"generation_batch_size is {options.generation_batch_size}, not a multiple of the "
+            f"{step} completions of an optimizer step; a rollout feeds whole optimizer steps "
+            "(num_prompts, steps_per_generation)"
+        )
+    return options.generation_batch_size
