@@ -173,7 +173,7 @@ def measure(
     folder: Path, shape: Shape, options: dict[str, Any], *, critic: str = "none"
 ) -> dict[str, int]:
     """Peaks of a training step that finds the optimizer's state, by what it does. With a critic
-    `joint`, both losses have one backward; `apart`, it is updated when the policy was."""
+    `joint`, both losses have one backward; `apart`, it is updated after the policy."""
     gc.collect()  # freed while others are measured, it would be taken off theirs
     samples, names = shape.samples(), []
 
@@ -225,7 +225,7 @@ def _updates(
 def table(folder: Path, shape: Shape, options: dict[str, Any]) -> list[str]:
     """The rows of docs/memory.md."""
     rows = [
-        "| | weights | gradients | optimizer | reference | engine | sum | bytes a token "
+        "| | weights | gradients | optimizer | reference | engine | sum | bytes per token "
         "| while stepping | predicted | measured |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -249,7 +249,7 @@ def table(folder: Path, shape: Shape, options: dict[str, Any]) -> list[str]:
 def ppo_table(folder: Path, shape: Shape, options: dict[str, Any]) -> list[str]:
     """RLOO beside PPO with a critic of the same size: peaks, and what RLOO saves."""
     rows = [
-        "| | RLOO | PPO, one backward | saved | PPO, one after the other | saved |",
+        "| | RLOO | PPO, joint backward | saved | PPO, separate backwards | saved |",
         "|---|---|---|---|---|---|",
     ]
     for name in PPO_CHOICES:

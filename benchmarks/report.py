@@ -163,10 +163,10 @@ def _table(summaries: Sequence[Summary]) -> str:
     head = [
         "",
         "s a step",
-        "µs a completion token",
-        "CPU µs a token",
-        "sampling, µs a token",
-        "update, µs a token",
+        "µs per completion token",
+        "CPU µs per token",
+        "sampling, µs per token",
+        "update, µs per token",
         "peak above weights, MiB",
         "share of floor: step / sampling / update",
     ]
@@ -258,7 +258,7 @@ def _growth(name: str, results: Sequence[Record], machine: Mapping[str, Any]) ->
     head = [
         "",
         "side",
-        f"µs a {unit}",
+        f"µs per {unit}",
         "sampling",
         "update",
         "over the first",

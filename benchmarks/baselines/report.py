@@ -55,8 +55,8 @@ def render_task(task: Mapping[str, Any]) -> str:
             f"{task['steps']} steps; seeds {seeds}. Learning rate: mean training reward of the "
             "last fifth of the steps, one tuning seed; the highest is taken.",
             _tuning_table(task),
-            "Held-out pass@1 in percent [95 % over prompts, of the mean over seeds]; KL in nats an "
-            "answer, and tokens an answer, at the end.",
+            "Held-out pass@1 in percent [95 % over prompts, of the mean over seeds]; KL in nats "
+            "per completion, and tokens per completion, at the end.",
             _heldout_table(task),
             "Each seed by itself, after training, in percent [95 % over prompts]:",
             _seed_table(task),
