@@ -169,8 +169,7 @@ def test_optimizer_steps_are_cut_by_place_whatever_is_missing():
     config = make_policy_config(num_prompts=1, steps_per_generation=3, num_iterations=2)
     samples = [s for s in make_samples(3, 4) if s.key != (1, 2)]
     parts = [
-        [s.key for s in part]
-        for part in minibatches(samples, config, batches_of(config, world_size=1))
+        [s.key for s in part] for part in minibatches(samples, batches_of(config, world_size=1))
     ]
     assert parts[0] == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert parts[1] == [(1, 0), (1, 1), (1, 3)]
@@ -181,10 +180,7 @@ def test_optimizer_steps_are_cut_by_place_whatever_is_missing():
 def test_the_denominator_counts_completions_without_signal():
     """Twice the completions, half of them without signal: half the gradient."""
     samples = make_samples(1, 4)
-    silent = [
-        type(s)((1, s.key[1]), s.prompt_ids, s.token_ids, s.engine_logprobs, 0.0, False)
-        for s in samples
-    ]
+    silent = [replace(s, key=(1, s.key[1]), reward=0.0) for s in samples]
     moved = []
     for batch in (samples, samples + silent):
         config = make_policy_config(beta=0.0, optim="sgd", learning_rate=1.0, max_grad_norm=0)
