@@ -45,7 +45,7 @@ from benchmarks.baselines.variance import (
     resamples,
     trace_variance,
 )
-from rloo.algorithm.objective import centred
+from rloo.algorithm.centring import centred
 from rloo.config.config import RLOOConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "baselines.md"

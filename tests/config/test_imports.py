@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 
-from rloo.algorithm import advantages as credit
+from rloo.algorithm.chosen import advantages
+from rloo.algorithm.estimators import Returns
 from rloo.cli import main
 from rloo.config.config import RLOOConfig
 from rloo.config.imports import import_config, render_imported
@@ -249,14 +250,14 @@ def test_areal_s_reward_norms_give_the_same_advantages(mean, loo, std, tmp_path)
     )
     config = RLOOConfig(**found.options)
     rewards = [1.0, 0.0, 0.5, 0.25, 2.0, 2.0, -1.0, 0.0]
-    ours = credit.advantages(
+    returns = Returns(
         torch.tensor(rewards, dtype=torch.float64),
         torch.zeros(8, dtype=torch.float64),
         torch.arange(8),
         torch.tensor([0] * 4 + [1] * 4),
         torch.zeros(8, dtype=torch.bool),
-        config,
     )
+    ours = advantages(returns, config)
     expected = areal_s_advantages(rewards, mean=mean, loo=loo, std=std, eps=0.3)
     assert ours.tolist() == pytest.approx(expected, abs=1e-12)
     assert not left(found)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from test_unbiased import PRESET_FORMS
 
-from rloo.algorithm.advantages import advantages, token_penalty
+from rloo.algorithm.advantages import token_penalty
+from rloo.algorithm.chosen import advantages
+from rloo.algorithm.estimators import Returns
 from rloo.algorithm.shaping import countable_samples
 from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
@@ -32,14 +34,14 @@ def advantages_of(config, rewards, lengths=None, penalties=None) -> list[float]:
     samples = countable_samples([group], config)
     kept = torch.tensor([len(s.token_ids) for s in samples])
     paid = [0.0] * int(kept.sum()) if penalties is None else penalties
-    return advantages(
+    returns = Returns(
         torch.tensor([s.reward for s in samples], dtype=torch.float64),
         torch.tensor(paid, dtype=torch.float64),
         torch.arange(len(samples)).repeat_interleave(kept),
         torch.zeros(len(samples), dtype=torch.long),
         torch.zeros(len(samples), dtype=torch.bool),
-        config,
-    ).tolist()
+    )
+    return advantages(returns, config).tolist()
 
 
 @pytest.mark.parametrize("name", ["paper", "trl", "ms_swift", "verl", "openrlhf"])
@@ -117,7 +119,7 @@ def test_trl_s_masked_completions_pay_no_kl_under_its_preset_only():
     truncated = torch.tensor([False, True])
     for name, baseline in (("trl", 0.0), ("paper", -0.5)):
         config = form(name, mask_truncated_completions=True)
-        result = advantages(reward, penalty, index, group, truncated, config)
+        result = advantages(Returns(reward, penalty, index, group, truncated), config)
         assert result.tolist() == [0.75 - baseline, 0.0]
 
 

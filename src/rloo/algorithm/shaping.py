@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from rloo.algorithm import objective
 from rloo.algorithm.adaptive import Adaptive
+from rloo.algorithm.centring import standardise
 from rloo.config.config import RLOOConfig
 from rloo.types import Completion, Group, Sample
 
@@ -68,7 +68,7 @@ def _relate(rewards: list[float], config: RLOOConfig, past: Adaptive | None) -> 
     `mean_level` running)."""
     if config.normalize_rewards == "batch":
         values = torch.tensor(rewards, dtype=torch.float64)
-        return objective.standardise(values, epsilon=config.advantage_epsilon).tolist()
+        return standardise(values, epsilon=config.advantage_epsilon).tolist()
     if config.normalize_rewards == "running":
         # The first rollout is left as it is: its own statistics would bias it.
         return rewards if past is None else past.past.standardise(rewards)
