@@ -98,9 +98,12 @@ def _evaluate(arguments: list[str]) -> int:
     config = parse_command_line(_with_embedded(arguments))
     if config.eval_dataset is None and config.eval_split is None:
         config = replace(config, eval_split=config.dataset_split)
-    # Neither a reference, gradients nor a new adapter are needed, and nothing is trained on.
+    # Neither an estimator, a reference, gradients nor a new adapter are needed, and nothing is
+    # trained on.
     config = replace(
         without_adapter(config),
+        estimator="composed",
+        estimator_kwargs=None,
         beta=0.0,
         gradient_checkpointing=False,
         report_to="none",

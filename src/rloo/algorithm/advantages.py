@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rloo.algorithm import objective
-from rloo.algorithm.chosen import advantages, needs_whole_rollout
+from rloo.algorithm.chosen import advantages, chosen_estimator
 from rloo.algorithm.estimators import Returns
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, exceeds, split
@@ -78,7 +78,7 @@ def credit(samples: Sequence[Sample], policy: Policy, config: RLOOConfig) -> Cre
         return Credit(_sample_advantages(samples, {}, config), None)
     needs_pass = (
         in_parts
-        or needs_whole_rollout(config)
+        or chosen_estimator(config).over_rollout
         or exceeds(samples, policy.max_tokens, packed=policy.packed)
     )
     if not needs_pass:

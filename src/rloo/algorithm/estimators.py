@@ -67,6 +67,28 @@ class Returns:
         # Where both have one size, every completion is a single token.
         return values if len(values) == len(self.sequence_T) else values[self.sequence_T]
 
+    def groups(self) -> list[Returns]:
+        """Each group alone, with tensors of its own."""
+        sizes = self.group_N.unique_consecutive(return_counts=True)[1].tolist()
+        lengths = self.length_N.long().split(sizes)
+        penalties = self.penalty_T.split([int(length.sum()) for length in lengths])
+        return [
+            Returns(
+                reward.clone(),
+                penalty.clone(),
+                torch.arange(len(reward), device=reward.device).repeat_interleave(length),
+                torch.zeros_like(length),
+                truncated.clone(),
+            )
+            for reward, penalty, length, truncated in zip(
+                self.reward_N.split(sizes),
+                penalties,
+                lengths,
+                self.truncated_N.split(sizes),
+                strict=True,
+            )
+        ]
+
 
 Estimator = Callable[..., Tensor]
 E = TypeVar("E", bound=Callable[..., Any])

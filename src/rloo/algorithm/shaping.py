@@ -8,6 +8,7 @@ import torch
 
 from rloo.algorithm.adaptive import Adaptive
 from rloo.algorithm.centring import standardise
+from rloo.algorithm.chosen import chosen_estimator
 from rloo.config.config import RLOOConfig
 from rloo.types import Completion, Group, Sample
 
@@ -18,7 +19,7 @@ def countable_samples(
     """The completions that the loss counts, with their shaped rewards: scored, and where a group
     statistic is taken in groups with at least two scores. `past` is needed for a mean or a
     deviation of earlier rollouts."""
-    smallest = 2 if "group" in (config.mean_level, config.std_level) else 1
+    smallest = chosen_estimator(config).smallest_group
     found = []
     for number, group in enumerate(groups):
         scored = [(index, r) for index, r in enumerate(group.rewards) if r is not None]

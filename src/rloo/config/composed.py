@@ -38,6 +38,11 @@ class Composition:
         """Whether some statistic runs over all groups of the rollout."""
         return self.normalize_advantages or "batch" in (self.mean_level, self.std_level)
 
+    @property
+    def smallest_group(self) -> int:
+        """The fewest scored completions of a group that counts."""
+        return 2 if "group" in (self.mean_level, self.std_level) else 1
+
 
 def composition_of(config: Options) -> Composition:
     """The composition that the options of `config` describe."""

@@ -34,7 +34,17 @@ def _in_vain(config: RLOOConfig) -> Iterator[str]:
     defaults = {field.name: field.default for field in fields(config)}
     usual = defaults | preset_options(config.preset)
     divided = config.std_level != "none" or config.normalize_advantages
+    composed = config.estimator == "composed"
+    of_composed = f"estimator composed (estimator is {config.estimator})"
+    to_go = config.kl_placement == "reward_to_go"
     for name, acts, other in (
+        ("mean_level", composed, of_composed),
+        ("mean_leave1out", composed, of_composed),
+        ("std_level", composed, of_composed),
+        ("advantage_epsilon", composed or config.normalize_rewards == "batch", of_composed),
+        ("advantage_clip_range", composed, of_composed),
+        ("normalize_advantages", composed, of_composed),
+        ("kl_placement", composed or not to_go, of_composed),
         ("running_decay", config.mean_level == "running", "mean_level running"),
         ("kl_horizon", config.kl_target is not None, "kl_target"),
         ("kl_in_baseline", config.kl_placement != "loss", "a KL in the reward"),
@@ -55,8 +65,9 @@ def _in_vain(config: RLOOConfig) -> Iterator[str]:
 
 def _in_group(config: RLOOConfig) -> Iterator[str]:
     grouped = {"mean_level": config.mean_level, "std_level": config.std_level}
+    composed = config.estimator == "composed"
     for name, level in grouped.items():
-        if level == "group" and config.num_generations < 2:
+        if composed and level == "group" and config.num_generations < 2:
             yield (
                 f"num_generations is {config.num_generations} and {name} is group; leave-one-out "
                 "needs at least 2 completions per prompt, and so does every group statistic "
@@ -111,6 +122,8 @@ def _in_kl(config: RLOOConfig) -> Iterator[str]:
 
 
 def _in_tokens(config: RLOOConfig) -> Iterator[str]:
+    if config.estimator != "composed":
+        return
     per_token = {
         "kl_placement reward_to_go": config.kl_placement == "reward_to_go",
         "mean_over tokens": config.mean_over == "tokens",

@@ -91,6 +91,14 @@ class Options:
     preset: str | None = own(
         None, "Defaults of the objective as a system or paper has them: paper, trl, verl, ..."
     )
+    estimator: str = own(
+        "composed",
+        "What makes advantages of rewards: composed (as the options of baseline and scale say), "
+        "rloo, grpo, reinforce_pp, module:function or file.py:function.",
+    )
+    estimator_kwargs: dict[str, Any] | None = own(
+        None, "Arguments of the estimator, by name (--estimator_kwargs.NAME VALUE)."
+    )
     beta: float = shared(0.05, "Weight of the KL penalty in the reward; 0 needs no reference.")
     kl_placement: Literal["reward", "reward_to_go", "loss"] = own(
         "reward", "KL in the completion's reward, in each token's reward to come, or in the loss."

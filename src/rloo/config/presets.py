@@ -33,6 +33,7 @@ BASE: dict[str, Any] = {
     "reward_bias": 0.0,
     "reward_scaling": 1.0,
     "reward_clip_range": None,
+    "estimator": "composed",
     "beta": 0.05,
     "kl_placement": "reward",
     "kl_estimator": "k1",

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
+from rloo.algorithm.chosen import chosen_estimator
 from rloo.algorithm.train import Run
 from rloo.config.arguments import RLOOArguments
 from rloo.config.config import RLOOConfig
@@ -86,6 +87,7 @@ class RLOOTrainer:
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model are two names of one thing; give one")
         self.args = obtain_config(args, model)
+        chosen_estimator(self.args)
         transformers.set_seed(self.args.seed)
         loggers = make_loggers(self.args)
         self.reward_processing_classes = reward_processing_classes
