@@ -107,7 +107,6 @@ def test_the_decoupled_objective_weighs_tokens_by_trainer_over_sampler():
     config = make_config(
         preset="areal",
         normalize_advantages=False,
-        normalize_over="completions",
         beta=0.0,
         rollout_importance_sampling_threshold=1.2,
     )
@@ -138,7 +137,7 @@ def test_unscored_completions_count_in_the_mean_only_where_asked():
     samples = make_samples()[:6]
     losses = {}
     for counted in (False, True):
-        config = make_config(beta=0.0, count_unscored=counted)
+        config = make_config(beta=0.0, preset="trl" if counted else "paper")
         policy = make_policy(config)
         losses[counted] = update(policy, samples, credit(samples, policy, config), config)["loss"]
     assert losses[True] == pytest.approx(losses[False] * 6 / 12)

@@ -75,7 +75,7 @@ def test_an_entry_of_a_mapping_by_its_name(write):
     assert config.model_init_kwargs == {"revision": "v2"}
     assert config.chat_template_kwargs == {"enable_thinking": False}
     assert config.report_to == "wandb"
-    whole = ["--estimator_kwargs", '{"a": 1}', "--estimator_kwargs.b", "2"]
+    whole = ["--estimator", "grpo", "--estimator_kwargs", '{"a": 1}', "--estimator_kwargs.b", "2"]
     assert parse_command_line([path, *whole]).estimator_kwargs == {"a": 1, "b": 2}
 
 

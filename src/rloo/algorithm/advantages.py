@@ -122,7 +122,7 @@ def token_penalty(logprobs: Tensor, reference: Tensor, config: RLOOConfig) -> Te
     estimate = objective.kl_estimate(
         logprobs.detach().double(),
         reference.double(),
-        estimator=config.kl_estimator[:2],
+        estimator=config.kl_estimator,
         clip=config.kl_clip,
     )
     return config.beta * estimate

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rloo.algorithm.centring import Level, centred, scale, standardise
 from rloo.algorithm.objective import return_to_go, sum_by
-from rloo.config.composed import Composition
+from rloo.config.composed import PAPER, Composition
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +119,6 @@ def whitened(returns: Returns, epsilon: float = 1e-8) -> Tensor:
     REINFORCE++ without a baseline (Hu 2025, arXiv 2501.03262, as verl computes it); (T,)."""
     come_T = returns.per_token(returns.reward_N) - returns.to_go_T
     return standardise(come_T, epsilon=epsilon, epsilon_in_variance=True)
-
-
-PAPER = Composition()
 
 
 def composed(returns: Returns, form: Composition = PAPER) -> Tensor:

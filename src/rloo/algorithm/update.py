@@ -50,7 +50,9 @@ def update(
     """
     denominator = objective.loss_denominator(
         config.loss_aggregation,
-        num_sequences=config.completions_per_step() if config.count_unscored else len(samples),
+        num_sequences=config.completions_per_step()
+        if config.loss_form.count_unscored
+        else len(samples),
         num_tokens=sum(len(s.token_ids) for s in samples),
         constant=config.loss_constant,
     )
@@ -176,7 +178,7 @@ def _other_terms(
     if config.beta != 0 and config.kl_placement == "loss":
         assert reference is not None
         kl = objective.kl_estimate(
-            logprobs, reference, estimator=config.kl_estimator[:2], clip=config.kl_clip
+            logprobs, reference, estimator=config.kl_estimator, clip=config.kl_clip
         )
         if config.use_bias_correction_kl:
             kl = kl * objective.ratio_of(logprobs - old)

@@ -16,7 +16,7 @@ from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
 from rloo.config.checks import ADAPTER_OPTIONS, check
 from rloo.config.generation_kwargs import sampling_options
 from rloo.config.options import DEFAULT_BATCH, Options
-from rloo.config.presets import preset_options
+from rloo.config.presets import LossForm, loss_form, over_preset
 from rloo.config.reading import suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
@@ -55,7 +55,7 @@ class RLOOConfig(Options):
         if output_dir is not None:
             options["output_dir"] = output_dir
         values = resolve(options, option_types())
-        values = preset_options(values.get("preset")) | values
+        values = over_preset(values)
         values |= sampling_options(values.get("generation_kwargs"))
         for field in fields(self):
             default = field.default if field.default_factory is MISSING else field.default_factory()
@@ -169,6 +169,11 @@ class RLOOConfig(Options):
         for config in (self, copy):
             object.__setattr__(config, "_fixed", True)
         return copy
+
+    @property
+    def loss_form(self) -> LossForm:
+        """What the preset does to the loss and no option says."""
+        return loss_form(self.preset)
 
     @property
     def compares_evaluations(self) -> bool:

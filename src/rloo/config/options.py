@@ -103,18 +103,14 @@ class Options:
     kl_placement: Literal["reward", "reward_to_go", "loss"] = own(
         "reward", "KL in the completion's reward, in each token's reward to come, or in the loss."
     )
-    kl_estimator: Literal[
-        "k1", "k2", "k3", "k1_zero_gradient", "k2_wrong_gradient", "k3_wrong_gradient"
-    ] = own("k1", "Of log(policy / reference): itself, half its square, or exp(-x) - 1 + x.")
+    kl_estimator: Literal["k1", "k2", "k3"] = own(
+        "k1", "Of log(policy / reference): itself, half its square, or exp(-x) - 1 + x."
+    )
     use_bias_correction_kl: bool = own(
         False,
         "Weigh a KL in the loss by the token's ratio, so that sampling has its gradient.",
     )
-    kl_in_baseline: bool = own(True, "Take the KL off before the baseline, not after it.")
     kl_clip: float | None = own(None, "Bound of a token's estimate, on both sides.")
-    kl_of_truncated: bool = own(
-        True, "Completions that `mask_truncated_completions` leaves out still pay KL."
-    )
     kl_target: float | None = own(None, "Adapt `beta` so that the KL per token comes near this.")
     kl_horizon: int = own(10000, "Completions over which `kl_target` adapts `beta`.")
     sync_ref_model: bool = shared(False, "Let the reference follow the policy (beta above 0).")
@@ -145,31 +141,20 @@ class Options:
     loss_constant: float | None = own(
         None, "Divisor of loss_aggregation constant; null is `max_completion_length`."
     )
-    count_unscored: bool = own(False, "Unscored completions count in the mean over completions.")
     entropy_coef: float = own(0.0, "Weight of an entropy bonus in the loss.")
     mean_level: Literal["group", "batch", "running", "none"] = own(
         "group", "Baseline: mean reward of the prompt's completions, the batch, the past, or none."
     )
     running_decay: float = own(0.95, "Of the past's mean, with mean_level running.")
-    mean_leave1out: bool = own(
-        True, "Leave out the answer itself from its baseline (AReaL's adv_norm: one token)."
-    )
-    mean_over: Literal["completions", "tokens"] = own(
-        "completions", "What the baseline averages; tokens leaves out one token, not one answer."
-    )
+    mean_leave1out: bool = own(True, "Leave out the answer itself from its baseline.")
     std_level: Literal["group", "batch", "none"] = own(
         "none", "Divide by the standard deviation over the group's answers, the batch's, or not."
     )
-    std_leave1out: bool = own(False, "Leave the answer out of that deviation as well.")
     advantage_epsilon: float = own(1e-4, "Added to a standard deviation before dividing by it.")
-    epsilon_in_variance: bool = own(False, "Add it to the variance instead.")
     advantage_clip_range: tuple[float, float] | None = own(
         None, "Clip advantages to [low, high]; a KL outside the baseline comes after."
     )
     normalize_advantages: bool = from_trl(False, "In the end standardise over the whole rollout.")
-    normalize_over: Literal["completions", "tokens"] = own(
-        "completions", "What `normalize_advantages` takes as one element."
-    )
     mask_truncated_completions: bool = from_trl(
         False, "Leave completions that hit the length limit out of the loss."
     )
