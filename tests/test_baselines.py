@@ -45,7 +45,7 @@ from benchmarks.baselines.variance import (
     resamples,
     trace_variance,
 )
-from rloo.algorithm.objective import centred
+from rloo.algorithm.centring import centred
 from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 

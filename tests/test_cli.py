@@ -246,6 +246,8 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder)
         (["train", "run.yaml", "--reward", "rewards.py:lenth"], "did you mean 'length'?"),
         (["train", "run.yaml", "--reward", "other.py:f"], "there is no file"),
         (["train", "run.yaml", "--reward", "no_such_module:f"], "there is no module"),
+        (["train", "run.yaml", "--estimator", "rlo"], "did you mean rloo?"),
+        (["train", "run.yaml", "--estimator_kwargs.eps", "1", "--estimator", "grpo"], "epsilon"),
         (
             ["train", "run.yaml", "--reward", "gsm8k", "--reward_weights", "1", "2"],
             "one weight per",
@@ -452,6 +454,7 @@ def test_eval_takes_the_configuration_of_a_run_whose_reference_moves(folder, cap
 
 def test_eval_prints_what_it_measured_and_writes_nothing(folder, capsys):
     options = ["--eval_pass_k", "1", "2", "--num_generations_eval", "4", "--pass_threshold", "2"]
+    options += ["--estimator", "not/there.py:any"]  # of training alone
     assert cli.main(["eval", "run.yaml", *options]) == 0
     what, headline, *lines = capsys.readouterr().out.splitlines()
     assert what.endswith("rows.jsonl, temperature 1")

@@ -81,7 +81,8 @@ def test_areal_s_example_trains_and_evaluates(folder, capsys):
     )
     assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
     config = config_of_run()
-    assert (config["num_generations"], config["normalize_over"]) == (4, "tokens")
+    assert config["num_generations"] == 4
+    assert config["estimator_kwargs"] == {"kl_in_baseline": False, "normalize_over": "tokens"}
     assert config["rollout_importance_sampling_mode"] == "token_mask"
     record = read_lines("run/completions.jsonl")[0]
     assert record["prompt"][0]["content"].endswith("within \\boxed{}.")

@@ -96,8 +96,10 @@ def _evaluate(arguments: list[str]) -> int:
 
     config = parse_command_line(_with_embedded(arguments))
     own_set = config.eval_dataset is not None or config.eval_split is not None
-    # Evaluation needs no reference, no gradients, no new adapter and no training data.
+    # Evaluation needs no estimator, reference, gradients, new adapter or training data.
     config = without_adapter(config).with_values(
+        estimator="composed",
+        estimator_kwargs=None,
         beta=0.0,
         gradient_checkpointing=False,
         report_to="none",

@@ -14,27 +14,22 @@ from support.policies import make_policy_config, make_policy_of
 from support.terms import terms_of
 
 SPACE = {
+    # Of those that also set what no option does.
+    "preset": ["trl", "areal"],
     "beta": [0.3],
     "kl_placement": ["reward_to_go", "loss"],
-    "kl_estimator": ["k2", "k3", "k1_zero_gradient", "k2_wrong_gradient", "k3_wrong_gradient"],
+    "kl_estimator": ["k2", "k3"],
     "use_bias_correction_kl": [True],
-    "kl_in_baseline": [False],
     "kl_clip": [0.05],
-    "kl_of_truncated": [False],
     "mean_level": ["batch", "none", "running"],
     "mean_leave1out": [False],
-    "mean_over": ["tokens"],
     "std_level": ["group", "batch"],
-    "std_leave1out": [True],
-    "epsilon_in_variance": [True],
     "advantage_clip_range": [(-0.2, 0.3)],
     "normalize_advantages": [True],
-    "normalize_over": ["tokens"],
     "importance_sampling_level": ["token", "sequence_mean"],
     "epsilon": [0.05],
     "delta": [1.5],
     "loss_aggregation": ["sequence_token_mean", "token_mean", "constant"],
-    "count_unscored": [True],
     "mask_truncated_completions": [True],
     "rollout_importance_sampling_mode": [
         "token_truncate",
@@ -44,6 +39,15 @@ SPACE = {
     ],
     "entropy_coef": [0.1],
     "temperature": [0.7],
+}
+# Of the estimator composed.
+ARGUMENTS = {
+    "kl_in_baseline": False,
+    "kl_of_truncated": False,
+    "mean_over": "tokens",
+    "std_leave1out": True,
+    "epsilon_in_variance": True,
+    "normalize_over": "tokens",
 }
 # Several updates for a rollout: everything is known before the first.
 IN_PARTS = {"steps_per_generation": 3}
@@ -56,10 +60,13 @@ def draw_config(rng: random.Random) -> tuple[dict, RLOOConfig]:
             name: rng.choice(values) for name, values in SPACE.items() if rng.random() < 0.25
         }
         options.setdefault("beta", 0.0)
+        options["estimator_kwargs"] = {
+            name: value for name, value in ARGUMENTS.items() if rng.random() < 0.25
+        }
         try:
             return options, make_policy_config(**options)
         except ValueError as error:
-            assert any(name in str(error) for name in SPACE), error
+            assert any(name in str(error) for name in SPACE | ARGUMENTS), error
 
 
 def draw_samples(rng: random.Random) -> list:

@@ -116,7 +116,6 @@ def test_the_decoupled_objective_weighs_tokens_by_trainer_over_sampler():
     config = make_policy_config(
         preset="areal",
         normalize_advantages=False,
-        normalize_over="completions",
         beta=0.0,
         rollout_importance_sampling_threshold=1.2,
     )
@@ -171,11 +170,9 @@ def test_unscored_completions_count_in_the_mean_only_where_asked():
     samples = make_samples()[:6]
     losses = {}
     for counted in (False, True):
-        config = make_policy_config(beta=0.0, count_unscored=counted)
-        policy = make_policy_of(config)
-        losses[counted] = update(
-            policy, samples, assign(samples, policy, terms_of(config)), terms_of(config)
-        )["loss"]
+        config = make_policy_config(beta=0.0, preset="trl" if counted else "paper")
+        policy, terms = make_policy_of(config), terms_of(config)
+        losses[counted] = update(policy, samples, assign(samples, policy, terms), terms)["loss"]
     assert losses[True] == pytest.approx(losses[False] * 6 / 12)
 
 

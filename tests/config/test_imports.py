@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from rloo.algorithm import advantages as credit
+from rloo.algorithm.chosen import advantages
+from rloo.algorithm.estimators import Returns
 from rloo.cli import main
 from rloo.config.batches import batches_of
+from rloo.config.composed import composition_of
 from rloo.config.config import RLOOConfig
 from rloo.config.imports import import_config, render_imported
 from rloo.config.imports.command_line import parse_script
@@ -251,14 +254,14 @@ def test_areal_s_reward_norms_give_the_same_advantages(mean, loo, std, tmp_path)
     )
     config = RLOOConfig(**found.options)
     rewards = [1.0, 0.0, 0.5, 0.25, 2.0, 2.0, -1.0, 0.0]
-    ours = credit.advantages(
+    returns = Returns(
         torch.tensor(rewards, dtype=torch.float64),
         torch.zeros(8, dtype=torch.float64),
         torch.arange(8),
         torch.tensor([0] * 4 + [1] * 4),
         torch.zeros(8, dtype=torch.bool),
-        config,
     )
+    ours = advantages(returns, config)
     expected = areal_s_advantages(rewards, mean=mean, loo=loo, std=std, eps=0.3)
     assert ours.tolist() == pytest.approx(expected, abs=1e-12)
     assert not left(found)
@@ -326,7 +329,16 @@ def test_areal_s_sequence_ratio_and_estimators_are_called_by_what_they_are(tmp_p
     )
     assert any("by completion" in note for note in found.notes)
     found = areal(tmp_path, "actor: {kl_estimator: k3, kl_ctl: 0.01}\nref: {path: m}\n")
-    assert RLOOConfig(**found.options).kl_estimator == "k3_wrong_gradient"
+    named = RLOOConfig(**found.options)
+    assert (named.preset, named.kl_estimator, named.beta) == ("areal", "k3", 0.01)
+    assert any("k3 as KL in the reward_to_go has a wrong gradient" in n for n in found.notes)
+    # Nothing else of the preset: all but name and estimator is what it is without.
+    plain = areal(tmp_path, "actor: {kl_estimator: k1, kl_ctl: 0.01}\nref: {path: m}\n")
+    expected = replace(RLOOConfig(**plain.options), kl_estimator="k3", preset="areal")
+    assert composition_of(named) == composition_of(RLOOConfig(**plain.options))
+    same = {"estimator_kwargs": named.estimator_kwargs}
+    assert replace(expected, **same) == named
+    assert parse_command_line([write(tmp_path, render_imported("areal", found))]) == named
 
 
 def test_references_are_followed_through_each_other_and_inside_text():
@@ -507,7 +519,7 @@ def test_a_trl_file_keeps_its_names_and_takes_the_preset_trl(tmp_path):
     assert reasons["not_an_option"] == "no counterpart is known"
     assert {"datasets", "env.WANDB_PROJECT", "dtype", "attn_implementation"} <= set(reasons)
     shown = yaml.safe_load(render_imported("trl", found))
-    assert shown["preset"] == "trl" and "count_unscored" not in shown
+    assert shown["preset"] == "trl" and "estimator_kwargs" not in shown
 
 
 def test_options_of_trl_that_contradict_each_other_are_refused(tmp_path):
@@ -545,9 +557,12 @@ def test_a_preset_is_printed_with_its_meaning_and_can_be_trained_from(tmp_path, 
     assert config == RLOOConfig(preset="areal_docs", beta=0.02)
 
 
-def test_a_form_that_is_not_what_it_is_called_is_remarked_without_a_preset(capsys):
-    assert main(["config", "--kl_estimator", "k3_wrong_gradient"]) == 0
+def test_a_form_that_is_not_what_it_is_called_needs_a_preset_and_is_remarked(capsys):
+    wrong = ["config", "--kl_estimator", "k3", "--kl_placement", "reward"]
+    assert main([*wrong, "--preset", "areal", "--beta", "0.1"]) == 0
     assert "# warning: k3 as KL in the reward has a wrong gradient" in capsys.readouterr().out
+    assert main(wrong) == 2
+    assert "preset areal or areal_docs does it all the same" in capsys.readouterr().err
 
 
 def test_a_ratio_to_the_reference_is_refused_by_name(capsys):

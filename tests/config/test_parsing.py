@@ -59,6 +59,29 @@ def test_all_ways_to_write_an_option():
     assert parse_command_line([]) == RLOOConfig()
 
 
+def test_an_entry_of_a_mapping_by_its_name(write):
+    path = write("estimator_kwargs: {power: 3, kind: a}\nmodel_init_kwargs: {revision: v2}\n")
+    config = parse_command_line(
+        [path, "--estimator", "grpo", "--estimator_kwargs.power", "1e-3",
+         "--estimator-kwargs.word=x=y", "--estimator_kwargs.on", "True",
+         "estimator_kwargs.off=none", "--report_to", "wandb",
+         "estimator_kwargs.sizes=[1, 2]", "--chat_template_kwargs.enable_thinking", "false"]
+    )  # fmt: skip
+    assert config.estimator_kwargs == {
+        "power": 1e-3,
+        "kind": "a",
+        "word": "x=y",
+        "on": True,
+        "off": None,
+        "sizes": [1, 2],
+    }
+    assert config.model_init_kwargs == {"revision": "v2"}
+    assert config.chat_template_kwargs == {"enable_thinking": False}
+    assert config.report_to == "wandb"
+    whole = ["--estimator", "grpo", "--estimator_kwargs", '{"a": 1}', "--estimator_kwargs.b", "2"]
+    assert parse_command_line([path, *whole]).estimator_kwargs == {"a": 1, "b": 2}
+
+
 def test_areal_s_nested_names_in_yaml(write):
     path = write(
         "actor:\n  path: m\n  eps_clip: 0.4\n  kl_ctl: 0.0\n  reward_clip: 20\n"
@@ -108,13 +131,15 @@ def test_paths_in_a_file_are_found_beside_it(write, tmp_path):
     write("", "here.jsonl")
     write("", "sub/here.jsonl")
     path = write(
-        "dataset: here.jsonl\nmodel: Qwen/Qwen3-0.6B\nreward: [math, 'mine.py:score']\n",
+        "dataset: here.jsonl\nmodel: Qwen/Qwen3-0.6B\nreward: [math, 'mine.py:score']\n"
+        "estimator: mine.py:weighted\n",
         "sub/run.yaml",
     )
     config = parse_command_line([path])
     assert config.dataset == "here.jsonl"
     assert config.model == "Qwen/Qwen3-0.6B"
     assert config.reward == ["math", "sub/mine.py:score"]
+    assert config.estimator == "sub/mine.py:weighted"
 
 
 def test_the_resolved_configuration_is_a_file_that_reads_back_equal(write):
@@ -176,6 +201,9 @@ def test_a_bad_file_is_refused_with_its_line(write, text, expected):
         (["missing.yaml"], "missing.yaml: No such file"),
         (["--chat_template_kwargs", "{bad"], "it must be a mapping"),
         (["--actor.eps_clip", "0.1", "--cliprange", "0.2"], "both set epsilon, so give only one"),
+        (["--estimator_kwargs.power"], "--estimator_kwargs.power needs a value"),
+        (["--estimator_kwarg.power", "1"], "unknown option --estimator_kwarg.power"),
+        (["--beta.power", "1"], "unknown option --beta.power"),
     ],
 )
 def test_a_bad_command_line_is_refused(arguments, expected):

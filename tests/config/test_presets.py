@@ -4,17 +4,30 @@
 """
 
 import math
+import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from rloo.algorithm.advantages import advantages, token_penalty
+from rloo.algorithm.advantages import token_penalty
+from rloo.algorithm.chosen import advantages
+from rloo.algorithm.estimators import Returns
 from rloo.algorithm.shaping import shape
+from rloo.config.composed import ARGUMENTS, PAPER, composition_of
 from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
-from rloo.config.presets import BASE, PRESETS, describe_preset, preset_options, remarks
+from rloo.config.presets import (
+    BASE,
+    PRESETS,
+    LossForm,
+    describe_preset,
+    preset_options,
+    remarks,
+    unlike,
+)
 from rloo.config.rendering import render_resolved
 from rloo.types import Completion, Group, Prompt
 from support.presets import PRESET_FORMS
@@ -33,14 +46,14 @@ def advantages_of(config, rewards, lengths=None, penalties=None) -> list[float]:
     samples = shape(rollout_of([group]), config)
     kept = torch.tensor([len(s.token_ids) for s in samples])
     paid = [0.0] * int(kept.sum()) if penalties is None else penalties
-    return advantages(
+    returns = Returns(
         torch.tensor([s.reward for s in samples], dtype=torch.float64),
         torch.tensor(paid, dtype=torch.float64),
         torch.arange(len(samples)).repeat_interleave(kept),
         torch.zeros(len(samples), dtype=torch.long),
         torch.zeros(len(samples), dtype=torch.bool),
-        config,
-    ).tolist()
+    )
+    return advantages(returns, config).tolist()
 
 
 @pytest.mark.parametrize("name", ["paper", "trl", "ms_swift", "verl", "openrlhf"])
@@ -118,12 +131,12 @@ def test_trl_s_masked_completions_pay_no_kl_under_its_preset_only():
     truncated = torch.tensor([False, True])
     for name, baseline in (("trl", 0.0), ("paper", -0.5)):
         config = form(name, mask_truncated_completions=True)
-        result = advantages(reward, penalty, index, group, truncated, config)
+        result = advantages(Returns(reward, penalty, index, group, truncated), config)
         assert result.tolist() == [0.75 - baseline, 0.0]
 
 
 def test_a_whole_completion_s_kl_comes_off_each_of_its_tokens_after_a_baseline_over_tokens():
-    config = form("areal_docs", kl_placement="reward", kl_in_baseline=False)
+    config = form("areal_docs", kl_placement="reward", estimator_kwargs={"kl_in_baseline": False})
     result = advantages_of(config, [1, 0], [2, 1], penalties=[0.1, 0.2, 0.5])
     # Tokens 1, 1, 0; of the others 0.5, 0.5, 1.
     assert result == pytest.approx([0.5 - 0.3, 0.5 - 0.3, -1 - 0.5])
@@ -157,15 +170,19 @@ def test_a_preset_on_the_command_line_wins_over_the_file(tmp_path):
 def test_every_preset_is_a_valid_configuration_and_its_own_description():
     for name, preset in PRESETS.items():
         config = form(name)
-        assert set(preset.options) <= set(BASE)
+        assert set(preset.options) <= set(BASE) and set(preset.arguments) <= set(ARGUMENTS)
+        assert preset_options(name)["estimator_kwargs"] == (dict(preset.arguments) or None)
         for option, value in preset_options(name).items():
             if option != "loss_constant":
                 assert getattr(config, option) == value
+        assert config.loss_form == preset.loss_form
         text = "\n".join(describe_preset(name))
         assert preset.formula in text and preset.source in text
         for option, value in preset.options.items():
             if value != BASE[option]:
                 assert f"{option} {value}" in text
+        for argument, value in preset.arguments.items():
+            assert f"estimator_kwargs.{argument} {value}" in text
     with pytest.raises(ValueError, match=r"preset is 'veri'.*did you mean verl"):
         RLOOConfig(preset="veri")
 
@@ -173,33 +190,80 @@ def test_every_preset_is_a_valid_configuration_and_its_own_description():
 def test_the_base_holds_the_default_of_every_option_that_presets_set():
     plain = RLOOConfig()
     assert {name: getattr(plain, name) for name in BASE} == BASE
+    assert plain.loss_form == LossForm()
+    assert composition_of(plain) == PAPER
+
+
+def test_arguments_beside_a_preset_win_one_by_one_and_are_read_back():
+    config = form("areal", estimator_kwargs={"kl_in_baseline": True}, beta=0.1)
+    assert config.estimator_kwargs == {"kl_in_baseline": True, "normalize_over": "tokens"}
+    assert RLOOConfig(**config.to_dict()) == config
+    assert replace(config, beta=0.2).estimator_kwargs == config.estimator_kwargs
+    command = ["--preset", "areal", "--beta", "0.1", "--estimator_kwargs.kl_in_baseline", "true"]
+    assert parse_command_line(command).estimator_kwargs == config.estimator_kwargs
+
+
+def test_the_form_of_the_loss_goes_with_the_preset_into_files_and_copies(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(render_resolved(form("trl")))
+    for config in (parse_command_line([str(file)]), replace(form("trl"), beta=0.3)):
+        assert config.loss_form == LossForm(count_unscored=True)
+    assert parse_command_line([str(file), "--preset", "paper"]).loss_form == LossForm()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"mean_ovr": "tokens"}, "unknown argument mean_ovr of the estimator composed; did you me"),
+        ({"mean_over": "token"}, "estimator_kwargs.mean_over is 'token'; it must be one of compl"),
+        ({"kl_in_baseline": 3}, "estimator_kwargs.kl_in_baseline is 3; it must be true or false"),
+    ],
+)
+def test_arguments_that_are_none_are_refused(arguments, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        RLOOConfig(estimator_kwargs=arguments)
+
+
+TOKEN = {"importance_sampling_level": "token"}
+
+
+def composed(**arguments) -> dict:
+    return {"estimator_kwargs": arguments}
 
 
 def test_what_does_not_do_what_its_name_says_is_remarked():
     assert "one token, not one answer" in remarks(form("areal_docs"))[0]
-    assert (
-        "zero gradient"
-        in remarks(RLOOConfig(kl_placement="loss", kl_estimator="k1_zero_gradient"))[0]
-    )
-    assert "wrong gradient" in remarks(RLOOConfig(kl_estimator="k3_wrong_gradient"))[0]
+    over_tokens = {
+        "importance_sampling_level": "token",
+        "estimator_kwargs": {"mean_over": "tokens"},
+    }
+    assert "one token, not one answer" in remarks(RLOOConfig(**over_tokens))[0]
+    in_loss = form("areal", beta=0.1, kl_placement="loss", kl_estimator="k1")
+    assert "k1 as KL in the loss has a zero gradient" in remarks(in_loss)[0]
+    in_reward = form("areal", beta=0.1, kl_estimator="k3")
+    assert "k3 as KL in the reward_to_go has a wrong gradient" in remarks(in_reward)[0]
     assert all(not remarks(form(name)) for name in PRESETS if name != "areal_docs")
 
 
 CONTRADICTIONS = [
-    ({"kl_placement": "loss"}, "k1_zero_gradient does it all the same"),
+    ({"kl_placement": "loss"}, "preset areal or areal_docs does it all the same"),
     ({"use_bias_correction_kl": True}, "it is for KL in the loss"),
     (
         {"use_bias_correction_kl": True, "kl_placement": "loss", "kl_estimator": "k2"},
         "which is a KL for k1 and k3",
     ),
-    ({"kl_estimator": "k3"}, "k3_wrong_gradient does it all the same"),
-    ({"kl_estimator": "k2"}, "k2_wrong_gradient does it all the same"),
-    ({"kl_estimator": "k1_zero_gradient"}, "in the reward it is called k1"),
-    ({"kl_placement": "loss", "kl_estimator": "k3_wrong_gradient"}, "in the loss it is called k3"),
+    ({"kl_estimator": "k3"}, "preset areal or areal_docs does it all the same"),
+    ({"kl_estimator": "k2", "preset": "trl"}, "gets the gradient of its value only if that is k1"),
     ({"kl_placement": "reward_to_go"}, "importance_sampling_level token"),
-    ({"normalize_over": "tokens"}, "importance_sampling_level token"),
-    ({"mean_over": "tokens"}, "importance_sampling_level token"),
-    ({"normalize_over": "tokens", "importance_sampling_level": "token"}, "is false"),
+    (
+        {**composed(normalize_over="tokens"), "normalize_advantages": True},
+        "importance_sampling_level token",
+    ),
+    (composed(mean_over="tokens"), "importance_sampling_level token"),
+    (
+        {**composed(normalize_over="tokens"), **TOKEN},
+        "estimator_kwargs.normalize_over is tokens, which acts with normalize_advantages only",
+    ),
     (
         {
             "kl_placement": "reward_to_go",
@@ -218,13 +282,13 @@ CONTRADICTIONS = [
     ({"kl_horizon": 100}, "no effect without kl_target; set that or remove kl_horizon"),
     ({"max_resample_times": 5}, "has no effect without dynamic_sample"),
     ({"rollout_importance_sampling_threshold": 3.0}, "without rollout_importance_sampling_mode"),
-    ({"preset": "grpo", "kl_in_baseline": False}, "has no effect without a KL in the reward"),
+    ({"preset": "grpo", **composed(kl_in_baseline=False)}, "no effect without a KL in the reward"),
     ({"kl_target": 0.1, "kl_horizon": 7}, "kl_horizon is 7, below the 8 completions of a rollout"),
-    ({"std_leave1out": True}, "has no effect without std_level"),
-    ({"epsilon_in_variance": True}, "without std_level or normalize_advantages"),
-    ({"kl_of_truncated": False}, "has no effect without mask_truncated_completions"),
+    (composed(std_leave1out=True), "has no effect without std_level"),
+    (composed(epsilon_in_variance=True), "without std_level or normalize_advantages"),
+    (composed(kl_of_truncated=False), "has no effect without mask_truncated_completions"),
     (
-        {"preset": "paper", "kl_of_truncated": False},
+        {"preset": "paper", **composed(kl_of_truncated=False)},
         "has no effect without mask_truncated_completions",
     ),
     ({"kl_target": 0.1, "beta": 0.0}, "give a beta above 0"),
@@ -241,7 +305,7 @@ CONTRADICTIONS = [
         },
         "not below the upper bound",
     ),
-    ({"count_unscored": True, "loss_aggregation": "token_mean"}, "counts completions"),
+    ({"preset": "trl", "loss_aggregation": "token_mean"}, "preset trl counts completions that"),
     ({"normalize_rewards": "batch", "mean_level": "running"}, "both take a mean"),
     ({"num_generations": 1, "num_prompts": 4}, "leave-one-out needs at least 2"),
     (
@@ -261,6 +325,7 @@ def test_combinations_without_sense_are_refused_with_the_reason(options, expecte
 def test_what_a_preset_sets_for_another_case_may_stay_idle():
     for options in (
         {"preset": "areal", "rollout_importance_sampling_mode": None},
+        {"preset": "areal", "normalize_advantages": False},
         {"preset": "areal", "beta": 0.1, "kl_placement": "loss", "kl_estimator": "k3"},
         {"preset": "nemo_rl", "std_level": "none"},
         {"preset": "verl", "kl_placement": "loss", "kl_estimator": "k3"},
@@ -281,9 +346,8 @@ def test_the_documented_table_is_that_of_the_presets():
     text = (Path(__file__).parents[2] / "docs/algorithm.md").read_text(encoding="utf-8")
     rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
     for name, preset in PRESETS.items():
+        cells = rows[name].split(" | ")
         assert preset.formula in rows[name] and preset.source in rows[name]
-        for option, value in preset_options(name).items():
-            assert (f"{option} {value}" in rows[name]) == (value != BASE[option]), (name, option)
+        assert cells[2] == (unlike(name) or "none")
         figures = PRESET_FORMS[name][1:] if name in PRESET_FORMS else (1, 1)
-        cells = [float(cell) for cell in rows[name].split("|")[-3:-1]]
-        assert cells == pytest.approx(figures, abs=1e-4)
+        assert [float(cell.strip("| ")) for cell in cells[3:]] == pytest.approx(figures, abs=1e-4)

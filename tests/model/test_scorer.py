@@ -1,6 +1,7 @@
 import torch
-from models import VOCAB_SIZE, make_model, make_samples
-from test_policy import make_policy
+
+from support.models import VOCAB_SIZE, make_model, make_samples
+from support.policies import make_policy
 
 
 def order_of_calls(scorer, compute) -> list[str]:

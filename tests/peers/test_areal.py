@@ -120,7 +120,7 @@ def test_its_ratio_of_a_sequence_is_the_geometric_mean_at_each_token():
     settings = shipped(4) | {"importance_sampling_level": "sequence", "adv_norm": None}
     # Tokens that it drops leave its mean of the ratios, too, which is not part of ours.
     settings["rejection_sampling"].action = "clamp"
-    form = {"normalize_advantages": False, "normalize_over": "completions"}
+    form = {"normalize_advantages": False}
     form |= {"importance_sampling_level": "sequence_mean", "kl_placement": "reward"}
     form |= {"rollout_importance_sampling_mode": "token_truncate"}
     assert_equal(ours(rollout, preset="areal", **form), theirs(rollout, settings), TOLERANCE)

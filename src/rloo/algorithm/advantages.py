@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rloo.algorithm import objective
+from rloo.algorithm.chosen import advantages, chosen_estimator
+from rloo.algorithm.estimators import Returns
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, exceeds, split
@@ -125,7 +127,7 @@ def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
         return Stored(_sample_advantages(samples, {}, terms.config))
     needs_pass = (
         in_parts
-        or _whole_batch(terms.config)
+        or chosen_estimator(terms.config).over_rollout
         or exceeds(samples, policy.max_tokens, packed=policy.packed)
     )
     return _from_own_pass(samples, policy, terms) if needs_pass else FromThisPass(terms)
@@ -162,10 +164,8 @@ def batch_advantages(
     """Advantages of a micro-batch of whole groups from its own forward pass: (N,), or (T,) with
     token ratios."""
     penalty = token_penalty(logprobs, reference, terms)
-    values = advantages(
-        batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N, terms.config
-    )
-    return values.to(logprobs.dtype)
+    returns = Returns(batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N)
+    return advantages(returns, terms.config).to(logprobs.dtype)
 
 
 def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
@@ -173,7 +173,7 @@ def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
     estimate = objective.kl_estimate(
         logprobs.detach().double(),
         reference.double(),
-        estimator=terms.config.kl_estimator[:2],
+        estimator=terms.config.kl_estimator,
         clip=terms.config.kl_clip,
     )
     return terms.beta * estimate
@@ -189,102 +189,16 @@ def _sample_advantages(
         penalty = torch.cat([penalties[key] for key in keys])
     else:
         penalty = torch.zeros(sum(lengths), dtype=torch.float64)
-    values = advantages(
+    returns = Returns(
         torch.tensor([s.reward for s in samples], dtype=torch.float64),
         penalty,
         torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)),
         torch.tensor([s.key[0] for s in samples]),
         torch.tensor([s.truncated for s in samples]),
-        config,
     )
-    return _by_key(keys, lengths, values)
-
-
-def advantages(
-    reward_N: Tensor,
-    penalty_T: Tensor,
-    sequence_T: Tensor,
-    group_N: Tensor,
-    truncated_N: Tensor,
-    config: RLOOConfig,
-) -> Tensor:
-    """Shaped rewards and token penalties (beta times KL) to advantages: (N,), or (T,) with token
-    ratios. Completions lie one after another; all of them count, and groups are whole."""
-    masked_N = truncated_N & config.mask_truncated_completions
-    if not config.kl_of_truncated:
-        penalty_T = torch.where(masked_N[sequence_T], 0.0, penalty_T)
-    size = len(reward_N)
-    whole_N = objective.sum_by(penalty_T, sequence_T, size)
-    to_go = config.kl_placement == "reward_to_go"
-    paid_T = objective.return_to_go(penalty_T, sequence_T, size) if to_go else whole_N[sequence_T]
-    result = _above_baseline(
-        reward_N, whole_N, paid_T, sequence_T=sequence_T, group_N=group_N, config=config
-    )
-
-    def per_token(values: Tensor) -> Tensor:
-        # Where both have one size, every completion is a single token.
-        return values if len(values) == len(sequence_T) else values[sequence_T]
-
-    if config.advantage_clip_range is not None:
-        result = result.clamp(*config.advantage_clip_range)
-    if not config.kl_in_baseline:
-        by_token = to_go or config.mean_over == "tokens"
-        result = per_token(result) - paid_T if by_token else result - whole_N
-    if config.importance_sampling_level == "token":
-        over_tokens = config.normalize_over == "tokens"
-        result = per_token(_normalised(per_token(result) if over_tokens else result, config))
-        return torch.where(masked_N[sequence_T], 0.0, result)
-    return torch.where(masked_N, 0.0, _normalised(result, config))
-
-
-def _above_baseline(
-    reward_N: Tensor,
-    whole_N: Tensor,
-    paid_T: Tensor,
-    *,
-    sequence_T: Tensor,
-    group_N: Tensor,
-    config: RLOOConfig,
-) -> Tensor:
-    """Returns less their baseline, over their deviation: (N,), or (T,) where they differ by token.
-
-    `whole_N` is what completions pay, `paid_T` what tokens pay from themselves on.
-    """
-    level = cast(Any, "none" if config.mean_level == "running" else config.mean_level)
-    mean = {"mean_level": level, "mean_leave1out": config.mean_leave1out}
-    if config.mean_over == "tokens":
-        returns_T = reward_N[sequence_T] - (paid_T if config.kl_in_baseline else 0.0)
-        return objective.centred(returns_T, group_N[sequence_T], **mean)
-    returns_N = reward_N - whole_N if config.kl_in_baseline else reward_N
-    factor_N = objective.scale(
-        returns_N,
-        group_N,
-        std_level=config.std_level,
-        std_leave1out=config.std_leave1out,
-        epsilon=config.advantage_epsilon,
-        epsilon_in_variance=config.epsilon_in_variance,
-    )
-    result = objective.centred(returns_N, group_N, **mean) * factor_N
-    if config.kl_placement == "reward_to_go" and config.kl_in_baseline:
-        # What was paid before a token is not of its making.
-        result = result[sequence_T] + (whole_N[sequence_T] - paid_T) * factor_N[sequence_T]
-    return result
-
-
-def _normalised(values: Tensor, config: RLOOConfig) -> Tensor:
-    if not config.normalize_advantages:
-        return values
-    return objective.standardise(
-        values,
-        epsilon=config.advantage_epsilon,
-        epsilon_in_variance=config.epsilon_in_variance,
-    )
+    return _by_key(keys, lengths, advantages(returns, config))
 
 
 def _by_key(keys: Sequence[Key], lengths: Sequence[int], values: Tensor) -> dict[Key, Tensor]:
     sizes = [1] * len(keys) if len(values) == len(keys) else list(lengths)
     return dict(zip(keys, values.split(sizes), strict=True))
-
-
-def _whole_batch(config: RLOOConfig) -> bool:
-    return config.normalize_advantages or "batch" in (config.mean_level, config.std_level)

@@ -3,7 +3,7 @@
 It knows nothing of models, devices, options or logging. Sequences are ragged and flat: per-token
 tensors have one entry for each completion token (`_T`), per-completion tensors one for each
 completion (`_N`); `sequence_T` maps a token to its completion and `group_N` a completion to its
-group. A missing reward is NaN. All functions keep the dtype of their inputs, float64 included.
+group. All functions keep the dtype of their inputs, float64 included.
 
     reward -> clip -> minus beta * KL -> minus the mean of the other rewards -> (scale) -> loss
 
@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Level = Literal["none", "group", "batch"]
 RatioLevel = Literal["sequence", "sequence_mean", "token"]
 Aggregation = Literal["sequence", "sequence_token_mean", "token_mean", "constant"]
 WeightMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -69,60 +68,6 @@ def return_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
     summed = values_T.double().cumsum(0)
     ends = sum_by(torch.ones_like(sequence_T), sequence_T, size).cumsum(0) - 1
     return (summed[ends][sequence_T] - summed + values_T).to(values_T.dtype)
-
-
-def centred(
-    values: Tensor, group: Tensor, *, mean_level: Level = "group", mean_leave1out: bool = True
-) -> Tensor:
-    """Values minus their baseline, (E,) as given: the mean over their group or over all, without
-    the element itself if `mean_leave1out`.
-
-    The default is leave-one-out, `r_i - mean of the other r_j of the group`, which equals
-    `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) leaves the baseline of its siblings
-    too; missing ones and those without siblings get exactly 0, as do all members of a group with
-    equal values (sums are taken relative to the group's minimum). A mean that holds the element
-    itself is biased. Elements are completions, or tokens (AReaL's documented `adv_norm`, which
-    leaves out one token).
-    """
-    if mean_level == "none":
-        return torch.where(values.isnan(), 0.0, values)
-    index = group if mean_level == "group" else torch.zeros_like(group)
-    return _centre(values, index, leave_one_out=mean_leave1out)
-
-
-def scale(
-    rewards_N: Tensor,
-    group_N: Tensor,
-    *,
-    std_level: Level,
-    std_leave1out: bool = False,
-    epsilon: float = 1e-4,
-    epsilon_in_variance: bool = False,
-) -> Tensor:
-    """What advantages are multiplied by: 1 / (standard deviation + epsilon), (N,).
-
-    The deviation has Bessel's correction and is that of the group or of the batch, of the others
-    alone if `std_leave1out` (NeMo-RL). Nothing is scaled where it is 0. `epsilon_in_variance` is
-    1 / sqrt(variance + epsilon) (verl).
-    """
-    if std_level == "none":
-        return torch.ones_like(rewards_N)
-    index = group_N if std_level == "group" else torch.zeros_like(group_N)
-    if std_leave1out:
-        variance = _variance_of_others(rewards_N, index)
-    else:
-        variance = _variance(rewards_N, index)[index]
-    return _inverse_deviation(variance, epsilon, epsilon_in_variance)
-
-
-def standardise(
-    values: Tensor, *, epsilon: float = 1e-4, epsilon_in_variance: bool = False
-) -> Tensor:
-    """All values made mean 0 and deviation 1 (TRL's `normalize_advantages`; over tokens: AReaL's
-    `adv_norm`, verl's `masked_whiten`); NaN is left out and gives 0."""
-    whole = torch.zeros(values.shape, dtype=torch.long, device=values.device)
-    factor = _inverse_deviation(_variance(values, whole), epsilon, epsilon_in_variance)
-    return _centre(values, whole, leave_one_out=False) * (factor[0] if len(factor) else 1.0)
 
 
 def importance_weights(
@@ -241,52 +186,3 @@ def aggregate(
 
 def _lengths(sequence_T: Tensor, size: int) -> Tensor:
     return sum_by(torch.ones_like(sequence_T), sequence_T, size).clamp(min=1)
-
-
-def _group_sum(values: Tensor, index: Tensor) -> Tensor:
-    size = int(index.max()) + 1 if index.numel() else 0
-    return sum_by(values, index, size)
-
-
-def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Values minus the mean over their bin, without themselves if `leave_one_out`; NaN is left
-    out, and is 0 in the result, as is everything in a bin of one."""
-    valid = ~values.isnan()
-    counts = _group_sum(valid.to(values.dtype), index)
-    floor = torch.full_like(counts, torch.inf).scatter_reduce(
-        0, index, torch.where(valid, values, torch.inf), "amin"
-    )
-    relative = torch.where(valid, values - floor[index], 0.0)
-    totals = _group_sum(relative, index)[index]
-    counts = counts[index]
-    if leave_one_out:
-        centred = relative - (totals - relative) / (counts - 1).clamp(min=1)
-    else:
-        centred = relative - totals / counts.clamp(min=1)
-    return torch.where(valid & (counts >= 2), centred, 0.0)
-
-
-def _variance(values: Tensor, index: Tensor) -> Tensor:
-    """Variance over each bin with Bessel's correction, NaN left out; 0 below two."""
-    deviations = _centre(values, index, leave_one_out=False)
-    counts = _group_sum((~values.isnan()).to(values.dtype), index)
-    return _group_sum(deviations**2, index) / (counts - 1).clamp(min=1)
-
-
-def _variance_of_others(values: Tensor, index: Tensor) -> Tensor:
-    """For each value the variance of the others of its bin, with Bessel's correction; 0 below two
-    others. From sums of squares about the bin's mean m: those of the others about their own mean
-    are S - n / (n - 1) * (x - m)^2."""
-    counts = _group_sum((~values.isnan()).to(values.dtype), index)[index]
-    deviations = _centre(values, index, leave_one_out=False)
-    squares = _group_sum(deviations**2, index)[index]
-    others = squares - counts / (counts - 1).clamp(min=1) * deviations**2
-    # What rounding leaves of equal values is no variance.
-    rounding = 16 * torch.finfo(values.dtype).eps
-    others = torch.where(others <= rounding * squares, 0.0, others)
-    return others / (counts - 2).clamp(min=1)
-
-
-def _inverse_deviation(variance: Tensor, epsilon: float, in_variance: bool) -> Tensor:
-    divisor = (variance + epsilon).sqrt() if in_variance else variance.sqrt() + epsilon
-    return torch.where(variance > 0, 1.0 / divisor, 1.0)

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from rloo.algorithm import objective
 from rloo.algorithm.adaptive import Adaptive
+from rloo.algorithm.centring import standardise
+from rloo.algorithm.chosen import chosen_estimator
 from rloo.config.config import RLOOConfig
 from rloo.types import Completion, Group, Rollout, Sample
 
@@ -17,7 +18,7 @@ def shape(rollout: Rollout, config: RLOOConfig, past: Adaptive | None = None) ->
     """The completions that the loss counts, with their shaped rewards: scored, and where a group
     statistic is taken in groups with at least two scores. `past` is needed for a mean or a
     deviation of earlier rollouts."""
-    smallest = 2 if "group" in (config.mean_level, config.std_level) else 1
+    smallest = chosen_estimator(config).smallest_group
     found: list[tuple[Sample, Completion]] = []
     begin = 0
     for number, group in enumerate(rollout.groups):
@@ -78,7 +79,7 @@ def _relate(rewards: list[float], config: RLOOConfig, past: Adaptive | None) -> 
     `mean_level` running)."""
     if config.normalize_rewards == "batch":
         values = torch.tensor(rewards, dtype=torch.float64)
-        return objective.standardise(values, epsilon=config.advantage_epsilon).tolist()
+        return standardise(values, epsilon=config.advantage_epsilon).tolist()
     if config.normalize_rewards == "running":
         # The first rollout is left as it is: its own statistics would bias it.
         return rewards if past is None else past.past.standardise(rewards)

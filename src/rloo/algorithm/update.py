@@ -42,7 +42,9 @@ def update(
     config = terms.config
     denominator = objective.loss_denominator(
         config.loss_aggregation,
-        num_sequences=terms.batches.completions_per_step if config.count_unscored else len(samples),
+        num_sequences=terms.batches.completions_per_step
+        if config.loss_form.count_unscored
+        else len(samples),
         num_tokens=sum(s.num_trained for s in samples),
         constant=config.loss_constant,
     )
@@ -153,7 +155,7 @@ def _other_terms(
     if terms.kl_in_loss:
         assert reference is not None
         kl = objective.kl_estimate(
-            logprobs, reference, estimator=config.kl_estimator[:2], clip=config.kl_clip
+            logprobs, reference, estimator=config.kl_estimator, clip=config.kl_clip
         )
         if config.use_bias_correction_kl:
             kl = kl * objective.ratio_of(logprobs - old)

@@ -16,7 +16,7 @@ from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
 from rloo.config.checks import check
 from rloo.config.generation_kwargs import sampling_options
 from rloo.config.options import LORA, Options
-from rloo.config.presets import preset_options
+from rloo.config.presets import LossForm, loss_form, over_preset
 from rloo.config.reading import default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.dist import process_count
@@ -57,7 +57,7 @@ class RLOOConfig(Options):
         if output_dir is not None:
             options["output_dir"] = output_dir
         values = resolve(options, option_types())
-        values = preset_options(values.get("preset")) | values
+        values = over_preset(values)
         values |= sampling_options(values.get("generation_kwargs"))
         own = vars(self)  # past __setattr__, which reads every value
         own.update({field.name: default_of(field) for field in fields(self)} | values)
@@ -117,6 +117,11 @@ class RLOOConfig(Options):
         vars(copy).update(self._values() | values, _fixed=True)
         vars(copy)["_checked"] = copy._values()
         return copy
+
+    @property
+    def loss_form(self) -> LossForm:
+        """What the preset does to the loss and no option says."""
+        return loss_form(self.preset)
 
     def _values(self) -> dict[str, Any]:
         return deepcopy({field.name: getattr(self, field.name) for field in fields(self)})

@@ -6,6 +6,7 @@ Knows what the options mean, and nothing of how they are computed (`credit.py`, 
 from __future__ import annotations
 
 from rloo.config.batches import Batches
+from rloo.config.composed import composition_of
 from rloo.config.config import RLOOConfig
 
 
@@ -29,7 +30,7 @@ def objective_line(config: RLOOConfig, batches: Batches) -> str:
 
 
 def _kl(config: RLOOConfig) -> str:
-    return "KL" if config.kl_estimator.startswith("k1") else f"{config.kl_estimator[:2]} KL"
+    return "KL" if config.kl_estimator == "k1" else f"{config.kl_estimator} KL"
 
 
 def _reward(config: RLOOConfig) -> str:
@@ -57,22 +58,24 @@ def _advantage(config: RLOOConfig) -> str:
     if config.beta and config.kl_placement != "loss":
         penalty = f" - {config.beta:g} {_kl(config)}{{}}"
     to_come = " to come" if config.kl_placement == "reward_to_go" else ""
-    inside = penalty if config.kl_in_baseline else ""
+    inside = penalty if composition_of(config).kl_in_baseline else ""
     advantage = (reward + (inside and inside + to_come)).format("_i", "_i")
     baseline = _baseline(config, reward, inside, to_come)
     advantage += baseline
     if baseline or inside:
         advantage = f"({advantage})"
     if config.std_level != "none":
-        others = "'s others" if config.std_leave1out else ""
+        others = "'s others" if composition_of(config).std_leave1out else ""
         advantage += f" / std of the {config.std_level}{others}"
     if config.advantage_clip_range is not None:
         low, high = config.advantage_clip_range
         advantage = f"clip({advantage}, {low:g}, {high:g})"
-    if penalty and not config.kl_in_baseline:
+    if penalty and not composition_of(config).kl_in_baseline:
         advantage = f"({advantage}{penalty.format('_i')}{to_come})"
     if config.normalize_advantages:
-        over = "rollout's tokens" if config.normalize_over == "tokens" else "rollout"
+        over = (
+            "rollout's tokens" if composition_of(config).normalize_over == "tokens" else "rollout"
+        )
         advantage = f"standardised over the {over}[{advantage}]"
     return advantage
 
@@ -84,7 +87,7 @@ def _baseline(config: RLOOConfig, reward: str, inside: str, to_come: str) -> str
         return " - mean of earlier rollouts"
     others = "other " if config.mean_leave1out else ""
     place = " of the batch" if config.mean_level == "batch" else ""
-    if config.mean_over == "tokens":
+    if composition_of(config).mean_over == "tokens":
         paid = (reward + (inside and inside + to_come)).format("_j", "_j")
         return f" - mean over all {others}tokens{place or ' of the group'} of ({paid})"
     shaped = (reward + inside).format("_j", "_j")

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from rloo.config.composed import contradictions
 from rloo.config.options import Options
-from rloo.config.presets import preset_options
+from rloo.config.presets import PRESETS, kl_fault, loss_form, preset_options
 
 FIXED_REFERENCE = (
     "sync_ref_model is true and an adapter is trained; the reference is the base under it, which "
@@ -19,7 +20,7 @@ FIXED_REFERENCE = (
 
 def check_objective(config: Options) -> None:
     """Raise ValueError for the first contradiction in the objective of `config`."""
-    parts = (_in_vain, _in_group, _in_kl, _in_tokens, _in_loss, _in_reference, _in_weights)
+    parts = (_in_vain, _in_group, _in_kl, _in_composed, _in_loss, _in_reference, _in_weights)
     for find in parts:
         for fault in find(config):
             raise ValueError(fault)
@@ -30,14 +31,19 @@ def _in_vain(config: Options) -> Iterator[str]:
     that it is on may stay."""
     defaults = {field.name: field.default for field in fields(config)}
     usual = defaults | preset_options(config.preset)
-    divided = config.std_level != "none" or config.normalize_advantages
+    composed = config.estimator == "composed"
+    of_composed = f"estimator composed (estimator is {config.estimator})"
+    to_go = config.kl_placement == "reward_to_go"
     for name, acts, other in (
+        ("mean_level", composed, of_composed),
+        ("mean_leave1out", composed, of_composed),
+        ("std_level", composed, of_composed),
+        ("advantage_epsilon", composed or config.normalize_rewards == "batch", of_composed),
+        ("advantage_clip_range", composed, of_composed),
+        ("normalize_advantages", composed, of_composed),
+        ("kl_placement", composed or not to_go, of_composed),
         ("running_decay", config.mean_level == "running", "mean_level running"),
         ("kl_horizon", config.kl_target is not None, "kl_target"),
-        ("kl_in_baseline", config.kl_placement != "loss", "a KL in the reward"),
-        ("kl_of_truncated", config.mask_truncated_completions, "mask_truncated_completions"),
-        ("std_leave1out", config.std_level != "none", "std_level"),
-        ("epsilon_in_variance", divided, "std_level or normalize_advantages"),
         ("max_resample_times", config.dynamic_sample, "dynamic_sample"),
         (
             "rollout_importance_sampling_threshold",
@@ -52,8 +58,9 @@ def _in_vain(config: Options) -> Iterator[str]:
 
 def _in_group(config: Options) -> Iterator[str]:
     grouped = {"mean_level": config.mean_level, "std_level": config.std_level}
+    composed = config.estimator == "composed"
     for name, level in grouped.items():
-        if level == "group" and config.num_generations < 2:
+        if composed and level == "group" and config.num_generations < 2:
             yield (
                 f"num_generations is {config.num_generations} and {name} is group; leave-one-out "
                 "needs at least 2 completions per prompt, and so does every group statistic "
@@ -68,73 +75,49 @@ def _in_group(config: Options) -> Iterator[str]:
         )
 
 
+def _in_composed(config: Options) -> Iterator[str]:
+    usual = preset_options(config.preset).get("estimator_kwargs")
+    yield from contradictions(config, usual or {})
+
+
 def _in_kl(config: Options) -> Iterator[str]:
     estimator, place = config.kl_estimator, config.kl_placement
+    fault = None if loss_form(config.preset).any_kl else kl_fault(config)
+    allowed = " or ".join(name for name, preset in PRESETS.items() if preset.loss_form.any_kl)
     if place == "loss":
-        if estimator == "k1" and config.beta != 0 and not config.use_bias_correction_kl:
+        if fault is not None:
             yield (
                 "kl_placement is loss and kl_estimator is k1, whose expected gradient is zero: the "
                 "mean of grad log pi is 0, so nothing would hold the policy (kl_estimator k2 or "
-                "k3, or use_bias_correction_kl; k1_zero_gradient does it all the same)"
+                f"k3, or use_bias_correction_kl; preset {allowed} does it all the same)"
             )
-        if estimator.endswith("_wrong_gradient"):
-            yield f"kl_estimator is {estimator}; in the loss it is called {estimator[:2]}"
-        if estimator in ("k2", "k1_zero_gradient") and config.use_bias_correction_kl:
+        if estimator == "k2" and config.use_bias_correction_kl:
             yield (
-                f"use_bias_correction_kl is true and kl_estimator is {estimator}; with the ratio "
-                "the gradient is that of the value, which is a KL for k1 and k3 (kl_estimator)"
+                "use_bias_correction_kl is true and kl_estimator is k2; with the ratio the "
+                "gradient is that of the value, which is a KL for k1 and k3 (kl_estimator)"
             )
         if config.kl_target is not None:
             yield "kl_target adapts the KL in the reward; kl_placement is loss (kl_placement)"
-    elif estimator in ("k2", "k3") and config.beta != 0:
+    elif fault is not None:
         yield (
             f"kl_estimator is {estimator} and kl_placement is {place}; a penalty in the reward "
             "gets the gradient of its value only if that is k1: with any other the gradient is "
-            f"not that of a KL (kl_estimator k1; {estimator}_wrong_gradient does it all the same)"
+            f"not that of a KL (kl_estimator k1; preset {allowed} does it all the same)"
         )
     elif config.use_bias_correction_kl:
         yield (
             f"use_bias_correction_kl is true and kl_placement is {place}; it is for KL in the loss"
         )
-    elif estimator == "k1_zero_gradient":
-        yield "kl_estimator is k1_zero_gradient; in the reward it is called k1"
     if config.kl_target is not None and config.beta == 0:
         yield "kl_target is given but beta is 0, which it multiplies; give a beta above 0"
 
 
-def _in_tokens(config: Options) -> Iterator[str]:
-    per_token = {
-        "kl_placement reward_to_go": config.kl_placement == "reward_to_go",
-        "mean_over tokens": config.mean_over == "tokens",
-        "normalize_over tokens": config.normalize_over == "tokens",
-    }
-    for name, chosen in per_token.items():
-        if chosen and config.importance_sampling_level != "token":
-            yield (
-                f"{name} gives every token an advantage of its own, and importance_sampling_level "
-                f"is {config.importance_sampling_level}, one ratio for all of them "
-                "(importance_sampling_level token)"
-            )
-    if config.normalize_over == "tokens" and not config.normalize_advantages:
-        yield "normalize_over is tokens but normalize_advantages is false"
-    if config.normalize_advantages and config.normalize_over == "completions":
-        for name in ("kl_placement reward_to_go", "mean_over tokens"):
-            if per_token[name]:
-                yield (
-                    f"normalize_advantages is true and {name} gives every token an advantage of "
-                    "its own; standardise over them (normalize_over tokens)"
-                )
-    if config.mean_over == "tokens" and config.std_level != "none":
-        yield "mean_over tokens has no deviation of its own (std_level none, normalize_advantages)"
-    if config.mean_over == "tokens" and config.mean_level != "group":
-        yield f"mean_over is tokens and mean_level is {config.mean_level}; it must be group"
-
-
 def _in_loss(config: Options) -> Iterator[str]:
-    if config.count_unscored and config.loss_aggregation == "token_mean":
+    if loss_form(config.preset).count_unscored and config.loss_aggregation == "token_mean":
         yield (
-            "count_unscored counts completions and loss_aggregation is token_mean; completions "
-            "that were not scored have no tokens in it (loss_aggregation)"
+            f"preset {config.preset} counts completions that were not scored, and "
+            "loss_aggregation is token_mean, in which they have no tokens (preset, or "
+            "loss_aggregation)"
         )
     if config.loss_aggregation != "constant" and config.loss_constant is not None:
         yield (

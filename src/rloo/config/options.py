@@ -116,23 +116,22 @@ class Options:
     preset: str | None = OBJECTIVE.own(None,
         "Take the objective's defaults from a system or paper: paper, trl, areal, verl, grpo, ...",
         basic=True)
+    estimator: str = OBJECTIVE.own("composed",
+        "What makes advantages of rewards: composed (by the options of baseline and scale), rloo, "
+        "grpo, reinforce_pp, package.module:function or file.py:function.")
+    estimator_kwargs: dict[str, Any] | None = OBJECTIVE.own(None,
+        "Arguments of the estimator, by name (--estimator_kwargs.NAME VALUE).")
     beta: float = KL.shared(0.05,
         "Weight of the KL penalty against the reference model; 0 needs no reference.", basic=True)
     kl_placement: Literal["reward", "reward_to_go", "loss"] = KL.own("reward",
         "KL penalty in the completion's reward, in each token's reward to come, or in the loss.")
-    kl_estimator: Literal[
-        "k1", "k2", "k3", "k1_zero_gradient", "k2_wrong_gradient", "k3_wrong_gradient"
-    ] = KL.own("k1",
+    kl_estimator: Literal["k1", "k2", "k3"] = KL.own("k1",
         "KL per token, with x = log(policy / reference): k1 = x, k2 = x^2 / 2, "
-        "k3 = exp(-x) - 1 + x; the longer names are forms whose gradient is not that of a KL.")
+        "k3 = exp(-x) - 1 + x.")
     use_bias_correction_kl: bool = KL.own(False,
         "Multiply a KL in the loss by the token's ratio: k1 and k3 get the gradient of a KL.")
-    kl_in_baseline: bool = KL.own(True,
-        "Subtract the KL penalty from rewards before the baseline, not after it.")
     kl_clip: float | None = KL.own(None,
         "Clip each token's KL estimate to this many nats on both sides.")
-    kl_of_truncated: bool = KL.own(True,
-        "Still charge KL to completions that `mask_truncated_completions` excludes from the loss.")
     kl_target: float | None = KL.own(None,
         "KL per token, in nats, that `beta` is adapted to; null keeps `beta` as it is.")
     kl_horizon: int = KL.own(10000,
@@ -169,31 +168,21 @@ class Options:
         "or sum per completion divided by `loss_constant`.")
     loss_constant: float | None = OBJECTIVE.own(None,
         "Divisor for `loss_aggregation` constant; null is `max_completion_length`.")
-    count_unscored: bool = OBJECTIVE.own(False,
-        "Count completions without a reward in the loss's mean over completions.")
     entropy_coef: float = OBJECTIVE.own(0.0, "Weight of an entropy bonus in the loss.")
     mean_level: Literal["group", "batch", "running", "none"] = OBJECTIVE.own("group",
         "Baseline: mean reward of the prompt's completions, of the rollout, of the past, or none.")
     running_decay: float = OBJECTIVE.own(0.95,
         "Weight of the past in the running mean of `mean_level` running.")
     mean_leave1out: bool = OBJECTIVE.own(True,
-        "Leave a completion (with `mean_over` tokens: one token) out of its own baseline.")
-    mean_over: Literal["completions", "tokens"] = OBJECTIVE.own("completions",
-        "What the baseline averages; tokens leaves out one token, not one completion.")
+        "Leave a completion out of its own baseline.")
     std_level: Literal["group", "batch", "none"] = OBJECTIVE.own("none",
         "Divide advantages by the standard deviation of the prompt's completions or the rollout.")
-    std_leave1out: bool = OBJECTIVE.own(False,
-        "Leave a completion out of its own standard deviation (needs `std_level`).")
     advantage_epsilon: float = OBJECTIVE.own(1e-4,
         "Added to a standard deviation before rewards or advantages are divided by it.")
-    epsilon_in_variance: bool = OBJECTIVE.own(False,
-        "Add `advantage_epsilon` to the variance instead of the standard deviation.")
     advantage_clip_range: tuple[float, float] | None = OBJECTIVE.own(None,
         "Clip advantages to [low, high], before any KL penalty outside the baseline.")
     normalize_advantages: bool = OBJECTIVE.from_trl(False,
         "Standardise advantages over the whole rollout, as the last step.")
-    normalize_over: Literal["completions", "tokens"] = OBJECTIVE.own("completions",
-        "What `normalize_advantages` treats as one element.")
     mask_truncated_completions: bool = OBJECTIVE.from_trl(False,
         "Leave completions that hit the length limit out of the loss.")
     disable_dropout: bool = COMPATIBILITY.from_trl(False,

@@ -5,6 +5,7 @@ Turns text into options and says where each came from; what an option means is n
 
 from __future__ import annotations
 
+import json
 import os
 import typing
 from typing import Any
@@ -16,27 +17,34 @@ from rloo.config.presets import BASE
 from rloo.config.reading import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
-# Options whose value may be a file or folder beside the YAML file.
-PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", "reward")
+# Options whose value may be a file's function, and those that may be a file or folder.
+FUNCTION_OPTIONS = ("reward", "estimator")
+PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", *FUNCTION_OPTIONS)
 
 
 def parse_command_line(arguments: list[str]) -> RLOOConfig:
     """`[config.yaml] [--option value | --option=value | --switch | option=value] ...`
 
     Dashes and underscores in option names are the same, aliases and dotted names are accepted, a
-    list takes several values or the option several times, a mapping is JSON. The command line wins
-    over the file. Raises ValueError that names the option, or the file and line.
+    list takes several values or the option several times, a mapping is JSON, and one entry of it
+    `--mapping.name value`, beside those of the file. The command line wins over the file. Raises
+    ValueError that names the option, or the file and line.
     """
     path, given = _split(arguments)
     written, lines = read_config_file(path) if path else ({}, {})
     types = option_types()
     written = {name: value for name, value in written.items() if name not in given}
+    entries = {name: given.pop(name) for name in list(given) if _is_entry(name)}
     values = resolve(written, types, where=lines)
     if "preset" in given:  # a resolved file names every part of the objective
         values = {name: value for name, value in values.items() if name not in BASE}
     if path:
         values = {name: _beside(path, name, value) for name, value in values.items()}
-    return RLOOConfig(**(values | resolve(given, types)))
+    values |= resolve(given, types)
+    for name, text in entries.items():
+        option, _, entry = name.partition(".")
+        values[option] = {**(values.get(option) or {}), entry: _as_value(text)}
+    return RLOOConfig(**values)
 
 
 def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -55,7 +63,8 @@ def _beside(path: str, name: str, value: Any) -> Any:
         return {**value, "name": _beside(path, name, value["name"])}
     if not isinstance(value, str):
         return value
-    is_path = name != "reward" or ("/" in value and ":" not in value)  # a reward model's folder
+    is_model = name == "reward" and "/" in value and ":" not in value  # a reward model's folder
+    is_path = is_model or name not in FUNCTION_OPTIONS
     file, colon, function = (value, "", "") if is_path else value.rpartition(":")
     candidate = os.path.join(os.path.dirname(path), file)
     if not file or os.path.exists(file) or not os.path.exists(candidate):
@@ -65,6 +74,25 @@ def _beside(path: str, name: str, value: Any) -> Any:
 
 def _is_known(name: str) -> bool:
     return any(name in names for names in (option_types(), ALIASES, REFUSED, WITHOUT_EFFECT))
+
+
+def _is_entry(name: str) -> bool:
+    """Whether `name` is `option.entry` of an option that is a mapping."""
+    option, dot, _ = name.partition(".")
+    return bool(dot) and option in option_types() and dict in _kinds(option)
+
+
+def _is_option(name: str) -> bool:
+    return _is_known(name) or _is_entry(name)
+
+
+def _as_value(text: str) -> Any:
+    """What a shell gives for an entry, whose type nothing declares: JSON where it is that."""
+    try:
+        word = text.lower()
+        return json.loads(word if word in ("true", "false") else text)
+    except ValueError:
+        return None if word in NULL_WORDS else text
 
 
 def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any]]:
@@ -111,6 +139,8 @@ def _add(given: dict[str, Any], name: str, values: list[str]) -> None:
 
 def _kinds(name: str) -> set[Any]:
     """The types an option takes: bool, list, ... (a refused one: that of its default)."""
+    if _is_entry(name):
+        return {str}
     if name in REFUSED:
         return {type(value) for value in REFUSED[name][0]}
     if name in WITHOUT_EFFECT:
@@ -130,7 +160,7 @@ def _take(name: str, remaining: list[str]) -> list[str]:
         token = remaining[0]
         if token.startswith("--") or (_is_yaml(token) and (values or bool in kinds)):
             break
-        if "=" in token and _is_known(_normal(token.partition("=")[0])):
+        if "=" in token and _is_option(_normal(token.partition("=")[0])):
             break
         if bool in kinds and str not in kinds and token.lower() not in words:
             break
@@ -144,7 +174,7 @@ def _normal(key: str) -> str:
 
 def _option_name(key: str) -> str:
     name = _normal(key)
-    if name != "config" and not _is_known(name):
+    if name != "config" and not _is_option(name):
         raise ValueError(f"unknown option --{name}{_suggest_option(name)}")
     return name
 

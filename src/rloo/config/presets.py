@@ -9,20 +9,34 @@ systems' own functions in `tests/peers/`; openrlhf and nemo_rl with their formul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rloo.config.composed import ARGUMENTS
 from rloo.config.options import Options
 from rloo.config.reading import suggest
 
 
 @dataclass(frozen=True, slots=True)
+class LossForm:
+    """What only some systems do to the loss. Presets set it, and no option does."""
+
+    # Completions that were not scored count in the mean over completions.
+    count_unscored: bool = False
+    # kl_estimator may be one that has another gradient than a KL's where kl_placement puts it.
+    any_kl: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Preset:
-    """`formula` is for people; `options` are what it sets; `source` is where it was read."""
+    """`formula` is for people; `options` are what it sets, `arguments` those of the estimator
+    composed; `source` is where it was read."""
 
     formula: str
     source: str
     options: Mapping[str, Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    loss_form: LossForm = LossForm()
     warning: str | None = None
 
 
@@ -31,42 +45,35 @@ BASE: dict[str, Any] = {
     "reward_bias": 0.0,
     "reward_scaling": 1.0,
     "reward_clip_range": None,
+    "estimator": "composed",
+    "estimator_kwargs": None,
     "beta": 0.05,
     "kl_placement": "reward",
     "kl_estimator": "k1",
     "use_bias_correction_kl": False,
-    "kl_in_baseline": True,
     "kl_clip": None,
-    "kl_of_truncated": True,
     "mean_level": "group",
     "mean_leave1out": True,
-    "mean_over": "completions",
     "std_level": "none",
-    "std_leave1out": False,
     "advantage_epsilon": 1e-4,
-    "epsilon_in_variance": False,
     "advantage_clip_range": None,
     "normalize_advantages": False,
-    "normalize_over": "completions",
     "importance_sampling_level": "sequence",
     "epsilon": 0.2,
     "epsilon_high": None,
     "delta": None,
     "loss_aggregation": "sequence",
-    "count_unscored": False,
     "rollout_importance_sampling_mode": None,
     "rollout_importance_sampling_threshold": 2.0,
 }
 _TOKEN = {"importance_sampling_level": "token"}
 _TOKEN_MEAN = {**_TOKEN, "loss_aggregation": "token_mean"}
-_KL_TO_GO = {"kl_placement": "reward_to_go", "kl_in_baseline": False, "kl_clip": 10.0}
+_KL_TO_GO = {"kl_placement": "reward_to_go", "kl_clip": 10.0}
+_KL_APART = {"kl_in_baseline": False}
+_OVER_TOKENS = {"normalize_over": "tokens"}
 _VERL = {**_TOKEN_MEAN, "beta": 0.001, "delta": 3.0}
-_WHITENED = {
-    "normalize_advantages": True,
-    "normalize_over": "tokens",
-    "advantage_epsilon": 1e-8,
-    "epsilon_in_variance": True,
-}
+_WHITENED = {"normalize_advantages": True, "advantage_epsilon": 1e-8}
+_AS_VERL_WHITENS = {**_OVER_TOKENS, "epsilon_in_variance": True}
 
 PRESETS: dict[str, Preset] = {
     "paper": Preset(
@@ -79,7 +86,9 @@ PRESETS: dict[str, Preset] = {
         "the paper's; completions without a reward still count in the mean, and those masked as "
         "truncated pay no KL",
         "TRL 1.16, trainer/rloo_trainer.py",
-        {"count_unscored": True, "kl_of_truncated": False},
+        {},
+        {"kl_of_truncated": False},
+        LossForm(count_unscored=True),
     ),
     "areal": Preset(
         "r = clip(10 * (r - 0.5)), leave-one-out over answers, then whitened over all tokens; "
@@ -94,12 +103,13 @@ PRESETS: dict[str, Preset] = {
             "reward_scaling": 10.0,
             "reward_clip_range": (-20.0, 20.0),
             "normalize_advantages": True,
-            "normalize_over": "tokens",
             "advantage_epsilon": 1e-5,
             "epsilon": 0.4,
             "rollout_importance_sampling_mode": "token_mask",
             "rollout_importance_sampling_threshold": 5.0,
         },
+        {**_KL_APART, **_OVER_TOKENS},
+        LossForm(any_kl=True),
     ),
     "areal_docs": Preset(
         "A_it = G_it - mean of all other G_js of the group's tokens, G the reward less the KL to "
@@ -108,12 +118,12 @@ PRESETS: dict[str, Preset] = {
         {
             **_TOKEN_MEAN,
             **_KL_TO_GO,
-            "kl_in_baseline": True,
             "beta": 0.1,
             "reward_clip_range": (-20.0, 20.0),
-            "mean_over": "tokens",
             "advantage_epsilon": 1e-5,
         },
+        {"mean_over": "tokens"},
+        LossForm(any_kl=True),
         "preset areal_docs is the recipe of AReaL's RLOO page: its adv_norm.mean_leave1out leaves "
         "out one token, not one answer, so that the rest of an answer stays in its own baseline: "
         "that is not REINFORCE Leave-One-Out, and biased (preset areal, or paper)",
@@ -134,6 +144,7 @@ PRESETS: dict[str, Preset] = {
         "over all tokens",
         "OpenRLHF 0.11, --algo.advantage.estimator rloo",
         {**_TOKEN_MEAN, **_KL_TO_GO, "beta": 0.01, "advantage_clip_range": (-10.0, 10.0)},
+        _KL_APART,
     ),
     "nemo_rl": Preset(
         "A_i = (r_i - mean of the others) / deviation of the others; k3 KL in the loss; token "
@@ -146,21 +157,23 @@ PRESETS: dict[str, Preset] = {
             "kl_estimator": "k3",
             "kl_clip": 10.0,
             "std_level": "group",
-            "std_leave1out": True,
             "advantage_epsilon": 1e-6,
         },
+        {"std_leave1out": True},
     ),
     "reinforce_pp": Preset(
         "A_it = r_i - beta * KL to come, whitened over all tokens of the rollout; no baseline; "
         "token ratios; mean over all tokens",
         "REINFORCE++ (Hu 2025, arXiv 2501.03262) as verl 0.9.1's reinforce_plus_plus",
         {**_VERL, **_WHITENED, "kl_placement": "reward_to_go", "mean_level": "none"},
+        _AS_VERL_WHITENS,
     ),
     "reinforce_pp_baseline": Preset(
         "R_i - mean of the group, its own included, whitened over all tokens of the rollout; token "
         "ratios; mean over all tokens",
         "REINFORCE++ with baseline as verl 0.9.1's reinforce_plus_plus_baseline",
         {**_VERL, **_WHITENED, "mean_leave1out": False},
+        _AS_VERL_WHITENS,
     ),
     "grpo": Preset(
         "A_i = (r_i - mean of the group) / deviation of the group; k3 KL in the loss; token "
@@ -203,39 +216,71 @@ def preset_options(name: str | None) -> dict[str, Any]:
         raise ValueError(
             f"preset is {name!r}; it must be one of {', '.join(PRESETS)}{suggest(name, PRESETS)}"
         )
-    return {**BASE, **PRESETS[name].options}
+    arguments = {"estimator_kwargs": dict(PRESETS[name].arguments) or None}
+    return {**BASE, **PRESETS[name].options, **arguments}
+
+
+def over_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` over what their preset sets; the arguments of its estimator one by one, and none of
+    them for another estimator. Raises ValueError for an unknown preset."""
+    preset = preset_options(values.get("preset"))
+    given = values.get("estimator_kwargs")
+    if values.get("estimator", "composed") == "composed":
+        given = {**(preset.get("estimator_kwargs") or {}), **(given or {})} or None
+    return {**preset, **values, "estimator_kwargs": given}
+
+
+def loss_form(name: str | None) -> LossForm:
+    """That of the preset `name`; of none without one."""
+    return LossForm() if name is None else PRESETS[name].loss_form
+
+
+def unlike(name: str, other: str = "paper") -> str:
+    """The parts of the objective in which preset `name` differs from `other`, with its values."""
+    ours, theirs = _parts(name), _parts(other)
+    return ", ".join(f"{part} {value}" for part, value in ours.items() if value != theirs[part])
 
 
 def describe_preset(name: str) -> list[str]:
     """What a preset means, what it sets unlike the paper, and where each of the others differs."""
-    preset, ours = PRESETS[name], preset_options(name)
+    preset = PRESETS[name]
     lines = [f"preset {name}: {preset.formula}", f"source: {preset.source}"]
     lines += [f"warning: {preset.warning}"] if preset.warning else []
-    unlike = _differences(ours, preset_options("paper"))
-    lines.append(f"unlike the paper's form: {unlike or 'nothing'}")
-    for other in PRESETS:
-        if other != name:
-            found = _differences(preset_options(other), ours)
-            lines.append(f"{other} differs in: {found or 'nothing'}")
+    lines.append(f"unlike the paper's form: {unlike(name) or 'nothing'}")
+    lines += [
+        f"{other} differs in: {unlike(other, name) or 'nothing'}"
+        for other in PRESETS
+        if other != name
+    ]
     return lines
+
+
+def kl_fault(config: Options) -> str | None:
+    """What is wrong with the gradient of the KL where kl_placement puts it; None if it is right."""
+    estimator, in_loss = config.kl_estimator, config.kl_placement == "loss"
+    if config.beta == 0 or (in_loss and config.use_bias_correction_kl):
+        return None
+    if in_loss:
+        return "zero gradient" if estimator == "k1" else None
+    return None if estimator == "k1" else "wrong gradient"
 
 
 def remarks(config: Options) -> list[str]:
     """What a user must know of a chosen form whose gradient is not that of its name, and of options
     that wait for another."""
     found = []
+    over_tokens = (config.estimator_kwargs or {}).get("mean_over") == "tokens"
     if config.preset is not None and PRESETS[config.preset].warning:
         found.append(str(PRESETS[config.preset].warning))
-    elif config.mean_over == "tokens":
+    elif config.estimator == "composed" and over_tokens:
         found.append(
             "the baseline is a mean over tokens (mean_over): mean_leave1out leaves out one token, "
             "not one answer, which is biased"
         )
-    if config.beta != 0 and config.kl_estimator.endswith("_gradient"):
-        form, _, fault = config.kl_estimator.partition("_")
+    if kl_fault(config):
         found.append(
-            f"{form} as KL in the {config.kl_placement} has a {fault.replace('_', ' ')}: it is "
-            "used because kl_estimator names it so"
+            f"{config.kl_estimator} as KL in the {config.kl_placement} has a {kl_fault(config)}: "
+            f"it is used because preset {config.preset} allows any (kl_estimator)"
         )
     # TRL takes them in silence, so its scripts may have them.
     waiting = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512}
@@ -246,5 +291,10 @@ def remarks(config: Options) -> list[str]:
     return found
 
 
-def _differences(options: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in options.items() if value != base[name])
+def _parts(name: str) -> dict[str, Any]:
+    """Options, arguments of the estimator and form of the loss under a preset, side by side. What
+    a preset only allows is no part of it."""
+    options = preset_options(name)
+    arguments = ARGUMENTS | (options.pop("estimator_kwargs") or {})
+    named = {f"estimator_kwargs.{argument}": value for argument, value in arguments.items()}
+    return {**options, **named, "count_unscored": loss_form(name).count_unscored}

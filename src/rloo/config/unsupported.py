@@ -121,7 +121,7 @@ _REASONS: dict[str, dict[str, Any]] = {
         "do_eval": False,
         "do_predict": False,
     },
-    "the estimator is set by its parts, or by a preset (preset)": {
+    "the estimator is set by its parts, or by a preset, or named (preset, estimator)": {
         "advantage_estimator": "rloo",
         "algorithm.adv_estimator": ("rloo", "rloo_vectorized"),
         "algo.advantage.estimator": "rloo",

@@ -7,17 +7,13 @@ never pass it text from a model or a dataset.
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.util
 import inspect
 import re
-import sys
-import zlib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from rloo.config.functions import load_function
 
 _FUNCTIONS = {
     "gsm8k": "rloo.rewards.gsm8k:gsm8k_reward",
@@ -72,7 +68,7 @@ def is_built_in(name: str) -> bool:
 
 def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
     if name in _FACTORIES:
-        factory = _load_attribute(_FACTORIES[name])
+        factory = load_function(_FACTORIES[name], "reward")
         try:
             return factory(**options)
         except TypeError as error:
@@ -83,9 +79,9 @@ def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
     if options:
         raise ValueError(f"the reward {name!r} takes no options, but got {', '.join(options)}")
     if name in _FUNCTIONS:
-        return _load_attribute(_FUNCTIONS[name])
+        return load_function(_FUNCTIONS[name], "reward")
     if ":" in name:
-        return _load_attribute(name)
+        return load_function(name, "reward")
     if name.endswith(".py"):
         raise ValueError(f"the reward {name!r} names no function; write {name}:function")
     built_in = sorted({*_FUNCTIONS, *_FACTORIES})
@@ -109,51 +105,3 @@ def _parse_call(spec: str) -> tuple[str, dict[str, Any]]:
         return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (ValueError, SyntaxError) as error:
         raise ValueError(f"cannot read the reward {spec!r}: {error}; write {example}") from error
-
-
-def _load_attribute(spec: str) -> Callable[..., Any]:
-    source, _, attribute = spec.rpartition(":")
-    module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
-    found = getattr(module, attribute, None)
-    if found is None:
-        names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
-        nearest = get_close_matches(attribute, names, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"{source} has no function {attribute!r}{hint} (reward {spec!r})")
-    if not callable(found):
-        raise ValueError(
-            f"{attribute!r} of {source} is not a function but {found!r:.60} (reward {spec!r})"
-        )
-    return found
-
-
-def _import_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"there is no file {path} (rewards are given as file.py:function)")
-    name = f"rloo_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if name in sys.modules:  # two functions of one file share its state
-        return sys.modules[name]
-    specification = importlib.util.spec_from_file_location(name, path)
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
-    try:
-        specification.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-def _import_module(name: str) -> ModuleType:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"{name!r} is no module name (rewards are package.module:function)")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but something that it imports does not
-        raise ValueError(
-            f"there is no module {name!r} on the Python path (a file is given as file.py:function)"
-        ) from error

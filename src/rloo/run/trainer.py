@@ -23,6 +23,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.adaptive import Adaptive
+from rloo.algorithm.chosen import chosen_estimator
 from rloo.algorithm.parts import Parts, RunState
 from rloo.algorithm.rollout import SyncRollouts
 from rloo.config.arguments import RLOOArguments
@@ -97,6 +98,7 @@ class RLOOTrainer:
         self.args = obtain_config(args, model)
         self.world = make_world(use_cpu=self.args.use_cpu)
         self.batches = batches_of(self.args, self.world.size)
+        chosen_estimator(self.args)
         transformers.set_seed(self.args.seed)
         loggers = make_loggers(self.args)
         self.reward_processing_classes = reward_processing_classes

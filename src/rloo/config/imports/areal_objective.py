@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from rloo.config.composed import ARGUMENTS
 from rloo.config.imports.source import Source
+from rloo.config.presets import BASE
 
 _NORM = ("mean_level", "mean_leave1out", "std_level", "std_unbiased", "eps", "group_size")
 
@@ -37,7 +39,17 @@ def read_objective(source: Source, options: dict[str, Any]) -> dict[str, Any]:
         read["importance_sampling_level"] = "sequence_mean"
         read |= {"kl_placement": "reward", "normalize_over": "completions"}
         read |= {"mean_over": "completions"}
-    return read
+    return _in_our_form(read, options)
+
+
+def _in_our_form(read: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the estimator apart, and under a preset that allows any KL where that is one."""
+    arguments = {name: read.pop(name) for name in ARGUMENTS if name in read}
+    if read["kl_estimator"] == "k1" or not read["beta"]:
+        unlike = {name: v for name, v in arguments.items() if v != ARGUMENTS[name]}
+        return {**read, "estimator_kwargs": unlike or None}
+    parts = {name: value for name, value in BASE.items() if name not in options}
+    return {**parts, "preset": "areal", **read, "estimator_kwargs": ARGUMENTS | arguments}
 
 
 def _read_kl(source: Source) -> dict[str, Any]:
@@ -48,12 +60,10 @@ def _read_kl(source: Source) -> dict[str, Any]:
             f"actor.kl_ctl is {beta} and there is no ref: AReaL then penalises the log-probability "
             "itself; here the KL is to the model before training"
         )
-    # In a reward only k1 has the gradient of a KL, so the others are called by what they do.
-    named = estimator if estimator == "k1" or not beta else f"{estimator}_wrong_gradient"
     return {
         "beta": beta,
         "kl_placement": "reward_to_go",
-        "kl_estimator": named,
+        "kl_estimator": estimator,
         "kl_in_baseline": False,
         "kl_clip": 10.0,
     }
