@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from rloo.algorithm.advantages import assign
 from rloo.algorithm.chosen import advantages, chosen_estimator
 from rloo.algorithm.estimators import (
     Returns,
@@ -24,7 +25,7 @@ from rloo.config.config import RLOOConfig
 from rloo.types import Completion, Group, Prompt
 from support.models import make_samples
 from support.policies import make_policy_config, make_policy_of
-from support.terms import terms_of
+from support.terms import rollout_of, terms_of
 
 
 def double(values: list[float]) -> torch.Tensor:
@@ -379,13 +380,22 @@ def test_a_batch_cut_in_three_ways_has_the_same_update(mine, name, beta):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"mean_level": "batch"}, "mean_level is batch, which acts with estimator composed"),
-        ({"mean_leave1out": False}, "mean_leave1out is False, which acts with estimator composed"),
-        ({"std_level": "group"}, "std_level is group, which acts with estimator composed"),
+        (
+            {"mean_level": "batch"},
+            "mean_level is batch but has no effect without estimator composed",
+        ),
+        (
+            {"mean_leave1out": False},
+            "mean_leave1out is False but has no effect without estimator composed",
+        ),
+        ({"std_level": "group"}, "std_level is group but has no effect without estimator composed"),
         ({"advantage_epsilon": 0.1}, r"composed \(estimator is rloo\)"),
         ({"advantage_clip_range": (-1, 1)}, "advantage_clip_range is"),
-        ({"normalize_advantages": True}, "normalize_advantages is True, which acts with"),
-        ({"kl_placement": "reward_to_go"}, "kl_placement is reward_to_go, which acts with"),
+        ({"normalize_advantages": True}, "normalize_advantages is True but has no effect without"),
+        (
+            {"kl_placement": "reward_to_go"},
+            "kl_placement is reward_to_go but has no effect without",
+        ),
     ],
 )
 def test_parts_of_the_composed_estimator_are_refused_beside_another(options, expected):

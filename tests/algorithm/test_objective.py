@@ -13,19 +13,16 @@ def tensor(*values: float) -> torch.Tensor:
 
 # Two completions, of 2 tokens and 1; ratios e^0.1 e^0.2 and e^-0.5.
 NOW, OLD = (-1.0, -0.8, -2.0), (-1.1, -1.0, -1.5)
-SEQUENCE = torch.tensor([0, 0, 1])
+COMPLETIONS = objective.Completions(torch.tensor([0, 0, 1]), 2)
 
 
 def loss_of(advantages, **options):
-    return objective.policy_loss(
-        tensor(*NOW),
-        tensor(*OLD),
-        tensor(*advantages),
-        SEQUENCE,
-        size=2,
-        denominator=2.0,
-        **options,
+    weights = options.pop("weights_T", None)
+    form = objective.Surrogate(**options)
+    result = objective.policy_loss(
+        tensor(*NOW), tensor(*OLD), tensor(*advantages), COMPLETIONS, form, weights
     )
+    return result._replace(loss=result.loss / 2)
 
 
 def test_sequence_ratio_is_a_product_and_clipped_once():
@@ -55,17 +52,15 @@ def test_asymmetric_clipping():
 
 def test_on_policy_gradient_is_that_of_reinforce():
     now = tensor(*NOW).requires_grad_()
-    result = objective.policy_loss(
-        now, now.detach(), tensor(2, -3), SEQUENCE, size=2, denominator=2.0
-    )
-    result.loss.backward()
+    result = objective.policy_loss(now, now.detach(), tensor(2, -3), COMPLETIONS)
+    (result.loss / 2).backward()
     assert now.grad.tolist() == [-1, -1, 1.5]
 
 
 def test_an_enormous_ratio_is_finite_even_where_the_advantage_is_zero():
     now = tensor(0, 0, 0).requires_grad_()
     old = tensor(-1e4, 0, 1e4)
-    result = objective.policy_loss(now, old, tensor(0, -1), SEQUENCE, size=2, denominator=2.0)
+    result = objective.policy_loss(now, old, tensor(0, -1), COMPLETIONS)
     result.loss.backward()
     assert result.loss.isfinite()
     assert now.grad.isfinite().all()
@@ -74,7 +69,7 @@ def test_an_enormous_ratio_is_finite_even_where_the_advantage_is_zero():
 def test_nothing_overflows_at_any_level_aggregation_or_weight():
     """Log-ratios of 10,000 either way, in float32, with advantages of 0 among them."""
     far = torch.tensor([1e4, -1e4, 0.0, 1e4, -1e4])
-    sequences = torch.tensor([0, 1, 2, 3, 3])
+    completions = objective.Completions(torch.tensor([0, 1, 2, 3, 3]), 4)
     modes = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", None)
     levels, aggregations = (
         ("sequence", "sequence_mean", "token"),
@@ -84,18 +79,15 @@ def test_nothing_overflows_at_any_level_aggregation_or_weight():
         now = far.clone().requires_grad_()
         advantages = torch.tensor([0.0, -1.0, 1.0, 0.0, -2.0])[: 5 if level == "token" else 4]
         weights = mode and objective.importance_weights(
-            -far, far, sequences, 4, mode=mode, upper=1e30
+            -far - far, completions, mode=mode, upper=1e30
         )
         result = objective.policy_loss(
             now,
             torch.zeros(5),
             advantages,
-            sequences,
-            size=4,
-            denominator=1.0,
-            ratio_level=level,
-            aggregation=aggregation,
-            weights_T=weights,
+            completions,
+            objective.Surrogate(ratio_level=level, aggregation=aggregation),
+            weights,
         )
         loss = result.loss
         for estimator in ("k1", "k2", "k3"):
@@ -146,11 +138,8 @@ def test_on_policy_every_level_of_the_ratio_has_the_same_gradient(aggregation):
             now,
             now.detach(),
             values,
-            SEQUENCE,
-            size=2,
-            denominator=2.0,
-            ratio_level=level,
-            aggregation=aggregation,
+            COMPLETIONS,
+            objective.Surrogate(ratio_level=level, aggregation=aggregation),
         ).loss.backward()
         found.append(now.grad)
     assert torch.allclose(found[0], found[1]) and torch.allclose(found[0], found[2])
@@ -160,7 +149,11 @@ def test_dual_clipping_bounds_the_ratio_where_the_advantage_is_negative():
     now, old = tensor(2.0, 2.0), tensor(0.0, 0.0)
     sequences = torch.tensor([0, 1])
     result = objective.policy_loss(
-        now, old, tensor(-1, 1), sequences, size=2, denominator=1.0, delta=3.0
+        now,
+        old,
+        tensor(-1, 1),
+        objective.Completions(sequences, 2),
+        objective.Surrogate(delta=3.0),
     )
     assert result.loss.item() == pytest.approx(3.0 - 1.2)
 
@@ -174,12 +167,12 @@ def test_weights_multiply_the_terms_of_tokens_and_of_completions():
 
 
 def test_importance_weights_are_truncated_or_masked():
-    trainer, sampler = tensor(0.0, 1.0, -1.0), tensor(0.0, 0.0, 0.0)
+    policy, behavior = tensor(0.0, 1.0, -1.0), tensor(0.0, 0.0, 0.0)
     ratios = [1.0, math.e, math.exp(-1)]
 
     def weigh(mode, **bounds):
         return objective.importance_weights(
-            trainer, sampler, SEQUENCE, 2, mode=mode, **bounds
+            policy - behavior, COMPLETIONS, mode=mode, **bounds
         ).tolist()
 
     assert weigh("token_truncate", upper=2.0) == pytest.approx([1, 2, ratios[2]])

@@ -262,7 +262,7 @@ CONTRADICTIONS = [
     (composed(mean_over="tokens"), "importance_sampling_level token"),
     (
         {**composed(normalize_over="tokens"), **TOKEN},
-        "estimator_kwargs.normalize_over is tokens, which acts with normalize_advantages only",
+        "estimator_kwargs.normalize_over is tokens but has no effect without normalize_advantages",
     ),
     (
         {

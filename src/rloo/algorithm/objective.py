@@ -13,6 +13,7 @@ completion is one action, so log-probs are summed, and the KL penalty is part of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -70,11 +71,16 @@ def return_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
     return (summed[ends][sequence_T] - summed + values_T).to(values_T.dtype)
 
 
+class Completions(NamedTuple):
+    """Which of the `size` completions of a micro-batch each token belongs to: (T,)."""
+
+    sequence_T: Tensor
+    size: int
+
+
 def importance_weights(
-    trainer_T: Tensor,
-    sampler_T: Tensor,
-    sequence_T: Tensor,
-    size: int,
+    log_ratio_T: Tensor,
+    completions: Completions,
     *,
     mode: WeightMode,
     upper: float,
@@ -82,19 +88,35 @@ def importance_weights(
 ) -> Tensor:
     """Weights (T,), detached, that correct for a sampler which is not quite the policy.
 
-    The ratio trainer / sampler of each token, or of its whole completion (the product). Truncating
+    `log_ratio_T` is log policy - log behavior, the first by the trainer, the second as it sampled.
+    The weight is the ratio of each token, or of its whole completion (the product). Truncating
     bounds it by `upper` (Espeholt et al. 2018); masking drops what is above it or below `lower`
     (IcePop). The trainer is the policy before the rollout's first update: with token_mask this is
     AReaL's decoupled objective (arXiv 2505.24298, equation 5).
     """
-    log_ratio = (trainer_T - sampler_T).detach()
+    log_ratio = log_ratio_T.detach()
     if mode.startswith("sequence"):
-        log_ratio = sum_by(log_ratio, sequence_T, size)[sequence_T]
+        log_ratio = sum_by(log_ratio, *completions)[completions.sequence_T]
     ratio = ratio_of(log_ratio)
     if mode.endswith("truncate"):
         return ratio.clamp(max=upper)
     inside = (ratio <= upper) & (ratio >= (0.0 if lower is None else lower))
     return torch.where(inside, ratio, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """The form of the clipped surrogate: what has a ratio, where the ratio is clipped, how terms
+    are summed. Options of the same names, `epsilon_low` being `epsilon`, say it."""
+
+    ratio_level: RatioLevel = "sequence"
+    aggregation: Aggregation = "sequence"
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    delta: float | None = None
+
+
+PAPER = Surrogate()
 
 
 class PolicyLoss(NamedTuple):
@@ -126,20 +148,13 @@ def policy_loss(
     logprobs_T: Tensor,
     old_T: Tensor,
     advantages: Tensor,
-    sequence_T: Tensor,
-    *,
-    size: int,
-    denominator: float,
-    ratio_level: RatioLevel = "sequence",
-    aggregation: Aggregation = "sequence",
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    delta: float | None = None,
+    completions: Completions,
+    form: Surrogate = PAPER,
     weights_T: Tensor | None = None,
 ) -> PolicyLoss:
-    """The clipped surrogate, to be minimised, as a sum over this micro-batch / `denominator`.
+    """The clipped surrogate, to be minimised, as a sum over this micro-batch.
 
-    `advantages` are (N,), or (T,) with level "token"; N is `size`. `old_T` are the trainer's own
+    `advantages` are (N,), or (T,) with level "token". `old_T` are the trainer's own
     log-probs before the first update on these completions (pass `logprobs_T.detach()` when there is
     one update: the ratio is then 1 and the gradient that of REINFORCE). Ratio of level "sequence":
     product over the completion (TRL, the paper), one term; "sequence_mean": their geometric mean,
@@ -149,19 +164,21 @@ def policy_loss(
     tokens' terms; those of a whole completion are equal for all of its tokens. Terms are then
     summed by `aggregate`.
     """
+    sequence_T, size = completions
+    level, aggregation = form.ratio_level, form.aggregation
     log_ratio = logprobs_T - old_T.detach()
-    if ratio_level != "token":
+    if level != "token":
         log_ratio = sum_by(log_ratio, sequence_T, size)
-        if ratio_level == "sequence_mean":
+        if level == "sequence_mean":
             log_ratio = log_ratio / _lengths(sequence_T, size)
     ratio = ratio_of(log_ratio)
-    clipped = ratio.clamp(1.0 - epsilon_low, 1.0 + epsilon_high)
-    bounded = ratio if delta is None else ratio.clamp(max=delta)
+    clipped = ratio.clamp(1.0 - form.epsilon_low, 1.0 + form.epsilon_high)
+    bounded = ratio if form.delta is None else ratio.clamp(max=form.delta)
     terms = -torch.minimum(bounded * advantages, clipped * advantages)
-    if ratio_level != "sequence":
-        terms_T = terms if ratio_level == "token" else terms[sequence_T]
+    if level != "sequence":
+        terms_T = terms if level == "token" else terms[sequence_T]
         weighted = terms_T if weights_T is None else terms_T * weights_T
-        loss = aggregate(weighted, sequence_T, size, aggregation=aggregation)
+        loss = aggregate(weighted, completions, aggregation)
     else:
         if weights_T is not None:
             terms = terms * sum_by(weights_T, sequence_T, size) / _lengths(sequence_T, size)
@@ -169,18 +186,16 @@ def policy_loss(
             terms = terms / _lengths(sequence_T, size)
         loss = terms.sum()
     with torch.no_grad():
-        clipped_low = (ratio < 1.0 - epsilon_low) & (advantages < 0)
-        clipped_high = (ratio > 1.0 + epsilon_high) & (advantages > 0)
-    return PolicyLoss(loss / denominator, clipped_low, clipped_high)
+        clipped_low = (ratio < 1.0 - form.epsilon_low) & (advantages < 0)
+        clipped_high = (ratio > 1.0 + form.epsilon_high) & (advantages > 0)
+    return PolicyLoss(loss, clipped_low, clipped_high)
 
 
-def aggregate(
-    values_T: Tensor, sequence_T: Tensor, size: int, *, aggregation: Aggregation
-) -> Tensor:
+def aggregate(values_T: Tensor, completions: Completions, aggregation: Aggregation) -> Tensor:
     """Sum over tokens, each completion divided by its length with "sequence_token_mean" (AReaL's
     printed formula): a scalar, to be divided by `loss_denominator`."""
     if aggregation == "sequence_token_mean":
-        return (sum_by(values_T, sequence_T, size) / _lengths(sequence_T, size)).sum()
+        return (sum_by(values_T, *completions) / _lengths(*completions)).sum()
     return values_T.sum()
 
 

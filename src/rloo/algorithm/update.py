@@ -88,22 +88,12 @@ def micro_loss(
     advantages = credit.advantages(batch, now, reference)
     old = credit.old(batch, now)
     weights = _correction(batch, old, config, sums)
+    completions = objective.Completions(batch.sequence_T, batch.size)
     result = objective.policy_loss(
-        logprobs,
-        old,
-        advantages,
-        batch.sequence_T,
-        size=batch.size,
-        denominator=denominator,
-        ratio_level=config.importance_sampling_level,
-        aggregation=config.loss_aggregation,
-        epsilon_low=config.epsilon,
-        epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
-        delta=config.delta,
-        weights_T=weights,
+        logprobs, old, advantages, completions, _surrogate(config), weights
     )
     others = _other_terms(logprobs, old, entropy, reference, batch, terms)
-    loss = result.loss + others / denominator
+    loss = result.loss / denominator + others / denominator
     if aux_loss is not None:
         loss = loss + policy.aux_loss_weight * _share(aux_loss, batch, input_tokens, sums)
     mismatch = (now - batch.engine_T).abs()
@@ -119,6 +109,16 @@ def micro_loss(
         "mismatch/max": mismatch.max().item(),
     }
     return loss, sums
+
+
+def _surrogate(config: RLOOConfig) -> objective.Surrogate:
+    return objective.Surrogate(
+        ratio_level=config.importance_sampling_level,
+        aggregation=config.loss_aggregation,
+        epsilon_low=config.epsilon,
+        epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
+        delta=config.delta,
+    )
 
 
 def _share(
@@ -162,9 +162,8 @@ def _other_terms(
         total_T = total_T + terms.beta * kl
     if config.mask_truncated_completions:
         total_T = torch.where(batch.truncated_N[batch.sequence_T], 0.0, total_T)
-    return objective.aggregate(
-        total_T, batch.sequence_T, batch.size, aggregation=config.loss_aggregation
-    )
+    completions = objective.Completions(batch.sequence_T, batch.size)
+    return objective.aggregate(total_T, completions, config.loss_aggregation)
 
 
 def _correction(
@@ -174,10 +173,8 @@ def _correction(
     if config.rollout_importance_sampling_mode is None:
         return None
     weights = objective.importance_weights(
-        old,
-        batch.sampler_T,
-        batch.sequence_T,
-        batch.size,
+        old - batch.sampler_T,
+        objective.Completions(batch.sequence_T, batch.size),
         mode=config.rollout_importance_sampling_mode,
         upper=config.rollout_importance_sampling_threshold,
         lower=config.rollout_importance_sampling_min,
