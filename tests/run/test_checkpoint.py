@@ -21,7 +21,7 @@ from rloo.model.state import (
 from rloo.run import checkpoint as module
 from rloo.run.checkpoint import (
     Checkpoint,
-    claim_output_dir,
+    claim_folder,
     find_checkpoint,
     load_checkpoint,
     resume_path,
@@ -311,7 +311,7 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path, monkey
         survivors.append(load_checkpoint(found).step)
         for path in directory.glob("checkpoint-*"):
             verify_checkpoint(path)
-        claim_output_dir(directory, overwrite=False, resuming=True)
+        claim_folder(directory, overwrite=False, resuming=True)
         assert not list(directory.glob("tmp-*"))
         assert save(directory, 2, keep=1) == find_checkpoint(directory)
         assert names(directory) == ["checkpoint-2"]
@@ -468,18 +468,18 @@ def test_what_to_resume_from(tmp_path):
 
 
 def test_a_fresh_folder_is_made_and_other_files_are_no_concern(tmp_path):
-    claim_output_dir(tmp_path / "a" / "b", overwrite=False, resuming=False)
+    claim_folder(tmp_path / "a" / "b", overwrite=False, resuming=False)
     (tmp_path / "a" / "b" / "notes.txt").write_text("mine")
-    claim_output_dir(tmp_path / "a" / "b", overwrite=False, resuming=False)
+    claim_folder(tmp_path / "a" / "b", overwrite=False, resuming=False)
     assert names(tmp_path / "a" / "b") == ["notes.txt"]
     with pytest.raises(ValueError, match=r"notes\.txt is a file"):
-        claim_output_dir(tmp_path / "a" / "b" / "notes.txt", overwrite=False, resuming=False)
+        claim_folder(tmp_path / "a" / "b" / "notes.txt", overwrite=False, resuming=False)
 
 
 def test_what_a_run_without_a_step_left_is_in_nobodys_way(tmp_path):
     for name in ("summary.json", "evaluations.jsonl", "config.yaml"):
         (tmp_path / name).write_text("{}")
-    claim_output_dir(tmp_path, overwrite=False, resuming=False)
+    claim_folder(tmp_path, overwrite=False, resuming=False)
     assert names(tmp_path) == []
 
 
@@ -487,13 +487,13 @@ def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path):
     marker = "metrics.jsonl"
     (tmp_path / marker).write_text("{}")
     with pytest.raises(ValueError, match=rf"{marker}.*--overwrite_output_dir.*--resume_from_check"):
-        claim_output_dir(tmp_path, overwrite=False, resuming=False)
-    claim_output_dir(tmp_path, overwrite=False, resuming=True)
+        claim_folder(tmp_path, overwrite=False, resuming=False)
+    claim_folder(tmp_path, overwrite=False, resuming=True)
     assert names(tmp_path) == [marker]
-    claim_output_dir(tmp_path, overwrite=True, resuming=False)
+    claim_folder(tmp_path, overwrite=True, resuming=False)
     assert names(tmp_path) == []
     with pytest.raises(ValueError, match="give only one of the two"):
-        claim_output_dir(tmp_path, overwrite=True, resuming=True)
+        claim_folder(tmp_path, overwrite=True, resuming=True)
 
 
 def test_overwriting_removes_what_is_ours_alone(tmp_path):
@@ -503,9 +503,9 @@ def test_overwriting_removes_what_is_ours_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "checkpoint-best").mkdir()
     with pytest.raises(ValueError, match="checkpoint-1"):
-        claim_output_dir(tmp_path, overwrite=False, resuming=False)
+        claim_folder(tmp_path, overwrite=False, resuming=False)
     assert "tmp-checkpoint-2-123" in names(tmp_path)
-    claim_output_dir(tmp_path, overwrite=True, resuming=False)
+    claim_folder(tmp_path, overwrite=True, resuming=False)
     assert names(tmp_path) == ["checkpoint-best", "notes.txt"]
 
 
@@ -513,5 +513,5 @@ def test_overwriting_does_not_touch_a_checkpoint_of_another_program(tmp_path):
     (tmp_path / "checkpoint-500").mkdir()
     (tmp_path / "metrics.jsonl").write_text("{}")
     with pytest.raises(ValueError, match="checkpoint-500, which this program did not write"):
-        claim_output_dir(tmp_path, overwrite=True, resuming=False)
+        claim_folder(tmp_path, overwrite=True, resuming=False)
     assert names(tmp_path) == ["checkpoint-500", "metrics.jsonl"]

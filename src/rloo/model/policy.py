@@ -80,10 +80,8 @@ class Policy:
             enable_checkpointing(self.model, config.gradient_checkpointing_kwargs)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
-        self._version = Version(self.model)
-        self.stepper = Stepper(
-            self.parameters, optimizer, scheduler, config, self.device, self._version.advance
-        )
+        self._version = Version(self.model, optimizer)
+        self.stepper = Stepper(self.parameters, optimizer, scheduler, config, self.device)
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
         self.max_tokens = config.max_tokens_per_micro_batch or token_budget(self.model, self.device)

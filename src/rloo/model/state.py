@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,11 @@ Flat = tuple[dict[str, Tensor], Any]
 def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
     """Name and shape of every parameter, by which a checkpoint must match a model."""
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def probe(parameters: Sequence[Tensor]) -> Tensor:
+    """A fixed sample of parameters, by which changes are noticed: up to 1,024 numbers of each."""
+    return torch.cat([p.detach().flatten()[:1024] for p in parameters])
 
 
 def require_same_shapes(saved: dict[str, list[int]], current: dict[str, list[int]]) -> None:

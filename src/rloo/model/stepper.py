@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,15 +17,13 @@ from torch import Tensor
 from rloo.config.config import RLOOConfig
 from rloo.model.offload import ParkedState
 from rloo.model.optimizers import Scheduler
-from rloo.model.state import Flat, load_optimizer, optimizer_tensors
-from rloo.model.version import probe
+from rloo.model.state import Flat, load_optimizer, optimizer_tensors, probe
 
 
 class Stepper:
     """Optimizer, schedule and (with `fp16`) loss scaling over the trained `parameters`.
 
-    With `offload_optimizer` the optimizer's state is on `device` only during a step. `on_change` is
-    called whenever a step changes the parameters.
+    With `offload_optimizer` the optimizer's state is on `device` only during a step.
     """
 
     def __init__(
@@ -35,13 +33,11 @@ class Stepper:
         scheduler: Scheduler,
         config: RLOOConfig,
         device: torch.device,
-        on_change: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.parked = ParkedState(optimizer, device) if config.offload_optimizer else None
         self._parameters = parameters
-        self._on_change = on_change
         self._limit = config.max_grad_norm or math.inf
         # Where it is not enabled, it does nothing and its scale is 1.
         self._scaler = torch.amp.GradScaler("cuda", enabled=config.fp16)
@@ -67,7 +63,6 @@ class Stepper:
         }
         if finite:
             before = probe(self._parameters)
-            self._on_change()
             with self.parked.fetched() if self.parked else nullcontext():
                 self._scaler.step(self.optimizer)
             changed = probe(self._parameters) != before

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from rloo.model.state import probe
 
 
 class Version:
     """Numbers the states of a model's weights: two readings are equal only if nothing changed
     between them.
 
-    It is no count of optimizer steps, which says nothing of weights that are loaded, resumed,
-    planned with or moved by a callback. Who changes weights says so (`advance`): an optimizer with
-    kernels of its own leaves no trace. Changes that nobody tells of are seen: torch counts those
-    made in place and replaced memory has another address; what is written past that (`.data`)
-    shows in the digest. Only such a write that spares the first 1,024 numbers of each parameter
-    goes unseen. A number means something in this process alone.
+    A count of optimizer steps would say nothing of weights that are loaded, resumed, planned with
+    or moved by a callback. So steps are counted, since kernels of an optimizer's own may leave no
+    trace, and all other changes are seen: torch counts those made in place, replaced memory has
+    another address, and what is written past torch (`.data`) shows in the digest. Only such a write
+    that spares the first 1,024 numbers of every parameter goes unseen. A number means something in
+    this process alone.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
         self._number = 0
         self._seen: object = None
+        optimizer.register_step_pre_hook(self._count_step)
 
-    def advance(self) -> None:
-        """The weights have changed, or may have."""
+    def _count_step(self, *_: object) -> None:
         self._number += 1
         self._seen = None
 
@@ -41,11 +43,6 @@ class Version:
         return self._number
 
 
-def probe(parameters: Iterable[Tensor]) -> Tensor:
-    """A fixed sample of parameters: up to 1,024 numbers of each."""
-    return torch.cat([p.detach().flatten()[:1024] for p in parameters])
-
-
-def digest(parameters: Iterable[Tensor]) -> str:
+def digest(parameters: Sequence[Tensor]) -> str:
     """What tells parameters from others, by the numbers of `probe`."""
     return hashlib.sha256(probe(parameters).float().cpu().numpy().tobytes()).hexdigest()

@@ -21,6 +21,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rloo.config.config import RLOOConfig
 from rloo.model.state import Flat, flatten, unflatten
 
 FORMAT = 1
@@ -203,8 +204,23 @@ def resume_path(resume_from_checkpoint: str | bool | None, output_dir: Path) -> 
     return path
 
 
-def claim_output_dir(path: Path, *, overwrite: bool, resuming: bool) -> None:
-    """Make `path` the folder of this run: create it, remove unfinished checkpoints.
+def claim_output_dir(args: RLOOConfig, resume_from_checkpoint: str | bool | None) -> Path | None:
+    """Make `args.output_dir` the folder of this run; return the checkpoint to go on from: the one
+    given, or that of `args`. Raises ValueError for the model's own folder, and as `claim_folder`.
+    """
+    folder = Path(args.output_dir)
+    path = resume_path(resume_from_checkpoint or args.resume_from_checkpoint, folder)
+    if args.model is not None and folder.resolve() == Path(args.model).resolve():
+        raise ValueError(
+            f"output_dir is the folder of the model, {folder}; it would be overwritten "
+            "(output_dir, model)"
+        )
+    claim_folder(folder, overwrite=args.overwrite_output_dir, resuming=path is not None)
+    return path
+
+
+def claim_folder(path: Path, *, overwrite: bool, resuming: bool) -> None:
+    """Make `path` the folder of a run: create it, remove unfinished checkpoints.
 
     Raises ValueError if it contains another run and is neither overwritten nor resumed.
     `overwrite` removes what this program wrote there, and nothing else.

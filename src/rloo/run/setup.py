@@ -215,6 +215,27 @@ def make_sampling(
     )
 
 
+def check_evaluation(args: RLOOConfig, sets: Mapping[str, object], *, trains: bool) -> list[str]:
+    """A note where evaluation sets, by name, are not used. Raises ValueError where there is nothing
+    to evaluate on, and for a best metric that is none of a set."""
+    evaluates = args.eval_on_start or args.eval_strategy != "no"
+    if evaluates and not sets:
+        raise ValueError(
+            "evaluation is asked for (eval_on_start, eval_strategy) and there is nothing to "
+            "evaluate on (eval_dataset, eval_split)"
+        )
+    metric = (args.metric_for_best_model or "").removeprefix("eval_")
+    names = [name for name in sets if name]
+    if metric and names and not any(metric.startswith(f"{name}_") for name in names):
+        raise ValueError(
+            f"metric_for_best_model is {metric} and there are evaluation sets "
+            f"{', '.join(names)}; begin it with one, as {names[0]}_{metric}"
+        )
+    if sets and trains and not evaluates:
+        return ["the evaluation set is not used while training (eval_on_start, eval_strategy)"]
+    return []
+
+
 def bias_of(sampling: Sampling) -> list[str]:
     """A note where the distribution that is sampled is not the policy's."""
     if not sampling.filtered:

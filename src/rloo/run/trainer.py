@@ -43,7 +43,7 @@ from rloo.report.model_card import model_card, write_card
 from rloo.report.monitor import Monitor, numbers_of, versions
 from rloo.report.profiling import Clock
 from rloo.report.records import strict
-from rloo.run.checkpoint import claim_output_dir, resume_path
+from rloo.run.checkpoint import claim_output_dir
 from rloo.run.evaluate import Evaluator, flatten
 from rloo.run.session import Session
 from rloo.run.setup import (
@@ -51,6 +51,7 @@ from rloo.run.setup import (
     Rows,
     Tokenizers,
     bias_of,
+    check_evaluation,
     eval_sets,
     keep_freed_memory,
     length_notes,
@@ -131,7 +132,7 @@ class RLOOTrainer:
         Whatever ends it early, Ctrl-C or an error, a checkpoint is saved and the error raised.
         """
         parts, state = self.make_parts()
-        path = self._claim_output_dir(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        path = claim_output_dir(self.args, resume_from_checkpoint)
         session = Session(
             parts,
             state,
@@ -304,23 +305,9 @@ class RLOOTrainer:
         self._eval_prompts = self._prompts_of_sets(given)
         if self._source is None and not self._eval_prompts:
             raise ValueError("there is no dataset; give one to train on (train_dataset, dataset)")
-        evaluates = self.args.eval_on_start or self.args.eval_strategy != "no"
-        if self._eval_prompts and self._source and not evaluates:
-            self._notes.append(
-                "the evaluation set is not used while training (eval_on_start, eval_strategy)"
-            )
-        if evaluates and not self._eval_prompts:
-            raise ValueError(
-                "evaluation is asked for (eval_on_start, eval_strategy) and there is nothing to "
-                "evaluate on (eval_dataset, eval_split)"
-            )
-        metric = (self.args.metric_for_best_model or "").removeprefix("eval_")
-        names = [name for name in self._eval_prompts if name]
-        if metric and names and not any(metric.startswith(f"{name}_") for name in names):
-            raise ValueError(
-                f"metric_for_best_model is {metric} and there are evaluation sets "
-                f"{', '.join(names)}; begin it with one, as {names[0]}_{metric}"
-            )
+        self._notes += check_evaluation(
+            self.args, self._eval_prompts, trains=self._source is not None
+        )
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = make_state(self._source, self.args, self.batches)
@@ -408,18 +395,6 @@ class RLOOTrainer:
         )
         state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
         return parts, state
-
-    def _claim_output_dir(self, resume_from_checkpoint: str | bool | None) -> Path | None:
-        """Returns the checkpoint to go on from."""
-        args, folder = self.args, Path(self.args.output_dir)
-        path = resume_path(resume_from_checkpoint, folder)
-        if args.model is not None and folder.resolve() == Path(args.model).resolve():
-            raise ValueError(
-                f"output_dir is the folder of the model, {folder}; it would be overwritten "
-                "(output_dir, model)"
-            )
-        claim_output_dir(folder, overwrite=args.overwrite_output_dir, resuming=path is not None)
-        return path
 
 
 def _as_list(names: str | Sequence[str] | None) -> list[str]:
