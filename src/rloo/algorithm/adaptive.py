@@ -1,6 +1,6 @@
-"""What a run learns about itself as it goes: past rewards, and how strongly KL must be penalised.
+"""Quantities that adapt during a run: statistics of past rewards, and the KL coefficient.
 
-Plain numbers with a state that goes into checkpoints. Knows nothing of tensors or models.
+They are plain numbers with a state that goes into checkpoints.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rloo.rewards.normalizer import Moments
 
 @dataclass
 class Adaptive:
-    """`beta` is the KL coefficient now. `decayed_mean` follows the rollouts' mean rewards; `past`
-    are all rewards of earlier rollouts."""
+    """`beta` is the present KL coefficient, `decayed_mean` the exponentially decayed mean of the
+    rollouts' mean rewards, `past` the moments of all rewards of earlier rollouts."""
 
     beta: float
     decayed_mean: float | None = None
     past: Moments = field(default_factory=Moments)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON values."""
+        """The whole state, as JSON values."""
         return {
             "beta": self.beta,
             "decayed_mean": self.decayed_mean,
@@ -32,13 +32,13 @@ class Adaptive:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.beta, self.decayed_mean = state["beta"], state["decayed_mean"]
         self.past.load_state_dict(state["past"])
 
     def see_rewards(self, rewards: Sequence[float], decay: float) -> None:
-        """Take a rollout's rewards into the past; afterwards, so that no reward is part of its own
-        baseline."""
+        """Add a rollout's rewards to the past. Call it after they have been used, so that no reward
+        is part of its own baseline."""
         if rewards:
             average = fmean(rewards)
             before = average if self.decayed_mean is None else self.decayed_mean
@@ -46,8 +46,9 @@ class Adaptive:
             self.past.see(rewards)
 
     def see_kl(self, kl: float, completions: int, config: RLOOConfig) -> None:
-        """Move `beta` towards `kl_target`: by at most 20 % in `kl_horizon` completions (Ziegler et
-        al. 2019, arXiv 1909.08593, section 2.2). `kl` is in nats per token."""
+        """Adapt `beta` so that the KL approaches `kl_target`, by at most 20 % per `kl_horizon`
+        completions (Ziegler et al. 2019, arXiv 1909.08593, section 2.2). `kl` is in nats per
+        token."""
         if config.kl_target is not None:
             error = min(max(kl / config.kl_target - 1.0, -0.2), 0.2)
             self.beta *= 1.0 + error * completions / config.kl_horizon

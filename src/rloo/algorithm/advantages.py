@@ -1,7 +1,7 @@
-"""Scored completions to advantages: the KL penalty, the baseline, the scale, in the order of TRL.
+"""Scored completions to advantages: KL penalty, baseline, scale, in that order.
 
-What follows from the update's own forward pass is left to it. Knows nothing of optimizers, steps
-or files.
+If the update computes the log-probs anyway (the default), this stage is skipped and `micro_loss`
+calls `batch_advantages`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the loss of a rollout is made of: the options, the batch arithmetic, and `beta`, the KL
-    coefficient as it is now (`kl_target` moves it)."""
+    """The inputs of a rollout's loss: the options, the batch arithmetic, and `beta`, the present KL
+    coefficient (which `kl_target` adapts)."""
 
     config: RLOOConfig
     batches: Batches
@@ -45,10 +45,11 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What is known before the update. `None` means that the update's own forward pass gives it:
-    in the first optimizer step "old" is "now", and no second pass over the policy is made.
+    """Advantages and log-probs known before the update. None means that the update's own forward
+    pass computes them: in the first optimizer step the policy has not changed since sampling, so no
+    second pass over it is needed.
 
-    The advantages of a completion are one number, or with token ratios one for each token.
+    The advantage of a completion is one number, or with token ratios one number per token.
     """
 
     advantages: dict[Key, Tensor] | None
@@ -56,19 +57,19 @@ class Credit:
     stats: dict[str, float] = field(default_factory=dict)
 
     def old_logprobs_of(self, batch: MicroBatch, now: Tensor) -> Tensor:
-        """(T,): as stored, or `now` where nothing had to be."""
+        """The log-probs (T,) of the policy before the rollout's first step: as stored, or `now`."""
         if self.old_logprobs is None:
             return now
         return torch.cat([self.old_logprobs[key] for key in batch.keys])
 
     def has_signal(self, key: Key) -> bool:
-        """False where the advantages are known to be exactly 0."""
+        """False if the advantages are known to be exactly 0."""
         return self.advantages is None or bool(self.advantages[key].any())
 
 
 @dataclass(slots=True)
 class FirstPass:
-    """What the first step on a whole rollout finds out in passing and later steps on it need."""
+    """Records what the first step on a whole rollout computes and later steps on it need."""
 
     advantages: dict[Key, Tensor] = field(default_factory=dict)
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
@@ -78,18 +79,18 @@ class FirstPass:
         self.old_logprobs.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
 
     def complete(self, given: Credit, metrics: Mapping[str, float]) -> Credit:
-        """`given` with what was missing; `metrics` are those of the step, whose KL it keeps."""
+        """`given` with its missing parts; the KL is taken from the step's `metrics`."""
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
         advantages = self.advantages if given.advantages is None else given.advantages
         return Credit(advantages, self.old_logprobs, stats)
 
 
 def credit(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
-    """Advantages and old log-probs, as far as they must be known before the first step.
+    """Compute the advantages and log-probs that must be known before the first step.
 
-    Without a KL penalty in the reward advantages follow from the rewards alone. With one, they need
-    log-probs: a pass of their own is made only if the first step is on a part of the rollout, a
-    statistic runs over the batch, or a group exceeds the token budget.
+    Without a KL penalty in the reward, advantages follow from the rewards alone. With one they need
+    log-probs, for which there is a separate pass only if the first step is on a part of the
+    rollout, if a statistic runs over the batch, or if a group exceeds the token budget.
     """
     if not samples:
         return Credit({}, {})
@@ -125,8 +126,8 @@ def credit(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
 def batch_advantages(
     batch: MicroBatch, logprobs: Tensor, reference: Tensor, terms: Terms
 ) -> Tensor:
-    """Advantages of a micro-batch of whole groups from its own forward pass: (N,), or (T,) with
-    token ratios."""
+    """The advantages of a micro-batch of whole groups, from its own forward pass: (N,), or (T,)
+    with token ratios."""
     penalty = token_penalty(logprobs, reference, terms)
     values = advantages(
         batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N, terms.config
@@ -135,7 +136,7 @@ def batch_advantages(
 
 
 def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
-    """What each token pays: beta times its KL estimate, (T,), float64, detached."""
+    """The KL penalty of each token: beta times its KL estimate, (T,), float64, detached."""
     estimate = objective.kl_estimate(
         logprobs.detach().double(),
         reference.double(),
@@ -148,7 +149,7 @@ def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
 def _sample_advantages(
     samples: Sequence[Sample], penalties: Mapping[Key, Tensor], config: RLOOConfig
 ) -> dict[Key, Tensor]:
-    """Advantages of a whole rollout; without `penalties` nothing is paid."""
+    """The advantages of a whole rollout; without `penalties` there is no KL penalty."""
     lengths = [len(s.token_ids) for s in samples]
     keys = [s.key for s in samples]
     if penalties:
@@ -174,7 +175,7 @@ def advantages(
     truncated_N: Tensor,
     config: RLOOConfig,
 ) -> Tensor:
-    """Shaped rewards and token penalties (beta times KL) to advantages: (N,), or (T,) with token
+    """Advantages from shaped rewards and token penalties (beta times KL): (N,), or (T,) with token
     ratios. Completions lie one after another; all of them count, and groups are whole."""
     masked_N = truncated_N & config.mask_truncated_completions
     if not config.kl_of_truncated:
@@ -188,7 +189,7 @@ def advantages(
     )
 
     def per_token(values: Tensor) -> Tensor:
-        # Where both have one size, every completion is a single token.
+        # If the sizes are equal, every completion is a single token.
         return values if len(values) == len(sequence_T) else values[sequence_T]
 
     if config.advantage_clip_range is not None:
@@ -212,9 +213,9 @@ def _above_baseline(
     group_N: Tensor,
     config: RLOOConfig,
 ) -> Tensor:
-    """Returns less their baseline, over their deviation: (N,), or (T,) where they differ by token.
+    """(return - baseline) / deviation: (N,), or (T,) if it differs by token.
 
-    `whole_N` is what completions pay, `paid_T` what tokens pay from themselves on.
+    `whole_N` is the penalty of each completion, `paid_T` that of each token and all later ones.
     """
     level = cast(Any, "none" if config.mean_level == "running" else config.mean_level)
     mean = {"mean_level": level, "mean_leave1out": config.mean_leave1out}
@@ -232,7 +233,7 @@ def _above_baseline(
     )
     result = objective.centred(returns_N, group_N, **mean) * factor_N
     if config.kl_placement == "reward_to_go" and config.kl_in_baseline:
-        # What was paid before a token is not of its making.
+        # A token does not pay for the tokens before it.
         result = result[sequence_T] + (whole_N[sequence_T] - paid_T) * factor_N[sequence_T]
     return result
 

@@ -1,13 +1,13 @@
 """The mathematics of REINFORCE Leave-One-Out as pure functions on tensors.
 
-It knows nothing of models, devices, options or logging. Sequences are ragged and flat: per-token
-tensors have one entry for each completion token (`_T`), per-completion tensors one for each
-completion (`_N`); `sequence_T` maps a token to its completion and `group_N` a completion to its
-group. A missing reward is NaN. All functions keep the dtype of their inputs, float64 included.
+Sequences are ragged and flat: per-token tensors (`_T`) have one entry for each completion token,
+per-completion tensors (`_N`) one for each completion; `sequence_T` maps a token to its completion
+and `group_N` a completion to its group. A missing reward is NaN. All functions keep the dtype of
+their inputs, float64 included.
 
     reward -> clip -> minus beta * KL -> minus the mean of the other rewards -> (scale) -> loss
 
-Source of the default: Ahmadian et al. 2024 (arXiv 2402.14740), equations 5 to 9: the whole
+The default is that of Ahmadian et al. 2024 (arXiv 2402.14740), equations 5 to 9: the whole
 completion is one action, so log-probs are summed, and the KL penalty is part of the reward.
 """
 
@@ -23,8 +23,8 @@ RatioLevel = Literal["sequence", "sequence_mean", "token"]
 Aggregation = Literal["sequence", "sequence_token_mean", "token_mean", "constant"]
 WeightMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
-# exp(20) is 5e8: far outside every clipping range, far inside float32. Without a bound a ratio
-# overflows to infinity, and infinity times an advantage of 0 is NaN.
+# exp(20) is 5e8, far outside every clipping range and well within float32. Without a bound a ratio
+# could overflow to infinity, and infinity times an advantage of 0 is NaN.
 MAX_LOG_RATIO = 20.0
 
 
@@ -34,17 +34,18 @@ def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp, with the log-ratio bounded: see MAX_LOG_RATIO."""
+    """exp(log_ratio), with the log-ratio bounded by MAX_LOG_RATIO."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def kl_estimate(
     policy_T: Tensor, reference_T: Tensor, *, estimator: str = "k1", clip: float | None = None
 ) -> Tensor:
-    """An estimate of KL(policy || reference) from each sampled token, in nats: (T,).
+    """An estimate of KL(policy || reference) for each sampled token, in nats: (T,).
 
-    With x = log policy - log reference: k1 is x, k2 x^2 / 2, k3 exp(-x) - 1 + x (Schulman 2020).
-    All are differentiable; `clip` bounds them on both sides. Raises ValueError for another name.
+    With x = log policy - log reference, k1 is x, k2 is x^2 / 2 and k3 is exp(-x) - 1 + x (Schulman
+    2020). All are differentiable; `clip` bounds them on both sides. Raises ValueError for an
+    unknown name.
     """
     x = policy_T - reference_T
     if estimator == "k1":
@@ -52,9 +53,9 @@ def kl_estimate(
     elif estimator == "k2":
         estimate = x**2 / 2
     elif estimator == "k3":
-        # Bounded as a whole: with the exponential alone, x would pull away from the reference.
+        # x is bounded in both terms: otherwise the linear one would pull away from the reference.
         x = x.clamp(min=-MAX_LOG_RATIO)
-        # expm1 keeps the digits that exp(-x) - 1 + x loses where x is small.
+        # expm1 keeps the digits that exp(-x) - 1 loses for small x.
         estimate = torch.expm1(-x) + x
     else:
         raise ValueError(f"kl_estimator is {estimator!r}; it must be k1, k2 or k3")
@@ -62,9 +63,9 @@ def kl_estimate(
 
 
 def return_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
-    """The sum of each token's value and those of all later tokens of its completion: (T,).
+    """The sum of each token's value and the values of all later tokens of its completion: (T,).
 
-    Completions lie one after another, their tokens in order.
+    Completions lie one after another, with their tokens in order.
     """
     summed = values_T.double().cumsum(0)
     ends = sum_by(torch.ones_like(sequence_T), sequence_T, size).cumsum(0) - 1
@@ -74,15 +75,15 @@ def return_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
 def centred(
     values: Tensor, group: Tensor, *, mean_level: Level = "group", mean_leave1out: bool = True
 ) -> Tensor:
-    """Values minus their baseline, (E,) as given: the mean over their group or over all, without
-    the element itself if `mean_leave1out`.
+    """Values minus their baseline, with the shape (E,) of `values`. The baseline is the mean over
+    the group or over all elements, without the element itself if `mean_leave1out`.
 
     The default is leave-one-out, `r_i - mean of the other r_j of the group`, which equals
-    `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) leaves the baseline of its siblings
-    too; missing ones and those without siblings get exactly 0, as do all members of a group with
-    equal values (sums are taken relative to the group's minimum). A mean that holds the element
-    itself is biased. Elements are completions, or tokens (AReaL's documented `adv_norm`, which
-    leaves out one token).
+    `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) is left out of its siblings' baseline.
+    Missing values and those without siblings get exactly 0, as do all members of a group with equal
+    values (sums are relative to the group's minimum). A mean that includes the element itself is
+    biased. Elements are completions, or tokens (AReaL's documented `adv_norm`, which leaves out one
+    token).
     """
     if mean_level == "none":
         return torch.where(values.isnan(), 0.0, values)
@@ -99,11 +100,11 @@ def scale(
     epsilon: float = 1e-4,
     epsilon_in_variance: bool = False,
 ) -> Tensor:
-    """What advantages are multiplied by: 1 / (standard deviation + epsilon), (N,).
+    """The factor of the advantages: 1 / (standard deviation + epsilon), (N,).
 
-    The deviation has Bessel's correction and is that of the group or of the batch, of the others
-    alone if `std_leave1out` (NeMo-RL). Nothing is scaled where it is 0. `epsilon_in_variance` is
-    1 / sqrt(variance + epsilon) (verl).
+    The deviation is that of the group or of the batch, with Bessel's correction, and without the
+    element itself if `std_leave1out` (NeMo-RL). The factor is 1 where the deviation is 0. With
+    `epsilon_in_variance` it is 1 / sqrt(variance + epsilon) (verl).
     """
     if std_level == "none":
         return torch.ones_like(rewards_N)
@@ -118,8 +119,8 @@ def scale(
 def standardise(
     values: Tensor, *, epsilon: float = 1e-4, epsilon_in_variance: bool = False
 ) -> Tensor:
-    """All values made mean 0 and deviation 1 (TRL's `normalize_advantages`; over tokens: AReaL's
-    `adv_norm`, verl's `masked_whiten`); NaN is left out and gives 0."""
+    """Scale all values to mean 0 and deviation 1 (TRL's `normalize_advantages`; over tokens,
+    AReaL's `adv_norm` and verl's `masked_whiten`). NaN is left out and becomes 0."""
     whole = torch.zeros(values.shape, dtype=torch.long, device=values.device)
     factor = _inverse_deviation(_variance(values, whole), epsilon, epsilon_in_variance)
     return _centre(values, whole, leave_one_out=False) * (factor[0] if len(factor) else 1.0)
@@ -135,12 +136,12 @@ def importance_weights(
     upper: float,
     lower: float | None = None,
 ) -> Tensor:
-    """Weights (T,), detached, that correct for a sampler which is not quite the policy.
+    """Weights (T,), detached, that correct for sampling from a distribution other than the policy.
 
-    The ratio trainer / sampler of each token, or of its whole completion (the product). Truncating
-    bounds it by `upper` (Espeholt et al. 2018); masking drops what is above it or below `lower`
-    (IcePop). The trainer is the policy before the rollout's first update: with token_mask this is
-    AReaL's decoupled objective (arXiv 2505.24298, equation 5).
+    A weight is the probability ratio policy / behavior of a token, or of its whole completion (the
+    product). Truncating bounds it by `upper` (Espeholt et al. 2018); masking drops ratios above
+    `upper` or below `lower` (IcePop). The policy is that before the rollout's first update: with
+    token_mask this is AReaL's decoupled objective (arXiv 2505.24298, equation 5).
     """
     log_ratio = (trainer_T - sampler_T).detach()
     if mode.startswith("sequence"):
@@ -153,7 +154,7 @@ def importance_weights(
 
 
 class PolicyLoss(NamedTuple):
-    """`loss` is a scalar; the two masks are (N,) or (T,) by the ratio's level, detached."""
+    """`loss` is a scalar. The masks of clipped ratios are (N,) or (T,), by the ratio's level."""
 
     loss: Tensor
     clipped_low: Tensor
@@ -163,10 +164,10 @@ class PolicyLoss(NamedTuple):
 def loss_denominator(
     aggregation: Aggregation, *, num_sequences: int, num_tokens: int, constant: float | None
 ) -> float:
-    """What the summed loss of one optimizer step is divided by, over all ranks and micro-batches.
+    """The divisor of the summed loss of one optimizer step, over all ranks and micro-batches.
 
-    sequence, sequence_token_mean: the number of countable completions; token_mean: of their
-    tokens; constant: completions times `constant` (Dr. GRPO's form).
+    sequence and sequence_token_mean: the number of completions that count; token_mean: the number
+    of their tokens; constant: completions times `constant` (Dr. GRPO).
     """
     if aggregation == "token_mean":
         return float(max(num_tokens, 1))
@@ -192,17 +193,18 @@ def policy_loss(
     delta: float | None = None,
     weights_T: Tensor | None = None,
 ) -> PolicyLoss:
-    """The clipped surrogate, to be minimised, as a sum over this micro-batch / `denominator`.
+    """The clipped surrogate loss, to be minimised: the sum over this micro-batch / `denominator`.
 
-    `advantages` are (N,), or (T,) with level "token"; N is `size`. `old_T` are the trainer's own
-    log-probs before the first update on these completions (pass `logprobs_T.detach()` when there is
-    one update: the ratio is then 1 and the gradient that of REINFORCE). Ratio of level "sequence":
-    product over the completion (TRL, the paper), one term; "sequence_mean": their geometric mean,
-    as the ratio of each of its tokens (GSPO, arXiv 2507.18071); "token": each token its own (AReaL,
-    ms-swift, verl). While the policy is "old", all three have one gradient. `delta` bounds the
-    ratio where the advantage is negative (dual clip, arXiv 1912.09729). `weights_T` multiply the
-    tokens' terms; those of a whole completion are equal for all of its tokens. Terms are then
-    summed by `aggregate`.
+    `advantages` are (N,), or (T,) with level "token"; N is `size`. `old_T` are the policy log-probs
+    before the first update on these completions. If there is only one update, pass
+    `logprobs_T.detach()`: the ratio is then 1 and the gradient that of REINFORCE.
+
+    Levels of the ratio: "sequence" is the product over the completion, one term (TRL, the paper);
+    "sequence_mean" is the geometric mean over the completion, used for each of its tokens (GSPO,
+    arXiv 2507.18071); "token" is each token's own ratio (AReaL, ms-swift, verl). At a ratio of 1
+    all three have the same gradient. `delta` bounds the ratio where the advantage is negative (dual
+    clip, arXiv 1912.09729). `weights_T` multiply the tokens' terms and must be constant over a
+    completion if it has one term. `aggregate` sums the terms.
     """
     log_ratio = logprobs_T - old_T.detach()
     if ratio_level != "token":
@@ -232,8 +234,8 @@ def policy_loss(
 def aggregate(
     values_T: Tensor, sequence_T: Tensor, size: int, *, aggregation: Aggregation
 ) -> Tensor:
-    """Sum over tokens, each completion divided by its length with "sequence_token_mean" (AReaL's
-    printed formula): a scalar, to be divided by `loss_denominator`."""
+    """The sum over tokens, with each completion divided by its length for "sequence_token_mean"
+    (AReaL's printed formula): a scalar, to be divided by `loss_denominator`."""
     if aggregation == "sequence_token_mean":
         return (sum_by(values_T, sequence_T, size) / _lengths(sequence_T, size)).sum()
     return values_T.sum()
@@ -249,8 +251,8 @@ def _group_sum(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Values minus the mean over their bin, without themselves if `leave_one_out`; NaN is left
-    out, and is 0 in the result, as is everything in a bin of one."""
+    """Values minus the mean over their bin, without themselves if `leave_one_out`. NaN is left out
+    and becomes 0, as does a value alone in its bin."""
     valid = ~values.isnan()
     counts = _group_sum(valid.to(values.dtype), index)
     floor = torch.full_like(counts, torch.inf).scatter_reduce(
@@ -267,21 +269,22 @@ def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
 
 
 def _variance(values: Tensor, index: Tensor) -> Tensor:
-    """Variance over each bin with Bessel's correction, NaN left out; 0 below two."""
+    """Variance over each bin with Bessel's correction, ignoring NaN; 0 for fewer than two
+    values."""
     deviations = _centre(values, index, leave_one_out=False)
     counts = _group_sum((~values.isnan()).to(values.dtype), index)
     return _group_sum(deviations**2, index) / (counts - 1).clamp(min=1)
 
 
 def _variance_of_others(values: Tensor, index: Tensor) -> Tensor:
-    """For each value the variance of the others of its bin, with Bessel's correction; 0 below two
-    others. From sums of squares about the bin's mean m: those of the others about their own mean
-    are S - n / (n - 1) * (x - m)^2."""
+    """For each value, the variance of the others in its bin with Bessel's correction; 0 for fewer
+    than two others. If S is the sum of squares about the bin's mean m, that of the others about
+    their own mean is S - n / (n - 1) * (x - m)^2."""
     counts = _group_sum((~values.isnan()).to(values.dtype), index)[index]
     deviations = _centre(values, index, leave_one_out=False)
     squares = _group_sum(deviations**2, index)[index]
     others = squares - counts / (counts - 1).clamp(min=1) * deviations**2
-    # What rounding leaves of equal values is no variance.
+    # A remainder from rounding equal values does not count as variance.
     rounding = 16 * torch.finfo(values.dtype).eps
     others = torch.where(others <= rounding * squares, 0.0, others)
     return others / (counts - 2).clamp(min=1)

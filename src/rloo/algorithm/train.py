@@ -1,7 +1,6 @@
-"""The loop: sample, score, credit, update, and around it logging, evaluation and checkpoints.
+"""The training loop: sample, score, credit, update; and logging, evaluation, checkpoints around it.
 
-Everything it uses is in `Run`; nothing here knows how tokens are made, rewards computed or weights
-stored.
+`Run` has everything that the loop uses.
 """
 
 from __future__ import annotations
@@ -40,18 +39,20 @@ from rloo.types import Engine, Group, Sample, Sampling
 T = TypeVar("T")
 
 MAX_REFUSED_STEPS = 3
-# The rollout that `profile` looks at: the first two still make caches and find kernels.
+# The rollout that is profiled; the first two still fill caches and select kernels.
 PROFILED_ROLLOUT = 3
 
 
 @dataclass
 class Run:
-    """What a training run consists of. `save` and `evaluate` (whether it was the best so far that a
-    checkpoint must be kept of) are given from outside; `state` counts optimizer steps in
-    `global_step`, as transformers does. What callbacks ask for in the middle of a rollout is noted
-    in `evaluation_due` and `save_due`. `resume_point` is the data position from
-    which a checkpoint of this moment must go on: before the rollout that no step was made on yet.
-    `budget_changes` tell from which step on micro-batches were smaller: that orders sums anew.
+    """The parts and the state of a training run.
+
+    `save()` writes a checkpoint; `evaluate()` returns True if this is the best model so far.
+    `state.global_step` counts optimizer steps, as in transformers. `evaluation_due` and `save_due`
+    remember requests of callbacks until the rollout's end. `resume_point` is the data position to
+    store in a checkpoint: the start of the current rollout until its first optimizer step is done.
+    `budget_changes` lists the steps at which micro-batches became smaller, which changes the order
+    of sums.
     """
 
     config: RLOOConfig
@@ -84,7 +85,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """All steps are made, or a callback asked to stop."""
+        """Whether all steps are done or a callback has asked to stop."""
         return self.state.global_step >= self.state.max_steps or self.control.should_training_stop
 
     @property
@@ -93,7 +94,7 @@ class Run:
         return Terms(self.config, self.batches, self.adaptive.beta)
 
     def position(self) -> dict[str, Any]:
-        """Where the data stands, and what the rewards have learned from it."""
+        """The position in the data and the state of the rewards."""
         return {"prompts": self.prompts.state_dict(), "rewards": self.rewards.state_dict()}
 
     @contextmanager
@@ -104,7 +105,7 @@ class Run:
         self.times[f"time/{phase}"] += time.perf_counter() - start
 
     def lower_budget(self, max_tokens: int, reason: str, *, cause: str) -> None:
-        """Make micro-batches smaller from the next step on, and record it."""
+        """Reduce the size of micro-batches from the next step on, and record it."""
         step, before = self.state.global_step + 1, self.policy.max_tokens
         self.policy.max_tokens = max_tokens
         self.budget_changes.append({"step": step, "from": before, "to": max_tokens, "cause": cause})
@@ -115,19 +116,19 @@ class Run:
 
 
 def rehearse(run: Run) -> None:
-    """Before the first sample is drawn, make sure that the largest micro-batch fits in memory, and
-    lower the token budget where it does not. Raises ValueError if no budget helps.
+    """Before the first sample, check that the largest micro-batch fits into memory, and lower the
+    token budget if it does not. Raises ValueError if no budget suffices.
 
-    A resumed run keeps the budget that was found before.
+    A resumed run keeps its earlier budget.
     """
     changes, policy = run.budget_changes, run.policy
     if changes and changes[-1]["to"] == policy.max_tokens:
         return
-    run.engine.load(policy.weights())  # its copy of the weights takes memory as well
+    run.engine.load(policy.weights())  # the engine's copy of the weights needs memory, too
     try:
         fit = fitting_budget(policy, workload_of(run.prompts, run.config, run.batches))
     except (TypeError, RuntimeError) as error:
-        # What a packed forward may raise is judged when it is compared with the padded one.
+        # Errors of a packed forward are handled where it is compared with the padded one.
         if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
             raise
         return
@@ -138,8 +139,8 @@ def rehearse(run: Run) -> None:
 def train(run: Run) -> None:
     """Train until `state.max_steps` or until a callback asks to stop.
 
-    One rollout serves `steps_per_rollout` optimizer steps; checkpoints and evaluations that fall
-    due among them are made at the rollout's end, so that a resumed run repeats nothing.
+    One rollout serves `steps_per_rollout` optimizer steps. Checkpoints and evaluations that become
+    due between them are made at the rollout's end, so that a resumed run repeats nothing.
     """
     rollouts, pace, epoch = 0, None, -1
     while not run.is_over:
@@ -166,7 +167,7 @@ def train(run: Run) -> None:
 
 
 def _train_on_rollout(run: Run) -> None:
-    """Sample, score, and make every optimizer step that the rollout serves."""
+    """Sample a rollout, score it, and make all of its optimizer steps."""
     config, policy = run.config, run.policy
     run.engine.load(policy.weights())
     groups, metrics = draw_groups(run)
@@ -174,7 +175,7 @@ def _train_on_rollout(run: Run) -> None:
     if samples and not policy.checked:
         packed = policy.packed
         policy.check_forward(_first_of_each_group(samples)[:4])
-        if policy.packed != packed:  # other sizes fit now
+        if policy.packed != packed:  # other sizes fit when padded
             rehearse(run)
         _report_notes(run)
     given = _attempt(run, samples, lambda: _credit(run, samples)) or _credit(run, samples)
@@ -185,8 +186,8 @@ def _train_on_rollout(run: Run) -> None:
                 run.events.send("on_step_begin")
             given, made = _step(run, samples, minibatch, given, first=number == 0)
             if number == 0:
-                # With the step that makes the rollout count: should one of the callbacks fail, the
-                # checkpoint goes on from the rollout's edge. All advantages are known by now.
+                # In the same step in which the rollout starts to count: if a callback fails, the
+                # checkpoint resumes at the rollout's end. All advantages are known by now.
                 run.adaptive.see_rewards(shaped_rewards(groups, config), config.running_decay)
                 run.adaptive.see_kl(made.get("kl", config.kl_target or 0.0), len(samples), config)
             _follow_policy(run)
@@ -197,7 +198,7 @@ def _train_on_rollout(run: Run) -> None:
 
 
 def _measure_rollout(run: Run) -> float:
-    """Train on a rollout; returns the seconds that a token took."""
+    """Train on a rollout; return the seconds per token."""
     start, tokens = time.perf_counter(), run.num_tokens
     _train_on_rollout(run)
     return (time.perf_counter() - start) / max(1, run.num_tokens - tokens)
@@ -225,9 +226,9 @@ def _credit(run: Run, samples: list[Sample]) -> Credit:
 def _step(
     run: Run, samples: list[Sample], minibatch: list[Sample], given: Credit, *, first: bool
 ) -> tuple[Credit, dict[str, float]]:
-    """One optimizer step on a part of the rollout, made anew with smaller micro-batches where it
-    did not fit; then the credit is the smaller budget's too, unless the weights have moved since.
-    Returns the credit for the steps that follow.
+    """Make one optimizer step on a part of the rollout; if memory does not suffice, repeat it with
+    smaller micro-batches. The credit is then recomputed as well, unless the weights have changed
+    since. Returns the credit for the following steps.
     """
 
     def make() -> tuple[Credit, dict[str, float]]:
@@ -245,10 +246,10 @@ def _step(
 
 
 def _attempt(run: Run, samples: Sequence[Sample], work: Callable[[], T]) -> T | None:
-    """What `work` on `samples` returns; None where memory did not suffice and the token budget was
-    lowered for another attempt, which happens once in a run. Nothing is left of the first one.
+    """Run `work()`. On out-of-memory, halve the token budget, clear the gradients and return None
+    so that the caller retries (once per run).
 
-    Raises torch.OutOfMemoryError the second time, and once the weights may have moved.
+    Raises torch.OutOfMemoryError the second time, and if the weights may have changed.
     """
     moved: list[bool] = []
     policy = run.policy
@@ -265,7 +266,7 @@ def _attempt(run: Run, samples: Sequence[Sample], work: Callable[[], T]) -> T | 
             raise
     finally:
         watch.remove()
-    # Only here does the error no longer hold the frames, and what they had allocated.
+    # Here the error no longer refers to the frames, and so to the memory that they allocated.
     policy.optimizer.zero_grad(set_to_none=True)
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -278,9 +279,9 @@ def _attempt(run: Run, samples: Sequence[Sample], work: Callable[[], T]) -> T | 
 def draw_groups(run: Run) -> tuple[list[Group], dict[str, float]]:
     """One rollout and the metrics of everything that was sampled for it.
 
-    With `dynamic_sample` groups without signal are replaced by those of further prompts, which are
-    drawn at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2); what is then
-    still missing is filled up with groups without signal.
+    With `dynamic_sample`, groups without signal are replaced by groups of further prompts, which
+    are drawn at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2); after that
+    the rollout is completed with groups without signal.
     """
     run.resume_point = run.position()
     wanted = run.batches.prompts_per_rollout
@@ -304,12 +305,12 @@ def draw_groups(run: Run) -> tuple[list[Group], dict[str, float]]:
 
 
 def has_signal(group: Group, config: RLOOConfig) -> bool:
-    """Whether the rewards of a group, as the update sees them, differ at all."""
+    """Whether the shaped rewards of a group differ."""
     return len(set(shaped_rewards([group], config))) > 1
 
 
 def collect(run: Run, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
-    """Draw prompts, sample their completions and score them: groups and what rewards logged."""
+    """Draw prompts, sample and score completions; return the groups and the rewards' metrics."""
     config = run.config
     prompts = run.prompts.next(num_prompts)
     noise = noise_key(config.seed, "train", run.state.global_step)
@@ -326,7 +327,7 @@ def collect(run: Run, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
 
 
 def _follow_policy(run: Run) -> None:
-    """Move the reference a part of the way to the policy, every `ref_model_sync_steps` steps."""
+    """Every `ref_model_sync_steps` steps, move the reference towards the policy."""
     config = run.config
     due = (run.state.global_step + 1) % config.ref_model_sync_steps == 0
     if config.sync_ref_model and due:
@@ -334,7 +335,7 @@ def _follow_policy(run: Run) -> None:
 
 
 def finish_step(run: Run, groups: Sequence[Group], metrics: dict[str, float]) -> None:
-    """Count the step, record it, and ask the callbacks what is due."""
+    """Count and record the step, and find out what the callbacks request."""
     state = run.state
     state.global_step += 1
     run.resume_point = run.position()
@@ -364,13 +365,13 @@ def finish_step(run: Run, groups: Sequence[Group], metrics: dict[str, float]) ->
 
 
 def _ask_what_is_due(run: Run) -> None:
-    """Note what the callbacks want; the next event takes it off the flags."""
+    """Remember the callbacks' requests, since the next event resets their flags."""
     control = run.control
     run.evaluation_due |= control.should_evaluate and run.evaluated_at != run.state.global_step
     run.save_due |= control.should_save
     if control.should_epoch_stop:
         raise ValueError(
-            "a callback set should_epoch_stop; an epoch cannot be left early here, training can "
+            "a callback set should_epoch_stop; an epoch cannot end early, only training can "
             "(should_training_stop)"
         )
 

@@ -1,4 +1,4 @@
-"""Engines make completions: `native` (fast, ours) and `hf` (transformers' `generate`)."""
+"""Engines sample completions: `native` (fast, our own) and `hf` (transformers' `generate`)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def build_engine(
     dtype: torch.dtype | None = None,
     no_copy: str | None = None,
 ) -> tuple[Engine, str | None]:
-    """The engine called `name` ("auto", "native" or "hf"), and one line for the user if it is
-    another, or slower, than could be expected. "auto" is native where the model allows it.
+    """The engine called `name` ("auto", "native" or "hf"), and a note for the user if it is another
+    or slower one than expected. "auto" is native if the model allows it.
 
-    `weights` gives what `load` will be given (by default the model's parameters); `dtype` is that
-    of the fused decoder's matrix products (by default the model's); other samplers have none of
-    their own. `no_copy` is the reason, if there is one, why no copy of the weights may be made,
+    `weights()` returns the weights that `load` will get (by default the model's parameters).
+    `dtype` is that of the fused decoder's matrix products (by default the model's); other samplers
+    have no dtype of their own. `no_copy` is the reason, if any, why the weights must not be copied,
     as the fused decoder does.
     """
     if name not in ("auto", "native", "hf"):
@@ -44,8 +44,11 @@ def build_engine(
         return NativeEngine(model, pad_token_id=pad_token_id, dtype=dtype), None
     reason = supports(model, fused=False)
     if reason is None:
-        why = no_copy or "its arithmetic is not among those that are fused"
-        note = f"sampling runs {type(model).__name__} layer by layer (slower): {why}"
+        why = no_copy or "there is no fused decoder for this architecture"
+        note = f"sampling runs {type(model).__name__} layer by layer, which is slower: {why}"
         return NativeEngine(model, pad_token_id=pad_token_id, fused=False), note
-    note = f"sampling with transformers' generate (slower): the native engine cannot, {reason}"
+    note = (
+        "sampling with transformers' generate, which is slower: the native engine does not support "
+        f"this model, {reason}"
+    )
     return HFEngine(model, pad_token_id=pad_token_id), note

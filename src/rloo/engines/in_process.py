@@ -1,6 +1,6 @@
-"""Using the policy's module to sample within bounded memory, and giving it back as it was.
+"""Sampling with the policy's own module within bounded memory, and restoring the module's state.
 
-Both engines run the very module that is being trained. Knows nothing of how they sample.
+Both engines run the module that is being trained.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from transformers import PreTrainedModel
 from rloo.engines.sampling import check_request, collect_completions
 from rloo.types import Completion, Prompt, Sampling
 
-# One sequence: a prompt and the sample's number k in its group.
+# One row: a prompt and the sample's number k in its group.
 Row = tuple[Prompt, int]
-# Tokens, policy and sampling log-probabilities, each (R, max_tokens), and the lengths (R,) at which
-# a stop string was complete.
+# Tokens, policy and behavior log-probs, each (R, max_tokens), and the lengths (R,) at which a stop
+# string was complete.
 Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @contextmanager
 def borrowed(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode and no autograd inside; each submodule's own mode is restored outside.
+    """Inside, evaluation mode without autograd; afterwards each submodule's mode is restored.
 
     Gradient checkpointing is inactive in evaluation mode, and `use_cache` is passed with each
-    forward, so neither setting is touched. A mixture of experts does not return its router's logits
-    inside, whatever its configuration says: of a cached forward its balancing loss cannot be taken.
+    forward, so neither setting is changed. Inside, a mixture of experts does not return its
+    router's logits, whatever its configuration says, since a cached forward has no balancing loss.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -37,7 +37,7 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
     if routed:
         text_config.output_router_logits = False
     try:
-        # inference_mode is faster, but in it autocast casts every weight anew for every token.
+        # Not inference_mode, in which autocast would cast every weight again for every token.
         autocast = torch.is_autocast_enabled(model.device.type)
         with torch.no_grad() if autocast else torch.inference_mode():
             yield
@@ -46,13 +46,13 @@ def borrowed(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
         if routed:
             text_config.output_router_logits = routed
-        # Autocast keeps the low-precision copies of weights made here, which a later forward with
+        # Autocast caches the low-precision copies of weights made here, which a later forward with
         # gradients cannot use.
         torch.clear_autocast_cache()
 
 
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
-    """The sliding window of each layer by the configuration, None where it sees everything."""
+    """The sliding window of each layer according to the configuration, None for full attention."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
@@ -62,12 +62,12 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of keys and values that one token occupies over all layers (an upper estimate)."""
+    """Bytes of the keys and values of one token over all layers (an upper estimate)."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # The caches hold float32 at least.
+    # The caches are at least float32.
     return 2 * config.num_hidden_layers * kv_heads * width * max(4, model.dtype.itemsize)
 
 
@@ -80,11 +80,12 @@ def sample_in_waves(
     cache_bytes: int,
     sample_rows: Callable[[list[Row]], Drawn],
 ) -> list[list[Completion]]:
-    """`Engine.sample` for an engine that draws `Row`s, as many at once as `cache_bytes` allow."""
+    """`Engine.sample` for an engine that samples `Row`s, as many at once as `cache_bytes`
+    allows."""
     check_request(prompts, num_samples, sampling)
     if not prompts:
         return []
-    # Prompts of similar length next to each other: less padding.
+    # Sorted, so that prompts of similar length come together and little is padded.
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
     rows = [(index, k) for index in by_length for k in range(num_samples)]
     longest = len(prompts[by_length[-1]].token_ids)
@@ -100,10 +101,10 @@ def sample_in_waves(
 
 
 def bytes_per_row(model: PreTrainedModel, prompt_tokens: int, max_tokens: int) -> int:
-    """What sampling one completion may occupy; never too little, often too much.
+    """An upper bound of the bytes needed to sample one completion.
 
-    Counted: keys and values of its prompt and completion, four float32 numbers per vocabulary
-    entry while a token is drawn, the tokens with their two log-probabilities.
+    It counts the keys and values of the prompt and the completion, four float32 numbers per
+    vocabulary entry while a token is drawn, and the tokens with their two log-probs.
     """
     vocabulary = model.config.get_text_config().vocab_size
     cached = cache_bytes_per_token(model) * (prompt_tokens + max_tokens)
@@ -113,5 +114,5 @@ def bytes_per_row(model: PreTrainedModel, prompt_tokens: int, max_tokens: int) -
 def rows_at_once(
     model: PreTrainedModel, prompt_tokens: int, max_tokens: int, *, cache_bytes: int
 ) -> int:
-    """How many rows fit `cache_bytes`, at least 1."""
+    """The number of rows that fit into `cache_bytes`, at least 1."""
     return max(1, cache_bytes // bytes_per_row(model, prompt_tokens, max_tokens))

@@ -1,8 +1,4 @@
-"""The model that is trained: weights, reference, optimizer, and what they compute.
-
-The only file that knows devices, precision and transformers' model classes. Knows nothing of
-rewards, groups or advantages.
-"""
+"""The model that is trained: weights, reference, optimizer, and what they compute."""
 
 from __future__ import annotations
 
@@ -43,24 +39,24 @@ from rloo.model.optimizers import Given, make_optimizers
 from rloo.model.state import load_optimizer
 from rloo.types import Sample
 
-# Largest difference of a log-prob between two float32 computations that is still rounding.
+# Largest difference between two float32 computations of a log-prob that counts as rounding.
 TOLERANCE = 1e-4
 # 16-bit logits around 32 are 0.125 or 0.25 apart (a frozen base of 16 bits under an adapter).
 LOW_PRECISION_TOLERANCE = 0.5
-# Of a checkpoint, where `sync_ref_model` moves the reference.
+# The folder of a checkpoint for a reference that `sync_ref_model` moves.
 REFERENCE_FOLDER = "reference"
 
 
 class Policy:
-    """A causal language model in training; it may read images beside the text.
+    """A causal language model in training, which may also read images.
 
-    Parameters stay float32 whatever the precision; `bf16` and `fp16` are the precision of the
-    computation (autocast), since bf16 parameters lose updates at RLOO's learning rates.
+    Parameters are always float32; `bf16` and `fp16` are the precision of the computation
+    (autocast), since bf16 parameters lose updates at RLOO's learning rates.
 
-    Of a PeftModel the adapter is trained: `model` is the transformers model that it is in. The
-    reference is then the same module, and no copy of the base is made.
+    For a PeftModel the adapter is trained, and `model` is the transformers model that contains it.
+    The reference is then the same module, and the base is not copied.
 
-    `processing_class` is the model's tokenizer, or the processor that holds it.
+    `processing_class` is the model's tokenizer, or the processor that contains it.
     """
 
     def __init__(
@@ -119,7 +115,7 @@ class Policy:
         self._head = output_head(model)
         self._vocab_size = model.config.get_text_config().vocab_size
 
-    # -- what it computes ------------------------------------------------------------------------
+    # -- computing -------------------------------------------------------------------------------
 
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
         if self.packed:
@@ -130,7 +126,7 @@ class Policy:
         return pad(samples, self.device, self.pad_token_id)
 
     def logprobs(self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS) -> TokenScores:
-        """Scores of the batch's completion tokens at the sampling temperature, with gradients where
+        """Scores of the batch's completion tokens at the sampling temperature, with gradients if
         they are enabled. `chunk_elements`: see `token_logprobs`."""
         balance = None
         with self.autocast(), self._offloading():
@@ -150,11 +146,11 @@ class Policy:
         return TokenScores(logprobs, entropy, balance)
 
     def score(self, batch: MicroBatch) -> Tensor:
-        """The log-probs alone, without gradients: (T,)."""
+        """Only the log-probs, without gradients: (T,)."""
         return self._score(self.model, self._head, batch)
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
-        """The same under the frozen reference: (T,). Raises ValueError without one (beta 0)."""
+        """Log-probs (T,) under the frozen reference. Raises ValueError without one (beta 0)."""
         if self.config.beta == 0:
             raise ValueError("beta is 0; there is no reference model to compare with (beta)")
         if self.adapter is not None:
@@ -187,7 +183,7 @@ class Policy:
             return activations_on_host(self.model.parameters(), self.device)
         return nullcontext()
 
-    # -- how it learns ---------------------------------------------------------------------------
+    # -- learning --------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor) -> None:
         (self.scaler.scale(loss) if self.scaler else loss).backward()
@@ -198,7 +194,7 @@ class Policy:
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         limit = self.config.max_grad_norm or math.inf
-        # While the scale is still being found, an overflow is part of the method.
+        # With fp16, overflows are expected while the loss scale is adapted.
         searching = self.scaler is not None and self.scaler.get_scale() > 1
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
         finite = bool(norm.isfinite())
@@ -226,22 +222,22 @@ class Policy:
         return stats
 
     def load_optimizer(self, tensors: dict[str, Tensor], meta: Any) -> None:
-        """Take on an optimizer's saved state, as `rloo.model.state.load_optimizer` does."""
+        """Restore an optimizer's saved state; see `rloo.model.state.load_optimizer`."""
         load_optimizer(self.optimizer, tensors, meta)
         if self._parked:
             self._parked.park()
 
     def advance_schedule(self) -> None:
-        """The schedule counts the run's steps, also those that changed no weight."""
+        """Advance the schedule, which also counts steps that changed no weight."""
         with warnings.catch_warnings():
-            # torch warns when the first step of all was such a one.
+            # torch warns if the very first step was such a step.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
-    # -- what others take from it ----------------------------------------------------------------
+    # -- weights and tokens ----------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of the model's weights; an adapter is merged into its base's."""
+        """Names and values of the model's weights; an adapter is merged into its base."""
         if self.adapter is not None:
             yield from self.adapter.weights()
             return
@@ -256,21 +252,21 @@ class Policy:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a completion: the tokenizer's and all of the model's."""
+        """All tokens that end a completion: the tokenizer's and the model's."""
         listed = self.model.generation_config.eos_token_id if self.model.generation_config else None
         listed = [listed] if isinstance(listed, int) else list(listed or [])
         if self.tokenizer.eos_token_id is not None:
             listed.append(self.tokenizer.eos_token_id)
         if not listed:
             raise ValueError(
-                "the tokenizer has no eos_token and the model names none; a completion "
+                "neither the tokenizer nor the model has an end-of-sequence token; a completion "
                 "could never end (tokenizer.eos_token)"
             )
         return tuple(dict.fromkeys(listed))
 
     @torch.no_grad()
     def move_reference(self, share: float) -> None:
-        """Move the reference's weights by `share` of their way to the policy's (TR-DPO, arXiv
+        """reference = (1 - share) * reference + share * policy, for all weights (TR-DPO, arXiv
         2404.09656, equation 6)."""
         assert self.reference is not None, "checked at the start (sync_ref_model)"
         for frozen, parameter in zip(
@@ -279,12 +275,12 @@ class Policy:
             frozen.lerp_(parameter.detach(), share)
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face format (safetensors); of an adapted model the
-        adapter alone, in peft's."""
+        """Write model and tokenizer in Hugging Face format (safetensors); for an adapted model only
+        the adapter, in peft's format."""
         if self.adapter is not None:
             self.adapter.save(path)
         else:
-            # Beside an adapter of an earlier run the model would be taken for its base.
+            # With the adapter of an earlier run in the folder, the model would pass for its base.
             for name in adapters.FILES:
                 Path(path, name).unlink(missing_ok=True)
             with quiet():
@@ -292,21 +288,21 @@ class Policy:
         self.processing_class.save_pretrained(path)
 
     def load_pretrained(self, path: str | Path) -> None:
-        """Take on the weights that `save_pretrained` wrote, to the last bit."""
+        """Load the weights that `save_pretrained` wrote, bit for bit."""
         if self.adapter is not None:
             self.adapter.load(path)
             return
         _load_weights(self.model, path)
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """`save_pretrained`, and a reference that has moved in the folder `reference`."""
+        """`save_pretrained`; a reference that moves is written to the folder `reference`."""
         self.save_pretrained(path)
         if self.config.sync_ref_model and self.reference is not None:
             with quiet():
                 self.reference.save_pretrained(Path(path, REFERENCE_FOLDER))
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Take on what `save_checkpoint` wrote."""
+        """Load what `save_checkpoint` wrote."""
         self.load_pretrained(path)
         folder = Path(path, REFERENCE_FOLDER)
         if self.reference is not None and folder.is_dir():
@@ -318,8 +314,8 @@ class Policy:
     def check_forward(self, samples: Sequence[Sample]) -> None:
         """Compare our log-probs, padded and packed, with the model's own logits on real samples.
 
-        Where packing changes the result, fall back to padding, with a note. Raises ValueError if
-        the output head is one that we do not compute right.
+        If packing changes the result, updates fall back to padding, with a note. Raises ValueError
+        if our computation of the output head differs.
         """
         self.checked = True
         precise = self.model.dtype.itemsize >= 4
@@ -327,7 +323,7 @@ class Policy:
         temperature = self.config.temperature
         samples = sorted(samples, key=lambda sample: sample.key)
         padded = self._pad(samples)
-        # Where images are put together, the standard is each sample by itself.
+        # With images, the standard is each sample alone, without joining inputs.
         apart = [[s] for s in samples] if any(s.pixels for s in samples) else [samples]
         alone = [own_logprobs(self.model, self._pad(part), temperature) for part in apart]
         expected = torch.cat(alone)
@@ -341,14 +337,14 @@ class Policy:
         if self.packed:
             try:
                 difference = self._difference(pack(samples, self.device), expected)
-            except (TypeError, RuntimeError) as error:  # what a model's forward does not expect
+            except (TypeError, RuntimeError) as error:  # the model's forward rejects packed inputs
                 self._refuse_packing(f"packed it fails with {error}")
                 return
             if not difference <= tolerance:
                 self._refuse_packing(f"packed log-probs differ by {difference:.1e}")
 
     def _difference(self, batch: MicroBatch, expected: Tensor) -> float:
-        """Largest difference of a log-prob, in float32 whatever the precision of training."""
+        """The largest difference of a log-prob, in float32 whatever the precision of training."""
         logprobs = score_tokens(
             self._head,
             hidden_states(self.model, batch),
@@ -375,7 +371,7 @@ class Policy:
         self.notes.append(f"updates are padded, not packed: {reason}")
 
     def _hash_start(self) -> str:
-        """What tells the weights at the start from others: an adapter without effect is none."""
+        """A hash of the weights at the start; an adapter without effect does not count."""
         parameters = list(self.model.parameters())
         if self.adapter is not None and not self.adapter.has_effect:
             parameters = [p for p in parameters if not p.requires_grad]

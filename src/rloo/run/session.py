@@ -1,6 +1,6 @@
-"""One training from its first step to what it leaves behind: evaluations, checkpoints, the end.
+"""Runs one training job: resume, loop, evaluate, checkpoint, final save.
 
-`train.py` is the loop, which says when; here is what happens then.
+The loop in `train.py` decides when; this module does it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rloo.types import Engine
 
 
 class Session:
-    """Trains once. `sets` are what is evaluated on; `write_card` writes the card of a model."""
+    """Trains once. `sets` are the evaluation sets; `write_card` writes a model card."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Session:
         self._seconds_before = 0.0
 
     def train(self, checkpoint: Path | None) -> dict[str, float]:
-        """Train, from a checkpoint or from the beginning; returns Trainer's figures of the whole.
+        """Train, from a checkpoint or from the beginning; return Trainer's figures of the run.
 
-        Whatever ends it early, Ctrl-C or an error, a checkpoint is saved and the error raised.
+        If Ctrl-C or an error ends it early, a checkpoint is saved and the error raised.
         """
         run, monitor = self.run, self.monitor
         self._started = time.perf_counter()
@@ -125,16 +125,16 @@ class Session:
     # -- evaluating ------------------------------------------------------------------------------
 
     def _evaluate_when_due(self) -> bool:
-        """Returns whether a checkpoint must be kept of this moment."""
+        """Evaluate if it is due; returns True if a checkpoint must be saved now."""
         if not self.run.is_over:
             return self._evaluate("during")
-        self._save_model()  # an evaluation that fails must not cost the model
+        self._save_model()  # before an evaluation that may fail
         return self._evaluate("end")
 
     def _evaluate(self, name: str) -> bool:
         if not self._sets:
             raise ValueError(
-                "an evaluation is asked for by a callback, and there is nothing to evaluate on "
+                "a callback asked for an evaluation, and there is nothing to evaluate on "
                 "(eval_dataset)"
             )
         results = self._evaluator.measure(self._sets)
@@ -170,7 +170,7 @@ class Session:
         )
 
     def _load_best(self) -> None:
-        """End with the weights of the best evaluation. The figures are measured anew."""
+        """Load the weights of the best evaluation, and evaluate them again."""
         state, step = self.state, self.state.best_global_step
         if state.best_model_checkpoint is None or step is None or step == state.global_step:
             return
@@ -179,7 +179,7 @@ class Session:
         self.policy.load_pretrained(best)
         self._saved_at = None
         self.monitor.note(
-            f"the model is that of {best.name}, the best evaluation: "
+            f"the model is that of {best.name}, which had the best evaluation: "
             f"{self.config.metric_for_best_model} {state.best_metric:g} (load_best_model_at_end)"
         )
         results = self._evaluator.measure(self._sets)
@@ -201,7 +201,7 @@ class Session:
 
     def _save_checkpoint(self, *, push: bool = True) -> None:
         state, config = self.state, self.config
-        self._note_failed_pushes()  # what is under way reads checkpoints that may go now
+        self._note_failed_pushes()  # uploads in progress read checkpoints that may be removed now
         path = self._folder / f"checkpoint-{state.global_step}"
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(path)
@@ -219,8 +219,8 @@ class Session:
             self._hub.push_checkpoint(self._folder, path, state.global_step)
 
     def _save_what_is_done(self, error: BaseException) -> None:
-        """The weights are those of the last finished step, whatever came after, unless a second
-        Ctrl-C broke into a step."""
+        """Save a checkpoint after an error. The weights are those of the last finished step, unless
+        a second Ctrl-C interrupted a step."""
         self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if self.state.global_step > self._first_step and not isinstance(error, ForcedInterrupt):
             with uninterrupted():
@@ -239,7 +239,7 @@ class Session:
     # -- what is said ----------------------------------------------------------------------------
 
     def _resolved(self) -> RLOOConfig:
-        """The options with everything that was chosen automatically filled in."""
+        """The options, including everything that was chosen automatically."""
         return replace(
             self.config,
             num_threads=torch.get_num_threads(),
@@ -276,5 +276,5 @@ class Session:
         }
 
     def _seconds(self) -> float:
-        """Wall time of this run, earlier sessions included."""
+        """Wall time of this run, including earlier sessions."""
         return self._seconds_before + time.perf_counter() - self._started

@@ -1,9 +1,9 @@
-"""The native engine: the model with our cache and our attention, run by `fused.py` where it knows
-the architecture, else by the Hugging Face module itself.
+"""The native engine: the model with our cache and attention, run by `fused.py` if it supports the
+architecture, otherwise by the Hugging Face module itself.
 
-Each prompt is prefilled once; its keys and values are stored once and read once a step for all of
-its completions. Rows are decoded in lock-step; finished rows are taken out. Knows nothing of
-particular architectures: `supported.py` finds out whether a model can be run this way.
+Each prompt is prefilled once; its keys and values are stored once and read once per step for all of
+its completions. Rows are decoded in lock-step, and finished rows are removed. `supported.py` finds
+out whether a model can be run in this way.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from rloo.engines.sampling import StopText, draw
 from rloo.model import attention
 from rloo.types import Completion, Prompt, Sampling
 
-# What the caches of one wave may occupy; further prompts wait for the next wave.
+# Bytes that the caches of one wave may occupy; further prompts wait for the next wave.
 CACHE_BYTES = 4 << 30
-# Prompt tokens, padding included, in one prefill forward.
+# Prompt tokens of one prefill forward, padding included.
 PREFILL_TOKENS = 4096
-# Finished rows are taken out as soon as they are this share of the rows still computed.
+# Finished rows are removed as soon as they are this share of the rows in computation.
 _COMPACTION_SHARE = 1 / 16
-# Positions for which noise is made in one go.
+# The number of positions for which noise is computed at once.
 _NOISE_BLOCK = 32
 
 
 class NativeEngine:
-    """Samples from the policy's weights; `supports` says whether a model can be run.
+    """Samples with the policy's weights; `supports` says whether a model can be run.
 
-    `dtype` is that of the matrix products where the architecture is fused (None: the model's own);
-    `fused=False` always runs the module.
+    `dtype` is that of the fused decoder's matrix products (None: the model's own); `fused=False`
+    always runs the module.
     """
 
     name = "native"
@@ -62,20 +62,20 @@ class NativeEngine:
         self._loaded = False
 
     def load(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Take the policy's weights; where the module itself is run there is nothing to do."""
+        """Use these weights from now on; without the fused decoder there is nothing to do."""
         if self._decoder is not None:
             self._decoder.load(weights)
             self._loaded = True
 
     @property
     def fused(self) -> bool:
-        """Whether the weights are a copy, which `load` must renew when the policy has changed."""
+        """Whether the weights are a copy that `load` must renew when the policy has changed."""
         return self._decoder is not None
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """See `rloo.types.Engine`. Before the first `load` it samples from the model as it is."""
+        """See `rloo.types.Engine`. Before the first `load` it samples with the model's weights."""
         if self._decoder is not None and not self._loaded:
             self._decoder.load(self._model.named_parameters())
         return sample_in_waves(
@@ -88,7 +88,7 @@ class NativeEngine:
         )
 
     def _sample_wave(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
-        """What `collect_completions` takes, in the order of `rows`."""
+        """The input of `collect_completions`, in the order of `rows`."""
         device = self._model.device
         prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
         number = {id(prompt): index for index, prompt in enumerate(prompts)}
@@ -167,7 +167,7 @@ class NativeEngine:
 
 
 class _ActiveRows:
-    """The rows still computed, and what each needs for its next token."""
+    """The rows in computation, and what each needs for its next token."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class _ActiveRows:
     ) -> None:
         self.index = torch.arange(len(rows), device=device)
         self.alive = torch.ones(len(rows), dtype=torch.bool, device=device)
-        # Of the token that is drawn next; `advance` makes it that of the token drawn last.
+        # The position of the token to draw next; after `advance`, that of the last drawn token.
         self.positions = torch.tensor([len(p.token_ids) - 1 for p, _ in rows], device=device)
         self.tokens = torch.zeros_like(self.index)
         self.seen: Tensor | None = None
@@ -212,7 +212,7 @@ class _ActiveRows:
             self.alive &= ~ended
 
     def count_unfinished(self) -> int:
-        # Without stop strings the one place where a step waits for the device.
+        # Without stop strings, a step waits for the device only here.
         return int(self.alive.sum()) if self._can_end else len(self.alive)
 
     def keep(self, order: Tensor) -> None:
