@@ -1,7 +1,6 @@
-"""The data that travels between the stages, one frozen type per stage, and the two protocols.
+"""The data that travels between the stages, and the protocol of the engines that sample.
 
-Everything here is plain Python: token ids are lists, rewards are floats or `None`. This module
-imports nothing of the package.
+Token ids are lists, rewards are floats or `None`. This module imports nothing from the package.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class Prompt:
     """One row of the dataset, tokenised.
 
     `id` is the row's number in its dataset: stable over epochs, ranks and resumes. `epoch` is the
-    pass over the dataset in which it was drawn, so that a row that comes twice in one rollout is
-    sampled anew. `content` is the prompt as the reward functions see it (a string or messages);
-    `columns` every other column. `pixels` makes what a forward pass needs for its images (tensors,
-    by the name of the model's argument), anew at each call; None for a prompt of text.
+    pass over the dataset in which it was drawn, so that a row drawn twice in one rollout gets
+    different samples. `content` is the prompt as the reward functions see it (a string or
+    messages), `columns` every other column. `pixels()` computes the tensors that a forward pass
+    needs for the prompt's images, by argument name; it is None for a prompt without images.
     """
 
     id: int
@@ -39,7 +38,7 @@ class Prompt:
 
     @property
     def noise_id(self) -> int:
-        """What tells this draw of the prompt from all others, for the engines' noise."""
+        """A number that distinguishes this draw of the prompt from all others."""
         return self.id + (self.epoch << 40)
 
 
@@ -47,11 +46,10 @@ class Prompt:
 class Completion:
     """What an engine returns for one sample.
 
-    `finish` is "stop" if and only if `token_ids` ends with a stop token, or with the token that
-    completed a stop string: all of that token's text is kept. Otherwise it is "length".
-    `policy_logprobs` are taken after the temperature and before any filter or penalty;
-    `sampling_logprobs` under the distribution that was really sampled. Natural logarithms, one per
-    token.
+    `finish` is "stop" if `token_ids` ends with a stop token or with the token that completed a stop
+    string (the whole token is kept), otherwise "length". `policy_logprobs` are computed after the
+    temperature and before any filter or penalty; `sampling_logprobs` under the distribution that
+    was sampled from. Both are natural logarithms, one per token.
     """
 
     token_ids: list[int]
@@ -62,12 +60,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw: applied in the order penalty, temperature, top-k, top-p, min-p (transformers').
+    """How to draw tokens. Order, as in transformers: penalty, temperature, top-k, top-p, min-p.
 
-    `greedy` takes the most likely token and ignores temperature and filters (the log-probs are then
-    those at temperature 1, and `sampling_logprobs` are 0). `stop_token_ids` are all tokens that end
-    a completion; `stop_strings` texts that do, looked for in what `decode` makes of token ids (one
-    text for each list): special tokens are text there, and the prompt is not part of it.
+    `greedy` takes the most likely token and ignores temperature and filters; `policy_logprobs` are
+    then those at temperature 1, and `sampling_logprobs` are 0. `stop_token_ids` are all tokens that
+    end a completion, `stop_strings` the texts that do. Stop strings are searched for in the text
+    that `decode` returns for the completion's tokens (one text per list of ids), special tokens
+    included; the prompt is not searched.
     """
 
     max_tokens: int
@@ -95,7 +94,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt, everything sampled for it, and the rewards. Never inferred from row order or text.
+    """A prompt, its completions and their rewards; membership never depends on row order or text.
 
     `rewards[k]` is the weighted sum over the reward functions, `None` where no function scored the
     completion; `scores[name][k]` is what function `name` returned; `extras` are columns that reward
@@ -127,9 +126,9 @@ class Sample:
     engine_logprobs: list[float]
     reward: float
     truncated: bool
-    # Under the distribution that was really sampled; None: the same as `engine_logprobs`.
+    # Log-probs under the distribution that was sampled from; None if equal to `engine_logprobs`.
     sampling_logprobs: list[float] | None = None
-    # As in `Prompt`: makes the inputs for the prompt's images, if it has any.
+    # See `Prompt.pixels`.
     pixels: Callable[[], dict[str, Any]] | None = None
     trained: tuple[bool, ...] | None = None
 
@@ -191,7 +190,7 @@ class EngineFacts:
 
 
 class Engine(Protocol):
-    """Makes completions. Knows nothing about text, rewards or advantages."""
+    """Samples completions, token ids in and token ids out."""
 
     facts: EngineFacts
     # Of the weights that it samples with: that of the last load, -1 before the first one.
@@ -206,11 +205,11 @@ class Engine(Protocol):
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """`num_samples` completions for each prompt, in the order of `prompts`.
+        """Return `num_samples` completions for each prompt, in the order of `prompts`.
 
-        `noise` is a 64-bit number made of (seed, purpose, step); together with the prompt's id and
-        epoch, the sample's index and the token's position it determines every random draw, whatever
-        the batch.
+        `noise` is a 64-bit number derived from (seed, purpose, step). Together with the prompt's id
+        and epoch, the sample's index and the token's position it determines every random draw,
+        whatever else is in the batch.
         """
         ...
 

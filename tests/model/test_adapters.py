@@ -361,7 +361,7 @@ def test_resuming_with_another_adapter_or_base_is_refused(tmp_path):
     with pytest.raises(ValueError, match="the checkpoint is of another model"):
         make_trainer(config, model=make_model("qwen3")).train(resume_from_checkpoint=True)
     make_model("qwen3", seed=5).save_pretrained(tmp_path / "base")
-    with pytest.raises(ValueError, match="began from other weights"):
+    with pytest.raises(ValueError, match="started from other weights"):
         resume()
 
 

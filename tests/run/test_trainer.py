@@ -59,7 +59,7 @@ def test_arguments_have_the_order_and_names_of_trl_and_reward_model_is_another_n
     assert stop in by_place.events.callbacks
     named = make_trainer(config, reward=None, reward_model=count_words)
     assert named.rewards.names == by_place.rewards.names == ["count_words"]
-    with pytest.raises(ValueError, match="reward_funcs and reward_model are two names"):
+    with pytest.raises(ValueError, match="reward_funcs and reward_model mean the same"):
         make_trainer(config, reward_model=count_words)
     with pytest.raises(ValueError, match=r"args is a transformers.*Arguments; it must be"):
         make_trainer(transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
@@ -571,7 +571,9 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
     config = make_config(
         tmp_path / "sets", eval_strategy="steps", eval_steps=1, save_strategy="best"
     )
-    with pytest.raises(ValueError, match=r"evaluation sets a, b; begin it with one, as a_reward"):
+    with pytest.raises(
+        ValueError, match="sets are a, b; prefix it with one of them, as in a_reward"
+    ):
         make_trainer(config, eval_dataset={"a": HELD_OUT, "b": ROWS})
 
 

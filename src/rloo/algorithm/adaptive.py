@@ -1,6 +1,6 @@
-"""What a run learns about itself as it goes: past rewards, and how strongly KL must be penalised.
+"""Quantities that adapt during a run: statistics of past rewards, and the KL coefficient.
 
-Plain numbers with a state that goes into checkpoints. Knows nothing of tensors or models.
+They are plain numbers with a state that goes into checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Adaptive:
         self.used_beta = self.beta
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON values."""
+        """The whole state, as JSON values."""
         return {
             "beta": self.beta,
             "decayed_mean": self.decayed_mean,
@@ -36,13 +36,13 @@ class Adaptive:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.beta, self.decayed_mean = state["beta"], state["decayed_mean"]
         self.past.load_state_dict(state["past"])
 
     def see_rewards(self, rewards: Sequence[float], decay: float) -> None:
-        """Take a rollout's rewards into the past; afterwards, so that no reward is part of its own
-        baseline."""
+        """Add a rollout's rewards to the past. Call it after they have been used, so that no reward
+        is part of its own baseline."""
         if rewards:
             average = fmean(rewards)
             before = average if self.decayed_mean is None else self.decayed_mean

@@ -28,8 +28,8 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the loss of a rollout is made of: the options, the batch arithmetic, and `beta`, the KL
-    coefficient as it is now (`kl_target` moves it)."""
+    """The inputs of a rollout's loss: the options, the batch arithmetic, and `beta`, the present KL
+    coefficient (which `kl_target` adapts)."""
 
     config: RLOOConfig
     batches: Batches
@@ -116,9 +116,9 @@ Credit = Stored | FromThisPass
 def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
     """Advantages and old log-probs, as far as they must be known before the first step.
 
-    Without a KL penalty in the reward advantages follow from the rewards alone. With one, they need
-    log-probs: a pass of their own is made only if the first step is on a part of the rollout, a
-    statistic runs over the batch, or a group exceeds the token budget.
+    Without a KL penalty in the reward, advantages follow from the rewards alone. With one they need
+    log-probs, for which there is a separate pass only if the first step is on a part of the
+    rollout, if a statistic runs over the batch, or if a group exceeds the token budget.
     """
     if not samples:
         return Stored({})
@@ -161,15 +161,15 @@ def _first_seen(seen: dict[Key, Tensor], batch: MicroBatch, now: Tensor) -> Tens
 def batch_advantages(
     batch: MicroBatch, logprobs: Tensor, reference: Tensor, terms: Terms
 ) -> Tensor:
-    """Advantages of a micro-batch of whole groups from its own forward pass: (N,), or (T,) with
-    token ratios."""
+    """The advantages of a micro-batch of whole groups, from its own forward pass: (N,), or (T,)
+    with token ratios."""
     penalty = token_penalty(logprobs, reference, terms)
     returns = Returns(batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N)
     return advantages(returns, terms.config).to(logprobs.dtype)
 
 
 def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
-    """What each token pays: beta times its KL estimate, (T,), float64, detached."""
+    """The KL penalty of each token: beta times its KL estimate, (T,), float64, detached."""
     estimate = objective.kl_estimate(
         logprobs.detach().double(),
         reference.double(),

@@ -1,4 +1,4 @@
-"""Ctrl-C, held back while something must not be broken off. Knows nothing of what that is."""
+"""Delaying Ctrl-C while something must not be interrupted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 
 class ForcedInterrupt(KeyboardInterrupt):
-    """A second Ctrl-C, in the middle of something: nothing that is half done may be saved."""
+    """A second Ctrl-C, which does interrupt: the half-finished state must not be saved."""
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done; a second one goes through."""
+    """Delay Ctrl-C until the block is finished; a second Ctrl-C raises ForcedInterrupt."""
     pending: list[Any] = []
 
     def hold_back(*_: Any) -> None:
@@ -23,7 +23,7 @@ def uninterrupted() -> Iterator[None]:
             raise ForcedInterrupt
         pending.append(True)
 
-    # Only the main thread receives signals, and a background job may ignore this one.
+    # Only the main thread receives signals, and a background job may ignore SIGINT.
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     if ignored or threading.current_thread() is not threading.main_thread():
         yield

@@ -7,7 +7,7 @@ group. All functions keep the dtype of their inputs, float64 included.
 
     reward -> clip -> minus beta * KL -> minus the mean of the other rewards -> (scale) -> loss
 
-Source of the default: Ahmadian et al. 2024 (arXiv 2402.14740), equations 5 to 9: the whole
+The default is that of Ahmadian et al. 2024 (arXiv 2402.14740), equations 5 to 9: the whole
 completion is one action, so log-probs are summed, and the KL penalty is part of the reward.
 """
 
@@ -23,8 +23,8 @@ RatioLevel = Literal["sequence", "sequence_mean", "token"]
 Aggregation = Literal["sequence", "sequence_token_mean", "token_mean", "constant"]
 WeightMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
-# exp(20) is 5e8: far outside every clipping range, far inside float32. Without a bound a ratio
-# overflows to infinity, and infinity times an advantage of 0 is NaN.
+# exp(20) is 5e8, far outside every clipping range and well within float32. Without a bound a ratio
+# could overflow to infinity, and infinity times an advantage of 0 is NaN.
 MAX_LOG_RATIO = 20.0
 
 
@@ -34,17 +34,18 @@ def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp, with the log-ratio bounded: see MAX_LOG_RATIO."""
+    """exp(log_ratio), with the log-ratio bounded by MAX_LOG_RATIO."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def kl_estimate(
     policy_T: Tensor, reference_T: Tensor, *, estimator: str = "k1", clip: float | None = None
 ) -> Tensor:
-    """An estimate of KL(policy || reference) from each sampled token, in nats: (T,).
+    """An estimate of KL(policy || reference) for each sampled token, in nats: (T,).
 
-    With x = log policy - log reference: k1 is x, k2 x^2 / 2, k3 exp(-x) - 1 + x (Schulman 2020).
-    All are differentiable; `clip` bounds them on both sides. Raises ValueError for another name.
+    With x = log policy - log reference, k1 is x, k2 is x^2 / 2 and k3 is exp(-x) - 1 + x (Schulman
+    2020). All are differentiable; `clip` bounds them on both sides. Raises ValueError for an
+    unknown name.
     """
     x = policy_T - reference_T
     if estimator == "k1":
@@ -52,9 +53,9 @@ def kl_estimate(
     elif estimator == "k2":
         estimate = x**2 / 2
     elif estimator == "k3":
-        # Bounded as a whole: with the exponential alone, x would pull away from the reference.
+        # x is bounded in both terms: otherwise the linear one would pull away from the reference.
         x = x.clamp(min=-MAX_LOG_RATIO)
-        # expm1 keeps the digits that exp(-x) - 1 + x loses where x is small.
+        # expm1 keeps the digits that exp(-x) - 1 loses for small x.
         estimate = torch.expm1(-x) + x
     else:
         raise ValueError(f"kl_estimator is {estimator!r}; it must be k1, k2 or k3")
@@ -62,9 +63,9 @@ def kl_estimate(
 
 
 def return_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
-    """The sum of each token's value and those of all later tokens of its completion: (T,).
+    """The sum of each token's value and the values of all later tokens of its completion: (T,).
 
-    Completions lie one after another, their tokens in order.
+    Completions lie one after another, with their tokens in order.
     """
     summed = values_T.double().cumsum(0)
     ends = sum_by(torch.ones_like(sequence_T), sequence_T, size).cumsum(0) - 1
@@ -86,7 +87,7 @@ def importance_weights(
     upper: float,
     lower: float | None = None,
 ) -> Tensor:
-    """Weights (T,), detached, that correct for a sampler which is not quite the policy.
+    """Weights (T,), detached, that correct for sampling from a distribution other than the policy.
 
     `log_ratio_T` is log policy - log behavior, the first by the trainer, the second as it sampled.
     The weight is the ratio of each token, or of its whole completion (the product). Truncating
@@ -120,7 +121,7 @@ PAPER = Surrogate()
 
 
 class PolicyLoss(NamedTuple):
-    """`loss` is a scalar; the two masks are (N,) or (T,) by the ratio's level, detached."""
+    """`loss` is a scalar. The masks of clipped ratios are (N,) or (T,), by the ratio's level."""
 
     loss: Tensor
     clipped_low: Tensor
@@ -130,10 +131,10 @@ class PolicyLoss(NamedTuple):
 def loss_denominator(
     aggregation: Aggregation, *, num_sequences: int, num_tokens: int, constant: float | None
 ) -> float:
-    """What the summed loss of one optimizer step is divided by, over all ranks and micro-batches.
+    """The divisor of the summed loss of one optimizer step, over all ranks and micro-batches.
 
-    sequence, sequence_token_mean: the number of countable completions; token_mean: of their
-    tokens; constant: completions times `constant` (Dr. GRPO's form).
+    sequence and sequence_token_mean: the number of completions that count; token_mean: the number
+    of their tokens; constant: completions times `constant` (Dr. GRPO).
     """
     if aggregation == "token_mean":
         return float(max(num_tokens, 1))

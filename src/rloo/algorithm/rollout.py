@@ -120,8 +120,8 @@ def score(
     trainer_state: Any = None,
     learn: bool = True,
 ) -> tuple[list[Group], dict[str, float]]:
-    """Give every completion its rewards: one call of each function for the whole rollout. `learn`:
-    see `RewardSet.score`."""
+    """Score all completions of a rollout, with one call of each reward function. `learn`: see
+    `RewardSet.score`. Returns the groups and the metrics that rewards logged."""
     repeated = [p for p, completions in zip(prompts, sampled, strict=True) for _ in completions]
     flat = [c for completions in sampled for c in completions]
     decoded = tokenizer.batch_decode([c.token_ids for c in flat], skip_special_tokens=True)
@@ -153,10 +153,11 @@ def score(
 
 
 def _as_text(prompt: Prompt, text: str) -> Text:
-    """Conversations are answered by a message, strings by a string (TRL's convention)."""
+    """The completion as rewards see it, as in TRL: a string for a string, else an assistant
+    message."""
     if isinstance(prompt.content, str):
         return text
     last = prompt.content[-1]
-    if last["role"] == "assistant":  # the completion continues the message that was begun
+    if last["role"] == "assistant":  # the completion continues this message
         text = text_of(last["content"]) + text
     return [{"role": "assistant", "content": text}]

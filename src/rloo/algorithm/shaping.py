@@ -1,4 +1,4 @@
-"""Scored groups to the samples that the loss counts, with their shaped rewards."""
+"""From scored groups to the samples that the loss counts, with their shaped rewards."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _scored(
 
 
 def shaped_rewards(groups: Sequence[Group], config: RLOOConfig) -> list[float]:
-    """All rewards of a rollout after affine map, missing-EOS penalty and clipping; no missing."""
+    """All rewards of a rollout, without missing ones, after `_shape`."""
     return [
         _shape(reward, completion, config)
         for group in groups
@@ -64,7 +64,7 @@ def shaped_rewards(groups: Sequence[Group], config: RLOOConfig) -> list[float]:
 
 
 def _shape(reward: float, completion: Completion, config: RLOOConfig) -> float:
-    """Affine map (AReaL's order: bias first), missing-EOS penalty, clip: before KL and baseline."""
+    """Apply bias, scaling (in AReaL's order), missing-EOS penalty and clipping to a reward."""
     reward = (reward + config.reward_bias) * config.reward_scaling
     if completion.finish == "length":
         reward -= config.missing_eos_penalty or 0.0
@@ -75,13 +75,13 @@ def _shape(reward: float, completion: Completion, config: RLOOConfig) -> float:
 
 
 def _relate(rewards: list[float], config: RLOOConfig, past: Adaptive | None) -> list[float]:
-    """Rewards in relation to their rollout or to those before it (`normalize_rewards`,
-    `mean_level` running)."""
+    """Normalise rewards by their rollout or by earlier ones (`normalize_rewards`), or subtract the
+    running mean (`mean_level` running)."""
     if config.normalize_rewards == "batch":
         values = torch.tensor(rewards, dtype=torch.float64)
         return standardise(values, epsilon=config.advantage_epsilon).tolist()
     if config.normalize_rewards == "running":
-        # The first rollout is left as it is: its own statistics would bias it.
+        # The first rollout is not normalised: its own statistics would bias it.
         return rewards if past is None else past.past.standardise(rewards)
     if config.mean_level == "running" and past is not None and past.decayed_mean is not None:
         return [reward - past.decayed_mean for reward in rewards]

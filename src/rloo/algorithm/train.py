@@ -83,7 +83,7 @@ def note_what_is_due(state: RunState) -> None:
     state.save_due |= control.should_save
     if control.should_epoch_stop:
         raise ValueError(
-            "a callback set should_epoch_stop; an epoch cannot be left early here, training can "
+            "a callback set should_epoch_stop; an epoch cannot end early, only training can "
             "(should_training_stop)"
         )
 

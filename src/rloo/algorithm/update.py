@@ -20,7 +20,8 @@ from rloo.types import Sample
 def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sample]]:
     """The rollout cut into optimizer steps of `completions_per_step`, `num_iterations` times over.
 
-    The cut is by place in the rollout, so a completion that could not be scored moves no other one.
+    The division is by place in the rollout, so a completion that could not be scored does not move
+    any other.
     """
     size = batches.completions_per_step
     for _ in range(batches.num_iterations):
@@ -36,8 +37,8 @@ def update(
 ) -> dict[str, float]:
     """One optimizer step on `samples`: micro-batches forward and backward, then the step.
 
-    The loss is divided by what all countable samples make, those without signal included; a sample
-    whose advantage is known to be exactly 0 is counted but not computed.
+    The divisor of the loss counts all samples, including those without signal; a sample whose
+    advantage is known to be exactly 0 is counted but not computed.
     """
     config = terms.config
     denominator = objective.loss_denominator(
@@ -76,7 +77,7 @@ def micro_loss(
     input_tokens: int | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of one micro-batch (a scalar with gradient), and sums for the metrics.
-    `input_tokens` are those of all micro-batches, by default of this one."""
+    `input_tokens` is the total over all micro-batches, by default of this one."""
     config = terms.config
     logprobs, entropy, aux_loss = policy.logprobs(batch)
     now = logprobs.detach()
@@ -124,8 +125,8 @@ def _surrogate(config: RLOOConfig) -> objective.Surrogate:
 def _share(
     aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: dict[str, float]
 ) -> Tensor:
-    """A micro-batch's part in the mean of the balancing loss over all tokens. The loss is a product
-    of means, so that mean is not quite the loss of all tokens together."""
+    """A micro-batch's share of the mean balancing loss over all tokens. The loss is a product of
+    means, so its mean over micro-batches is only approximately that of all tokens together."""
     here = batch.multiplicity.sum()
     part: Tensor = aux_loss * (here / (input_tokens or here))
     sums["aux_loss"] = part.item()
@@ -133,7 +134,7 @@ def _share(
 
 
 def _has_other_terms(terms: Terms) -> bool:
-    """Whether the loss has terms that do not vanish with the advantage."""
+    """Whether the loss has terms that do not vanish when the advantage is 0."""
     return terms.kl_in_loss or terms.config.entropy_coef != 0
 
 
@@ -145,8 +146,8 @@ def _other_terms(
     batch: MicroBatch,
     terms: Terms,
 ) -> Tensor | float:
-    """KL in the loss and the entropy bonus, summed as the policy's terms are; completions that are
-    masked as truncated have neither."""
+    """The KL in the loss and the entropy bonus, summed like the policy's terms. Completions masked
+    as truncated have neither."""
     if not _has_other_terms(terms):
         return 0.0
     config, total_T = terms.config, torch.zeros_like(logprobs)
@@ -169,7 +170,7 @@ def _other_terms(
 def _correction(
     batch: MicroBatch, old: Tensor, config: RLOOConfig, sums: dict[str, float]
 ) -> Tensor | None:
-    """Weights for a sampler that is not quite the policy, their sums noted; None for none."""
+    """The weights of the off-policy correction, if any; their sums are added to `sums`."""
     if config.rollout_importance_sampling_mode is None:
         return None
     weights = objective.importance_weights(

@@ -1,4 +1,4 @@
-"""Engines make completions: `native` (fast, ours) and `hf` (transformers' `generate`)."""
+"""Engines sample completions: `native` (fast, our own) and `hf` (transformers' `generate`)."""
 
 from __future__ import annotations
 

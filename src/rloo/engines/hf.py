@@ -1,7 +1,7 @@
-"""The reference engine: transformers' own `generate` and its own filters, with our noise.
+"""The reference engine: transformers' own `generate` and filters, with our noise.
 
-Slow, and right for every causal language model that `generate` can run, and for those that read
-images. Knows nothing of caches.
+It is slow, and correct for every causal language model that `generate` can run, including those
+that read images.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from rloo.engines.noise import row_keys, uniforms
 from rloo.engines.sampling import StopText, draw, gather_logprobs, invert_cdf
 from rloo.types import Sampling, Weights
 
-# What the cache of one call of `generate` may occupy; further rows wait for the next call.
+# Bytes that the cache of one call of `generate` may occupy; further rows wait for the next call.
 CACHE_BYTES = 2 << 30
 
 
 class HFEngine(InProcessEngine):
     """Samples with `generate` from the policy's own module.
 
-    The tokens that stand for images in a prompt are never sampled, as no image would belong to
-    them. `sampling_logprobs` are those of the distribution without them; `policy_logprobs`, as in
-    training, are not, so that they say by how much the two differ.
+    The placeholder tokens of images are never sampled, since there would be no images for them.
+    `sampling_logprobs` are those of the distribution without these tokens; `policy_logprobs`
+    include them, as in training, so that the difference shows.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class HFEngine(InProcessEngine):
 
 
 def _pixels(rows: Sequence[Row]) -> list[dict[str, Any] | None]:
-    """Of each row's prompt, made once a prompt."""
+    """The image inputs of each row's prompt, computed once per prompt."""
     prompts = {prompt.noise_id: prompt for prompt, _ in rows}
     made = {key: prompt.pixels and prompt.pixels() for key, prompt in prompts.items()}
     return [made[prompt.noise_id] for prompt, _ in rows]
@@ -112,7 +112,7 @@ def _pixels(rows: Sequence[Row]) -> list[dict[str, Any] | None]:
 
 @contextmanager
 def _no_defaults(model: PreTrainedModel) -> Iterator[None]:
-    """Hide the model's generation settings, with which `generate` fills whatever is not set."""
+    """Hide the model's generation settings, which `generate` uses for all unset options."""
     settings = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -122,7 +122,8 @@ def _no_defaults(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _Drawing(LogitsProcessor):
-    """Chooses each token with our noise and leaves `generate`, which is greedy, no other choice."""
+    """Chooses each token with our noise and makes it the only choice of `generate`, which is
+    greedy."""
 
     def __init__(
         self, sampling: Sampling, keys: Tensor, pads: Tensor, width: int, never: Sequence[int]
@@ -161,7 +162,7 @@ class _Drawing(LogitsProcessor):
 
 
 class _AtStopText(StoppingCriteria):
-    """Ends the rows whose last token completed a stop string."""
+    """Ends rows whose last token completed a stop string."""
 
     def __init__(self, drawing: _Drawing) -> None:
         self._drawing = drawing
@@ -171,8 +172,8 @@ class _AtStopText(StoppingCriteria):
 
 
 class _PenaltyBehindPadding(LogitsProcessor):
-    """transformers' repetition penalty for tokens of the prompt and the completion; padding on the
-    left is neither (only newer versions can be told so)."""
+    """transformers' repetition penalty on the tokens of the prompt and the completion, but not on
+    left padding, which only newer versions of transformers can exclude."""
 
     def __init__(self, penalty: float, pads: Tensor) -> None:
         self._penalty = RepetitionPenaltyLogitsProcessor(penalty)
@@ -188,7 +189,7 @@ class _PenaltyBehindPadding(LogitsProcessor):
 
 
 def _make_filters(sampling: Sampling, pads: Tensor) -> LogitsProcessorList:
-    """transformers' own, in the order in which its `generate` applies them when it samples."""
+    """transformers' own filters, in the order in which its `generate` applies them."""
     filters = LogitsProcessorList()
     if sampling.repetition_penalty != 1.0:
         filters.append(_PenaltyBehindPadding(sampling.repetition_penalty, pads))

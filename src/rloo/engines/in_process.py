@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from rloo.engines.sampling import check_request, collect_completions
 from rloo.types import Completion, EngineFacts, Prompt, Sampling
 
-# One sequence: a prompt and the sample's number k in its group.
+# One row: a prompt and the sample's number k in its group.
 Row = tuple[Prompt, int]
-# Tokens, policy and sampling log-probabilities, each (R, max_tokens), and the lengths (R,) at which
-# a stop string was complete.
+# Tokens, policy and behavior log-probs, each (R, max_tokens), and the lengths (R,) at which a stop
+# string was complete.
 Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -28,8 +28,8 @@ def borrowed(model: PreTrainedModel, precision: torch.dtype | None = None) -> It
     submodule's own mode is restored outside.
 
     Gradient checkpointing is inactive in evaluation mode, and `use_cache` is passed with each
-    forward, so neither setting is touched. A mixture of experts does not return its router's logits
-    inside, whatever its configuration says: of a cached forward its balancing loss cannot be taken.
+    forward, so neither setting is changed. Inside, a mixture of experts does not return its
+    router's logits, whatever its configuration says, since a cached forward has no balancing loss.
     """
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -56,7 +56,7 @@ def borrowed(model: PreTrainedModel, precision: torch.dtype | None = None) -> It
 
 
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
-    """The sliding window of each layer by the configuration, None where it sees everything."""
+    """The sliding window of each layer according to the configuration, None for full attention."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
@@ -66,12 +66,12 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of keys and values that one token occupies over all layers (an upper estimate)."""
+    """Bytes of the keys and values of one token over all layers (an upper estimate)."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # The caches hold float32 at least.
+    # The caches are at least float32.
     return 2 * config.num_hidden_layers * kv_heads * width * max(4, model.dtype.itemsize)
 
 

@@ -1,7 +1,7 @@
-"""The noise that tokens are drawn with: a function of (seed, purpose, step, prompt, k, position).
+"""The noise with which tokens are drawn: a function of (seed, purpose, step, prompt, k, position).
 
-Counter-based, so that no draw depends on another one: batches, evaluation and resuming cannot
-change it.
+It is counter-based, so that no draw depends on another one, and batches, evaluation and resuming
+cannot change it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def _signed(number: int) -> int:
-    """The 64 low bits of `number` as torch's int64 holds them."""
+    """The 64 low bits of `number`, as a signed integer for torch's int64."""
     number &= (1 << 64) - 1
     return number - (1 << 64) if number >> 63 else number
 
@@ -28,25 +28,25 @@ _SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
 
 
 def noise_key(seed: int, purpose: str, step: int) -> int:
-    """The 64-bit number that `Engine.sample` takes as `noise`.
+    """The 64-bit number for the argument `noise` of `Engine.sample`.
 
-    `purpose` keeps training and evaluation apart: they never share a draw, whatever the step.
+    `purpose` separates training and evaluation, which never share a draw, whatever the step.
     """
     digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def row_keys(noise: int, prompt_ids: Tensor, samples: Tensor) -> Tensor:
-    """int64 (R,): the key of each row's stream, from its prompt's id and its number k."""
+    """The key of each row's noise, int64 (R,), from its prompt's id and its number k."""
     start = _mix(torch.full_like(prompt_ids, _signed(noise)))
     return _mix(_mix(start + prompt_ids * _GOLDEN) + samples * _GOLDEN)
 
 
 def uniforms(keys: Tensor, start: int, count: int) -> Tensor:
-    """float64 (R, count) in [0, 1): the noise of positions start .. start + count - 1 of each row.
+    """The noise of positions start .. start + count - 1 of each row: float64 (R, count) in [0, 1).
 
-    A counter-based generator: the output function of SplitMix64 (Steele, Lea, Flood 2014) over
-    key + position * golden ratio, so that a draw depends on nothing but its row and position.
+    The generator is counter-based: the output function of SplitMix64 (Steele, Lea, Flood 2014) of
+    key + position * golden ratio, so that a draw depends only on its row and position.
     """
     positions = torch.arange(start + 1, start + count + 1, device=keys.device)
     bits = _mix(keys[:, None] + positions * _GOLDEN)
@@ -60,5 +60,5 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
-    # torch has no unsigned 64-bit shift: the copies of the sign bit are cut off.
+    # torch has no unsigned 64-bit shift, so the copies of the sign bit are masked out.
     return (bits >> count) & ((1 << (64 - count)) - 1)

@@ -1,7 +1,7 @@
-"""Drawing tokens: the noise, the filters, the inverse CDF, and what becomes of the drawn tokens.
+"""Drawing tokens: the filters, the inverse CDF, stop strings, and collecting completions.
 
-Every engine that runs in this process draws here, so that two engines given the same logits and
-the same noise choose the same tokens. Knows nothing of models, caches or prompts' text.
+Every engine that runs in this process draws tokens here, so that two engines choose the same tokens
+from the same logits and noise.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.nn import functional as F
 
 from rloo.types import Completion, Prompt, Sampling
 
-# Columns of the vocabulary that the inverse CDF first looks at as one.
+# The number of vocabulary entries that the inverse CDF first treats as one block.
 _BLOCK = 128
-# How many of the most likely tokens top-p tries before it sorts the whole vocabulary.
+# The number of most likely tokens that top-p tries before it sorts the whole vocabulary.
 _NUCLEUS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token for each row: tokens int64 (R,), both log-probabilities float32 (R,)."""
+    """One token per row: tokens int64 (R,) and both log-probs float32 (R,)."""
 
     tokens: Tensor
     policy_logprobs: Tensor
@@ -34,8 +34,8 @@ class Draw:
 def draw(logits: Tensor, noise: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Draw:
     """Choose a token in each row.
 
-    logits (R, V), noise float64 (R,) in [0, 1), seen bool (R, V): True where the token stands in
-    the row's prompt or completion (needed for the repetition penalty only).
+    logits (R, V); noise float64 (R,) in [0, 1); seen bool (R, V), True for tokens in the row's
+    prompt or completion (needed only for the repetition penalty).
     """
     logits = logits.float()
     if sampling.greedy:
@@ -50,15 +50,15 @@ def draw(logits: Tensor, noise: Tensor, sampling: Sampling, seen: Tensor | None 
 
 
 def gather_logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
-    """float32 (R,): log-softmax of scores (R, V) at tokens (R,)."""
+    """The log-softmax of scores (R, V) at tokens (R,): float32 (R,)."""
     return scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(dim=-1)
 
 
 def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Scores (R, V) of the distribution that is really sampled; minus infinity where removed.
+    """Scores (R, V) of the behavior distribution; minus infinity for removed tokens.
 
-    Repetition penalty (Keskar et al. 2019), temperature, top-k, top-p (Holtzman et al. 2020), min-p
-    (Nguyen et al. 2024), in the order and with the boundary cases of transformers.
+    Applied are repetition penalty (Keskar et al. 2019), temperature, top-k, top-p (Holtzman et al.
+    2020) and min-p (Nguyen et al. 2024), in the order and with the boundary cases of transformers.
     """
     scores = logits
     if sampling.repetition_penalty != 1.0:
@@ -75,14 +75,14 @@ def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
     if sampling.top_p < 1.0:
         scores = _keep_nucleus(scores, sampling.top_p)
     if sampling.min_p > 0.0:
-        # prob < min_p * prob of the best, without computing probabilities
+        # probability < min_p * highest probability, without computing probabilities
         least = scores.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
         scores = scores.masked_fill(scores < least, -math.inf)
     return scores
 
 
 def _keep_nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Keep a token while the tokens more likely than it hold under `top_p`; always the first."""
+    """Keep a token if the more likely tokens together have less than `top_p`; always the first."""
     probs = scores.softmax(dim=-1)
     best, columns = probs.topk(min(_NUCLEUS, scores.shape[-1]), dim=-1)
     before = best.cumsum(dim=-1) - best
@@ -96,11 +96,11 @@ def _keep_nucleus(scores: Tensor, top_p: float) -> Tensor:
 
 
 def invert_cdf(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens int64 (R,) and their log-probabilities float32 (R,) under softmax of scores (R, V).
+    """Tokens int64 (R,) and their log-probs float32 (R,) under the softmax of scores (R, V).
 
-    The token is the first whose cumulated probability exceeds noise * total. No sorting; the
-    vocabulary is cumulated in blocks, in float64, so that rare tokens keep their probability. A
-    token of probability zero is never chosen, and the last one of positive probability can be.
+    The token is the first whose cumulative probability exceeds noise * total. Nothing is sorted;
+    probabilities are cumulated in float64 over blocks of the vocabulary and then within one block.
+    A token of probability zero is never chosen; the last one of positive probability can be.
     """
     size = scores.shape[-1]
     probs = scores.softmax(dim=-1)
@@ -111,12 +111,12 @@ def invert_cdf(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     blocks = sums.cumsum(dim=-1, dtype=torch.float64)
     total = blocks[:, -1:]
     target = noise[:, None] * total
-    # The clamps matter for logits that are not numbers only; `collect_completions` reports those.
+    # The clamps matter only for NaN logits, which `collect_completions` reports.
     block = torch.searchsorted(blocks, target, right=True).clamp_(max=blocks.shape[-1] - 1)
     columns = block * _BLOCK + torch.arange(_BLOCK, device=scores.device)
     inside = probs.gather(1, columns.clamp(max=size - 1)).masked_fill(columns >= size, 0.0)
     inside = inside.cumsum(dim=-1, dtype=torch.float64)
-    # The block's sum was rounded to float32: the rest may lie beyond its float64 sum.
+    # The block's sum was rounded to float32, so the remainder may exceed its float64 sum.
     rest = target - F.pad(blocks, (1, 0)).gather(1, block)
     rest = torch.minimum(rest, inside[:, -1:].nextafter(torch.zeros_like(rest)))
     offset = torch.searchsorted(inside, rest, right=True).clamp_(max=_BLOCK - 1)
@@ -125,7 +125,7 @@ def invert_cdf(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_request(prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> None:
-    """Refuse, with a ValueError, what no engine can sample."""
+    """Raise ValueError for requests that no engine can sample."""
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; an engine needs at least 1")
     if sampling.max_tokens < 1:
@@ -139,22 +139,22 @@ def check_request(prompts: Sequence[Prompt], num_samples: int, sampling: Samplin
         raise ValueError("there are stop_strings but no decode; an engine knows tokens, not text")
     for prompt in prompts:
         if not prompt.token_ids:
-            raise ValueError(f"prompt {prompt.id} has no tokens; a model needs at least 1 to go on")
+            raise ValueError(f"prompt {prompt.id} has no tokens; a completion needs at least 1")
 
 
 class StopText:
-    """Looks for the stop strings in the rows of one call, token after token."""
+    """Searches the rows of one call for stop strings, token by token."""
 
     def __init__(self, sampling: Sampling, rows: int, device: torch.device) -> None:
-        # A token has at least one byte of text; a few more, as some (a leading space) have none.
+        # A token has at least one byte of text; a few more tokens, as some have none.
         self._window = 8 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
         self._sampling = sampling
-        # Tokens up to the one that completed a stop string; more than there can be for none.
+        # Number of tokens up to the end of a stop string; more than max_tokens if there is none.
         self.lengths = torch.full((rows,), sampling.max_tokens + 1, device=device)
 
     def see(self, tokens: Tensor, index: Tensor, position: int) -> Tensor | None:
-        """bool (R',): whether the rows `index` (R',) of tokens (R, max_tokens), known up to
-        `position`, have come to a stop string now or before; None where there are none."""
+        """Whether the rows `index` (R',) of tokens (R, max_tokens), known up to `position`, contain
+        a stop string by now: bool (R',), or None if there are no stop strings."""
         if not self._sampling.stop_strings:
             return None
         assert self._sampling.decode is not None
@@ -172,11 +172,11 @@ class StopText:
 def collect_completions(
     drawn: tuple[Tensor, Tensor, Tensor, Tensor], stop_token_ids: Sequence[int]
 ) -> list[Completion]:
-    """Cut each row after its first stop token, or where it came to a stop string.
+    """Cut each row after its first stop token or at the end of its first stop string.
 
-    drawn: tokens, policy and sampling log-probabilities, each (R, max_tokens), and `StopText`'s
-    lengths (R,); behind the end anything may stand. Raises FloatingPointError where the model's
-    logits were not numbers.
+    drawn: tokens, policy and behavior log-probs, each (R, max_tokens), and `StopText`'s lengths
+    (R,); values after the end of a row are arbitrary. Raises FloatingPointError if the model's
+    logits were NaN.
     """
     tokens, policy, behavior, stop_lengths = drawn
     stops = torch.tensor(stop_token_ids, dtype=tokens.dtype, device=tokens.device)

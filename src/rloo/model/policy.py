@@ -38,13 +38,13 @@ from rloo.types import Sample
 
 
 class Policy:
-    """A causal language model in training; it may read images beside the text.
+    """A causal language model in training, which may also read images.
 
-    Parameters stay float32 whatever the precision; `bf16` and `fp16` are the precision of the
-    computation (autocast), since bf16 parameters lose updates at RLOO's learning rates.
+    Parameters are always float32; `bf16` and `fp16` are the precision of the computation
+    (autocast), since bf16 parameters lose updates at RLOO's learning rates.
 
-    Of a PeftModel the adapter is trained: `model` is the transformers model that it is in. The
-    reference is then the same module, and no copy of the base is made.
+    For a PeftModel the adapter is trained, and `model` is the transformers model that contains it.
+    The reference is then the same module, and the base is not copied.
 
     `scorer` computes, `reference` is what it is compared with, `stepper` is how it learns.
     `processing_class` is the model's tokenizer, or the processor that holds it.
@@ -86,7 +86,7 @@ class Policy:
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
         self.max_tokens = config.max_tokens_per_micro_batch or token_budget(self.model, self.device)
 
-    # -- what it computes ------------------------------------------------------------------------
+    # -- computing -------------------------------------------------------------------------------
 
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
         """A micro-batch on the policy's device, packed where its attention can."""
@@ -95,7 +95,7 @@ class Policy:
         return pad(samples, self.device, self.pad_token_id)
 
     def logprobs(self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS) -> TokenScores:
-        """Scores of the batch's completion tokens at the sampling temperature, with gradients where
+        """Scores of the batch's completion tokens at the sampling temperature, with gradients if
         they are enabled. `chunk_elements`: see `token_logprobs`."""
         with self.autocast(), self._offloading():
             scores: TokenScores = self.scorer(batch, chunk_elements=chunk_elements)
@@ -137,10 +137,10 @@ class Policy:
             self.notes.append(without_packing(self.config, reason))
             self.packed = False
 
-    # -- what others take from it ----------------------------------------------------------------
+    # -- weights and tokens ----------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of the model's weights; an adapter is merged into its base's."""
+        """Names and values of the model's weights; an adapter is merged into its base."""
         if self.adapter is not None:
             yield from self.adapter.weights()
             return
@@ -154,14 +154,14 @@ class Policy:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a completion: the tokenizer's and all of the model's."""
+        """All tokens that end a completion: the tokenizer's and the model's."""
         listed = self.model.generation_config.eos_token_id if self.model.generation_config else None
         listed = [listed] if isinstance(listed, int) else list(listed or [])
         if self.tokenizer.eos_token_id is not None:
             listed.append(self.tokenizer.eos_token_id)
         if not listed:
             raise ValueError(
-                "the tokenizer has no eos_token and the model names none; a completion "
+                "neither the tokenizer nor the model has an end-of-sequence token; a completion "
                 "could never end (tokenizer.eos_token)"
             )
         return tuple(dict.fromkeys(listed))
@@ -169,12 +169,12 @@ class Policy:
     # -- files -----------------------------------------------------------------------------------
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face format (safetensors); of an adapted model the
-        adapter alone, in peft's."""
+        """Write model and tokenizer in Hugging Face format (safetensors); for an adapted model only
+        the adapter, in peft's format."""
         if self.adapter is not None:
             self.adapter.save(path)
         else:
-            # Beside an adapter of an earlier run the model would be taken for its base.
+            # With the adapter of an earlier run in the folder, the model would pass for its base.
             for name in adapters.FILES:
                 Path(path, name).unlink(missing_ok=True)
             with quiet():
@@ -182,7 +182,7 @@ class Policy:
         self.processing_class.save_pretrained(path)
 
     def load_pretrained(self, path: str | Path) -> None:
-        """Take on the weights that `save_pretrained` wrote, to the last bit."""
+        """Load the weights that `save_pretrained` wrote, bit for bit."""
         if self.adapter is not None:
             self.adapter.load(path)
         else:
@@ -194,6 +194,6 @@ class Policy:
         self.reference.save(path)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Take on what `save_checkpoint` wrote."""
+        """Load what `save_checkpoint` wrote."""
         self.load_pretrained(path)
         self.reference.load(path)

@@ -1,4 +1,4 @@
-"""A run's state into a checkpoint and back. What a resumed run may change, and what not."""
+"""Saving and restoring a run's state, and deciding which options a resumed run may change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rloo.config.config import RLOOConfig
 from rloo.model.state import capture_rng, parameter_shapes, require_same_shapes, restore_rng
 from rloo.run.checkpoint import Checkpoint, load_checkpoint
 
-# A restored optimizer and schedule keep their own: another value here would be ignored.
+# A restored optimizer and schedule keep their own values of these; new ones would be ignored.
 FIXED = (
     "learning_rate",
     "weight_decay",
@@ -23,7 +23,7 @@ FIXED = (
     "optim",
     "fp16",
 )
-# These do not change what is computed.
+# These options do not change what is computed.
 HARMLESS = (
     "max_steps",
     "num_train_epochs",
@@ -48,7 +48,7 @@ HARMLESS = (
     "hub_private_repo",
     "hub_revision",
 )
-# Chosen automatically in the first session, and kept unless the user names another now.
+# Chosen automatically in the first session, and kept unless the user sets them now.
 CHOSEN = ("num_threads", "max_tokens_per_micro_batch", "packing", "rollout_engine")
 
 
@@ -79,16 +79,16 @@ def snapshot(
 def restore(parts: Parts, state: RunState, path: Path) -> dict[str, Any]:
     """Put a run where the checkpoint left it; returns the checkpoint's trainer_state.
 
-    Raises ValueError for a checkpoint of another model, or of one that began from other weights,
-    and for options that a resumed optimizer cannot take on. Other differences are noted.
+    Raises ValueError for a checkpoint of another model, for one that started from other weights,
+    and for changed options that a restored optimizer would ignore. Other differences are noted.
     """
     checkpoint, policy = load_checkpoint(path), parts.policy
     saved = checkpoint.trainer_state
     require_same_shapes(saved["shapes"], parameter_shapes(policy.model))
     if saved["initial_weights"] != policy.initial_weights:
         raise ValueError(
-            f"{path} began from other weights than the model given now, which the KL penalty "
-            "would be measured against (model, resume_from_checkpoint)"
+            f"{path} started from other weights than the present model, which is the reference of "
+            "the KL penalty (model, resume_from_checkpoint)"
         )
     _compare(saved, parts)
     state.load_state_dict(saved)
@@ -104,7 +104,7 @@ def restore(parts: Parts, state: RunState, path: Path) -> dict[str, Any]:
 
 def _restore_best(state: TrainerState, saved: dict[str, Any], folder: Path) -> None:
     state.best_metric, state.best_global_step = saved["best_metric"], saved["best_global_step"]
-    # By number, since a run's folder may have been moved.
+    # By number, since the run's folder may have been moved.
     best = folder / f"checkpoint-{state.best_global_step}"
     state.best_model_checkpoint = str(best) if best.is_dir() else None
 
@@ -116,8 +116,8 @@ def _compare(saved: dict[str, Any], parts: Parts) -> None:
     for name in FIXED:
         if now[name] != before[name]:
             raise ValueError(
-                f"{name} is {now[name]} and was {before[name]}; a resumed optimizer keeps its own: "
-                f"leave it as it was, or start another run ({name})"
+                f"{name} is {now[name]} and was {before[name]}; a resumed optimizer keeps its own "
+                f"value: leave it as it was, or start another run ({name})"
             )
     if config.num_threads is None:
         torch.set_num_threads(before["num_threads"])
@@ -125,7 +125,7 @@ def _compare(saved: dict[str, Any], parts: Parts) -> None:
     too_large = [change["from"] for change in saved["budget_changes"]]
     if config.max_tokens_per_micro_batch in (None, *too_large):
         policy.max_tokens = before["max_tokens_per_micro_batch"]
-    # Padding is always possible; packing only where this process has put in its attention.
+    # Padding is always possible, packing only if this process has installed its attention.
     if config.packing is None and not before["packing"]:
         policy.packed = False
     changed = [

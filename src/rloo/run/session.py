@@ -29,7 +29,7 @@ PROFILED_ROLLOUT = 3
 
 
 class Session:
-    """Trains once. `sets` are what is evaluated on; `write_card` writes the card of a model."""
+    """Trains once. `sets` are the evaluation sets; `write_card` writes a model card."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class Session:
         self._seconds_before = 0.0
 
     def train(self, checkpoint: Path | None) -> dict[str, float]:
-        """Train, from a checkpoint or from the beginning; returns Trainer's figures of the whole.
+        """Train, from a checkpoint or from the beginning; return Trainer's figures of the run.
 
-        Whatever ends it early, Ctrl-C or an error, a checkpoint is saved and the error raised.
+        If Ctrl-C or an error ends it early, a checkpoint is saved and the error raised.
         """
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
@@ -153,13 +153,13 @@ class Session:
         """Returns whether a checkpoint must be kept of this moment."""
         if not self.state.is_over:
             return self._evaluate("during")
-        self._save_model()  # an evaluation that fails must not cost the model
+        self._save_model()  # before an evaluation that may fail
         return self._evaluate("end")
 
     def _evaluate(self, name: str) -> bool:
         if not self._sets:
             raise ValueError(
-                "an evaluation is asked for by a callback, and there is nothing to evaluate on "
+                "a callback asked for an evaluation, and there is nothing to evaluate on "
                 "(eval_dataset)"
             )
         results = self._evaluator.measure(self._sets)
@@ -254,8 +254,8 @@ class Session:
             self._hub.push_checkpoint(self._folder, path, state.global_step)
 
     def _save_what_is_done(self, error: BaseException) -> None:
-        """The weights are those of the last finished step, whatever came after, unless a second
-        Ctrl-C broke into a step."""
+        """Save a checkpoint after an error. The weights are those of the last finished step, unless
+        a second Ctrl-C interrupted a step."""
         self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if self.state.step > self._first_step and not isinstance(error, ForcedInterrupt):
             with uninterrupted():
@@ -309,5 +309,5 @@ class Session:
         }
 
     def _seconds(self) -> float:
-        """Wall time of this run, earlier sessions included."""
+        """Wall time of this run, including earlier sessions."""
         return self._seconds_before + time.perf_counter() - self._started

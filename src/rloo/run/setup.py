@@ -1,4 +1,4 @@
-"""The parts of a run made from its options. Everything static is checked here, before sampling."""
+"""Making the parts of a run from its options. Everything static is checked before sampling."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from rloo.rewards.model import as_reward
 from rloo.types import Engine, Sampling, Text
 
 Rows: TypeAlias = Given | str
-# Of glibc's mallopt(3).
+# Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
-# A function, a reward model's module, an object with get_rewards, or the spec of one.
+# A function, a reward model's module, an object with get_rewards, or the spec of such a reward.
 RewardFunction: TypeAlias = Callable[..., Any] | str | Mapping[str, Any]
 Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
 
@@ -44,9 +44,9 @@ def make_rewards(
     *,
     device: torch.device,
 ) -> RewardSet:
-    """The rewards given, or else those that `args.reward` names: see `as_reward` for what they can
-    be. `processing_classes` are the tokenizers of reward models, one per reward (None: its own).
-    Raises ValueError for another number of them."""
+    """The given rewards, or else those named by `args.reward`; `as_reward` lists the possible
+    forms. `processing_classes` are the tokenizers of reward models, one per reward (None: the
+    model's own). Raises ValueError if there are not as many."""
     specs: Any = args.reward if given is None else given
     specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
     tokenizers: Any = processing_classes
@@ -82,12 +82,12 @@ def make_source(
     args: RLOOConfig,
     evaluation: bool = False,
 ) -> Prompts:
-    """The prompts of a dataset, tokenised. Raises ValueError for rows that cannot be prompts,
-    prompts that do not fit (beside the completions of `evaluation` or training), and columns that a
-    reward needs and that are not there."""
+    """The prompts of a dataset, tokenised. Raises ValueError for rows that cannot be prompts, for
+    prompts that are too long for the completions of training or `evaluation`, and for missing
+    columns that a reward needs."""
     rows = load_task_rows(spec, split) if isinstance(spec, str) else None
     if rows is None:
-        # A configuration belongs to the dataset that it was given with.
+        # A configuration name belongs to the dataset with which it was given.
         own = isinstance(spec, str) and spec == (args.dataset or args.eval_dataset)
         rows = load_rows(spec, split=split, config_name=args.dataset_config if own else None)
 
@@ -116,8 +116,8 @@ def make_source(
 
 
 def eval_sets(given: Rows | Mapping[str, Rows] | None, args: RLOOConfig) -> dict[str, Rows]:
-    """The evaluation sets by name, of which a single one has none (""); streams are read as far as
-    `eval_size`. Splits are sets of their own, unless `eval_split` names one."""
+    """The evaluation sets by name; the name of a single one is "". `eval_size` rows of a stream are
+    read. Every split is a set, unless `eval_split` names one."""
     if given is None:
         return {}
     if isinstance(given, Mapping) and args.eval_split is None:
@@ -135,7 +135,7 @@ def eval_sets(given: Rows | Mapping[str, Rows] | None, args: RLOOConfig) -> dict
 
 
 def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False) -> int:
-    """Longest prompt that leaves room for the longest completion in the model's context."""
+    """The longest prompt that leaves room for the longest completion in the model's context."""
     name = "max_completion_length"
     if evaluation and args.eval_max_completion_length is not None:
         name = "eval_max_completion_length"
@@ -146,30 +146,30 @@ def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool =
     room = context - completion
     if room < 1:
         raise ValueError(
-            f"{name} is {completion} and the model sees {context} tokens; at least 1 must be left "
-            f"for the prompt ({name})"
+            f"{name} is {completion} and the model's context has {context} tokens; at least 1 must "
+            f"be left for the prompt ({name})"
         )
     return min(args.max_prompt_length or room, room)
 
 
 def length_notes(source: Prompts, where: str) -> list[str]:
-    """What was done to prompts that are too long; `where` names the rows."""
+    """Notes about dropped and truncated prompts; `where` names the dataset."""
     notes = []
     if source.dropped:
-        notes.append(f"{source.dropped} prompts are too long and left out ({where})")
+        notes.append(f"dropped {source.dropped} prompts that are too long (in {where})")
     if source.truncated:
-        notes.append(f"{source.truncated} prompts are cut on the left ({where})")
+        notes.append(f"truncated {source.truncated} prompts on the left (in {where})")
     return notes
 
 
 def make_state(source: Prompts | None, args: RLOOConfig, batches: Batches) -> TrainerState:
-    """Step 0 of a run, with the number of its steps and the intervals resolved. Raises ValueError
-    where they would follow from the length of a stream."""
+    """The state of a run at step 0, with the number of steps and all intervals resolved. Raises
+    ValueError if they would depend on the length of a stream."""
     steps = args.max_steps
     if isinstance(source, StreamSource) and steps <= 0:
         raise ValueError(
-            "max_steps is -1 and the dataset is a stream, whose length is not known; say how many "
-            "steps to make (max_steps)"
+            "max_steps is -1 and the dataset is a stream, whose length is unknown; set the number "
+            "of steps (max_steps)"
         )
     if isinstance(source, PromptSource) and steps <= 0:
         rollouts = math.ceil(args.num_train_epochs * len(source) / batches.prompts_per_rollout)
@@ -191,8 +191,8 @@ def make_sampling(
     *,
     evaluation: bool = False,
 ) -> Sampling:
-    """How training draws, or with `evaluation` how that does: the sampling options, and all that
-    ends a completion. `tokenizer` is needed for stop strings."""
+    """The sampling options of training, or of `evaluation`, and everything that ends a completion.
+    `tokenizer` is needed for stop strings."""
 
     def setting(name: str) -> Any:
         own = getattr(args, f"eval_{name}") if evaluation else None
@@ -247,15 +247,15 @@ def bias_of(sampling: Sampling) -> list[str]:
 
 
 def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
-    """What samples; a note tells of a slow one. Raises ValueError for a copy of the weights, or a
-    dtype of it, that it cannot have (`rollout_copy`, `rollout_dtype`)."""
+    """The engine that samples; a note is added for a slow one. Raises ValueError if it cannot have
+    the copy of the weights, or the dtype, that is asked for (`rollout_copy`, `rollout_dtype`)."""
     no_copy = None
     if args.rollout_copy is False:
-        no_copy = "it keeps no copy of the weights (rollout_copy)"
+        no_copy = "rollout_copy is false"
     elif args.rollout_copy is None and any(quantised_layers(policy.model)):
         no_copy = (
-            "a copy of the base's weights in full would take several times its memory; "
-            "rollout_copy true makes one, of 2 bytes a weight with rollout_dtype bfloat16"
+            "a dequantised copy of the base would take several times its memory; rollout_copy true "
+            "makes one, with rollout_dtype bfloat16 at 2 bytes per weight"
         )
     precision = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     inputs = EngineInputs(
@@ -279,9 +279,9 @@ def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep large blocks that are freed, as a CPU update frees and asks for the
-    same ones again and again: handed back, every page is cleared anew. glibc only; elsewhere
-    nothing happens. The peak is the same; what is kept goes back when the process ends."""
+    """Make the C library keep large freed blocks, since a CPU update allocates and frees the same
+    ones repeatedly, and the system clears every page that it gives out again. Only for glibc;
+    elsewhere nothing happens. Peak memory does not change."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 2**30)
@@ -289,9 +289,9 @@ def keep_freed_memory() -> None:
 
 
 def set_threads(model: PreTrainedModel, args: RLOOConfig) -> None:
-    """Use `num_threads` CPU threads, or the number that decodes fastest, measured for a moment.
+    """Use `num_threads` CPU threads, or the number with which decoding is fastest in a short test.
 
-    With small matrices a second thread can cost more in waiting than it computes, the more so when
+    With small matrices a second thread can cost more in waiting than it gains, especially if
     something else runs on the machine.
     """
     if args.num_threads is not None:

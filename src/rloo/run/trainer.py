@@ -1,6 +1,6 @@
-"""RLOOTrainer: the parts of a run put together behind the names that TRL's users know.
+"""RLOOTrainer: the parts of a run behind the interface of TRL's trainer.
 
-Everything static is checked when the trainer is made, before the first sample is drawn.
+Everything static is checked when the trainer is created, before the first sample.
 """
 
 from __future__ import annotations
@@ -70,12 +70,11 @@ Rewards = RewardFunction | Sequence[RewardFunction]
 class RLOOTrainer:
     """Trains a causal language model with REINFORCE Leave-One-Out.
 
-    The arguments are those of TRL's trainer of this name, in its order. `model` is a hub id, a
-    folder, a model with float32 weights or a PeftModel; `reward_funcs` (or `reward_model`) one
-    reward or a list: functions, reward models, built-in names, `module:function` or
-    `file.py:function`. `eval_dataset` may be a dict of named sets. `peft_config` (a LoraConfig)
-    puts an adapter into the model and trains that. Raises ValueError for anything that is known to
-    be wrong before sampling.
+    The arguments are those of TRL's RLOOTrainer, in its order. `model` is a hub id, a folder, a
+    model with float32 weights or a PeftModel. `reward_funcs` (or `reward_model`) is one reward or a
+    list: functions, reward models, built-in names, `module:function` or `file.py:function`.
+    `eval_dataset` may be a dict of named sets. With `peft_config` (a LoraConfig) a new adapter is
+    trained. Raises ValueError for every error that can be found before sampling.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class RLOOTrainer:
         reward_model: Rewards | None = None,
     ) -> None:
         if reward_funcs is not None and reward_model is not None:
-            raise ValueError("reward_funcs and reward_model are two names of one thing; give one")
+            raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
         self.args = obtain_config(args, model)
         self.world = make_world(use_cpu=self.args.use_cpu)
         self.batches = batches_of(self.args, self.world.size)
@@ -123,13 +122,13 @@ class RLOOTrainer:
         self._set_up(optimizers, [*loggers, *(callbacks or [])])
         self.events.send("on_init_end")
 
-    # -- what a user calls -----------------------------------------------------------------------
+    # -- public methods --------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train and write everything to `args.output_dir`. Returns the number of steps, the mean
-        loss and Trainer's figures of the whole; what was learnt is in summary.json.
+        loss and Trainer's figures of the run; summary.json has what was learned.
 
-        Whatever ends it early, Ctrl-C or an error, a checkpoint is saved and the error raised.
+        If Ctrl-C or an error ends it early, a checkpoint is saved and the error raised.
         """
         parts, state = self.make_parts()
         path = claim_output_dir(self.args, resume_from_checkpoint)
@@ -155,9 +154,11 @@ class RLOOTrainer:
         *,
         metric_key_prefix: str = "eval",
     ) -> dict[str, Any]:
-        """Metrics on `eval_dataset`, on the trainer's set of that name, or on all of the trainer's;
-        each name prefixed as transformers does (eval_reward; eval_math_reward of a set `math`).
-        They are logged, and the callbacks told. Training is not disturbed, to the last bit."""
+        """Evaluate on `eval_dataset`, on the trainer's set of that name, or on all of its sets.
+
+        Metrics have transformers' names (eval_reward, or eval_math_reward for a set `math`). They
+        are logged and sent to the callbacks. Training does not change in any bit.
+        """
         if isinstance(eval_dataset, str) and eval_dataset in self._eval_prompts:
             sets = {eval_dataset: self._eval_prompts[eval_dataset]}
         elif eval_dataset is not None:
@@ -183,9 +184,9 @@ class RLOOTrainer:
         private: bool | None = None,
         **card: Any,
     ) -> Any:
-        """Write model and card to `args.output_dir` and upload it, without its checkpoints, to
-        `args.hub_model_id`. `card` goes to `create_model_card`. Returns the commit, or its future
-        where it is not `blocking`."""
+        """Write model and card to `args.output_dir` and upload the folder, without checkpoints, to
+        `args.hub_model_id`. `card` is passed to `create_model_card`. Returns the commit, or its
+        future if not `blocking`."""
         self.events.send("on_push_begin")
         if self.hub.repo_id is None:
             self.hub.create(token=token, private=private)
@@ -207,7 +208,7 @@ class RLOOTrainer:
         dataset_name: str | Sequence[str] | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> None:
-        """Write README.md in `args.output_dir`: what was trained from what, and how."""
+        """Write the model card, README.md in `args.output_dir`."""
         args, folder = self.args, Path(self.args.output_dir)
         base = args.model or self.policy.model.name_or_path or type(self.policy.model).__name__
         text = model_card(
@@ -228,11 +229,11 @@ class RLOOTrainer:
         self.monitor.log_numbers(logs)
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Print metrics, intervals left out."""
+        """Print metrics, without intervals."""
         trainer_pt_utils.log_metrics(self, split, numbers_of(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Write `<split>_results.json` in `args.output_dir`, and add them to all_results.json."""
+        """Write `<split>_results.json` in `args.output_dir`, and add to all_results.json."""
         trainer_pt_utils.save_metrics(self, split, strict(metrics), combined)
 
     def save_state(self) -> None:
@@ -247,26 +248,26 @@ class RLOOTrainer:
     is_deepspeed_enabled = is_fsdp_enabled = False
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Have a callback, an object or a class, told of what happens from now on."""
+        """Send events to a callback, an object or a class, from now on."""
         self.events.add(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Tell it no more; a class means the first of that class."""
+        """Remove a callback; a class means the first callback of that class."""
         self.events.remove(callback)
 
     def pop_callback(
         self, callback: TrainerCallback | type[TrainerCallback]
     ) -> TrainerCallback | None:
-        """As `remove_callback`; returns what was removed."""
+        """Remove a callback as `remove_callback` does, and return it."""
         return self.events.pop(callback)
 
     def end(self) -> None:
-        """Let go of what rewards keep open."""
+        """Close what rewards keep open."""
         self.rewards.close()
 
     @property
     def accelerator(self) -> PartialState:
-        """What scripts print with and ask which process they are."""
+        """accelerate's process state, with which scripts print and find out their rank."""
         return PartialState()
 
     @property
@@ -276,20 +277,20 @@ class RLOOTrainer:
 
     @property
     def callback_handler(self) -> CallbackHandler:
-        """Holds the callbacks."""
+        """transformers' handler of the callbacks."""
         return self.events.handler
 
     @property
     def reward_func_names(self) -> list[str]:
-        """As the metrics name them."""
+        """The names of the rewards in metrics."""
         return self.rewards.names
 
     @property
     def hub_model_id(self) -> str | None:
-        """The repository pushed to, once it exists."""
+        """The hub repository, once it exists."""
         return self.hub.repo_id
 
-    # -- putting it together ---------------------------------------------------------------------
+    # -- setting up ------------------------------------------------------------------------------
 
     def _load_prompts(self) -> None:
         self._notes: list[str] = remarks(self.args)
@@ -297,7 +298,7 @@ class RLOOTrainer:
         if self.train_dataset is not None:
             self._source = self._prompts(self.train_dataset, self.args.dataset_split)
             stream = isinstance(self._source, StreamSource)
-            where = "of the stream's first rows" if stream else "training"
+            where = "the stream's first rows" if stream else "training"
             self._notes += length_notes(self._source, where)
         given = self.eval_dataset
         if given is None and self.args.eval_split is not None:

@@ -1,8 +1,7 @@
-"""The two caches of the native engine, which are also the layouts its attention follows.
+"""The two caches of the native engine, which are also the layouts of its attention.
 
-Prompts are padded on the left, and the first token of every completion has the same slot, so the
-distance of two slots is the distance of their tokens: a sliding window is a slice. Knows nothing
-of how tokens are drawn.
+Prompts are padded on the left, and the first tokens of all completions have the same slot, so that
+the distance of two slots is the distance of their tokens and a sliding window is a slice.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from transformers import Cache
 
 from rloo.model.attention import Options, attend, attend_part, causal_mask, round_inputs
 
-# Slots that a completion's cache begins with; it doubles when full.
+# The initial number of slots in a completion's cache, which doubles when it is full.
 _FIRST_SLOTS = 64
 
 
 def fill_holes(alive: Tensor) -> Tensor:
-    """int64 (n,), n rows alive: which old row each new row is. Rows at the end move into the holes,
-    so that no more rows move than have died.
+    """The old index of each new row, int64 (n,), when n rows are alive. Rows at the end move into
+    the holes, so that no more rows move than have finished.
 
     >>> fill_holes(torch.tensor([True, False, True, True]))
     tensor([0, 3, 2])
@@ -32,7 +31,7 @@ def fill_holes(alive: Tensor) -> Tensor:
 
 
 def _reorder(buffers: dict[int, Tensor], order: Tensor) -> None:
-    """Bring each buffer's rows into `order`, made by `fill_holes`, in place."""
+    """Reorder the rows of each buffer in place by `order` from `fill_holes`."""
     moved = (order != torch.arange(len(order), device=order.device)).nonzero()[:, 0]
     source = order[moved]
     for layer, buffer in buffers.items():
@@ -41,7 +40,7 @@ def _reorder(buffers: dict[int, Tensor], order: Tensor) -> None:
 
 
 class PromptCache(Cache):
-    """Keys and values of P prompts, left-padded to one width; filled by one forward per chunk."""
+    """Keys and values of P prompts, left-padded to one width; one forward per chunk fills them."""
 
     def __init__(self, num_prompts: int, width: int) -> None:
         super().__init__(layers=[])
@@ -53,7 +52,7 @@ class PromptCache(Cache):
         self._masks: dict[int | None, Tensor] = {}
 
     def begin(self, start: int, pads: Tensor, width: int) -> None:
-        """The next forward computes prompts `start` and on, padded by `pads` (B,) to `width`."""
+        """Announce a forward over the B prompts from `start`, padded by `pads` (B,) to `width`."""
         self._start = start
         self._pads = pads
         self._masks = {}
@@ -67,12 +66,12 @@ class PromptCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Store the chunk's keys and values (B, H_kv, width, D): all that it attends to."""
+        """Store the chunk's keys and values (B, H_kv, width, D), and return what it attends to."""
         for buffers, states in ((self.keys, key_states), (self.values, value_states)):
             rows, heads, width, size = states.shape
             kept = round_inputs(states)
             if layer_idx not in buffers:
-                # Zeros, because padding is multiplied by a weight of zero, which spares no NaN.
+                # Zeros, since padding gets the weight 0, and 0 times an undefined NaN is NaN.
                 buffers[layer_idx] = kept.new_zeros(self.num_prompts, heads, self.width, size)
             buffers[layer_idx][self._start : self._start + rows, :, self.width - width :] = kept
         return key_states, value_states
@@ -87,7 +86,7 @@ class PromptCache(Cache):
         return attend(query, key, value, self._masks[window], options).transpose(1, 2)
 
     def _mask(self, width: int, window: int | None) -> Tensor:
-        """bool (B or 1, 1, width, width); padding sees itself, since a query must see something."""
+        """bool (B or 1, 1, width, width). Padding sees itself, since a query must see a key."""
         device = self._pads.device
         mask = causal_mask(width, width, device, window)[None, None]
         if not self._pads.any():
@@ -98,11 +97,11 @@ class PromptCache(Cache):
 
 
 class DecodeCache(Cache):
-    """Keys and values of the completions, beside those of their prompts.
+    """Keys and values of the completions, in addition to those of their prompts.
 
-    A step's scores are computed in two parts: a group's queries together against the prompt's keys,
-    which are stored and read once, and each row against its own completion (the idea of Hydragen,
-    Juravsky et al. 2024); the two are weighted by their shares of the softmax.
+    A step's attention has two parts, as in Hydragen (Juravsky et al. 2024): the queries of a group
+    attend together to the prompt's keys, which are stored and read once, and each row attends to
+    its own completion. The parts are weighted by their shares of the softmax.
     """
 
     def __init__(self, prompts: PromptCache, prompt_of_row: Tensor, *, max_tokens: int) -> None:
@@ -121,7 +120,7 @@ class DecodeCache(Cache):
         self._group_rows(prompt_of_row, prompts.num_prompts)
 
     def _group_rows(self, prompt_of_row: Tensor, num_prompts: int) -> None:
-        """Give each row a place among the `num_prompts * group_size` places of the groups."""
+        """Assign each row a place among the `num_prompts * group_size` places of the groups."""
         device = prompt_of_row.device
         counts = prompt_of_row.bincount(minlength=num_prompts)
         self._prompt_of_row = prompt_of_row
@@ -140,7 +139,7 @@ class DecodeCache(Cache):
         self._row_at_place = None if in_place else row_at
 
     def keep(self, order: Tensor) -> None:
-        """Go on with the rows `order`, made by `fill_holes`; prompts without rows are dropped."""
+        """Keep the rows `order` from `fill_holes`; prompts without rows are dropped."""
         _reorder(self._keys, order)
         _reorder(self._values, order)
         prompt_of_row = self._prompt_of_row[order]
@@ -166,7 +165,7 @@ class DecodeCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Store the step's keys and values (R, H_kv, 1, D); `attend` reads the buffers itself."""
+        """Store the step's keys and values (R, H_kv, 1, D); `attend` reads the buffers."""
         self._layer = layer_idx
         for buffers, states in ((self._keys, key_states), (self._values, value_states)):
             kept = round_inputs(states)
@@ -188,7 +187,7 @@ class DecodeCache(Cache):
         return self._width + self.length
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
-        """query (R, H, 1, D); key and value, those of this step, are in the buffers by now."""
+        """Attention: query (R, H, 1, D). This step's key and value are already in the buffers."""
         rounded = round_inputs(query)
         if not torch.is_autocast_enabled(query.device.type):
             return self._attend(rounded, options).to(value.dtype)
@@ -232,7 +231,7 @@ class DecodeCache(Cache):
         return output * share.sigmoid()
 
     def _padding_mask(self, dtype: torch.dtype) -> Tensor:
-        """(P, 1, 1, width): minus infinity where a prompt has no token, to be added to scores."""
+        """(P, 1, 1, width), to be added to scores: minus infinity where a prompt has no token."""
         if self._mask is None:
             assert self._padding is not None
             slots = torch.arange(self._width, device=self._padding.device)
@@ -242,7 +241,7 @@ class DecodeCache(Cache):
         return self._mask
 
     def _gather_groups(self, rows: Tensor) -> Tensor:
-        """(R, H_kv, repeats, X) to (P, H_kv, group size * repeats, X)."""
+        """Reshape (R, H_kv, repeats, X) to (P, H_kv, group size * repeats, X)."""
         if self._row_at_place is not None:
             rows = rows.index_select(0, self._row_at_place)
         _, heads, repeats, size = rows.shape
@@ -250,7 +249,7 @@ class DecodeCache(Cache):
         return groups.transpose(1, 2).reshape(self._num_prompts, heads, -1, size)
 
     def _scatter_groups(self, groups: Tensor, rows: int) -> Tensor:
-        """(P, H_kv, group size * repeats, X) to (R, H_kv, repeats, X)."""
+        """Reshape (P, H_kv, group size * repeats, X) to (R, H_kv, repeats, X)."""
         _, heads, _, size = groups.shape
         parted = groups.view(self._num_prompts, heads, self._group_size, -1, size).transpose(1, 2)
         flat = parted.reshape(self._num_prompts * self._group_size, heads, -1, size)

@@ -1,9 +1,9 @@
-"""The native engine: the model with our cache and our attention, run by `fused.py` where it knows
-the architecture, else by the Hugging Face module itself.
+"""The native engine: the model with our cache and attention, run by `fused.py` if it supports the
+architecture, otherwise by the Hugging Face module itself.
 
-Each prompt is prefilled once; its keys and values are stored once and read once a step for all of
-its completions. Rows are decoded in lock-step; finished rows are taken out. Knows nothing of
-particular architectures: `supported.py` finds out whether a model can be run this way.
+Each prompt is prefilled once; its keys and values are stored once and read once per step for all of
+its completions. Rows are decoded in lock-step, and finished rows are removed. `supported.py` finds
+out whether a model can be run in this way.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rloo.engines.sampling import StopText, draw
 from rloo.model import attention
 from rloo.types import Completion, Prompt, Sampling, Weights
 
-# What the caches of one wave may occupy; further prompts wait for the next wave.
+# Bytes that the caches of one wave may occupy; further prompts wait for the next wave.
 CACHE_BYTES = 4 << 30
-# Prompt tokens, padding included, in one prefill forward.
+# Prompt tokens of one prefill forward, padding included.
 PREFILL_TOKENS = 4096
-# Finished rows are taken out as soon as they are this share of the rows still computed.
+# Finished rows are removed as soon as they are this share of the rows in computation.
 _COMPACTION_SHARE = 1 / 16
-# Positions for which noise is made in one go.
+# The number of positions for which noise is computed at once.
 _NOISE_BLOCK = 32
 
 
@@ -157,7 +157,7 @@ class NativeEngine(InProcessEngine):
 
 
 class _ActiveRows:
-    """The rows still computed, and what each needs for its next token."""
+    """The rows in computation, and what each needs for its next token."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class _ActiveRows:
     ) -> None:
         self.index = torch.arange(len(rows), device=device)
         self.alive = torch.ones(len(rows), dtype=torch.bool, device=device)
-        # Of the token that is drawn next; `advance` makes it that of the token drawn last.
+        # The position of the token to draw next; after `advance`, that of the last drawn token.
         self.positions = torch.tensor([len(p.token_ids) - 1 for p, _ in rows], device=device)
         self.tokens = torch.zeros_like(self.index)
         self.seen: Tensor | None = None
@@ -202,7 +202,7 @@ class _ActiveRows:
             self.alive &= ~ended
 
     def count_unfinished(self) -> int:
-        # Without stop strings the one place where a step waits for the device.
+        # Without stop strings, a step waits for the device only here.
         return int(self.alive.sum()) if self._can_end else len(self.alive)
 
     def keep(self, order: Tensor) -> None:

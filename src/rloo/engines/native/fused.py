@@ -1,10 +1,10 @@
-"""The decoder's arithmetic on weights laid out for sampling: a few large operations a layer.
+"""The decoder's arithmetic on weights laid out for sampling: a few large operations per layer.
 
-A transformers module spends more time between operations than in them when it computes one token a
-row. For the architectures named here the same arithmetic is written out once: queries, keys and
-values from one matrix, both halves of the gated layer from another, norms' weights multiplied into
-the matrix behind them, rotary embeddings as complex products. `supported.py` compares the result
-with the module before it is used. Knows nothing of rows, noise or stop tokens.
+When a transformers module computes one token per row, it spends more time between operations than
+in them. For the architectures named here the same arithmetic is written out: queries, keys and
+values come from one matrix, both halves of the gated layer from another, norm weights are
+multiplied into the next matrix, rotary embeddings are complex products. `supported.py` compares the
+result with the module before it is used.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from rloo.engines.in_process import layer_windows
 from rloo.engines.native.cache import DecodeCache, PromptCache
 from rloo.model.attention import Options
 
-# RMSNorm before attention and before a gated SiLU layer, rotary positions, nothing else.
+# These have RMSNorm before attention and before a gated SiLU layer, rotary positions, nothing else.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-# Rotary frequencies that do not depend on how long the sequence has become.
-# Below this many rows the vocabulary's matrix stands on the left; above, turning the logits costs
-# more than two threads gain by it.
-_FEW_ROWS = 48
+# Rotary frequencies that do not depend on the length of the sequence.
 _STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
+# Below this many rows the vocabulary's matrix is the left factor, which two threads divide better;
+# with more rows, transposing the logits costs more than that gains.
+_FEW_ROWS = 48
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """Whether the configuration is one that `FusedDecoder` knows; a trial tells the rest."""
+    """Whether `FusedDecoder` supports the configuration; a trial must confirm it."""
     config = model.config.get_text_config()
     if config.model_type not in ARCHITECTURES or config.hidden_act != "silu":
         return False
-    # A model that reads images has none at its top.
+    # Absent at the top level of a model that reads images.
     rotary = getattr(model.base_model, "rotary_emb", None)
     return getattr(rotary, "rope_type", None) in _STATIC_ROTARY
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Matrices (out, in), or (in, out) for `out` and `down`, whose product is added to the residual
-    stream. `qkv` holds queries, keys and values, `gate_up` both halves of the gated layer."""
+    """The matrices of a layer: (out, in), except `out` and `down`, whose products are added to the
+    residual stream and which are (in, out). `qkv` has queries, keys and values, `gate_up` both
+    halves of the gated layer."""
 
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -68,8 +69,8 @@ def _layer_number(item: tuple[str, Tensor]) -> int | None:
 class FusedDecoder:
     """A forward pass of `model`'s architecture.
 
-    `dtype` is that of the matrix products; what stands between them, the residual stream and the
-    caches are float32 at least. `load` comes before the first forward.
+    `dtype` is that of the matrix products; all other operations, the residual stream and the caches
+    are at least float32. `load` must precede the first forward.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -92,13 +93,13 @@ class FusedDecoder:
         self._rotations = torch.empty(0, 0)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the weights, under the model's own names. Matrices that need no other form are kept,
-        not copied: they must not change until the next load. Raises KeyError for one not there."""
+        """Use these weights, under the model's own names. Matrices that can be used as they are are
+        not copied and must not change until the next load. Raises KeyError for a missing one."""
         self._layers = []
         windows = layer_windows(self._model)
         others: dict[str, Tensor] = {}
         layers: dict[int, _Layer] = {}
-        # A layer at a time: what was merged for one is freed before the next is.
+        # Layer by layer: the merged weights of one are freed before those of the next are made.
         for number, part in groupby(weights, key=_layer_number):
             start = f"layers.{number}."
             named = {
@@ -120,7 +121,7 @@ class FusedDecoder:
         scaling = self._size**-0.5
         qk_norm = None
         if "self_attn.q_norm.weight" in named:
-            # The norm undoes any scaling before it, so the scaling goes into its weight.
+            # The norm would undo any scaling before it, so the scaling goes into its weight.
             query, key = (
                 self._interleave(named[f"self_attn.{name}_norm.weight"].to(self._precise))
                 * self._size**0.5
@@ -162,15 +163,15 @@ class FusedDecoder:
         )
 
     def _interleave(self, rows: Tensor) -> Tensor:
-        """Rows of one or more heads, reordered so that the two numbers that rotary embedding turns
-        together are neighbours. Queries and keys alike, so their products stay as they are."""
+        """Reorder the rows of heads so that the two numbers that rotary embedding rotates together
+        are neighbours. Queries and keys are reordered alike, so their products do not change."""
         heads = rows.view(-1, 2, self._size // 2, *rows.shape[1:])
         return heads.transpose(1, 2).reshape(rows.shape)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, cache: PromptCache | DecodeCache
     ) -> Tensor:
-        """input_ids and positions int64 (B, Q) to the logits (B, V) that follow the last token."""
+        """The logits (B, V) after the last token, from input_ids and positions, int64 (B, Q)."""
         with torch.autocast(input_ids.device.type, enabled=False):
             batch, length = input_ids.shape
             hidden = F.embedding(input_ids.flatten(), self._embedding).to(self._precise)
@@ -217,7 +218,7 @@ class FusedDecoder:
         return F.silu(gate).mul_(up)
 
     def _normalize(self, states: Tensor) -> Tensor:
-        """RMSNorm without its weight and without the root of the size, which the weights hold:
+        """RMSNorm without its weight and the root of the size, which are part of the next matrix:
         x / sqrt(sum of squares + size * epsilon)."""
         floor = self._floors[states.shape[-1]]
         return states / torch.linalg.vector_norm(states, dim=-1, keepdim=True).hypot_(floor)
@@ -228,7 +229,7 @@ class FusedDecoder:
         return F.linear(states.to(self._dtype), self._head).to(self._precise)
 
     def _product(self, states: Tensor, matrix: Tensor) -> Tensor:
-        # Few rows: the matrix on the left is what two threads divide well.
+        # For few rows two threads divide the work better if the matrix is the left factor.
         return (matrix @ states.to(self._dtype).t()).t().to(self._precise)
 
     def _add(self, hidden: Tensor, states: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
@@ -239,7 +240,8 @@ class FusedDecoder:
         return hidden if bias is None else hidden.add_(bias)
 
     def _rotate_by(self, positions: Tensor, limit: int) -> Tensor:
-        """complex (B * Q, 1, head size / 2) of positions below `limit`, from a table that grows."""
+        """Rotations, complex (B * Q, 1, head size / 2), of positions below `limit`, from a growing
+        table."""
         if len(self._rotations) < limit:
             self._rotations = self._rotation_table(2 * limit)
         return self._rotations[positions.flatten(), None]

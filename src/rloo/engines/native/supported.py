@@ -1,7 +1,4 @@
-"""Finding out whether the native engine can run a model: by its configuration, then by a trial.
-
-Knows nothing of particular architectures.
-"""
+"""Finding out whether the native engine can run a model: by its configuration, then by a trial."""
 
 from __future__ import annotations
 
@@ -26,11 +23,11 @@ def supports(
     weights: Weights | None = None,
     fused: bool = True,
 ) -> str | None:
-    """Why the native engine cannot run `model`, or None if it can. Leaves the model as it was.
+    """Why the native engine cannot run `model`, or None if it can. The model is not changed.
 
-    What the configuration cannot tell is tried: two prompts are sampled and scored again by a
-    plain forward without our cache and attention. `fused` and `weights`, by default the model's
-    parameters, are what the engine will be given.
+    After the configuration, a trial decides: completions of two prompts are sampled, and scored
+    again by a plain forward without our cache and attention. `fused` and `weights` (by default the
+    model's parameters) are those that the engine will get.
     """
     reason = attention.incompatibility(model)
     if reason is not None:
@@ -41,14 +38,14 @@ def supports(
         return _check_windows(model) or _check_probe(
             model, implementation, weights or model.named_parameters, fused
         )
-    except Exception as error:  # any model's code may fail in any way; the answer is the fallback
+    except Exception as error:  # model code may fail in any way, and then there is a fallback
         return f"because a trial of it failed: {type(error).__name__}: {error}"
     finally:
         model.set_attn_implementation(implementation)
 
 
 class _WindowRecorder:
-    """A layout that notes what window each layer asks for."""
+    """A layout that records the window that each layer asks for."""
 
     def __init__(self) -> None:
         self.windows: list[int | None] = []
@@ -61,7 +58,7 @@ class _WindowRecorder:
 
 
 def _check_windows(model: PreTrainedModel) -> str | None:
-    """A window longer than the trial's prompts would not show in its numbers."""
+    """Check the layers' windows, since one longer than the trial's prompts has no effect there."""
     recorder = _WindowRecorder()
     with borrowed(model):
         model(
