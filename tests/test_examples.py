@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from rloo.cli import main
 from rloo.rewards.model import as_reward
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -83,6 +84,22 @@ def test_a_reward_model_is_trained_and_then_used(monkeypatch, tmp_path):
     assert all(map(math.isfinite, scores)) and scores[0] != scores[1]
     for metrics in (before, after):
         assert metrics["eval_reward"] == pytest.approx(metrics["eval_rewards/judge/mean"])
+
+
+def test_an_estimator_of_one_s_own_trains_the_embedded_task(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    small = ["--num_prompts", "2", "--num_generations", "3", "--max_completion_length", "16"]
+    small += ["--max_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false"]
+    for name in (f"{EXAMPLES / 'estimator.py'}:length_weighted", "rloo"):
+        folder = name.rpartition(":")[2]
+        run = ["--estimator", name, "--output_dir", folder, "--beta", "0.1", "--temperature", "2"]
+        assert main(["train", *small, *run]) == 0
+    ours, usual = (lines_of(tmp_path / name) for name in ("length_weighted", "rloo"))
+    assert all(math.isfinite(line["grad_norm"]) for line in ours)
+    assert ours[0]["reward"] == usual[0]["reward"]
+    assert ours[0]["grad_norm"] != usual[0]["grad_norm"]
+    config = json.loads((tmp_path / "length_weighted" / "summary.json").read_text())["config"]
+    assert config["estimator"].endswith("estimator.py:length_weighted")
 
 
 @pytest.mark.slow

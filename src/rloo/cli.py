@@ -1,4 +1,4 @@
-"""The command `rloo`: train, plan, eval, config. Imports torch only when a command needs it."""
+"""The command `rloo` and its commands (USAGE). Imports torch only when one needs it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ commands:
   config   list the options that most runs set, with --all every one, or explain the one named;
            with a config or options: print the resolved configuration and what its preset means;
            with --from: convert a configuration of areal, ms-swift or trl
+  check-estimator
+           enumerate bias and variance of an estimator (rloo, my.py:function) on small policies and
+           print "exact" or the bias as figures; the status is 0 for both, 2 for one that fails
 
 examples:
   rloo train
@@ -29,6 +32,7 @@ examples:
   rloo config num_generations
   rloo config --preset verl
   rloo config --from areal gsm8k_rloo.yaml > gsm8k.yaml
+  rloo check-estimator examples/estimator.py:length_weighted
   rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null
 """
 
@@ -39,7 +43,13 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {"train": _train, "plan": _plan, "eval": _evaluate, "config": _config}
+    commands = {
+        "train": _train,
+        "plan": _plan,
+        "eval": _evaluate,
+        "config": _config,
+        "check-estimator": _check_estimator,
+    }
     if not given or given[0] in ("-h", "--help", "help") or "--help" in given:
         print(USAGE, end="")
         return 0
@@ -143,6 +153,22 @@ def _config(arguments: list[str]) -> int:
     for line in dict.fromkeys([*meaning, *(f"warning: {remark}" for remark in remarks(config))]):
         print(f"# {line}")
     print(render_resolved(config), end="")
+    return 0
+
+
+def _check_estimator(arguments: list[str]) -> int:
+    from rloo.config.parsing import parse_command_line
+
+    if not arguments or arguments[0].startswith("-"):
+        raise ValueError(
+            "check-estimator takes a name (rloo) or a function (my.py:function), and then options "
+            "of it (--estimator_kwargs.NAME VALUE)"
+        )
+    config = parse_command_line(["--estimator", *arguments])
+    from rloo.run.check_estimator import report
+
+    for line in report(config):
+        print(line)
     return 0
 
 

@@ -297,7 +297,7 @@ def test_a_resumed_run_names_the_other_options_that_differ(tmp_path):
 def test_a_checkpoint_that_began_from_other_weights_is_refused(tmp_path):
     config = make_interrupted(tmp_path)
     other = make_trainer(config, model=make_model("qwen3", seed=1))
-    with pytest.raises(ValueError, match="began from other weights"):
+    with pytest.raises(ValueError, match="started from other weights"):
         other.train(resume_from_checkpoint=True)
 
 

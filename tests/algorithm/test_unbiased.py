@@ -1,10 +1,11 @@
 """The theorem: averaged over every possible group, the production loss has the exact gradient.
 
-A policy over seven sequences of varying length (tokens 0 = end, 1, 2; at most two tokens) is a
-table of 4 x 3 numbers. All groups of K are enumerated with their probabilities.
+The policy is a table over seven sequences of varying length (tokens 0 = end, 1, 2; at most two).
+All groups of K are enumerated with their probabilities.
 """
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from rloo.algorithm import objective
 from rloo.algorithm.advantages import FromThisPass, Stored, batch_advantages
+from rloo.algorithm.chosen import chosen_estimator
+from rloo.algorithm.enumeration import Bandit, logits_table, measure
 from rloo.algorithm.update import micro_loss
 from rloo.config.composed import ARGUMENTS
 from rloo.config.config import RLOOConfig
@@ -21,32 +24,17 @@ from rloo.model.logprobs import TokenScores
 from support.presets import PRESET_FORMS
 from support.terms import terms_of
 
-SEQUENCES = [(0,), (1, 0), (2, 0), (1, 1), (1, 2), (2, 1), (2, 2)]
-REWARDS = torch.tensor([0.1, 1.0, -0.5, 0.3, 0.0, 2.0, 0.7], dtype=torch.float64)
-
-
-def table(number: int) -> Tensor:
-    return torch.sin(torch.arange(12, dtype=torch.float64) * (1.3 + number)).view(4, 3)
+REWARDS = torch.tensor([0.1, 1.0, 0.3, 0.0, -0.5, 2.0, 0.7], dtype=torch.float64)
+BANDIT = Bandit(logits_table(0, 3), logits_table(1, 3), REWARDS)
+SEQUENCES = BANDIT.sequences
 
 
 def token_logprobs(theta: Tensor) -> list[Tensor]:
-    """Log-probs of each sequence's tokens: row 0 of the table first, row 1 + a after token a."""
-    rows = theta.log_softmax(-1)
-    return [
-        torch.stack([rows[0 if t == 0 else 1 + s[t - 1], s[t]] for t in range(len(s))])
-        for s in SEQUENCES
-    ]
+    """Log-probs of each sequence's tokens."""
+    return list(BANDIT.token_logprobs(theta).split(BANDIT.length_S.tolist()))
 
 
-REFERENCE = [lp.detach() for lp in token_logprobs(table(1))]
-
-
-def exact_gradient(beta: float) -> Tensor:
-    theta = table(0).requires_grad_()
-    logps = torch.stack([lp.sum() for lp in token_logprobs(theta)])
-    reference = torch.stack([lp.sum() for lp in REFERENCE])
-    value = (logps.exp() * (REWARDS - beta * (logps - reference))).sum()
-    return torch.autograd.grad(value, theta)[0]
+REFERENCE = token_logprobs(BANDIT.reference)
 
 
 def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ...], config):
@@ -112,7 +100,7 @@ def any_kl(estimator: str, place: str) -> RLOOConfig:
 def expected_gradient(size: int, config: RLOOConfig, failure=None) -> Tensor:
     """Minus the mean gradient of the loss over all groups, and over all patterns of failed rewards,
     given that at least two succeed. `failure` maps a sequence's number to its chance of failing."""
-    theta = table(0).requires_grad_()
+    theta = BANDIT.logits.clone().requires_grad_()
     lps = token_logprobs(theta)
     logps = torch.stack([lp.sum() for lp in lps]).detach()
     total, mass = torch.zeros((), dtype=torch.float64), 0.0
@@ -133,7 +121,7 @@ def expected_gradient(size: int, config: RLOOConfig, failure=None) -> Tensor:
 
 
 def error_of(gradient: Tensor, beta: float = 0.3) -> float:
-    return (gradient - exact_gradient(beta)).abs().max().item()
+    return (gradient - BANDIT.exact_gradient(beta)).abs().max().item()
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
@@ -143,7 +131,10 @@ def test_expected_gradient_is_that_of_reward_minus_beta_kl(size, beta):
 
 
 TOKEN = {"importance_sampling_level": "token"}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "estimator.py"
 UNBIASED = {
+    "leave-one-out by its name": {"estimator": "rloo"},
+    "the example, weighed by length": {"estimator": f"{EXAMPLE}:length_weighted"},
     "token ratios": TOKEN,
     "geometric mean ratios": {"importance_sampling_level": "sequence_mean"},
     "no baseline": {"mean_level": "none"},
@@ -179,7 +170,7 @@ def test_rewards_missing_because_of_the_completion_bias_it():
     gradient = expected_gradient(
         3, form(beta=0.0), failure=lambda s: 0.5 * (len(SEQUENCES[s]) == 2)
     )
-    exact = exact_gradient(0.0)
+    exact = BANDIT.exact_gradient(0.0)
     assert error_of(gradient, 0.0) == pytest.approx(0.0453, abs=1e-4)
     measured = torch.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0)
     assert measured.item() == pytest.approx(0.9635, abs=1e-4)
@@ -194,7 +185,7 @@ def test_k2_in_the_loss_has_the_gradient_of_k1_and_k3_with_bias_correction():
 
 def test_k1_in_the_loss_has_no_expected_gradient_at_all():
     gradient = expected_gradient(2, any_kl("k1", "loss"))
-    assert (gradient - exact_gradient(0.0)).abs().max().item() < 1e-12
+    assert (gradient - BANDIT.exact_gradient(0.0)).abs().max().item() < 1e-12
 
 
 # variant: (options, scale along the exact gradient, cosine with it), for K = 3, beta = 0.3
@@ -205,6 +196,9 @@ BIASED = {
     "divided by the group's deviation": ({"std_level": "group"}, 1.7861, 0.9713),
     "standardised over the batch": ({"normalize_advantages": True}, 1.1907, 0.9712),
     "leaving out one token": ({**TOKEN, "mean_over": "tokens"}, 0.8097, 0.9969),
+    "GRPO's advantages by name": ({"estimator": "grpo"}, 1.1907, 0.9713),
+    "REINFORCE++'s advantages by name": ({**TOKEN, "estimator": "reinforce_pp"}, 1.4475, 0.9285),
+    "the example of OPO": ({"estimator": f"{EXAMPLE}:opo"}, 0.6596, 0.9981),
     "k2 in the loss": ({"kl_placement": "loss", "kl_estimator": "k2"}, 0.9505, 0.9744),
     "k3 in the loss": ({"kl_placement": "loss", "kl_estimator": "k3"}, 0.8890, 0.9100),
     "k2 in the reward": (any_kl("k2", "reward"), 0.9156, 0.9149),
@@ -216,7 +210,7 @@ BIASED = {
 def test_biased_variants_are_caught_and_their_bias_is_as_stated(name):
     options, scale, cosine = (BIASED | PRESET_FORMS)[name]
     config = options if isinstance(options, RLOOConfig) else form(**options)
-    gradient, exact = expected_gradient(3, config), exact_gradient(0.3)
+    gradient, exact = expected_gradient(3, config), BANDIT.exact_gradient(0.3)
     along = ((gradient * exact).sum() / (exact * exact).sum()).item()
     measured = torch.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0).item()
     assert (along, measured) == pytest.approx((scale, cosine), abs=1e-4)
@@ -231,5 +225,27 @@ def test_the_presets_of_the_paper_and_of_trl_are_unbiased(name):
 def test_group_mean_scales_the_gradient_by_exactly_k_minus_1_over_k():
     for size in (2, 3):
         gradient = expected_gradient(size, form(mean_leave1out=False))
-        expected = exact_gradient(0.3) * (size - 1) / size
+        expected = BANDIT.exact_gradient(0.3) * (size - 1) / size
         assert (gradient - expected).abs().max().item() < 1e-12
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_what_is_measured_of_an_estimator_is_what_the_production_loss_does(beta):
+    """`rloo check-estimator` weighs scores with advantages; training differentiates a loss."""
+    exact = BANDIT.exact_gradient(beta)
+    forms = (
+        {},
+        {"std_level": "group"},
+        {"estimator": "grpo"},
+        {"estimator": f"{EXAMPLE}:opo"},
+        {**TOKEN, "kl_placement": "reward_to_go", "estimator_kwargs": {"kl_in_baseline": False}},
+    )
+    for options in forms:
+        config = form(**options, beta=beta)
+        gradient = expected_gradient(3, config)
+        (found,) = measure(chosen_estimator(config), [BANDIT], 3, beta)
+        along = ((gradient * exact).sum() / (exact * exact).sum()).item()
+        cosine = torch.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0).item()
+        error = ((gradient - exact).norm() / exact.norm()).item()
+        expected = pytest.approx((along, cosine, error), abs=1e-12)
+        assert (found.scale, found.cosine, found.error) == expected

@@ -68,24 +68,24 @@ class Returns:
         return values if len(values) == len(self.sequence_T) else values[self.sequence_T]
 
     def groups(self) -> list[Returns]:
-        """Each group alone, with tensors of its own."""
-        sizes = self.group_N.unique_consecutive(return_counts=True)[1].tolist()
+        """Each group alone."""
+        return self.split(self.group_N.unique_consecutive(return_counts=True)[1].tolist())
+
+    def split(self, sizes: list[int]) -> list[Returns]:
+        """Parts of so many completions, with tensors of their own; groups are whole in them."""
         lengths = self.length_N.long().split(sizes)
         penalties = self.penalty_T.split([int(length.sum()) for length in lengths])
+        columns = [x.split(sizes) for x in (self.reward_N, self.group_N, self.truncated_N)]
         return [
             Returns(
                 reward.clone(),
                 penalty.clone(),
-                torch.arange(len(reward), device=reward.device).repeat_interleave(length),
-                torch.zeros_like(length),
+                torch.arange(len(length), device=length.device).repeat_interleave(length),
+                group - group[0],
                 truncated.clone(),
             )
-            for reward, penalty, length, truncated in zip(
-                self.reward_N.split(sizes),
-                penalties,
-                lengths,
-                self.truncated_N.split(sizes),
-                strict=True,
+            for penalty, length, reward, group, truncated in zip(
+                penalties, lengths, *columns, strict=True
             )
         ]
 

@@ -1,0 +1,157 @@
+"""`rloo check-estimator`: what it measures against theory, and what it says."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from rloo import cli
+from rloo.algorithm.chosen import chosen_estimator
+from rloo.algorithm.enumeration import Bandit, logits_table, measure
+from rloo.config.config import RLOOConfig
+from rloo.run import check_estimator
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "estimator.py"
+MINE = """
+import torch
+from rloo.algorithm.estimators import batch_scope
+
+@batch_scope
+def other_prompts(returns):
+    # The mean return of the other prompts is a baseline that no completion has a part in.
+    total_N, group_N = returns.return_N, returns.group_N
+    others = torch.stack([total_N[group_N != group].mean() for group in group_N])
+    return total_N - others
+
+@batch_scope
+def all_prompts(returns):
+    return returns.return_N - returns.return_N.mean()
+
+def twice(returns):
+    return 2 * returns.return_N
+
+@batch_scope
+def first_prompt_twice(returns):
+    return other_prompts(returns) * (1 + (returns.group_N == 0))
+
+def single(returns):
+    if returns.num_completions > 2:
+        raise RuntimeError("pairs only")
+    return returns.reward_N - returns.reward_N.flip(0)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def bandit_of(number: int, num_tokens: int = 3) -> Bandit:
+    sequences = 1 + num_tokens * (num_tokens - 1)
+    rewards = torch.cos(torch.arange(sequences, dtype=torch.float64) * (1 + number))
+    return Bandit(logits_table(number, num_tokens), logits_table(number + 1, num_tokens), rewards)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_the_variance_of_leave_one_out_is_that_of_theory(beta):
+    """A U-statistic of order 2 (Hoeffding 1948): (4 (K - 2) z1 + 2 z2) / (K (K - 1)), where z1 and
+    z2 are of the kernel (R1 - R2)(s1 - s2) / 2, over all pairs."""
+    bandit = bandit_of(0)
+    logprobs = bandit.logprob_S(bandit.logits)
+    p = logprobs.exp()
+    total = bandit.reward_S - beta * (logprobs - bandit.logprob_S(bandit.reference))
+    scores = torch.autograd.functional.jacobian(bandit.logprob_S, bandit.logits).flatten(1)
+    pairs = list(itertools.product(range(len(p)), repeat=2))
+    kernel = {(i, j): (total[i] - total[j]) * (scores[i] - scores[j]) / 2 for i, j in pairs}
+    mean = sum(p[i] * p[j] * kernel[i, j] for i, j in pairs)
+    z2 = sum(p[i] * p[j] * kernel[i, j].square().sum() for i, j in pairs) - mean.square().sum()
+    given = [sum(p[j] * kernel[i, j] for j in range(len(p))) for i in range(len(p))]
+    z1 = sum(p[i] * given[i].square().sum() for i in range(len(p))) - mean.square().sum()
+    assert torch.allclose(mean, bandit.exact_gradient(beta).flatten(), atol=1e-12)
+    estimator = chosen_estimator(RLOOConfig(estimator="rloo"))
+    for size in (2, 3, 4):
+        (found,) = measure(estimator, [bandit], size, beta)
+        expected = (4 * (size - 2) * z1 + 2 * z2) / (size * (size - 1))
+        assert found.variance == pytest.approx(expected.item(), rel=1e-9)
+        assert found.error < 1e-12
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_an_estimator_of_the_batch_is_enumerated_over_all_prompts_together(mine, beta):
+    bandits = [bandit_of(0, 2), bandit_of(2, 2)]
+    exact = chosen_estimator(RLOOConfig(estimator=f"{mine}:other_prompts"))
+    # Its own part in the baseline takes a quarter of four completions off.
+    shorter = chosen_estimator(RLOOConfig(estimator=f"{mine}:all_prompts"))
+    for found in measure(exact, bandits, 2, beta):
+        assert found.error < 1e-12 and found.scale == pytest.approx(1, abs=1e-12)
+    for found in measure(shorter, bandits, 2, beta):
+        assert (found.scale, found.cosine) == pytest.approx((0.75, 1), abs=1e-12)
+
+
+def check(capsys, *arguments: str) -> list[str]:
+    assert cli.main(["check-estimator", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_example_is_exact_in_every_case(capsys):
+    lines = check(capsys, f"{EXAMPLE}:length_weighted")
+    assert f"{EXAMPLE}, line 18), given one group at a time" in lines[0]
+    assert lines[-1] == "exact: the expected gradient is the exact one in all 24 cases"
+    rows = [line.split() for line in lines if line.startswith(("binary", "graded"))]
+    assert len(rows) == 24
+    assert {tuple(row[:4]) for row in rows} == {
+        (kind, beta, size, prompt)
+        for kind in ("binary", "graded")
+        for beta in ("0", "0.3")
+        for size in "234"
+        for prompt in "12"
+    }
+    # Of two, the other one is the baseline, whatever its length.
+    assert all(row[6] == row[7] for row in rows if row[2] == "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["composed"], "exact: the expected gradient is the exact one in all 8 cases"),
+        (["rloo", "--kl_placement", "loss", "--kl_estimator", "k3"], "one in all 4 cases"),
+        (["{example}:opo"], "biased: cosine down to 0.9940, scale 0.4683 to 0.5478"),
+        (["grpo"], "biased: cosine down to 0.9623"),
+        (["grpo", "--estimator_kwargs.epsilon", "1e6"], "exact up to a factor: 0.0000 for K = 2"),
+        (["{mine}:twice"], "exact up to a factor: 2.0000 for K = 2"),
+        (["composed", "--mean_leave1out", "false"], "exact up to a factor: 0.5000 for K = 2"),
+        (
+            ["{mine}:first_prompt_twice"],
+            "biased: the direction is exact at each prompt, but prompts weigh unlike "
+            "(scale 1.0000 to 2.0000)",
+        ),
+    ],
+)
+def test_the_verdict(mine, capsys, monkeypatch, arguments, expected):
+    monkeypatch.setattr(check_estimator, "SIZES", (2,))
+    given = [a.replace("{example}", str(EXAMPLE)).replace("{mine}", str(mine)) for a in arguments]
+    assert expected in check(capsys, *given)[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "check-estimator takes a name (rloo) or a function (my.py:function)"),
+        (["--estimator", "rloo"], "check-estimator takes a name"),
+        (["rlo"], "unknown estimator 'rlo'; did you mean rloo?"),
+        (["{mine}:single"], "mine.py, line 25: RuntimeError: pairs only; it must do with every"),
+        (
+            ["rloo", "--std_level", "group"],
+            "std_level is group, which acts with estimator composed",
+        ),
+    ],
+)
+def test_what_cannot_be_checked_has_status_2_and_one_line(mine, capsys, arguments, expected):
+    assert cli.main(["check-estimator", *(a.replace("{mine}", str(mine)) for a in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
