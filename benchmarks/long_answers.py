@@ -77,7 +77,7 @@ def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
             version=0,
             prompt_ids=prompt,
             token_ids=stream[index * tokens : (index + 1) * tokens],
-            engine_logprobs=[0.0] * tokens,
+            policy_logprobs=[0.0] * tokens,
             reward=float(index),
             truncated=False,
         )
@@ -121,7 +121,7 @@ def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) ->
         update(policy, some, assign(some, policy, terms), terms)
 
     # The optimizer's state comes with the first step, and is there in any case.
-    step([replace(s, token_ids=s.token_ids[:8], engine_logprobs=[0.0] * 8) for s in samples])
+    step([replace(s, token_ids=s.token_ids[:8], policy_logprobs=[0.0] * 8) for s in samples])
     predicted = predicted_peak_bytes(policy, samples) + gradient_bytes(policy)
     memory = Memory("cuda" if cuda else "cpu")
     memory.after_loading()

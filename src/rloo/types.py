@@ -48,14 +48,14 @@ class Completion:
 
     `finish` is "stop" if `token_ids` ends with a stop token or with the token that completed a stop
     string (the whole token is kept), otherwise "length". `policy_logprobs` are computed after the
-    temperature and before any filter or penalty; `sampling_logprobs` under the distribution that
+    temperature and before any filter or penalty; `behavior_logprobs` under the distribution that
     was sampled from. Both are natural logarithms, one per token.
     """
 
     token_ids: list[int]
     finish: FinishReason
     policy_logprobs: list[float]
-    sampling_logprobs: list[float]
+    behavior_logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Sampling:
     """How to draw tokens. Order, as in transformers: penalty, temperature, top-k, top-p, min-p.
 
     `greedy` takes the most likely token and ignores temperature and filters; `policy_logprobs` are
-    then those at temperature 1, and `sampling_logprobs` are 0. `stop_token_ids` are all tokens that
+    then those at temperature 1, and `behavior_logprobs` are 0. `stop_token_ids` are all tokens that
     end a completion, `stop_strings` the texts that do. Stop strings are searched for in the text
     that `decode` returns for the completion's tokens (one text per list of ids), special tokens
     included; the prompt is not searched.
@@ -123,11 +123,11 @@ class Sample:
     version: int
     prompt_ids: list[int]
     token_ids: list[int]
-    engine_logprobs: list[float]
+    policy_logprobs: list[float]
     reward: float
     truncated: bool
-    # Log-probs under the distribution that was sampled from; None if equal to `engine_logprobs`.
-    sampling_logprobs: list[float] | None = None
+    # Log-probs under the distribution that was sampled from; None if equal to `policy_logprobs`.
+    behavior_logprobs: list[float] | None = None
     # See `Prompt.pixels`.
     pixels: Callable[[], dict[str, Any]] | None = None
     trained: tuple[bool, ...] | None = None

@@ -73,14 +73,14 @@ def draw_samples(rng: random.Random) -> list:
     """Groups of 2 to 4, some completions missing, cut off or of one token."""
     samples = make_samples(3, 4, seed=rng.randrange(1000))
     if rng.random() < 0.2:  # as many completions as tokens
-        samples = [replace(s, token_ids=s.token_ids[:1], engine_logprobs=[0.0]) for s in samples]
+        samples = [replace(s, token_ids=s.token_ids[:1], policy_logprobs=[0.0]) for s in samples]
     kept = [s for s in samples if s.key[1] < 2 or rng.random() < 0.7]
     return [
         replace(
             s,
             truncated=rng.random() < 0.3,
-            engine_logprobs=[0.0] * len(s.token_ids),
-            sampling_logprobs=[rng.gauss(-4.5, 0.5) for _ in s.token_ids],
+            policy_logprobs=[0.0] * len(s.token_ids),
+            behavior_logprobs=[rng.gauss(-4.5, 0.5) for _ in s.token_ids],
         )
         for s in kept
     ]

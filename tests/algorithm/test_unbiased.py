@@ -52,8 +52,8 @@ def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ..
         truncated_N=torch.zeros(len(members), dtype=torch.bool),
         keys=[(0, index) for index in range(len(members))],
         lengths=lengths.tolist(),
-        engine_T=logprobs.detach(),
-        sampler_T=logprobs.detach(),
+        policy_T=logprobs.detach(),
+        behavior_T=logprobs.detach(),
     )
     policy = SimpleNamespace(
         logprobs=lambda _: TokenScores(logprobs, torch.zeros_like(logprobs), None),

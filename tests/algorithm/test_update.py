@@ -127,7 +127,7 @@ def test_the_decoupled_objective_weighs_tokens_by_trainer_over_sampler():
     shift[0] = -1.0
     sampler = (chosen.detach() + shift).split(lengths)
     samples = [
-        replace(s, sampling_logprobs=part.tolist())
+        replace(s, behavior_logprobs=part.tolist())
         for s, part in zip(samples, sampler, strict=True)
     ]
     given = assign(samples, policy, terms_of(config))

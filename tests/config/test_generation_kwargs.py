@@ -204,7 +204,7 @@ def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(engine
         size = len(cut.token_ids)
         assert cut.token_ids == whole.token_ids[:size]
         assert cut.policy_logprobs == pytest.approx(whole.policy_logprobs[:size], abs=1e-5)
-        assert cut.sampling_logprobs == pytest.approx(whole.sampling_logprobs[:size], abs=1e-5)
+        assert cut.behavior_logprobs == pytest.approx(whole.behavior_logprobs[:size], abs=1e-5)
         before = TOKENIZER.decode(cut.token_ids[:-1])
         found = any(stop in text for stop in ("w12", "2 w5"))
         assert not any(stop in before for stop in ("w12", "2 w5"))

@@ -96,7 +96,7 @@ def make_samples(prompts, sampled) -> list[Sample]:
             version=0,
             prompt_ids=prompt.token_ids,
             token_ids=completion.token_ids,
-            engine_logprobs=completion.policy_logprobs,
+            policy_logprobs=completion.policy_logprobs,
             reward=0.0,
             truncated=False,
             pixels=prompt.pixels,
@@ -147,7 +147,7 @@ def test_sampler_and_trainer_agree_with_the_model_on_each_prompt_alone(family, t
             for s in samples
         ]
     )
-    sampled = torch.tensor([x for s in samples for x in s.engine_logprobs])
+    sampled = torch.tensor([x for s in samples for x in s.policy_logprobs])
     torch.testing.assert_close(sampled, expected, atol=1e-4, rtol=0)
     trained = policy.logprobs(policy.batch(samples)).logprobs
     torch.testing.assert_close(trained, expected, atol=1e-4, rtol=0)
@@ -201,7 +201,7 @@ def test_another_image_gives_other_logprobs_and_gradients_reach_what_reads_it(fa
 
 
 def _as_completion(sample: Sample) -> Completion:
-    return Completion(sample.token_ids, "length", sample.engine_logprobs, sample.engine_logprobs)
+    return Completion(sample.token_ids, "length", sample.policy_logprobs, sample.policy_logprobs)
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -231,7 +231,7 @@ def test_an_image_token_is_never_sampled_and_both_distributions_are_told(greedy,
     behavior = torch.zeros(rows)
     if kept is not None:
         behavior = kept.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    torch.testing.assert_close(drawing.sampling_logprobs[:, 0], behavior)
+    torch.testing.assert_close(drawing.behavior_logprobs[:, 0], behavior)
 
 
 def test_the_native_engine_leaves_images_to_generate_and_says_so():

@@ -65,7 +65,7 @@ def test_policy_logprobs_equal_a_plain_forward(name, engine):
             expected = logprobs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             returned = torch.tensor(completion.policy_logprobs)
             torch.testing.assert_close(returned, expected, atol=1e-5, rtol=0)
-            assert completion.sampling_logprobs == completion.policy_logprobs
+            assert completion.behavior_logprobs == completion.policy_logprobs
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -112,7 +112,7 @@ def test_both_engines_honour_every_setting_alike(options):
     for ours, theirs in zip(itertools.chain(*native), itertools.chain(*reference), strict=True):
         assert ours.finish == theirs.finish
         assert ours.policy_logprobs == pytest.approx(theirs.policy_logprobs, abs=1e-6)
-        assert ours.sampling_logprobs == pytest.approx(theirs.sampling_logprobs, abs=1e-6)
+        assert ours.behavior_logprobs == pytest.approx(theirs.behavior_logprobs, abs=1e-6)
 
 
 def test_both_logprobs_are_those_of_their_distributions():
@@ -133,7 +133,7 @@ def test_both_logprobs_are_those_of_their_distributions():
                 assert completion.policy_logprobs[place] == pytest.approx(
                     policy[place, token].item(), abs=1e-5
                 )
-                assert completion.sampling_logprobs[place] == pytest.approx(
+                assert completion.behavior_logprobs[place] == pytest.approx(
                     kept[place, rank].item(), abs=1e-5
                 )
 
@@ -190,7 +190,7 @@ def test_a_completion_ends_with_a_stop_token_or_at_the_limit(engine):
             assert len(completion.token_ids) == 12
             assert completion.token_ids[-1] not in stops
         assert len(completion.policy_logprobs) == len(completion.token_ids)
-        assert len(completion.sampling_logprobs) == len(completion.token_ids)
+        assert len(completion.behavior_logprobs) == len(completion.token_ids)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -231,7 +231,7 @@ def test_greedy_equals_transformers_greedy(engine):
             ),
         )
         assert completion.token_ids == expected[0, len(prompt.token_ids) :].tolist()
-        assert completion.sampling_logprobs == [0.0] * 10
+        assert completion.behavior_logprobs == [0.0] * 10
 
 
 @pytest.mark.parametrize("engine", ENGINES)

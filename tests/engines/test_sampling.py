@@ -198,7 +198,7 @@ def test_policy_logprobs_come_before_the_filters_and_sampling_logprobs_after():
     assert drawn.tokens.tolist() == [1]
     total = math.exp(4) + math.exp(2) + 1 + math.exp(-2)
     assert drawn.policy_logprobs.item() == pytest.approx(2 - math.log(total), abs=1e-6)
-    assert drawn.sampling_logprobs.item() == pytest.approx(-math.log(1 + math.exp(2)), abs=1e-6)
+    assert drawn.behavior_logprobs.item() == pytest.approx(-math.log(1 + math.exp(2)), abs=1e-6)
 
 
 def test_greedy_ignores_temperature_filters_and_noise():
@@ -215,7 +215,7 @@ def test_greedy_ignores_temperature_filters_and_noise():
     drawn = draw(logits, torch.tensor([0.999]).double(), sampling)
 
     assert drawn.tokens.tolist() == [1]
-    assert drawn.sampling_logprobs.tolist() == [0.0]
+    assert drawn.behavior_logprobs.tolist() == [0.0]
     expected = 3 - math.log(1 + math.exp(3) + math.exp(1))
     assert drawn.policy_logprobs.item() == pytest.approx(expected, abs=1e-6)
 
@@ -263,7 +263,7 @@ def test_logits_that_are_not_numbers_are_reported():
     record = (
         drawn.tokens[:, None],
         drawn.policy_logprobs[:, None],
-        drawn.sampling_logprobs[:, None],
+        drawn.behavior_logprobs[:, None],
         torch.tensor([2]),
     )
 

@@ -79,7 +79,7 @@ def make_samples(prompt, lengths):
             version=0,
             prompt_ids=[3 + i % 90 for i in range(prompt)],
             token_ids=[5 + k] * n,
-            engine_logprobs=[0.0] * n,
+            policy_logprobs=[0.0] * n,
             reward=0.0,
             truncated=False,
         )

@@ -165,7 +165,7 @@ def _groups(rollout: Rollout) -> list[Group]:
                 token_ids=[3] * rollout.lengths[row],
                 finish="stop",
                 policy_logprobs=rollout.sampler[row].tolist(),
-                sampling_logprobs=rollout.sampler[row].tolist(),
+                behavior_logprobs=rollout.sampler[row].tolist(),
             )
             for row in rows
         ]

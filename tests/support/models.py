@@ -112,7 +112,7 @@ def make_samples(num_groups: int = 3, size: int = 4, seed: int = 0) -> list[Samp
                     version=0,
                     prompt_ids=prompt,
                     token_ids=completion,
-                    engine_logprobs=[0.0] * len(completion),
+                    policy_logprobs=[0.0] * len(completion),
                     reward=rng.random(),
                     truncated=False,
                 )

@@ -44,10 +44,10 @@ def _scored(
                 version=version,
                 prompt_ids=group.prompt.token_ids,
                 token_ids=completion.token_ids,
-                engine_logprobs=completion.policy_logprobs,
+                policy_logprobs=completion.policy_logprobs,
                 reward=reward,
                 truncated=completion.finish == "length",
-                sampling_logprobs=completion.sampling_logprobs,
+                behavior_logprobs=completion.behavior_logprobs,
                 pixels=group.prompt.pixels,
             )
             yield sample, completion

@@ -97,7 +97,7 @@ def micro_loss(
     loss = result.loss / denominator + others / denominator
     if aux_loss is not None:
         loss = loss + policy.aux_loss_weight * _share(aux_loss, batch, input_tokens, sums)
-    mismatch = (now - batch.engine_T).abs()
+    mismatch = (now - batch.policy_T).abs()
     sums |= {
         "loss": loss.item(),
         "entropy": entropy.sum().item(),
@@ -174,7 +174,7 @@ def _correction(
     if config.rollout_importance_sampling_mode is None:
         return None
     weights = objective.importance_weights(
-        old - batch.sampler_T,
+        old - batch.behavior_T,
         objective.Completions(batch.sequence_T, batch.size),
         mode=config.rollout_importance_sampling_mode,
         upper=config.rollout_importance_sampling_threshold,

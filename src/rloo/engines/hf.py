@@ -41,7 +41,7 @@ class HFEngine(InProcessEngine):
     """Samples with `generate` from the policy's own module.
 
     The placeholder tokens of images are never sampled, since there would be no images for them.
-    `sampling_logprobs` are those of the distribution without these tokens; `policy_logprobs`
+    `behavior_logprobs` are those of the distribution without these tokens; `policy_logprobs`
     include them, as in training, so that the difference shows.
     """
 
@@ -98,7 +98,7 @@ class HFEngine(InProcessEngine):
         return (
             drawing.tokens,
             drawing.policy_logprobs,
-            drawing.sampling_logprobs,
+            drawing.behavior_logprobs,
             drawing.stop_text.lengths,
         )
 
@@ -135,7 +135,7 @@ class _Drawing(LogitsProcessor):
         self._filters = _make_filters(sampling, pads)
         self.tokens = torch.full((len(keys), sampling.max_tokens), -1, device=keys.device)
         self.policy_logprobs = torch.zeros(self.tokens.shape, device=keys.device)
-        self.sampling_logprobs = torch.zeros(self.tokens.shape, device=keys.device)
+        self.behavior_logprobs = torch.zeros(self.tokens.shape, device=keys.device)
         self.stop_text = StopText(sampling, len(keys), keys.device)
         self._rows = torch.arange(len(keys), device=keys.device)
         self.ended = torch.zeros(len(keys), dtype=torch.bool, device=keys.device)
@@ -146,7 +146,7 @@ class _Drawing(LogitsProcessor):
         allowed = scores.index_fill(1, self._never, float("-inf"))
         if self._sampling.greedy or not self._sampling.filtered:
             drawn = draw(allowed, noise, self._sampling)
-            tokens, behavior = drawn.tokens, drawn.sampling_logprobs
+            tokens, behavior = drawn.tokens, drawn.behavior_logprobs
         else:
             tokens, behavior = invert_cdf(self._filters(input_ids, allowed), noise)  # type: ignore[arg-type]
         temperature = 1.0 if self._sampling.greedy else self._sampling.temperature
@@ -155,7 +155,7 @@ class _Drawing(LogitsProcessor):
             policy = gather_logprobs(scores.float() / temperature, tokens)
         self.tokens[:, position] = tokens
         self.policy_logprobs[:, position] = policy
-        self.sampling_logprobs[:, position] = behavior
+        self.behavior_logprobs[:, position] = behavior
         ended = self.stop_text.see(self.tokens, self._rows, position)
         self.ended = self.ended if ended is None else ended
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)

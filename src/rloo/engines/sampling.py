@@ -28,7 +28,7 @@ class Draw:
 
     tokens: Tensor
     policy_logprobs: Tensor
-    sampling_logprobs: Tensor
+    behavior_logprobs: Tensor
 
 
 def draw(logits: Tensor, noise: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Draw:
@@ -45,8 +45,8 @@ def draw(logits: Tensor, noise: Tensor, sampling: Sampling, seen: Tensor | None 
     if not sampling.filtered:
         tokens, logprobs = invert_cdf(scores, noise)
         return Draw(tokens, logprobs, logprobs)
-    tokens, sampling_logprobs = invert_cdf(filter_logits(logits, sampling, seen), noise)
-    return Draw(tokens, gather_logprobs(scores, tokens), sampling_logprobs)
+    tokens, behavior_logprobs = invert_cdf(filter_logits(logits, sampling, seen), noise)
+    return Draw(tokens, gather_logprobs(scores, tokens), behavior_logprobs)
 
 
 def gather_logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
@@ -193,12 +193,12 @@ def collect_completions(
         ended,
         strict=True,
     ):
-        ids, policy_logprobs, sampling_logprobs = (values[:length] for values in row)
+        ids, policy_logprobs, behavior_logprobs = (values[:length] for values in row)
         if not all(map(math.isfinite, policy_logprobs)):
             raise FloatingPointError(
                 "the model's log-probabilities are not finite: its weights have diverged, or its "
                 "dtype cannot hold its activations"
             )
         finish = "stop" if stop else "length"
-        completions.append(Completion(ids, finish, policy_logprobs, sampling_logprobs))  # type: ignore[arg-type]
+        completions.append(Completion(ids, finish, policy_logprobs, behavior_logprobs))  # type: ignore[arg-type]
     return completions

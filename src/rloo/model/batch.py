@@ -43,8 +43,8 @@ class MicroBatch:
     group_N: Tensor
     reward_N: Tensor
     truncated_N: Tensor
-    engine_T: Tensor
-    sampler_T: Tensor
+    policy_T: Tensor
+    behavior_T: Tensor
     lengths: list[int]
 
     @property
@@ -161,9 +161,9 @@ def _micro_batch(
         group_N=torch.tensor([numbers[s.key[0]] for s in ordered], device=device),
         reward_N=torch.tensor([s.reward for s in ordered], dtype=torch.float64).to(device),
         truncated_N=torch.tensor([s.truncated for s in ordered], device=device),
-        engine_T=torch.tensor(flat(s.engine_logprobs for s in ordered), device=device),
-        sampler_T=torch.tensor(
-            flat(s.sampling_logprobs or s.engine_logprobs for s in ordered), device=device
+        policy_T=torch.tensor(flat(s.policy_logprobs for s in ordered), device=device),
+        behavior_T=torch.tensor(
+            flat(s.behavior_logprobs or s.policy_logprobs for s in ordered), device=device
         ),
         lengths=lengths.tolist(),
     )

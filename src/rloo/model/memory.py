@@ -60,7 +60,7 @@ def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int
         version=0,
         prompt_ids=prompt,
         token_ids=completion,
-        engine_logprobs=[0.0] * completion_tokens,
+        policy_logprobs=[0.0] * completion_tokens,
         reward=0.0,
         truncated=True,
     )
@@ -258,7 +258,7 @@ def _shorten(sample: Sample, share: float) -> Sample:
         sample,
         prompt_ids=sample.prompt_ids[:prompt],
         token_ids=sample.token_ids[:completion],
-        engine_logprobs=sample.engine_logprobs[:completion],
+        policy_logprobs=sample.policy_logprobs[:completion],
     )
 
 

@@ -97,7 +97,7 @@ class NativeEngine(InProcessEngine):
             drawn = draw(logits, active.noise_at(position), sampling, active.seen)
             tokens[active.index, position] = drawn.tokens
             policy[active.index, position] = drawn.policy_logprobs
-            behavior[active.index, position] = drawn.sampling_logprobs
+            behavior[active.index, position] = drawn.behavior_logprobs
             ended = stop_text.see(tokens, active.index, position)
             if position + 1 == sampling.max_tokens:
                 break
