@@ -14,6 +14,7 @@ from support.models import make_samples
 from support.policies import make_policy_config, make_policy_of
 from support.terms import rollout_of, terms_of
 from support.text import make_tokenizer
+from support.training import make_config, make_trainer
 
 
 def completion(*tokens: int, finish="stop") -> Completion:
@@ -195,3 +196,37 @@ def test_the_denominator_counts_completions_without_signal():
 def test_two_draws_of_a_row_in_different_epochs_have_different_noise():
     assert Prompt(3, [1], "x").noise_id == 3
     assert Prompt(3, [1], "x", epoch=2).noise_id not in (3, 2, 5)
+
+
+def test_samples_know_their_place_and_the_weights_that_sampled_them():
+    """Places count every completion that was sampled, scored or not, in groups of any size."""
+    prompt = Prompt(1, [3], "p")
+    ragged = [[1.0, None, 0.0], [None, 2.0], [1.0, 0.0]]
+    groups = [
+        Group(prompt, [Completion([5], "stop", [0.0], [0.0])] * len(r), ["x"] * len(r), r)
+        for r in ragged
+    ]
+    rollout = replace(rollout_of(groups), version=7)
+    samples = shape(rollout, make_policy_config())
+    assert [(s.key, s.place) for s in samples] == [
+        ((0, 0), 0),
+        ((0, 2), 2),
+        ((2, 0), 5),
+        ((2, 1), 6),
+    ]
+    assert {s.version for s in samples} == {7}
+
+
+def test_a_rollout_s_noise_is_numbered_by_its_own_first_step(tmp_path):
+    """Not by the trainer's state, which may be ahead or behind where rollouts wait in a queue."""
+    config = make_config(tmp_path, steps_per_generation=2)
+    trainers = [make_trainer(config) for _ in range(2)]
+    (first, _), (second, _) = (trainer.make_parts() for trainer in trainers)
+    trainers[1].state.global_step = 99
+    for step in (0, 2):
+        assert first.rollouts.step == second.rollouts.step == step
+        one, other = first.rollouts.next(), second.rollouts.next()
+        assert [g.completions for g in one.groups] == [g.completions for g in other.groups]
+    resumed = make_trainer(config).make_parts()[0].rollouts
+    resumed.load_state_dict(one.position, step=4)
+    assert resumed.next().groups[0].completions == first.rollouts.next().groups[0].completions

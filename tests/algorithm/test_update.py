@@ -206,3 +206,32 @@ def test_token_credit_is_the_same_from_the_update_s_own_pass_and_from_one_before
         found.append(gradients(policy))
     assert_same(*found)
     assert stored.known[samples[0].key].shape == (len(samples[0].token_ids),)
+
+
+def test_only_trained_tokens_are_learned_from_and_all_are_read():
+    """What a tool said is context: its tokens have no term, and the others' terms are unchanged."""
+    config = make_policy_config(
+        beta=0.0, loss_aggregation="token_mean", importance_sampling_level="token"
+    )
+    policy, terms = make_policy_of(config), terms_of(config)
+    samples = [s for s in make_samples() if len(s.token_ids) > 2]
+    masks = [tuple(place % 3 != 1 for place in range(len(s.token_ids))) for s in samples]
+    masked = [replace(s, trained=mask) for s, mask in zip(samples, masks, strict=True)]
+    credit = assign(masked, policy, terms)
+    whole, batch = policy.batch(samples), policy.batch(masked)
+    assert batch.lengths == [sum(mask) for mask in masks]
+    kept = torch.tensor([kept for mask in masks for kept in mask])
+    logprobs = policy.logprobs(whole).logprobs
+    assert torch.equal(policy.logprobs(batch).logprobs, logprobs[kept])
+
+    loss, sums = micro_loss(policy, batch, credit, terms, denominator=float(kept.sum()))
+    loss.backward()
+    found = gradients(policy)
+
+    lengths = torch.tensor([len(s.token_ids) for s in samples])
+    advantages = torch.cat([credit.known[s.key] for s in samples]).float()
+    assert len(advantages) == kept.sum() and sums["tokens"] == kept.sum()
+    of_token = torch.zeros(int(lengths.sum()))
+    of_token[kept] = advantages
+    (-(of_token * logprobs).sum() / kept.sum()).backward()
+    assert_same(found, gradients(policy))
