@@ -50,8 +50,9 @@ class Adaptive:
             self.past.see(rewards)
 
     def see_kl(self, kl: float, completions: int, config: RLOOConfig) -> None:
-        """Move `beta` towards `kl_target`: by at most 20 % in `kl_horizon` completions (Ziegler et
-        al. 2019, arXiv 1909.08593, section 2.2). `kl` is in nats per token."""
+        """Adapt `beta` so that the KL approaches `kl_target`, by at most 20 % per `kl_horizon`
+        completions (Ziegler et al. 2019, arXiv 1909.08593, section 2.2). `kl` is in nats per
+        token."""
         self.used_beta = self.beta
         if config.kl_target is not None:
             error = min(max(kl / config.kl_target - 1.0, -0.2), 0.2)

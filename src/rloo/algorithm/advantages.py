@@ -114,7 +114,7 @@ Credit = Stored | FromThisPass
 
 
 def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
-    """Advantages and old log-probs, as far as they must be known before the first step.
+    """Compute the advantages and log-probs that must be known before the first step.
 
     Without a KL penalty in the reward, advantages follow from the rewards alone. With one they need
     log-probs, for which there is a separate pass only if the first step is on a part of the
@@ -182,7 +182,7 @@ def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
 def _sample_advantages(
     samples: Sequence[Sample], penalties: Mapping[Key, Tensor], config: RLOOConfig
 ) -> dict[Key, Tensor]:
-    """Advantages of a whole rollout; without `penalties` nothing is paid."""
+    """The advantages of a whole rollout; without `penalties` there is no KL penalty."""
     lengths = [s.num_trained for s in samples]
     keys = [s.key for s in samples]
     if penalties:

@@ -19,15 +19,15 @@ Level = Literal["none", "group", "batch"]
 def centred(
     values: Tensor, group: Tensor, *, mean_level: Level = "group", mean_leave1out: bool = True
 ) -> Tensor:
-    """Values minus their baseline, (E,) as given: the mean over their group or over all, without
-    the element itself if `mean_leave1out`.
+    """Values minus their baseline, with the shape (E,) of `values`. The baseline is the mean over
+    the group or over all elements, without the element itself if `mean_leave1out`.
 
     The default is leave-one-out, `r_i - mean of the other r_j of the group`, which equals
-    `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) leaves the baseline of its siblings
-    too; missing ones and those without siblings get exactly 0, as do all members of a group with
-    equal values (sums are taken relative to the group's minimum). A mean that holds the element
-    itself is biased. Elements are completions, or tokens (AReaL's documented `adv_norm`, which
-    leaves out one token).
+    `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) is left out of its siblings' baseline.
+    Missing values and those without siblings get exactly 0, as do all members of a group with equal
+    values (sums are relative to the group's minimum). A mean that includes the element itself is
+    biased. Elements are completions, or tokens (AReaL's documented `adv_norm`, which leaves out one
+    token).
     """
     if mean_level == "none":
         return torch.where(values.isnan(), 0.0, values)
@@ -44,11 +44,11 @@ def scale(
     epsilon: float = 1e-4,
     epsilon_in_variance: bool = False,
 ) -> Tensor:
-    """What advantages are multiplied by: 1 / (standard deviation + epsilon), (N,).
+    """The factor of the advantages: 1 / (standard deviation + epsilon), (N,).
 
-    The deviation has Bessel's correction and is that of the group or of the batch, of the others
-    alone if `std_leave1out` (NeMo-RL). Nothing is scaled where it is 0. `epsilon_in_variance` is
-    1 / sqrt(variance + epsilon) (verl).
+    The deviation is that of the group or of the batch, with Bessel's correction, and without the
+    element itself if `std_leave1out` (NeMo-RL). The factor is 1 where the deviation is 0. With
+    `epsilon_in_variance` it is 1 / sqrt(variance + epsilon) (verl).
     """
     if std_level == "none":
         return torch.ones_like(rewards_N)
@@ -63,8 +63,8 @@ def scale(
 def standardise(
     values: Tensor, *, epsilon: float = 1e-4, epsilon_in_variance: bool = False
 ) -> Tensor:
-    """All values made mean 0 and deviation 1 (TRL's `normalize_advantages`; over tokens: AReaL's
-    `adv_norm`, verl's `masked_whiten`); NaN is left out and gives 0."""
+    """Scale all values to mean 0 and deviation 1 (TRL's `normalize_advantages`; over tokens,
+    AReaL's `adv_norm` and verl's `masked_whiten`). NaN is left out and becomes 0."""
     whole = torch.zeros(values.shape, dtype=torch.long, device=values.device)
     factor = _inverse_deviation(_variance(values, whole), epsilon, epsilon_in_variance)
     return _centre(values, whole, leave_one_out=False) * (factor[0] if len(factor) else 1.0)
@@ -76,8 +76,8 @@ def _group_sum(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Values minus the mean over their bin, without themselves if `leave_one_out`; NaN is left
-    out, and is 0 in the result, as is everything in a bin of one."""
+    """Values minus the mean over their bin, without themselves if `leave_one_out`. NaN is left out
+    and becomes 0, as does a value alone in its bin."""
     valid = ~values.isnan()
     counts = _group_sum(valid.to(values.dtype), index)
     floor = torch.full_like(counts, torch.inf).scatter_reduce(
@@ -94,21 +94,22 @@ def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
 
 
 def _variance(values: Tensor, index: Tensor) -> Tensor:
-    """Variance over each bin with Bessel's correction, NaN left out; 0 below two."""
+    """Variance over each bin with Bessel's correction, ignoring NaN; 0 for fewer than two
+    values."""
     deviations = _centre(values, index, leave_one_out=False)
     counts = _group_sum((~values.isnan()).to(values.dtype), index)
     return _group_sum(deviations**2, index) / (counts - 1).clamp(min=1)
 
 
 def _variance_of_others(values: Tensor, index: Tensor) -> Tensor:
-    """For each value the variance of the others of its bin, with Bessel's correction; 0 below two
-    others. From sums of squares about the bin's mean m: those of the others about their own mean
-    are S - n / (n - 1) * (x - m)^2."""
+    """For each value, the variance of the others in its bin with Bessel's correction; 0 for fewer
+    than two others. If S is the sum of squares about the bin's mean m, that of the others about
+    their own mean is S - n / (n - 1) * (x - m)^2."""
     counts = _group_sum((~values.isnan()).to(values.dtype), index)[index]
     deviations = _centre(values, index, leave_one_out=False)
     squares = _group_sum(deviations**2, index)[index]
     others = squares - counts / (counts - 1).clamp(min=1) * deviations**2
-    # What rounding leaves of equal values is no variance.
+    # A remainder from rounding equal values does not count as variance.
     rounding = 16 * torch.finfo(values.dtype).eps
     others = torch.where(others <= rounding * squares, 0.0, others)
     return others / (counts - 2).clamp(min=1)

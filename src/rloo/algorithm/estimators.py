@@ -64,7 +64,7 @@ class Returns:
 
     def per_token(self, values: Tensor) -> Tensor:
         """Values of completions, or already of tokens, as values of tokens."""
-        # Where both have one size, every completion is a single token.
+        # If the sizes are equal, every completion is a single token.
         return values if len(values) == len(self.sequence_T) else values[self.sequence_T]
 
     def groups(self) -> list[Returns]:
@@ -146,7 +146,7 @@ def composed(returns: Returns, form: Composition = PAPER) -> Tensor:
 
 
 def _above_baseline(returns: Returns, paid_T: Tensor, form: Composition) -> Tensor:
-    """Returns less their baseline, over their deviation: (N,), or (T,) where they differ by token.
+    """(return - baseline) / deviation: (N,), or (T,) if it differs by token.
     `paid_T` is what tokens pay from themselves on."""
     level: Level = "none" if form.mean_level == "running" else form.mean_level
     mean: dict[str, Any] = {"mean_level": level, "mean_leave1out": form.mean_leave1out}
@@ -165,7 +165,7 @@ def _above_baseline(returns: Returns, paid_T: Tensor, form: Composition) -> Tens
     )
     result = centred(returns_N, group_N, **mean) * factor_N
     if form.kl_placement == "reward_to_go" and form.kl_in_baseline:
-        # What was paid before a token is not of its making.
+        # A token does not pay for the tokens before it.
         paid_before_T = returns.penalty_N[sequence_T] - paid_T
         result = result[sequence_T] + paid_before_T * factor_N[sequence_T]
     return result

@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 def rehearse(parts: Parts, state: RunState) -> None:
-    """Before the first sample is drawn, make sure that the largest micro-batch fits in memory, and
-    lower the token budget where it does not. Raises ValueError if no budget helps.
+    """Before the first sample, check that the largest micro-batch fits into memory, and lower the
+    token budget if it does not. Raises ValueError if no budget suffices.
 
-    A resumed run keeps the budget that was found before.
+    A resumed run keeps its earlier budget.
     """
     changes, policy = state.budget_changes, parts.policy
     if changes and changes[-1]["to"] == policy.max_tokens:
@@ -32,7 +32,7 @@ def rehearse(parts: Parts, state: RunState) -> None:
     try:
         fit = fitting_budget(policy, parts.workload)
     except (TypeError, RuntimeError) as error:
-        # What a packed forward may raise is judged when it is compared with the padded one.
+        # Errors of a packed forward are handled where it is compared with the padded one.
         if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
             raise
         return
@@ -102,7 +102,7 @@ def _attempt(
     """Run `work` on `samples`. Where memory does not suffice, halve the token budget, clear the
     gradients and return None, so that the caller tries again: once in a run.
 
-    Raises torch.OutOfMemoryError the second time, and once the weights may have moved.
+    Raises torch.OutOfMemoryError the second time, and if the weights may have changed.
     """
     moved: list[bool] = []
     policy = parts.policy
@@ -119,7 +119,7 @@ def _attempt(
             raise
     finally:
         watch.remove()
-    # Only here does the error no longer hold the frames, and what they had allocated.
+    # Here the error no longer refers to the frames, and so to the memory that they allocated.
     policy.stepper.optimizer.zero_grad(set_to_none=True)
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()

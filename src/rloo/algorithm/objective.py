@@ -193,8 +193,8 @@ def policy_loss(
 
 
 def aggregate(values_T: Tensor, completions: Completions, aggregation: Aggregation) -> Tensor:
-    """Sum over tokens, each completion divided by its length with "sequence_token_mean" (AReaL's
-    printed formula): a scalar, to be divided by `loss_denominator`."""
+    """The sum over tokens, with each completion divided by its length for "sequence_token_mean"
+    (AReaL's printed formula): a scalar, to be divided by `loss_denominator`."""
     if aggregation == "sequence_token_mean":
         return (sum_by(values_T, *completions) / _lengths(*completions)).sum()
     return values_T.sum()

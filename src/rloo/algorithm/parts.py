@@ -64,7 +64,7 @@ class RunState:
 
     @property
     def is_over(self) -> bool:
-        """All steps are made, or a callback asked to stop."""
+        """Whether all steps are done or a callback has asked to stop."""
         return self.step >= self.trainer.max_steps or self.control.should_training_stop
 
     def has_learned_from(self, rollout: Rollout) -> bool:

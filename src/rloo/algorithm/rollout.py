@@ -51,7 +51,7 @@ class SyncRollouts:
         return {"rows": rows, "rewards": self.rewards.names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stands, and what the rewards have learned from it."""
+        """The position in the data and the state of the rewards."""
         return {"prompts": self.prompts.state_dict(), "rewards": self.rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
@@ -96,7 +96,7 @@ class SyncRollouts:
         )
 
     def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
-        """Draw prompts, sample their completions and score them: groups and what rewards logged."""
+        """Draw prompts, sample and score completions; return groups and the rewards' metrics."""
         prompts = self.prompts.next(num_prompts)
         noise = noise_key(self.config.seed, "train", self.step)
         with self.clock.phase("sample"):

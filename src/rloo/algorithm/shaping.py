@@ -15,9 +15,9 @@ from rloo.types import Completion, Group, Rollout, Sample
 
 
 def shape(rollout: Rollout, config: RLOOConfig, past: Adaptive | None = None) -> list[Sample]:
-    """The completions that the loss counts, with their shaped rewards: scored, and where a group
-    statistic is taken in groups with at least two scores. `past` is needed for a mean or a
-    deviation of earlier rollouts."""
+    """The completions that the loss counts, with shaped rewards: those that were scored, and if
+    there is a group statistic, only those in groups with at least two scores. `past` is needed for
+    a mean or deviation over earlier rollouts."""
     smallest = chosen_estimator(config).smallest_group
     found: list[tuple[Sample, Completion]] = []
     begin = 0
@@ -89,5 +89,5 @@ def _relate(rewards: list[float], config: RLOOConfig, past: Adaptive | None) -> 
 
 
 def has_signal(group: Group, config: RLOOConfig) -> bool:
-    """Whether the rewards of a group, as the update sees them, differ at all."""
+    """Whether the shaped rewards of a group differ."""
     return len(set(shaped_rewards([group], config))) > 1

@@ -18,7 +18,7 @@ MAX_REFUSED_STEPS = 3
 
 
 def train_on_rollout(parts: Parts, state: RunState) -> None:
-    """Sample, score, and make every optimizer step that the rollout serves."""
+    """Sample a rollout, score it, and make all of its optimizer steps."""
     parts.engine.load(parts.policy.weights, parts.policy.version)
     rollout = parts.rollouts.next()
     samples = shape(rollout, parts.config, state.adaptive)
@@ -102,7 +102,7 @@ def _adapt(
 
 
 def _follow_policy(parts: Parts, state: RunState) -> None:
-    """Move the reference a part of the way to the policy, every `ref_model_sync_steps` steps."""
+    """Every `ref_model_sync_steps` steps, move the reference towards the policy."""
     config = parts.config
     if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
         parts.policy.reference.move(config.ref_model_mixup_alpha)

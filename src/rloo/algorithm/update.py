@@ -18,7 +18,7 @@ from rloo.types import Sample
 
 
 def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sample]]:
-    """The rollout cut into optimizer steps of `completions_per_step`, `num_iterations` times over.
+    """Divide the rollout into optimizer steps of `completions_per_step`, `num_iterations` times.
 
     The division is by place in the rollout, so a completion that could not be scored does not move
     any other.

@@ -24,7 +24,7 @@ from rloo.run.checkpoint import save_checkpoint, verify_checkpoint
 from rloo.run.evaluate import Evaluator, Sets, flatten, is_better
 from rloo.run.resume import restore, snapshot
 
-# The rollout that `profile` looks at: the first two still make caches and find kernels.
+# The rollout that is profiled; the first two still fill caches and select kernels.
 PROFILED_ROLLOUT = 3
 
 
@@ -123,7 +123,7 @@ class Session:
             state.save_due = False
 
     def _measure_rollout(self) -> float:
-        """Train on a rollout; returns the seconds that a token took."""
+        """Train on a rollout; return the seconds per token."""
         start, tokens = time.perf_counter(), self.state.num_tokens
         train_on_rollout(self.parts, self.state)
         return (time.perf_counter() - start) / max(1, self.state.num_tokens - tokens)
