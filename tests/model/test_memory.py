@@ -9,7 +9,7 @@ import transformers
 import yaml
 
 from benchmarks.memory import CHOICES, LASTING, Shape, measure, predict
-from rloo.algorithm import train
+from rloo.algorithm import fitting
 from rloo.model import budget, memory
 from rloo.model.budget import Workload, fitting_budget, generous_peak_bytes, largest_micro_batch
 from rloo.model.memory import (
@@ -312,14 +312,14 @@ def test_a_lowered_budget_is_recorded_and_kept_by_a_resumed_run(tmp_path, monkey
     change = {"step": 1, "from": asked, "to": found, "cause": "rehearsal"}
     assert saved["budget_changes"] == [change]
 
-    monkeypatch.setattr(train, "fitting_budget", lambda *_: pytest.fail("adapted again"))
+    monkeypatch.setattr(fitting, "fitting_budget", lambda *_: pytest.fail("adapted again"))
     resumed = make_trainer(config)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.policy.max_tokens == found
     rows = metrics_of(config)
     assert [row.get("update/max_tokens") for row in rows] == [found, None, None, None]
 
-    monkeypatch.setattr(train, "fitting_budget", lambda *_: budget.Fit(found))
+    monkeypatch.setattr(fitting, "fitting_budget", lambda *_: budget.Fit(found))
     whole = make_trainer(make_config(tmp_path / "w", max_steps=4, max_tokens_per_micro_batch=found))
     whole.train()
     assert equal(weights(whole), weights(resumed))

@@ -15,7 +15,7 @@ import transformers
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm import train
+from rloo.algorithm import fitting
 from rloo.types import Completion
 from support.models import CONFIGS, make_model
 from support.text import make_tokenizer
@@ -48,13 +48,13 @@ def recorded(reward):
 def train_recording_updates(trainer, monkeypatch):
     """The samples of each optimizer step."""
     steps = []
-    original = train.update
+    original = fitting.update
 
     def recording(policy, samples, *arguments, **options):
         steps.append(list(samples))
         return original(policy, samples, *arguments, **options)
 
-    monkeypatch.setattr(train, "update", recording)
+    monkeypatch.setattr(fitting, "update", recording)
     trainer.train()
     return steps
 

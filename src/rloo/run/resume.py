@@ -130,8 +130,8 @@ def _compare(saved: dict[str, Any], parts: Parts) -> None:
         policy.packed = False
     changed = [
         f"{name} {before[name]} -> {now[name]}"
-        for name in now
-        if name not in (*HARMLESS, *CHOSEN) and now[name] != before.get(name)
+        for name in now  # an option may be newer than the checkpoint
+        if name not in (*HARMLESS, *CHOSEN) and now[name] != before.get(name, now[name])
     ]
     if policy.packed != before["packing"]:
         changed.append(f"packing {before['packing']} -> {policy.packed}")
