@@ -24,6 +24,8 @@ CLOCKS = re.compile(
 CLOCK_FILES = ("profile/trace.json", "profile/report.md", "profiled.txt")
 # Some of a manifest's are of files with clocks; what all files hold is compared here itself.
 DIGESTS = ("sha256", "size")
+# Places where a run says something, in words or in names of options, and computes nothing.
+SPOKEN = re.compile(r"\.(txt|md|yaml)\b| (verdict|notes|config)\b")
 # In text: how long a run took, and where in a tree the base model of the embedded task lies.
 TEXTS = (
     (re.compile(r" in \d+ (s|min \d\d s|h \d\d min)\b"), " in CLOCK"),

@@ -1,6 +1,6 @@
 """Does the working tree compute what a commit computed, to the last bit, and as fast?
 
-    python tools/same_run.py COMMIT [--cases NAME ...] [--fresh] [--keep FOLDER]
+    python tools/same_run.py COMMIT [--cases NAME ...] [--fresh] [--keep FOLDER] [--results]
     python tools/same_run.py COMMIT --speed [--pairs 20] [--gsm8k FOLDER]
 
 Checks the commit out beside the working tree, runs the small trainings of `same_cases.yaml` with
@@ -10,7 +10,8 @@ what the commands printed. Prints `same` or the first differences of each case; 
 if anything differs or fails. What may differ, clocks above all, stands in `same_folders.py`.
 
 A side runs its cases in one process; `--fresh` gives each case its own, for the cost of an import.
-`--keep` leaves the output folders there.
+`--keep` leaves the output folders there. `--results` compares what was computed and not what was
+said: tensors, metrics, completions, evaluations, counters, but no prose and no names of options.
 
 `--speed` measures instead the CPU time of an optimizer step, of the embedded run and of workload W1
 of the benchmarks: two processes take turns step by step, so that step i is the same work. It prints
@@ -38,7 +39,7 @@ from typing import Any
 
 import torch
 import yaml
-from same_folders import Difference, compare_files, compare_folders
+from same_folders import SPOKEN, Difference, compare_files, compare_folders
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDE_FILE = ROOT / "tools" / "same_side.py"
@@ -229,6 +230,8 @@ def judge_cases(commit: str, options: argparse.Namespace, folder: Path) -> bool:
             if answers[name]["error"]
         ]
         found = compare_case(name, folder)
+        if options.results:
+            found = [d for d in found if not SPOKEN.search(d.place)]
         verdict = "failed" if errors else f"{len(found)} differences" if found else "same"
         for line in [*errors, *map(str, found[:NUM_SHOWN])]:
             print(f"{name}: {line}"[:400])
@@ -347,6 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="instead of all")
     parser.add_argument("--fresh", action="store_true", help="a process of its own for each case")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the outputs there")
+    parser.add_argument("--results", action="store_true", help="compare no prose and no options")
     parser.add_argument("--speed", action="store_true", help="compare speed instead")
     parser.add_argument("--pairs", type=int, default=20, help="measured steps of each tree")
     parser.add_argument("--gsm8k", help="folder with train.jsonl; else ../shared, else the hub")
