@@ -1,4 +1,3 @@
-import shutil
 import statistics
 
 import pytest
@@ -77,54 +76,6 @@ def test_the_kl_coefficient_moves_by_at_most_a_fifth_of_the_horizon():
     near.see_kl(0.45, 50, config)
     assert far.beta == pytest.approx(0.1 * (1 + 0.2 * 0.5))
     assert near.beta == pytest.approx(0.1 * (1 - 0.1 * 0.5))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kl_target": 0.05, "kl_horizon": 24, "steps_per_generation": 2},
-        {"normalize_rewards": "running", "preset": "openrlhf"},
-        {"mean_level": "running", "num_generations": 1, "num_prompts": 12},
-        {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
-        {"dynamic_sample": True, "steps_per_generation": 2},
-        {"preset": "areal", "temperature": 0.8},
-        {"preset": "grpo", "entropy_coef": 0.01, "num_iterations": 2},
-        {"preset": "reinforce_pp_baseline", "steps_per_generation": 2},
-    ],
-    ids=str,
-)
-def test_resuming_equals_never_having_stopped(tmp_path, options):
-    whole = make_config(tmp_path / "whole", max_steps=6, **options)
-    trainer = make_trainer(whole)
-    trainer.train()
-    half = make_config(tmp_path / "half", max_steps=6, save_steps=2, **options)
-    make_trainer(half).train()
-    shutil.rmtree(tmp_path / "half" / "run" / "checkpoint-6")
-    again = make_trainer(half)
-    again.train(resume_from_checkpoint=True)
-    assert equal(weights(trainer), weights(again))
-    assert without_times(metrics_of(whole)) == without_times(metrics_of(half))
-
-
-def test_a_reward_s_own_scale_is_resumed(tmp_path):
-    def train(name, **options):
-        config = make_config(tmp_path / name, max_steps=4, **options)
-        trainer = make_trainer(config, Normalized(count_words_of))
-        return config, trainer
-
-    whole, trainer = train("whole")
-    trainer.train()
-    half, first = train("half", save_steps=2)
-    first.train()
-    shutil.rmtree(tmp_path / "half" / "run" / "checkpoint-4")
-    _, again = train("half", save_steps=2)
-    again.train(resume_from_checkpoint=True)
-    assert equal(weights(trainer), weights(again))
-    assert without_times(metrics_of(whole)) == without_times(metrics_of(half))
-
-
-def count_words_of(prompts, completions):
-    return count_words(completions)
 
 
 def test_the_coefficient_is_logged_and_used(tmp_path):

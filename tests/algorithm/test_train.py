@@ -17,7 +17,6 @@ from support.training import (
     make_config,
     make_trainer,
     metrics_of,
-    train_until_power_cut,
     weights,
     without_times,
 )
@@ -50,38 +49,6 @@ def test_two_runs_with_equal_configs_are_identical_to_the_last_bit(tmp_path):
     assert not equal(results[0][0], weights(other))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"beta": 0.0},
-        {"num_iterations": 2},
-        {"steps_per_generation": 2},
-        {"normalize_advantages": True},
-        {"optim": "adafactor"},
-    ],
-    ids=str,
-)
-def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, options):
-    whole_config = make_config(tmp_path / "whole", max_steps=6, **options)
-    whole = make_trainer(whole_config)
-    whole.train()
-    config = make_config(tmp_path / "parts", max_steps=6, save_steps=2, **options)
-    first = make_trainer(config)
-    train_until_power_cut(first)
-    second = make_trainer(config)
-    second.train(resume_from_checkpoint=True)
-    assert equal(weights(whole), weights(second))
-    assert without_times(metrics_of(whole_config)) == without_times(metrics_of(config))
-    for name in ("exp_avg", "exp_avg_sq"):
-        for a, b in zip(
-            whole.policy.optimizer.state.values(),
-            second.policy.optimizer.state.values(),
-            strict=True,
-        ):
-            assert name not in a or torch.equal(a[name], b[name])
-
-
 def test_the_budget_of_a_micro_batch_does_not_change_the_result(tmp_path):
     results = []
     for budget in (10_000, 60, 12):
@@ -99,18 +66,6 @@ def test_the_budget_of_a_micro_batch_does_not_change_the_result(tmp_path):
     for other in results[1:]:
         for name, expected in results[0].items():
             assert torch.allclose(other[name], expected, atol=1e-5), name
-
-
-@pytest.mark.parametrize("engine", ["native", "hf"])
-@pytest.mark.parametrize("packing", [True, False])
-def test_engines_and_packing_agree(tmp_path, engine, packing):
-    config = make_config(tmp_path, rollout_engine=engine, packing=packing, max_steps=3, beta=0.1)
-    trainer = make_trainer(config)
-    trainer.train()
-    reference = make_trainer(make_config(tmp_path / "reference", max_steps=3, beta=0.1))
-    reference.train()
-    for name, expected in weights(reference).items():
-        assert torch.allclose(weights(trainer)[name], expected, atol=1e-4), name
 
 
 def test_kl_is_zero_at_step_0_and_the_engine_agrees_with_the_trainer(tmp_path):
@@ -243,17 +198,6 @@ def test_the_result_loads_with_transformers_and_says_what_it_is(tmp_path):
         rollout_engine="native",
         max_tokens_per_micro_batch=summary["config"]["max_tokens_per_micro_batch"],
     )
-
-
-def test_evaluation_changes_nothing_in_training(tmp_path):
-    plain = make_trainer(make_config(tmp_path / "plain"))
-    plain.train()
-    watched = make_trainer(
-        make_config(tmp_path / "watched", eval_strategy="steps", eval_steps=1, eval_on_start=True),
-        eval_dataset=ROWS,
-    )
-    watched.train()
-    assert equal(weights(plain), weights(watched))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -15,7 +15,6 @@ from support.training import (
     make_config,
     make_trainer,
     metrics_of,
-    train_until_power_cut,
     weights,
     without_times,
 )
@@ -168,21 +167,6 @@ def test_a_split_of_streams_is_chosen_by_name(tmp_path):
     rows = IterableDatasetDict({"train": ROWS.to_iterable_dataset(), "test": numbered(3)})
     trainer = make_trainer(make_config(tmp_path, dataset_split="train"), rows=rows)
     assert {len(p.token_ids) for p in trainer._source.next(12)} == {3, 4, 5, 6}
-
-
-@pytest.mark.parametrize("options", [{}, {"steps_per_generation": 2}], ids=str)
-def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, block, options):
-    rows = ROWS.to_iterable_dataset().shuffle(seed=5, buffer_size=6)
-    whole_config = make_config(tmp_path / "whole", max_steps=6, **options)
-    whole = make_trainer(whole_config, rows=rows)
-    whole.train()
-    config = make_config(tmp_path / "parts", max_steps=6, save_steps=2, **options)
-    first = make_trainer(config, rows=rows)
-    train_until_power_cut(first)
-    second = make_trainer(config, rows=rows)
-    second.train(resume_from_checkpoint=True)
-    assert equal(weights(whole), weights(second))
-    assert without_times(metrics_of(whole_config)) == without_times(metrics_of(config))
 
 
 def test_a_reward_gets_the_columns_of_a_stream_and_a_missing_one_is_refused_at_once(tmp_path):

@@ -27,8 +27,6 @@ from support.training import (
     equal,
     make_config,
     metrics_of,
-    train_until_power_cut,
-    without_times,
 )
 
 KINDS = {
@@ -331,29 +329,6 @@ def test_reward_rises(tmp_path):
     trainer.train()
     rewards = [row["reward"] for row in metrics_of(trainer.args)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 2
-
-
-@pytest.mark.parametrize(
-    "lora",
-    [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"init_lora_weights": False}],
-    ids=str,
-)
-def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(tmp_path, lora):
-    whole_config = make_config(tmp_path / "whole", max_steps=6)
-    whole = adapted_trainer(whole_config, tmp_path, make_lora(**lora))
-    whole.train()
-    config = make_config(tmp_path / "parts", max_steps=6, save_steps=2)
-    first = adapted_trainer(config, tmp_path, make_lora(**lora))
-    train_until_power_cut(first)
-    second = adapted_trainer(config, tmp_path, make_lora(**lora))
-    second.train(resume_from_checkpoint=True)
-    for kind in (base_weights, trained_weights):
-        assert equal(kind(whole), kind(second))
-    assert without_times(metrics_of(whole_config)) == without_times(metrics_of(config))
-    states = [t.policy.optimizer.state.values() for t in (whole, second)]
-    for a, b in zip(*states, strict=True):
-        assert torch.equal(a["exp_avg"], b["exp_avg"])
-        assert torch.equal(a["exp_avg_sq"], b["exp_avg_sq"])
 
 
 def test_a_checkpoint_holds_the_adapter_alone_and_a_damaged_one_is_refused(tmp_path):

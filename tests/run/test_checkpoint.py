@@ -28,6 +28,7 @@ from rloo.run.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from support.training import identical
 
 
 def write_model(folder):
@@ -73,19 +74,6 @@ def save(directory, step=1, *, keep=None, write=write_model):
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
-
-
-def equal(one, other):
-    """Equality to the last bit, of types too."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
 
 
 # State
@@ -137,10 +125,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(tmp_path, ki
     for _ in range(3):
         take_step(other, other_optimizer)
         other_scheduler.step()
-    assert equal(other.state_dict(), model.state_dict())
-    assert equal(other_optimizer.state_dict(), optimizer.state_dict())
-    assert equal(other_scheduler.state_dict(), scheduler.state_dict())
-    assert equal(capture_rng(), rng)
+    assert identical(other.state_dict(), model.state_dict())
+    assert identical(other_optimizer.state_dict(), optimizer.state_dict())
+    assert identical(other_scheduler.state_dict(), scheduler.state_dict())
+    assert identical(capture_rng(), rng)
 
 
 def test_every_part_comes_back_as_it_was(tmp_path):
@@ -153,7 +141,7 @@ def test_every_part_comes_back_as_it_was(tmp_path):
     path = save_checkpoint(tmp_path, saved, write_model=write_model, keep=None)
     loaded = load_checkpoint(path)
     for part in ("step", "optimizer", "scheduler", "rng", "trainer_state"):
-        assert equal(getattr(loaded, part), getattr(saved, part)), part
+        assert identical(getattr(loaded, part), getattr(saved, part)), part
     assert math.copysign(1, loaded.scheduler["floats"][2]) == -1
 
 
@@ -175,7 +163,7 @@ def test_state_in_another_precision_than_the_weights_keeps_its_bits():
     next(iter(loaded.state.values()))["momentum_buffer"].zero_()
     load_optimizer(loaded, *optimizer_tensors(saved))
     (buffer,) = (state["momentum_buffer"] for state in loaded.state.values())
-    assert equal(buffer, torch.tensor([1 / 3, 1e-9, 7.0]))
+    assert identical(buffer, torch.tensor([1 / 3, 1e-9, 7.0]))
 
 
 def test_a_loaded_optimizer_shares_no_memory_with_what_it_was_loaded_from():
@@ -186,7 +174,7 @@ def test_a_loaded_optimizer_shares_no_memory_with_what_it_was_loaded_from():
     other, other_optimizer = make_optimizer()
     load_optimizer(other_optimizer, tensors, meta)
     take_step(other, other_optimizer)
-    assert equal(tensors, before)
+    assert identical(tensors, before)
 
 
 def test_tensors_that_share_memory_are_saved(tmp_path):
@@ -194,7 +182,7 @@ def test_tensors_that_share_memory_are_saved(tmp_path):
     tree = {"left": flat[:3], "right": flat[3:], "again": flat, "turned": flat.view(2, 3).T}
     saved = make_checkpoint(scheduler=tree)
     path = save_checkpoint(tmp_path, saved, write_model=write_model, keep=None)
-    assert equal(load_checkpoint(path).scheduler, tree)
+    assert identical(load_checkpoint(path).scheduler, tree)
 
 
 def test_an_optimizer_of_another_model_is_refused_and_unchanged():
@@ -207,7 +195,7 @@ def test_an_optimizer_of_another_model_is_refused_and_unchanged():
         ValueError, match=r"parameter 0\.weight is \[3, 4\] there and \[5, 4\] here"
     ):
         load_optimizer(other, tensors, meta)
-    assert equal(other.state_dict(), before)
+    assert identical(other.state_dict(), before)
     unnamed = torch.optim.AdamW([torch.zeros(3, 4)], lr=0.1)
     with pytest.raises(ValueError, match=r"0\.weight is \[3, 4\] there and absent here"):
         load_optimizer(unnamed, tensors, meta)
@@ -236,7 +224,7 @@ def test_generators_go_on_from_the_captured_state():
 
     first = draw()
     restore_rng(state)
-    assert equal(draw(), first)
+    assert identical(draw(), first)
 
 
 def test_generator_states_of_absent_devices_are_reported(monkeypatch):

@@ -2,13 +2,11 @@
 best model, the hub. What the loop computes is tested in test_train.py."""
 
 import json
-import random
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -28,7 +26,6 @@ from support.training import (
     metrics_of,
     train_until_power_cut,
     weights,
-    without_times,
 )
 
 HELD_OUT = Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6", "w7 w8 w9"]})
@@ -262,34 +259,6 @@ def test_several_sets_are_measured_before_training_every_n_steps_and_at_the_end(
     assert [entry["step"] for entry in logged] == [0, 2, 4]
     assert all("eval_b_reward" in entry for entry in logged)
     assert trainer.evaluate()["eval_a_reward"] == logged[-1]["eval_a_reward"]
-
-
-def random_reward(completions, log_metric, **_):
-    """Draws from every global generator, as rewards of users do."""
-    noise = random.random() + np.random.rand() + torch.rand(()).item()
-    log_metric("noise", noise)
-    return [noise + score for score in count_words(completions)]
-
-
-@pytest.mark.parametrize("given", [HELD_OUT, {"a": HELD_OUT, "b": ROWS}], ids=["one", "two"])
-def test_evaluation_changes_no_bit_of_training(tmp_path, given):
-    """Weights, metrics, optimizer state and the global generators; one completion a prompt."""
-    results = []
-    for name in ("plain", "watched"):
-        options = {"normalize_rewards": "running", "num_generations_eval": 1}
-        if name == "watched":
-            options |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
-        config = make_config(tmp_path / name, **options)
-        trainer = make_trainer(config, random_reward, eval_dataset=given)
-        trainer.train()
-        generators = (random.random(), np.random.rand(), torch.rand(4).tolist())
-        moments = [state["exp_avg_sq"] for state in trainer.optimizer.state.values()]
-        results.append((trainer, without_times(metrics_of(config)), generators, moments))
-    (plain, *one), (watched, *two) = results
-    assert len(evaluations_of(watched.args)) == 5 * (2 if isinstance(given, dict) else 1)
-    assert equal(weights(plain), weights(watched))
-    assert one[:2] == two[:2]
-    assert all(map(torch.equal, one[2], two[2]))
 
 
 def test_one_completion_a_prompt_is_measured(tmp_path):

@@ -24,6 +24,8 @@ COMMON = {
 }
 _EXPERTS = {"num_experts_per_tok": 2}
 WINDOW = 8
+# Blocks of bitsandbytes have 64 weights.
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**COMMON),
@@ -63,6 +65,14 @@ CONFIGS = {
 def make_model(name: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).float()
+
+
+def make_wide(name: str = "qwen3", seed: int = 0):
+    config = make_model(name).config
+    for option, value in WIDE.items():
+        setattr(config, option, value)
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config).float()
 
 
 def make_linear_attention_model() -> PreTrainedModel:

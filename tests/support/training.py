@@ -59,6 +59,19 @@ def equal(first, second) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+def identical(one, other) -> bool:
+    """Equality to the last bit, of types too."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(identical, one, other))
+    return one == other
+
+
 def metrics_of(config: RLOOConfig) -> list[dict]:
     lines = Path(config.output_dir, "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
