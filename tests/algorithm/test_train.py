@@ -111,16 +111,30 @@ def test_completions_without_signal_are_counted_but_not_computed(tmp_path):
     assert equal(before, weights(constant))
 
 
-def test_a_missing_reward_trains_as_if_the_completion_were_absent(tmp_path):
-    def missing(completions, **_):
-        return [None if i % 4 == 1 else r for i, r in enumerate(count_words(completions))]
+@pytest.mark.parametrize("beta", [0.0, 0.05])
+def test_a_missing_reward_trains_as_if_the_completion_were_absent(tmp_path, beta):
+    """A prompt's fourth completion has no score, is not sampled at all, or scores 0."""
+    options = {"beta": beta, "max_steps": 2, "optim": "sgd", "learning_rate": 0.1}
+    options |= {"max_grad_norm": 0, "log_completions": True, "logging_steps": 1}
 
-    config = make_config(tmp_path, max_steps=1)
-    trainer = make_trainer(config, missing)
-    trainer.train()
-    row = metrics_of(config)[0]
-    assert row["reward/unscored"] == 3
-    assert '"reward": null' in Path(config.output_dir, "completions.jsonl").read_text()
+    def train(name, num_generations, fourth):
+        def reward(completions, **_):
+            scores = count_words(completions)
+            return [fourth if i % num_generations == 3 else s for i, s in enumerate(scores)]
+
+        config = make_config(tmp_path / name, num_generations=num_generations, **options)
+        trainer = make_trainer(config, reward)
+        trainer.train()
+        return config, torch.cat([p.flatten() for p in weights(trainer).values()])
+
+    config, missing = train("missing", 4, None)
+    _, absent = train("absent", 3, None)
+    _, zero = train("zero", 4, 0.0)
+    assert torch.allclose(missing, absent, atol=1e-6)
+    assert (zero - absent).abs().max() > 1e-3
+    assert [row["reward/unscored"] for row in metrics_of(config)] == [3, 3]
+    recorded = Path(config.output_dir, "completions.jsonl").read_text()
+    assert recorded.count('"reward": null, "scores"') == 2 * 3
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
@@ -130,12 +144,6 @@ def test_nothing_scored_is_no_step_of_the_weights(tmp_path, iterations):
     before = weights(trainer)
     trainer.train()
     assert equal(before, weights(trainer))
-
-
-def test_mask_truncated_completions_takes_them_out_of_the_gradient_alone(tmp_path):
-    config = make_config(tmp_path, max_completion_length=2, mask_truncated_completions=True)
-    make_trainer(config).train()
-    assert all(row["completions/clipped_ratio"] > 0.5 for row in metrics_of(config))
 
 
 def test_a_gradient_that_stays_infinite_stops_the_run_before_anything_is_saved(tmp_path):

@@ -1,5 +1,6 @@
 """What the loss consists of, against autograd on the model's own logits."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from rloo.algorithm.objective import kl_estimate
 from rloo.algorithm.update import micro_loss, update
 from rloo.model.batch import pad
 from rloo.model.policy import Policy
+from support.given_logprobs import Rollout, ours
 from support.models import VOCAB_SIZE, make_samples
 from support.policies import make_policy_config, make_policy_of
 from support.terms import terms_of
@@ -141,6 +143,28 @@ def test_the_decoupled_objective_weighs_tokens_by_trainer_over_sampler():
     (-(weights * advantages * chosen).sum() / len(chosen)).backward()
     assert_same(found, gradients(policy))
     assert sums["weight"] == pytest.approx(weights.sum().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("level", "low", "high"), [("sequence", 3 / 8, 1 / 8), ("token", (1 + 2 + 8) / 36, 4 / 36)]
+)
+def test_clip_ratios_are_the_shares_cut_below_and_above_the_range(level, low, high):
+    """Below where the advantage is negative (0, 1 and 7), above where it is positive (3)."""
+    ratios = [0.5, 0.5, 2.0, 2.0, 0.5, 1.0, 1.0, 0.5]
+    zeros = [torch.zeros(length, dtype=torch.float64) for length in range(1, 9)]
+    rollout = Rollout(
+        group=[0, 0, 0, 0, 1, 1, 1, 1],
+        rewards=[0, 0, 0, 3, 3, 3, 3, 0],  # less the others' mean: -1 -1 -1 3, 1 1 1 -3
+        now=[values + math.log(ratio) for values, ratio in zip(zeros, ratios, strict=True)],
+        old=zeros,
+        reference=zeros,
+        sampler=zeros,
+    )
+    options = {"beta": 0.0, "epsilon": 0.2, "importance_sampling_level": level}
+    metrics = ours(rollout, **options).metrics
+    assert metrics["clip_ratio/low_mean"] == pytest.approx(low)
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(high)
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(low + high)
 
 
 def test_unscored_completions_count_in_the_mean_only_where_asked():

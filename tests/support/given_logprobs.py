@@ -6,7 +6,7 @@ Everything from groups to gradients is the code of training; only the model is r
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -79,11 +79,13 @@ def make_rollout(sizes: list[int], seed: int) -> Rollout:
 
 @dataclass(frozen=True)
 class Result:
-    """Advantages and the gradient of the loss by the log-probs: (N, longest), 0 beyond the end."""
+    """Advantages and the gradient of the loss by the log-probs: (N, longest), 0 beyond the end; and
+    what our update logs."""
 
     advantages: Tensor
     loss: float
     gradient: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class GivenPolicy:
@@ -153,7 +155,7 @@ def ours(rollout: Rollout, **options) -> Result:
         values = given.advantages[key].double()
         advantages.append(values.expand(rollout.lengths[row]))
     gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.now]
-    return Result(pad(advantages), metrics["loss"], pad(gradient))
+    return Result(pad(advantages), metrics["loss"], pad(gradient), metrics)
 
 
 def _groups(rollout: Rollout) -> list[Group]:
