@@ -1,0 +1,58 @@
+"""docs/metrics.md names every metric that is logged, and no other."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+from rloo.rewards.normalizer import Normalized
+from support.models import make_model
+from support.training import ROWS, count_words, make_config, make_trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+# When memory did not suffice: tests/model/test_memory.py.
+NOT_LOGGED_HERE = {"update/max_tokens"}
+
+
+@cache
+def documented() -> dict[str, re.Pattern]:
+    """The names in the first column of the page's tables; <k> stands for a number."""
+    lines = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").splitlines()
+    cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
+    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    forms = {name: name.replace("<k>", r"\d+").replace("<function>", "[^/]+") for name in names}
+    return {name: re.compile(form) for name, form in forms.items()}
+
+
+def score(prompts, completions):
+    return count_words(completions)
+
+
+def logged(folder: Path, reward, model: str, **options) -> set[str]:
+    """The names in all that a run of two steps records and logs."""
+    config = make_config(folder, max_steps=2, logging_steps=1, **options)
+    sets = {"a": ROWS.select(range(2)), "b": ROWS.select(range(2))}
+    given = sets if config.eval_on_start else None
+    trainer = make_trainer(config, reward, model=make_model(model), eval_dataset=given)
+    trainer.train()
+    files = [Path(config.output_dir, f"{name}.jsonl") for name in ("metrics", "evaluations")]
+    texts = [file.read_text() for file in files if file.exists()]
+    rows = [json.loads(line) for text in texts for line in text.splitlines()]
+    log = [{re.sub("^eval_[ab]_", "", name) for name in row} for row in trainer.state.log_history]
+    return {name for row in [*rows, *log] for name in row}
+
+
+def test_the_page_has_every_metric_that_is_logged_and_no_other(tmp_path):
+    everything = {
+        "kl_target": 0.1,
+        "rollout_importance_sampling_mode": "sequence_truncate",
+        "dynamic_sample": True,
+        "router_aux_loss_coef": 0.1,
+        "eval_on_start": True,
+        "eval_pass_k": [1, 2],
+    }
+    names = logged(tmp_path / "a", [Normalized(score), count_words], "qwen3_moe", **everything)
+    names |= logged(tmp_path / "b", lambda completions: [1.0] * len(completions), "qwen3", beta=0.0)
+    assert {n for n in names if not any(p.fullmatch(n) for p in documented().values())} == set()
+    unseen = {n for n, p in documented().items() if not any(map(p.fullmatch, names))}
+    assert unseen == NOT_LOGGED_HERE
