@@ -5,7 +5,7 @@ import torch
 
 from rloo.algorithm.advantages import Stored
 from rloo.algorithm.update import update
-from rloo.model.batch import pack, pad
+from rloo.model.batch import pad
 from rloo.model.policy import Policy
 from support.models import CPU, make_model, make_samples
 from support.terms import terms_of
@@ -72,20 +72,6 @@ def test_its_gradient_is_that_of_the_models_own_loss(name, checkpointing, tmp_pa
             torch.testing.assert_close(found, parameter.grad, atol=1e-6, rtol=1e-4)
     routers = [p for key, p in model.named_parameters() if "router" in key or "mlp.gate." in key]
     assert routers and all(p.grad.abs().max() > 1e-4 for p in routers)
-
-
-def test_a_shared_prompt_counts_once_for_each_of_its_completions():
-    samples = make_samples(2, 3)
-    for make in (lambda s: pack(s, torch.device("cpu")), lambda s: pad(s, torch.device("cpu"), 0)):
-        batch = make(samples)
-        assert batch.multiplicity.shape == batch.inputs["input_ids"].shape
-        assert batch.multiplicity.sum() == sum(
-            len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples
-        )
-    packed = pack(samples, torch.device("cpu"))
-    assert packed.multiplicity[0, : len(samples[0].prompt_ids)].tolist() == [3] * len(
-        samples[0].prompt_ids
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,9 @@
-import dataclasses
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo.config.config import RLOOConfig
-from rloo.model.batch import exceeds, split
+from rloo.model.batch import split
 from rloo.model.loading import load_model
-from rloo.model.logprobs import token_logprobs
 from support.models import CONFIGS, make_linear_attention_model, make_model, make_samples
 from support.policies import TEMPERATURE, gradients, make_policy, one_by_one, weights_of
 
@@ -98,38 +94,6 @@ def test_an_unknown_output_head_is_refused():
         policy.check_forward(make_samples())
 
 
-@pytest.mark.parametrize("chunk_elements", [97, 97 * 7, 97 * 1000])
-def test_chunks_of_the_vocabulary_change_nothing_and_bound_the_largest_tensor(chunk_elements):
-    torch.manual_seed(0)
-    head = torch.nn.Linear(16, 97)
-    targets = torch.randint(0, 97, (50,))
-    hidden = torch.randn(50, 16, requires_grad=True)
-    largest = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, tuple) else (result,):
-                of_tokens = isinstance(tensor, torch.Tensor) and tensor.shape != (16, 97)
-                if of_tokens and tensor.shape[-1:] == (97,):
-                    largest.append(tensor.numel())
-            return result
-
-    with Watch():
-        logprobs, _ = token_logprobs(
-            head, hidden, targets, temperature=0.5, vocab_size=97, chunk_elements=chunk_elements
-        )
-        (logprobs * weights_of(50)).sum().backward()
-    assert max(largest) <= max(chunk_elements, 97)
-    computed = hidden.grad.clone(), head.weight.grad.clone()
-    hidden.grad, head.weight.grad = None, None
-    expected = (head(hidden) / 0.5).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    (expected * weights_of(50)).sum().backward()
-    assert torch.allclose(logprobs, expected, atol=1e-5)
-    assert torch.allclose(computed[0], hidden.grad, atol=1e-5)
-    assert torch.allclose(computed[1], head.weight.grad, atol=1e-5)
-
-
 def test_micro_batches_do_not_change_the_gradient():
     samples = make_samples(4, 4)
     results = []
@@ -148,17 +112,6 @@ def test_micro_batches_do_not_change_the_gradient():
         for parameter, gradient in computed.items():
             expected = results[0][1][parameter]
             assert (gradient - expected).norm() <= 1e-5 * expected.norm(), parameter
-
-
-def test_whole_groups_stay_whole():
-    samples = make_samples(4, 4)
-    for budget in (10_000, 150, 10):
-        parts = split(samples, budget, whole_groups=True)
-        assert [s.key for part in parts for s in part] == [s.key for s in samples]
-        for number in range(4):
-            assert sum(any(s.key[0] == number for s in part) for part in parts) == 1
-    assert exceeds(samples, 10)
-    assert not exceeds(samples, 10_000)
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone():
@@ -277,25 +230,6 @@ def test_optimizers_and_schedules_by_name(optim, schedule):
     assert decays == [0.1, 0.0]
 
 
-def test_padded_micro_batches_count_their_padding():
-    samples = make_samples(4, 4)
-    policy = make_policy(make_model("llama"), packing=False)
-    for whole_groups in (True, False):
-        parts = split(samples, 300, whole_groups=whole_groups, packed=False)
-        assert [s.key for part in parts for s in part] == [s.key for s in samples]
-        assert len(parts) > 1
-        assert all(policy.batch(part).num_input_tokens <= 300 for part in parts)
-    # A prompt of 2 and completions of 1 and 9: 2 + 0 + 8 packed, 2 rows of 10 padded.
-    group = [
-        dataclasses.replace(samples[0], key=(0, k), prompt_ids=[5, 6], token_ids=[7] * length)
-        for k, length in enumerate((1, 9))
-    ]
-    assert exceeds(group, 9, packed=True)
-    assert not exceeds(group, 10, packed=True)
-    assert exceeds(group, 19, packed=False)
-    assert not exceeds(group, 20, packed=False)
-
-
 def test_optimizers_and_schedules_that_cannot_be_made_are_named():
     with pytest.raises(ValueError, match="optim is galore_adamw; that family is not part"):
         make_policy(make_model("llama"), optim="galore_adamw")
@@ -303,45 +237,3 @@ def test_optimizers_and_schedules_that_cannot_be_made_are_named():
         make_policy(
             make_model("llama"), lr_scheduler_type="cosine", lr_scheduler_kwargs={"nonsense": 1}
         )
-
-
-def test_entropy_keeps_float32_under_autocast():
-    torch.manual_seed(0)
-    hidden, targets = torch.randn(40, 16), torch.randint(0, 97, (40,))
-    head = torch.nn.Linear(16, 97)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = head(hidden).float()
-        logprobs, entropy = token_logprobs(
-            head, hidden.requires_grad_(), targets, temperature=1.0, vocab_size=97
-        )
-    expected = torch.distributions.Categorical(logits=logits.detach())
-    assert (entropy - expected.entropy()).abs().max() < 1e-5
-    assert (logprobs - expected.log_prob(targets)).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("cached_elements", [1, 97 * 7, 97 * 1000])
-def test_impossible_tokens_and_large_logits_leave_entropy_exact(cached_elements, monkeypatch):
-    monkeypatch.setattr("rloo.model.logprobs.CACHED_ELEMENTS", cached_elements)
-    torch.manual_seed(0)
-    logits = 30 * torch.randn(50, 97)
-    logits[:, 5] = -torch.inf
-    targets = torch.full((50,), 7)
-    distribution = torch.distributions.Categorical(logits=logits[:, torch.arange(97) != 5].double())
-    expected = distribution.entropy().float()
-    logprobs, entropy = token_logprobs(
-        lambda hidden: hidden + 0, logits.requires_grad_(), targets, temperature=1.0, vocab_size=97
-    )
-    assert (entropy - expected).abs().max() < 1e-4
-    assert (logprobs - logits.detach().log_softmax(-1)[:, 7]).abs().max() < 1e-4
-    logprobs.sum().backward()
-    expected_gradient = -logits.detach().softmax(-1)
-    expected_gradient[:, 7] += 1
-    assert (logits.grad - expected_gradient).abs().max() < 1e-6
-
-
-def test_a_prompt_is_computed_once_for_all_its_completions():
-    samples = make_samples(3, 4)
-    batch = make_policy(make_model("llama")).batch(samples)
-    prompts = {sample.key[0]: len(sample.prompt_ids) for sample in samples}
-    inner = sum(len(sample.token_ids) - 1 for sample in samples)
-    assert batch.inputs["input_ids"].shape == (1, sum(prompts.values()) + inner)

@@ -1,14 +1,24 @@
 """`profile`: what is written about where time and memory went, and that nothing else changes."""
 
+import itertools
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from rloo.report.profiling import StepProfile
-from support.training import equal, make_config, make_trainer, metrics_of, weights, without_times
+from support.training import (
+    count_words,
+    equal,
+    make_config,
+    make_trainer,
+    metrics_of,
+    weights,
+    without_times,
+)
 
 
 def seconds_of(report: str, row: str) -> float:
@@ -28,20 +38,28 @@ def test_a_profiled_run_is_the_same_run(tmp_path):
 
 
 @pytest.mark.parametrize("max_steps, profiled", [(1, 1), (2, 2), (4, 3)])
-def test_the_third_rollout_or_the_last_is_accounted_for(tmp_path, capsys, max_steps, profiled):
+def test_the_third_rollout_or_the_last_is_accounted_for(
+    tmp_path, capsys, monkeypatch, max_steps, profiled
+):
+    clock = itertools.count()  # every look at it takes a second
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+
+    def reward(completions, **_):
+        for _ in range(1000):
+            time.perf_counter()
+        return count_words(completions)
+
     config = make_config(tmp_path, profile=True, max_steps=max_steps)
-    make_trainer(config).train()
+    make_trainer(config, reward).train()
     folder = Path(config.output_dir, "profile")
     report = (folder / "report.md").read_text()
     assert report.startswith(f"# Profile of rollout {profiled}, optimizer steps {profiled} to")
     assert report.splitlines()[0] in capsys.readouterr().out
-    # The phases are the metrics' own: the same seconds, but for the profiler's own beginning.
+    # The phases are the metrics' own, but for the metrics' two looks at the clock.
     row = metrics_of(config)[profiled - 1]
-    for phase in ("sample", "reward", "credit", "update"):
-        assert seconds_of(report, phase) == pytest.approx(row[f"time/{phase}"], abs=0.005)
-    assert (
-        seconds_of(report, "all") >= sum(v for k, v in row.items() if k.startswith("time/")) - 0.005
-    )
+    phases = ("sample", "reward", "credit", "update")
+    assert all(0 <= row[f"time/{name}"] - seconds_of(report, name) <= 2 for name in phases)
+    assert 1000 < seconds_of(report, "reward") < seconds_of(report, "all") < 1100
     operators = report.partition("| operator")[2]
     assert len(re.findall(r"^\| .* s \| +[\d.]+ % \| +[\d,]+ \|$", operators, re.MULTILINE)) == 10
     assert "| aten::mm " in operators or "| aten::addmm " in operators

@@ -1,7 +1,6 @@
 """The built-in rewards on completions whose score is known by hand, and how a spec finds them."""
 
 import re
-import time
 
 import pytest
 
@@ -67,12 +66,11 @@ def test_a_format_must_match_the_whole_completion_and_fit_the_cap():
         make_format(pattern="(")
 
 
-def test_the_default_format_takes_little_time_on_hostile_text():
+def test_the_default_format_reads_hostile_text_in_linear_time():
+    """Texts so long that a quadratic reading would run into the time limit of the tests."""
     pieces = ["<think>", "</think><answer>", "<think></think><answer></answer>", " ", "<"]
-    start = time.perf_counter()
-    texts = ["<think></think>" + piece * (19_000 // len(piece)) for piece in pieces]
-    assert make_format()(texts) == [0.0] * len(texts)
-    assert time.perf_counter() - start < 2
+    texts = ["<think></think>" + piece * (1_000_000 // len(piece)) for piece in pieces]
+    assert make_format(max_characters=2_000_000)(texts) == [0.0] * len(texts)
 
 
 def test_length_is_1_in_the_band_and_falls_linearly_outside():

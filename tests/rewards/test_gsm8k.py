@@ -1,7 +1,6 @@
 """The GSM8K reward on 200 real references: right, wrong and disguised answers, counted exactly."""
 
 import json
-import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -185,13 +184,12 @@ def test_a_reference_of_none_does_not_apply_and_an_unreadable_one_is_an_error():
         gsm8k_reward(["#### 1", "#### 6"], ["1", "six"])
 
 
-def test_long_hostile_texts_take_little_time():
-    start = time.perf_counter()
+def test_long_hostile_texts_are_read_in_linear_time():
+    """So long that a quadratic reading would run into the time limit of the tests."""
     pieces = ["1,111", "9", "#### ", "\\boxed{", "answer is ", "-", "$ ", "1/", "\\frac{1}", "1.1"]
-    texts = [piece * (200_000 // len(piece)) for piece in pieces]
+    texts = [piece * (1_000_000 // len(piece)) for piece in pieces]
     assert set(gsm8k_reward(texts, ["7"] * len(texts))) == {0.0}
     assert set(gsm8k_format_reward(texts)) == {0.0}
-    assert time.perf_counter() - start < 5
 
 
 def test_the_format_is_one_last_line_with_one_mark_and_one_number():

@@ -1,7 +1,6 @@
 """The math reward: equivalence, missing references, and hostile texts that must not cost much."""
 
 import threading
-import time
 
 import pytest
 
@@ -71,7 +70,8 @@ def test_a_dataset_without_a_reference_is_refused_before_the_first_sample(math_r
         make_math(seconds=0)
 
 
-def test_long_and_deep_texts_are_wrong_and_take_little_time(math_reward):
+def test_long_and_deep_texts_are_wrong_and_little_of_them_is_judged(math_reward, monkeypatch):
+    """None were a text that took longer than its deadline."""
     hostile = [
         r"\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}",
         r"\boxed{" + "{" * 3000,
@@ -80,9 +80,10 @@ def test_long_and_deep_texts_are_wrong_and_take_little_time(math_reward):
         "$" * 1_000_000,
         "7" * 1_000_000,
     ]
-    start = time.perf_counter()
+    judged, ask = [], math_reward._ask
+    monkeypatch.setattr(math_reward, "_ask", lambda line: judged.append(len(line)) or ask(line))
     assert math_reward(hostile, answer=["42"] * len(hostile)) == [0.0] * len(hostile)
-    assert time.perf_counter() - start < 5
+    assert len(judged) <= 3 and max(judged) < 3000
 
 
 def test_after_an_interrupt_no_verdict_is_taken_for_the_next_one(monkeypatch):
@@ -100,7 +101,7 @@ def test_after_an_interrupt_no_verdict_is_taken_for_the_next_one(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_computed_in_time_is_missing_and_the_worker_comes_back():
+def test_what_cannot_be_computed_in_time_is_missing_and_the_worker_comes_back(monkeypatch):
     bombs = [
         r"\boxed{9^{9^{9^{9}}}}",
         r"\boxed{9^{9^{9^9}}+1}",
@@ -111,13 +112,16 @@ def test_what_cannot_be_computed_in_time_is_missing_and_the_worker_comes_back():
         r"\boxed{\sum_{k=1}^{10^{12}} \frac{1}{k^2}}",
     ]
     reward = make_math(seconds=1.0)
+    started, start = [], reward._start
+    monkeypatch.setattr(reward, "_start", lambda: started.append(1) or start())
+    missing = 0
     fine = r"\boxed{42}"
     for bomb in bombs:
-        start = time.perf_counter()
         first, second = reward([bomb, fine], answer=["42", "42"])
-        # The deadline and the start of two workers on a busy machine.
-        assert time.perf_counter() - start < 15, bomb
+        missing += first is None
         assert first in (None, 0.0), bomb
         assert second == 1.0, bomb
+        assert len(started) == 1 + missing, bomb
+    assert missing > 2
     assert reward([bombs[0]], answer=["42"]) == [None]
     reward.close()

@@ -8,14 +8,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from rloo.model.state import (
     capture_rng,
     load_optimizer,
     optimizer_tensors,
-    parameter_shapes,
-    require_same_shapes,
     restore_rng,
 )
 from rloo.run import checkpoint as module
@@ -28,6 +25,7 @@ from rloo.run.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from support.optimizers import make_optimizer, take_step
 from support.training import identical
 
 
@@ -35,25 +33,6 @@ def write_model(folder):
     (folder / "model.safetensors").write_bytes(b"weights" * 100)
     (folder / "adapter").mkdir()
     (folder / "adapter" / "config.json").write_text("{}")
-
-
-def make_optimizer(size=3, kind=torch.optim.AdamW, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, size), nn.Linear(size, 2))
-    groups = [
-        {"params": list(model[0].named_parameters(prefix="0")), "weight_decay": 0.1},
-        {"params": list(model[1].named_parameters(prefix="1")), "lr": 0.003},
-    ]
-    return model, kind(groups, lr=0.01, **options)
-
-
-def take_step(model, optimizer):
-    """One step whose data comes from all three global generators."""
-    scale = random.random() + np.random.rand()
-    loss = (model(torch.randn(5, 4)) * scale).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 def make_checkpoint(step=1, **changes):
@@ -87,7 +66,7 @@ def names(directory):
         (torch.optim.Adafactor, {}),
     ],
 )
-def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(tmp_path, kind, options):
+def test_an_optimizer_goes_on_from_a_checkpoint_to_the_last_bit(tmp_path, kind, options):
     def schedule(optimizer):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
@@ -152,86 +131,12 @@ def test_state_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_state_in_another_precision_than_the_weights_keeps_its_bits():
-    def make():
-        parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-        optimizer.state[parameter]["momentum_buffer"] = torch.tensor([1 / 3, 1e-9, 7.0])
-        return optimizer
-
-    saved, loaded = make(), make()
-    next(iter(loaded.state.values()))["momentum_buffer"].zero_()
-    load_optimizer(loaded, *optimizer_tensors(saved))
-    (buffer,) = (state["momentum_buffer"] for state in loaded.state.values())
-    assert identical(buffer, torch.tensor([1 / 3, 1e-9, 7.0]))
-
-
-def test_a_loaded_optimizer_shares_no_memory_with_what_it_was_loaded_from():
-    model, optimizer = make_optimizer()
-    take_step(model, optimizer)
-    tensors, meta = optimizer_tensors(optimizer)
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    other, other_optimizer = make_optimizer()
-    load_optimizer(other_optimizer, tensors, meta)
-    take_step(other, other_optimizer)
-    assert identical(tensors, before)
-
-
 def test_tensors_that_share_memory_are_saved(tmp_path):
     flat = torch.arange(6.0)
     tree = {"left": flat[:3], "right": flat[3:], "again": flat, "turned": flat.view(2, 3).T}
     saved = make_checkpoint(scheduler=tree)
     path = save_checkpoint(tmp_path, saved, write_model=write_model, keep=None)
     assert identical(load_checkpoint(path).scheduler, tree)
-
-
-def test_an_optimizer_of_another_model_is_refused_and_unchanged():
-    model, optimizer = make_optimizer(size=3)
-    take_step(model, optimizer)
-    tensors, meta = optimizer_tensors(optimizer)
-    _, other = make_optimizer(size=5)
-    before = other.state_dict()
-    with pytest.raises(
-        ValueError, match=r"parameter 0\.weight is \[3, 4\] there and \[5, 4\] here"
-    ):
-        load_optimizer(other, tensors, meta)
-    assert identical(other.state_dict(), before)
-    unnamed = torch.optim.AdamW([torch.zeros(3, 4)], lr=0.1)
-    with pytest.raises(ValueError, match=r"0\.weight is \[3, 4\] there and absent here"):
-        load_optimizer(unnamed, tensors, meta)
-
-
-def test_models_are_compared_by_the_names_and_shapes_of_their_parameters():
-    shapes = parameter_shapes(nn.Linear(2, 3))
-    assert shapes == {"weight": [3, 2], "bias": [3]}
-    require_same_shapes(shapes, {"bias": [3], "weight": [3, 2]})
-    with pytest.raises(ValueError, match="parameter bias is absent there"):
-        require_same_shapes({"weight": [3, 2]}, shapes)
-
-
-def test_generators_go_on_from_the_captured_state():
-    np.random.standard_normal()  # leaves the second of a pair behind
-    state = json.loads(json.dumps({"numpy": capture_rng()["numpy"]}))
-    state = {**capture_rng(), **state}
-
-    def draw():
-        return (
-            random.random(),
-            random.gauss(0, 1),
-            np.random.standard_normal(3).tolist(),
-            torch.rand(3),
-        )
-
-    first = draw()
-    restore_rng(state)
-    assert identical(draw(), first)
-
-
-def test_generator_states_of_absent_devices_are_reported(monkeypatch):
-    state = capture_rng()
-    here = len(state["cuda"])
-    with pytest.warns(UserWarning, match=f"of {here + 2} CUDA devices and there are {here}"):
-        restore_rng({**state, "cuda": [*state["cuda"], torch.zeros(1), torch.zeros(1)]})
 
 
 # Writing atomically

@@ -1,0 +1,74 @@
+"""Log-probs and entropies of tokens from hidden states, beside torch's own on all logits."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rloo.model.logprobs import token_logprobs
+from support.policies import weights_of
+
+
+@pytest.mark.parametrize("chunk_elements", [97, 97 * 7, 97 * 1000])
+def test_chunks_of_the_vocabulary_change_nothing_and_bound_the_largest_tensor(chunk_elements):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(16, 97)
+    targets = torch.randint(0, 97, (50,))
+    hidden = torch.randn(50, 16, requires_grad=True)
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple) else (result,):
+                of_tokens = isinstance(tensor, torch.Tensor) and tensor.shape != (16, 97)
+                if of_tokens and tensor.shape[-1:] == (97,):
+                    largest.append(tensor.numel())
+            return result
+
+    with Watch():
+        logprobs, _ = token_logprobs(
+            head, hidden, targets, temperature=0.5, vocab_size=97, chunk_elements=chunk_elements
+        )
+        (logprobs * weights_of(50)).sum().backward()
+    assert max(largest) <= max(chunk_elements, 97)
+    computed = hidden.grad.clone(), head.weight.grad.clone()
+    hidden.grad, head.weight.grad = None, None
+    expected = (head(hidden) / 0.5).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    (expected * weights_of(50)).sum().backward()
+    assert torch.allclose(logprobs, expected, atol=1e-5)
+    assert torch.allclose(computed[0], hidden.grad, atol=1e-5)
+    assert torch.allclose(computed[1], head.weight.grad, atol=1e-5)
+
+
+def test_entropy_keeps_float32_under_autocast():
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(40, 16), torch.randint(0, 97, (40,))
+    head = torch.nn.Linear(16, 97)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = head(hidden).float()
+        logprobs, entropy = token_logprobs(
+            head, hidden.requires_grad_(), targets, temperature=1.0, vocab_size=97
+        )
+    expected = torch.distributions.Categorical(logits=logits.detach())
+    assert (entropy - expected.entropy()).abs().max() < 1e-5
+    assert (logprobs - expected.log_prob(targets)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("cached_elements", [1, 97 * 7, 97 * 1000])
+def test_impossible_tokens_and_large_logits_leave_entropy_exact(cached_elements, monkeypatch):
+    monkeypatch.setattr("rloo.model.logprobs.CACHED_ELEMENTS", cached_elements)
+    torch.manual_seed(0)
+    logits = 30 * torch.randn(50, 97)
+    logits[:, 5] = -torch.inf
+    targets = torch.full((50,), 7)
+    distribution = torch.distributions.Categorical(logits=logits[:, torch.arange(97) != 5].double())
+    expected = distribution.entropy().float()
+    logprobs, entropy = token_logprobs(
+        lambda hidden: hidden + 0, logits.requires_grad_(), targets, temperature=1.0, vocab_size=97
+    )
+    assert (entropy - expected).abs().max() < 1e-4
+    assert (logprobs - logits.detach().log_softmax(-1)[:, 7]).abs().max() < 1e-4
+    logprobs.sum().backward()
+    expected_gradient = -logits.detach().softmax(-1)
+    expected_gradient[:, 7] += 1
+    assert (logits.grad - expected_gradient).abs().max() < 1e-6
