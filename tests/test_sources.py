@@ -24,22 +24,15 @@ MAX_METHOD_LINES = 1200
 MAX_METHOD_FILE_LINES = 250
 MAX_POLICY_METHODS = 12
 
-# Above a limit when the limit came. Exactly these are: what is mended leaves the list, and nothing
-# joins it. Of the first, the trainer has TRL's parameters and the attention transformers'.
+# The signatures of others: TRL's trainer, transformers' attention functions.
 MANY_PARAMETERS = {
-    "rloo.algorithm.objective.importance_weights",
-    "rloo.algorithm.objective.policy_loss",
-    "rloo.algorithm.update.micro_loss",
     "rloo.data.prompts.__init__",
     "rloo.model.attention._attention_forward",
     "rloo.report.model_card.model_card",
     "rloo.run.evaluate.evaluate",
-    "rloo.run.session.__init__",
     "rloo.run.setup.make_source",
     "rloo.run.trainer.__init__",
 }
-LONG_METHOD = {"train", "advantages", "objective", "all together"}
-MANY_METHODS = {"Policy"}
 
 # From low to high: a module imports from its own folder and from rows below, and nothing imports in
 # a circle; imports that only a type checker sees count. docs/architecture.md has the reasons.
@@ -231,15 +224,14 @@ def test_the_method_is_short():
     long = {name for name, length in lines.items() if length > MAX_METHOD_FILE_LINES}
     if sum(lines.values()) > MAX_METHOD_LINES:
         long.add("all together")
-    assert long == LONG_METHOD
+    assert not long
 
 
 def test_the_policy_has_few_public_methods():
     tree = parse(SOURCE / "rloo/model/policy.py")
     (policy,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Policy")
     methods = [n.name for n in policy.body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
-    many = {"Policy"} if len(methods) > MAX_POLICY_METHODS else set()
-    assert many == MANY_METHODS, methods
+    assert len(methods) <= MAX_POLICY_METHODS, methods
 
 
 def test_nothing_that_runs_data_as_code():

@@ -90,5 +90,5 @@ def test_generators_go_on_from_the_captured_state():
 def test_generator_states_of_absent_devices_are_reported(monkeypatch):
     state = capture_rng()
     here = len(state["cuda"])
-    with pytest.warns(UserWarning, match=f"of {here + 2} CUDA devices, here are {here}"):
+    with pytest.warns(UserWarning, match=f"of {here + 2} CUDA devices and there are {here}"):
         restore_rng({**state, "cuda": [*state["cuda"], torch.zeros(1), torch.zeros(1)]})
