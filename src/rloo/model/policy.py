@@ -97,21 +97,21 @@ class Policy:
     def logprobs(self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS) -> TokenScores:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients if
         they are enabled. `chunk_elements`: see `token_logprobs`."""
-        with self.autocast(), self._offloading():
+        with self._autocast(), self._offloading():
             scores: TokenScores = self.scorer(batch, chunk_elements=chunk_elements)
         return scores
 
     def score(self, batch: MicroBatch) -> Tensor:
         """The log-probs alone, without gradients: (T,)."""
-        with self.autocast():
+        with self._autocast():
             return self.scorer.logprobs(batch)
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """The same under the frozen reference: (T,). Raises ValueError without one (beta 0)."""
-        with self.autocast():
+        with self._autocast():
             return self.reference.logprobs(batch)
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[Any]:
         """The precision of the computation."""
         if self.config.bf16 or self.config.fp16:
             dtype = torch.bfloat16 if self.config.bf16 else torch.float16
