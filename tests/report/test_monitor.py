@@ -15,6 +15,7 @@ from rich.console import Console
 from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.formula import objective_line
+from rloo.config.presets import PRESETS
 from rloo.report import console, monitor
 from rloo.report.monitor import Monitor, versions
 from rloo.report.records import strict
@@ -111,83 +112,46 @@ def make_accuracy(value, low, high, **others):
             "gradient = mean over answers of (r_i - mean of the other r_j) * grad log p(answer_i)",
         ),
         (
-            {"beta": 0.0, "num_iterations": 2, "epsilon_high": 0.3},
-            "gradient = mean over answers of (r_i - mean of the other r_j) * "
-            "clip(ratio_i, 0.8, 1.3) * grad log p(answer_i)",
+            {"beta": 0.0, "mean_level": "batch", "reward_clip_range": (-1, 2), "entropy_coef": 0.1},
+            "gradient = mean over answers of (r_i - mean of the other r_j) * grad log p(answer_i); "
+            "with reward_clip_range (-1.0, 2.0), mean_level batch, entropy_coef 0.1",
         ),
         (
-            {
-                "beta": 0.0,
-                "mean_level": "batch",
-                "mean_leave1out": False,
-                "std_level": "group",
-                "reward_clip_range": (-1, 2),
-                "loss_aggregation": "token_mean",
-            },
-            "gradient = sum over answers of (clip(r_i, -1, 2) - mean of the clip(r_j, -1, 2) of "
-            "the batch) / std of the group * grad log p(answer_i) / tokens of all answers",
+            {"kl_placement": "loss", "kl_estimator": "k3", "mask_truncated_completions": True},
+            "gradient = mean over answers of (r_i - mean of the other r_j) * grad log p(answer_i); "
+            "with beta 0.05, kl_placement loss, kl_estimator k3, mask_truncated_completions True",
         ),
         (
-            {
-                "beta": 0.0,
-                "mean_level": "none",
-                "normalize_advantages": True,
-                "mask_truncated_completions": True,
-                "loss_aggregation": "constant",
-                "loss_constant": 128,
-            },
-            "gradient = mean over answers of standardised over the rollout[r_i] * grad log "
-            "p(answer_i) / 128.0, 0 for truncated answers",
+            {"beta": 0.0, "loss_aggregation": "constant", "normalize_rewards": "running"},
+            "gradient = mean over answers of (r_i - mean of the other r_j) * grad log p(answer_i); "
+            "with loss_aggregation constant, normalize_rewards running, loss_constant 512.0",
         ),
         (
-            {"preset": "grpo"},
-            "gradient = mean over answers of ((r_i - mean of the r_j) / std of the group * "
-            "grad log p(answer_i) - 0.04 grad k3 KL_i) / tokens of answer_i",
+            {"estimator": "my.py:opo", "estimator_kwargs": {"power": 2}},
+            "gradient = mean over answers of A_i * grad log p(answer_i); with estimator my.py:opo, "
+            "beta 0.05, estimator_kwargs.power 2",
+        ),
+        ({"preset": "grpo"}, f"{PRESETS['grpo'].formula}; with beta 0.04"),
+        ({"preset": "dr_grpo"}, f"{PRESETS['dr_grpo'].formula}; with loss_constant 512.0"),
+        ({"preset": "areal"}, PRESETS["areal"].formula),
+        (
+            {"preset": "areal", "beta": 0.1, "estimator_kwargs": {"kl_in_baseline": True}},
+            f"{PRESETS['areal'].formula}; with beta 0.1, estimator_kwargs.kl_in_baseline True",
         ),
         (
-            {"preset": "openrlhf"},
-            "gradient = sum over answers of (clip((r_i - mean of the other r_j), -10, 10) - "
-            "0.01 KL_i to come) * grad log p(answer_i) / tokens of all answers",
+            {"preset": "verl", "estimator": "grpo", "missing_eos_penalty": 1},
+            f"{PRESETS['verl'].formula}; with estimator grpo, beta 0.001, missing_eos_penalty 1.0",
         ),
         (
-            {"preset": "areal", "beta": 0.1},
-            "gradient = sum over answers of standardised over the rollout's tokens[((clip(10 (r_i "
-            "- 0.5), -20, 20) - mean of the other clip(10 (r_j - 0.5), -20, 20)) - 0.1 KL_i to "
-            "come)] * token_mask(trainer / sampler, 5) * grad log p(answer_i) / tokens of all "
-            "answers",
+            {"preset": "paper"},
+            "gradient = mean over answers of (r_i - 0.05 KL_i - mean of the other "
+            "(r_j - 0.05 KL_j)) * grad log p(answer_i)",
         ),
-        (
-            {"preset": "areal_docs"},
-            "gradient = sum over answers of (clip(r_i, -20, 20) - 0.1 KL_i to come - mean over all "
-            "other tokens of the group of (clip(r_j, -20, 20) - 0.1 KL_j to come)) * grad log "
-            "p(answer_i) / tokens of all answers",
-        ),
-        (
-            {"preset": "nemo_rl", "entropy_coef": 0.01, "num_iterations": 2, "delta": 3},
-            "gradient = sum over answers of ((r_i - mean of the other r_j) / std of the group's "
-            "others * clip(ratio of the token, 0.8, 1.2, dual 3) * grad log p(answer_i) - 0.01 "
-            "grad k3 KL_i + 0.01 grad entropy_i) / tokens of all answers",
-        ),
-        (
-            {"beta": 0.0, "mean_level": "running"},
-            "gradient = mean over answers of (r_i - mean of earlier rollouts) * grad log "
-            "p(answer_i)",
-        ),
-        (
-            {
-                "beta": 0.0,
-                "mean_level": "none",
-                "missing_eos_penalty": 1,
-                "normalize_rewards": "batch",
-            },
-            "gradient = mean over answers of standardised over the rollout[(r_i - 1 if "
-            "truncated)] * grad log p(answer_i)",
-        ),
+        ({"preset": "trl", "beta": 0.1}, f"{PRESETS['trl'].formula}; with beta 0.1"),
     ],
 )
-def test_the_formula_shows_what_acts_and_nothing_else(options, expected):
-    config = make_shown_config(**options)
-    assert objective_line(config, batches_of(config, world_size=1)) == expected
+def test_the_formula_is_the_preset_s_with_every_part_that_is_unlike_it(options, expected):
+    assert objective_line(make_shown_config(**options)) == expected
 
 
 def test_the_header_is_one_line_a_fact(tmp_path):

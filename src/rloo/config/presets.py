@@ -235,23 +235,38 @@ def loss_form(name: str | None) -> LossForm:
     return LossForm() if name is None else PRESETS[name].loss_form
 
 
-def unlike(name: str, other: str = "paper") -> str:
-    """The parts of the objective in which preset `name` differs from `other`, with its values."""
-    ours, theirs = _parts(name), _parts(other)
-    return ", ".join(f"{part} {value}" for part, value in ours.items() if value != theirs[part])
+def parts_of(options: Mapping[str, Any], form: LossForm) -> dict[str, Any]:
+    """The parts of an objective by name: `options`, which are those in BASE, arguments of the
+    estimator, and what a preset does to the loss."""
+    parts = dict(options)
+    defaults = ARGUMENTS if parts["estimator"] == "composed" else {}
+    arguments = defaults | (parts.pop("estimator_kwargs") or {})
+    parts |= {f"estimator_kwargs.{name}": value for name, value in arguments.items()}
+    return parts | {"count_unscored": form.count_unscored}
+
+
+def preset_parts(name: str) -> dict[str, Any]:
+    """The parts of the objective under the preset `name`."""
+    return parts_of(preset_options(name), loss_form(name))
+
+
+def differences(ours: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    """The parts of `ours` that are not as usual, each with its value."""
+    unlike = [f"{name} {value}" for name, value in ours.items() if value != usual.get(name)]
+    return ", ".join(unlike)
 
 
 def describe_preset(name: str) -> list[str]:
     """What a preset means, what it sets unlike the paper, and where each of the others differs."""
-    preset = PRESETS[name]
+    preset, ours = PRESETS[name], preset_parts(name)
     lines = [f"preset {name}: {preset.formula}", f"source: {preset.source}"]
     lines += [f"warning: {preset.warning}"] if preset.warning else []
-    lines.append(f"unlike the paper's form: {unlike(name) or 'nothing'}")
-    lines += [
-        f"{other} differs in: {unlike(other, name) or 'nothing'}"
-        for other in PRESETS
-        if other != name
-    ]
+    unlike = differences(ours, preset_parts("paper"))
+    lines.append(f"unlike the paper's form: {unlike or 'nothing'}")
+    for other in PRESETS:
+        if other != name:
+            unlike = differences(preset_parts(other), ours)
+            lines.append(f"{other} differs in: {unlike or 'nothing'}")
     return lines
 
 
@@ -289,12 +304,3 @@ def remarks(config: Options) -> list[str]:
         if value != default and not config.sync_ref_model:
             found.append(f"{name} is {value} and has no effect: sync_ref_model is false")
     return found
-
-
-def _parts(name: str) -> dict[str, Any]:
-    """Options, arguments of the estimator and form of the loss under a preset, side by side. What
-    a preset only allows is no part of it."""
-    options = preset_options(name)
-    arguments = ARGUMENTS | (options.pop("estimator_kwargs") or {})
-    named = {f"estimator_kwargs.{argument}": value for argument, value in arguments.items()}
-    return {**options, **named, "count_unscored": loss_form(name).count_unscored}

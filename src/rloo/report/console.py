@@ -68,7 +68,7 @@ def header(info: Mapping[str, Any], config: RLOOConfig, batches: Batches) -> lis
     rollout = f"{prompts} prompts x {generations} generations = {prompts * generations} completions"
     if batches.steps_per_rollout > 1:
         rollout += f", used for {batches.steps_per_rollout} steps"
-    objective = objective_line(config, batches)
+    objective = objective_line(config)
     rows = {**info, "precision": precision, "rollout": rollout, "objective": objective}
     width = max(map(len, rows))
     return [f"{name:{width}}  {_describe(value)}" for name, value in rows.items()]

@@ -58,7 +58,7 @@ def model_card(
     preset = f" (preset {config.preset})" if config.preset else ""
     where = f" on {', '.join(map(_shown, datasets))}" if datasets else ""
     facts = {
-        "Objective": f"{objective_line(config, batches)}{preset}",
+        "Objective": f"{objective_line(config)}{preset}",
         "Completions per prompt": str(config.num_generations),
         "KL coefficient": f"{config.beta:g}",
         "Learning rate": f"{config.learning_rate:g} ({config.lr_scheduler_type})",
