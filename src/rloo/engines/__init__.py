@@ -50,10 +50,7 @@ def _make_native(inputs: EngineInputs) -> Made:
     model, no_copy = inputs.model, inputs.no_copy
     if no_copy is None and can_fuse(model) and supports(model, weights=inputs.weights) is None:
         engine = NativeEngine(
-            model,
-            pad_token_id=inputs.pad_token_id,
-            precision=inputs.precision,
-            dtype=inputs.dtype,
+            model, pad_token_id=inputs.pad_token_id, precision=inputs.precision, dtype=inputs.dtype
         )
         return engine, None
     reason = supports(model, fused=False)

@@ -70,10 +70,7 @@ def build_optimizer(model: PreTrainedModel, config: RLOOConfig) -> torch.optim.O
     decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {
-            "params": [p for n, p in trained if n in decayed],
-            "weight_decay": config.weight_decay,
-        },
+        {"params": [p for n, p in trained if n in decayed], "weight_decay": config.weight_decay},
         {"params": [p for n, p in trained if n not in decayed], "weight_decay": 0.0},
     ]
     try:
