@@ -122,17 +122,15 @@ def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> M
     rows = [s.prompt_ids + s.token_ids[:-1] for s in ordered]
     width = max(len(row) for row in rows)
     pixels = [(sample.key[0], sample.pixels) for sample in ordered]
-    source: list[list[int]] = []
-    for number, (sample, row) in enumerate(zip(ordered, rows, strict=True)):
-        first = number * width + len(sample.prompt_ids) - 1
-        source.append(list(range(first, number * width + len(row))))
+    source = [
+        list(range(number * width + len(sample.prompt_ids) - 1, number * width + len(row)))
+        for number, (sample, row) in enumerate(zip(ordered, rows, strict=True))
+    ]
+    padded = [row + [pad_token_id] * (width - len(row)) for row in rows]
+    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
     inputs = {
-        "input_ids": torch.tensor(
-            [row + [pad_token_id] * (width - len(row)) for row in rows], device=device
-        ),
-        "attention_mask": torch.tensor(
-            [[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device
-        ),
+        "input_ids": torch.tensor(padded, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
         **join_inputs(pixels, [0] * len(rows), width, device),
     }
     return _micro_batch(ordered, inputs, inputs["attention_mask"], source, device)
