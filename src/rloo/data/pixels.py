@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,20 +15,24 @@ from torch.nn import functional as F
 # The processor's output with one entry per token; all others are per image.
 _PER_TOKEN = "token_type_ids"
 
+Inputs: TypeAlias = Mapping[str, Tensor]
+
 
 def join_inputs(
-    rows: Sequence[Mapping[str, Tensor] | None],
+    prompts: Sequence[tuple[int, Callable[[], Inputs] | None]],
     starts: Sequence[int],
     width: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
     """Join the image inputs of each row's prompt into those of one forward pass.
 
-    Rows have `width` tokens; `starts` says where in its row each prompt begins; None in `rows`
-    stands for a prompt without images. Per-token inputs are placed along the rows, with 0 (text)
-    elsewhere. Per-image inputs are concatenated; smaller images are padded with zeros, which models
-    cut off again.
+    `prompts` has for each row a number of its prompt and its `Prompt.pixels`, which is called once
+    per number. Rows have `width` tokens; `starts` says where in its row each prompt begins.
+    Per-token inputs are placed along the rows, with 0 (text) elsewhere. Per-image inputs are
+    concatenated; smaller images are padded with zeros, which models cut off again.
     """
+    inputs = {number: make and make() for number, make in dict(prompts).items()}
+    rows = [inputs[number] for number, _ in prompts]
     present = [row for row in rows if row is not None]
     joined = {}
     for name in dict.fromkeys(name for row in present for name in row):
@@ -39,7 +44,7 @@ def join_inputs(
 
 
 def _lay_along(
-    name: str, rows: Sequence[Mapping[str, Tensor] | None], starts: Sequence[int], width: int
+    name: str, rows: Sequence[Inputs | None], starts: Sequence[int], width: int
 ) -> Tensor:
     joined = torch.zeros(len(rows), width, dtype=torch.long)
     for target, row, start in zip(joined, rows, starts, strict=True):

@@ -31,10 +31,7 @@ SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 
 
 def load_rows(
-    spec: Given | str | Path,
-    *,
-    split: str = "train",
-    config_name: str | None = None,
+    spec: Given | str | Path, *, split: str = "train", config_name: str | None = None
 ) -> Dataset | IterableDataset:
     """Load the rows of a dataset, at least one; a stream is returned as it is.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -48,23 +49,17 @@ def _make_native(inputs: EngineInputs) -> Made:
     from rloo.engines.native.supported import supports
 
     model, no_copy = inputs.model, inputs.no_copy
+    make = partial(
+        NativeEngine, model, pad_token_id=inputs.pad_token_id, precision=inputs.precision
+    )
     if no_copy is None and can_fuse(model) and supports(model, weights=inputs.weights) is None:
-        engine = NativeEngine(
-            model,
-            pad_token_id=inputs.pad_token_id,
-            precision=inputs.precision,
-            dtype=inputs.dtype,
-        )
-        return engine, None
+        return make(dtype=inputs.dtype), None
     reason = supports(model, fused=False)
     if reason is not None:
         note = f"sampling with transformers' generate (slower): the native engine cannot, {reason}"
         return _make_hf(inputs)[0], note
-    engine = NativeEngine(
-        model, pad_token_id=inputs.pad_token_id, precision=inputs.precision, fused=False
-    )
     why = no_copy or "its arithmetic is not among those that are fused"
-    return engine, f"sampling runs {type(model).__name__} layer by layer (slower): {why}"
+    return make(fused=False), f"sampling runs {type(model).__name__} layer by layer (slower): {why}"
 
 
 def _make_hf(inputs: EngineInputs) -> Made:

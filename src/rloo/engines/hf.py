@@ -11,30 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from rloo.data.images import image_token_ids
 from rloo.data.pixels import join_inputs
-from rloo.engines.in_process import Drawn, InProcessEngine, Row
-from rloo.engines.noise import row_keys, uniforms
+from rloo.engines.in_process import Drawn, InProcessEngine, Row, pad_left
+from rloo.engines.noise import uniforms
 from rloo.engines.sampling import StopText, draw, gather_logprobs, invert_cdf
 from rloo.types import Sampling, Weights
-
-# Bytes that the cache of one call of `generate` may occupy; further rows wait for the next call.
-CACHE_BYTES = 2 << 30
 
 
 class HFEngine(InProcessEngine):
@@ -45,44 +31,23 @@ class HFEngine(InProcessEngine):
     include them, as in training, so that the difference shows.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        pad_token_id: int,
-        cache_bytes: int = CACHE_BYTES,
-        precision: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            "hf", model, pad_token_id=pad_token_id, cache_bytes=cache_bytes, precision=precision
-        )
+    name = "hf"
+    default_cache_bytes = 2 << 30
 
     def load(self, weights: Weights, version: int) -> None:
         """Nothing is copied: the engine shares the policy's module."""
         self.version = version
 
-    def _draw(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
-        device = self._model.device
-        width = max(len(prompt.token_ids) for prompt, _ in rows)
-        padding = [width - len(prompt.token_ids) for prompt, _ in rows]
-        input_ids = torch.tensor(
-            [
-                [self._pad_token_id] * pad + prompt.token_ids
-                for pad, (prompt, _) in zip(padding, rows, strict=True)
-            ],
-            device=device,
-        )
-        pads = torch.tensor(padding, device=device)
-        keys = row_keys(
-            noise,
-            torch.tensor([prompt.noise_id for prompt, _ in rows], device=device),
-            torch.tensor([k for _, k in rows], device=device),
-        )
+    def _draw(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
+        device = keys.device
+        input_ids, pads = pad_left([p.token_ids for p, _ in rows], self._pad_token_id, device)
+        width = input_ids.shape[1]
+        pixels = [(prompt.noise_id, prompt.pixels) for prompt, _ in rows]
         drawing = _Drawing(sampling, keys, pads, width, image_token_ids(self._model.config))
         with _no_defaults(self._model):
             self._model.generate(  # type: ignore[operator]
                 input_ids,
-                **join_inputs(_pixels(rows), padding, width, device),
+                **join_inputs(pixels, pads.tolist(), width, device),
                 attention_mask=(torch.arange(width, device=device) >= pads[:, None]).long(),
                 generation_config=GenerationConfig(
                     max_new_tokens=sampling.max_tokens,
@@ -93,7 +58,7 @@ class HFEngine(InProcessEngine):
                     pad_token_id=self._pad_token_id,
                 ),
                 logits_processor=LogitsProcessorList([drawing]),
-                stopping_criteria=StoppingCriteriaList([_AtStopText(drawing)]),
+                stopping_criteria=transformers.StoppingCriteriaList([_AtStopText(drawing)]),
             )
         return (
             drawing.tokens,
@@ -101,13 +66,6 @@ class HFEngine(InProcessEngine):
             drawing.behavior_logprobs,
             drawing.stop_text.lengths,
         )
-
-
-def _pixels(rows: Sequence[Row]) -> list[dict[str, Any] | None]:
-    """The image inputs of each row's prompt, computed once per prompt."""
-    prompts = {prompt.noise_id: prompt for prompt, _ in rows}
-    made = {key: prompt.pixels and prompt.pixels() for key, prompt in prompts.items()}
-    return [made[prompt.noise_id] for prompt, _ in rows]
 
 
 @contextmanager
@@ -161,7 +119,7 @@ class _Drawing(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
 
-class _AtStopText(StoppingCriteria):
+class _AtStopText(transformers.StoppingCriteria):
     """Ends rows whose last token completed a stop string."""
 
     def __init__(self, drawing: _Drawing) -> None:
@@ -176,7 +134,7 @@ class _PenaltyBehindPadding(LogitsProcessor):
     left padding, which only newer versions of transformers can exclude."""
 
     def __init__(self, penalty: float, pads: Tensor) -> None:
-        self._penalty = RepetitionPenaltyLogitsProcessor(penalty)
+        self._penalty = transformers.RepetitionPenaltyLogitsProcessor(penalty)
         self._pads = pads
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -193,11 +151,11 @@ def _make_filters(sampling: Sampling, pads: Tensor) -> LogitsProcessorList:
     filters = LogitsProcessorList()
     if sampling.repetition_penalty != 1.0:
         filters.append(_PenaltyBehindPadding(sampling.repetition_penalty, pads))
-    filters.append(TemperatureLogitsWarper(sampling.temperature))
+    filters.append(transformers.TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k > 0:
-        filters.append(TopKLogitsWarper(sampling.top_k))
+        filters.append(transformers.TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
-        filters.append(TopPLogitsWarper(sampling.top_p))
+        filters.append(transformers.TopPLogitsWarper(sampling.top_p))
     if sampling.min_p > 0.0:
-        filters.append(MinPLogitsWarper(sampling.min_p))
+        filters.append(transformers.MinPLogitsWarper(sampling.min_p))
     return filters

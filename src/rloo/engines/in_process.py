@@ -7,11 +7,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rloo.engines.noise import row_keys
 from rloo.engines.sampling import check_request, collect_completions
 from rloo.types import Completion, EngineFacts, Prompt, Sampling
 
@@ -65,6 +67,16 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
+def pad_left(
+    rows: Sequence[list[int]], pad_token_id: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Rows of token ids, padded on the left to the longest (R, W), and by how much (R,)."""
+    width = max(map(len, rows))
+    padding = [width - len(ids) for ids in rows]
+    padded = [[pad_token_id] * pad + ids for pad, ids in zip(padding, rows, strict=True)]
+    return torch.tensor(padded, device=device), torch.tensor(padding, device=device)
+
+
 def cache_bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of the keys and values of one token over all layers (an upper estimate)."""
     config = model.config.get_text_config()
@@ -79,14 +91,17 @@ class InProcessEngine(ABC):
     """Samples `Row`s with the policy's module, as many at once as `cache_bytes` allow. `precision`
     is that of its autocast (None: the module computes in its own)."""
 
+    name: ClassVar[str]
+    # Bytes that the caches of one wave may occupy; further rows wait for the next wave.
+    default_cache_bytes: ClassVar[int]
+
     def __init__(
         self,
-        name: str,
         model: PreTrainedModel,
         *,
         pad_token_id: int,
-        cache_bytes: int,
-        precision: torch.dtype | None,
+        cache_bytes: int | None = None,
+        precision: torch.dtype | None = None,
         copies_weights: bool = False,
     ) -> None:
         self._model = model
@@ -95,7 +110,7 @@ class InProcessEngine(ABC):
         self.version = -1
         cached = cache_bytes_per_token(model)
         self.facts = EngineFacts(
-            name,
+            self.name,
             copies_weights=copies_weights,
             shares_memory=True,
             exact_noise=True,
@@ -105,7 +120,7 @@ class InProcessEngine(ABC):
             completion_token_bytes=cached + 16,
             # Four float32 numbers per vocabulary entry while a token is drawn.
             row_bytes=16 * model.config.get_text_config().vocab_size,
-            cache_bytes=cache_bytes,
+            cache_bytes=self.default_cache_bytes if cache_bytes is None else cache_bytes,
         )
 
     def sample(
@@ -124,11 +139,18 @@ class InProcessEngine(ABC):
         with borrowed(self._model, self._precision):
             for start in range(0, len(rows), wave):
                 part = rows[start : start + wave]
-                drawn = self._draw([(prompts[index], k) for index, k in part], sampling, noise)
+                wave_rows = [(prompts[index], k) for index, k in part]
+                drawn = self._draw(wave_rows, self._keys(wave_rows, noise), sampling)
                 finished = collect_completions(drawn, sampling.stop_token_ids)
                 completions.update(zip(part, finished, strict=True))
         return [[completions[i, k] for k in range(num_samples)] for i in range(len(prompts))]
 
+    def _keys(self, rows: list[Row], noise: int) -> Tensor:
+        device = self._model.device
+        ids = torch.tensor([prompt.noise_id for prompt, _ in rows], device=device)
+        return row_keys(noise, ids, torch.tensor([k for _, k in rows], device=device))
+
     @abstractmethod
-    def _draw(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
-        """What `collect_completions` takes, of one wave in the order of its `rows`."""
+    def _draw(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
+        """What `collect_completions` takes, of one wave in the order of its `rows`; `keys` (R,)
+        are those of their noise."""

@@ -187,12 +187,8 @@ def collect_completions(
     ended = (whole <= limit).tolist()
     lengths = whole.clamp(max=limit).tolist()
     completions = []
-    for row, length, stop in zip(
-        zip(tokens.tolist(), policy.tolist(), behavior.tolist(), strict=True),
-        lengths,
-        ended,
-        strict=True,
-    ):
+    rows = zip(tokens.tolist(), policy.tolist(), behavior.tolist(), strict=True)
+    for row, length, stop in zip(rows, lengths, ended, strict=True):
         ids, policy_logprobs, behavior_logprobs = (values[:length] for values in row)
         if not all(map(math.isfinite, policy_logprobs)):
             raise FloatingPointError(

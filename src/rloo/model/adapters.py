@@ -68,7 +68,7 @@ class Adapter:
                 "kept of its start: model.delete_adapter removes it)"
             )
         _check_config(self.wrapper.peft_config[TRAINED])
-        for name, layer in self._layers():
+        for name, layer in _adapted_layers(self.model):
             variant = getattr(layer, "lora_variant", {}).get(TRAINED)
             if variant is not None and not type(variant).__name__.startswith("Dora"):
                 raise ValueError(
@@ -85,15 +85,16 @@ class Adapter:
 
     def _check_tied(self) -> None:
         """peft adapts only one of two tied matrices; the merged weights would not fit the base."""
+        if not getattr(self.model.config.get_text_config(), "tie_word_embeddings", False):
+            return
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        if getattr(self.model.config.get_text_config(), "tie_word_embeddings", False):
-            for name, layer in self._layers():
-                if any(layer is end for end in ends):
-                    raise ValueError(
-                        f"{name} is adapted, but its weight is also the other embedding's "
-                        "(tie_word_embeddings); leave it out of lora_target_modules and "
-                        "lora_modules_to_save (target_modules, modules_to_save)"
-                    )
+        for name, layer in _adapted_layers(self.model):
+            if any(layer is end for end in ends):
+                raise ValueError(
+                    f"{name} is adapted, but its weight is also the other embedding's "
+                    "(tie_word_embeddings); leave it out of lora_target_modules and "
+                    "lora_modules_to_save (target_modules, modules_to_save)"
+                )
 
     def _check_trained(self) -> None:
         trained = [n for n, p in self.model.named_parameters() if p.requires_grad]
@@ -106,12 +107,6 @@ class Adapter:
                 f"{others[0]} is trained beside the adapter, with which it would not be saved; "
                 "name its module in modules_to_save (peft_config) or freeze it"
             )
-
-    def _layers(self) -> Iterator[tuple[str, Any]]:
-        kinds = _layer_kinds()
-        for name, module in self.model.named_modules():
-            if isinstance(module, kinds):
-                yield name, module
 
     # -- computing -------------------------------------------------------------------------------
 
@@ -135,11 +130,10 @@ class Adapter:
             return
         config = copy.deepcopy(self.wrapper.peft_config[TRAINED])
         self.wrapper.add_adapter(REFERENCE, config)
-        parameters = dict(self.model.named_parameters())
+        parameters = {tuple(name.split(".")): p for name, p in self.model.named_parameters()}
         for name, parameter in parameters.items():
-            parts = name.split(".")
-            if REFERENCE in parts:
-                original = ".".join(TRAINED if part == REFERENCE else part for part in parts)
+            if REFERENCE in name:
+                original = tuple(TRAINED if part == REFERENCE else part for part in name)
                 parameter.data.copy_(parameters[original].data)
         self._has_reference = True
 
@@ -208,14 +202,11 @@ def is_adapted(model: Any) -> bool:
 def refuse_loose_layers(model: nn.Module) -> None:
     """Raise ValueError for a transformers model that contains adapters but is in no PeftModel: its
     parameter names and files would not be those of a model."""
-    if "peft" in sys.modules:
-        kinds = _layer_kinds()
-        for name, module in model.named_modules():
-            if isinstance(module, kinds):
-                raise ValueError(
-                    f"{name} has an adapter and no PeftModel is around the model; give the "
-                    "PeftModel itself, or the folder of the adapter (model)"
-                )
+    for name, _ in _adapted_layers(model):
+        raise ValueError(
+            f"{name} has an adapter and no PeftModel is around the model; give the "
+            "PeftModel itself, or the folder of the adapter (model)"
+        )
 
 
 def add_adapter(model: Any, peft_config: Any) -> Any:
@@ -265,15 +256,19 @@ def lora_config(config: RLOOConfig) -> Any:
     )
 
 
+def find_file(name: str, file: str, revision: str) -> str | None:
+    """The path of a file of `name`, a folder or hub id; None if it has no such file. Raises OSError
+    for an unknown name."""
+    return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
+
+
 def find_base(name: str, revision: str = "main") -> str | None:
     """The name of the base model of the adapter `name`, a folder or hub id; None if `name` is not
     an adapter. Raises ValueError for an adapter that names no base."""
     try:
-        found = cached_file(
-            name, CONFIG_FILE, revision=revision, _raise_exceptions_for_missing_entries=False
-        )
+        found = find_file(name, CONFIG_FILE, revision)
     except OSError:  # no such name: reported when the model itself is loaded
-        return None
+        found = None
     if found is None:
         return None
     base = _peft().PeftConfig.from_pretrained(str(Path(found).parent)).base_model_name_or_path
@@ -380,6 +375,11 @@ def _original(layer: Any) -> nn.Module:
     if isinstance(layer, _peft().utils.ModulesToSaveWrapper):
         return layer.original_module
     return in_full(layer.get_base_layer())
+
+
+def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    kinds = _layer_kinds() if "peft" in sys.modules else ()
+    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))
 
 
 def _layer_kinds() -> tuple[type, ...]:

@@ -8,6 +8,7 @@ after the caller has returned.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,23 +31,14 @@ class Layout(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Options:
     """A layer's arguments to its attention other than queries, keys and values."""
 
-    __slots__ = ("scaling", "sinks", "sliding_window", "softcap")
-
-    def __init__(
-        self,
-        *,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        sliding_window: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
-        self.scaling = scaling
-        self.softcap = softcap
-        self.sliding_window = sliding_window
-        self.sinks = sinks
+    scaling: float | None = None
+    softcap: float | None = None
+    sliding_window: int | None = None
+    sinks: Tensor | None = None
 
     def scaling_of(self, query: Tensor) -> float:
         """The factor of the scores; by default 1 / sqrt(head size)."""
@@ -166,10 +158,8 @@ def causal_mask(
     queries: int, keys: int, device: torch.device, sliding_window: int | None = None
 ) -> Tensor:
     """bool (queries, keys), True where the key is seen; the queries are the last positions."""
-    distance = (
-        torch.arange(keys - queries, keys, device=device)[:, None]
-        - torch.arange(keys, device=device)[None, :]
-    )
+    key = torch.arange(keys, device=device)
+    distance = key[keys - queries :, None] - key
     mask = distance >= 0
     return mask if sliding_window is None else mask & (distance < sliding_window)
 
@@ -194,12 +184,9 @@ def incompatibility(model: PreTrainedModel) -> str | None:
         return f"{type(model).__name__} is an encoder-decoder model"
     if is_vision_config(model.config):
         return f"{type(model).__name__} reads images"
-    other = set(getattr(config, "layer_types", None) or []) - {
-        "full_attention",
-        "sliding_attention",
-    }
-    if other:
-        return f"{type(model).__name__} has layers of type {', '.join(sorted(other))}"
+    types = set(getattr(config, "layer_types", None) or [])
+    if other := sorted(types - {"full_attention", "sliding_attention"}):
+        return f"{type(model).__name__} has layers of type {', '.join(other)}"
     if not model._supports_attention_backend:
         return f"{type(model).__name__} does not let its attention function be replaced"
     return None

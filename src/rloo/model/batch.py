@@ -121,18 +121,17 @@ def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> M
     ordered = _in_order(samples)
     rows = [s.prompt_ids + s.token_ids[:-1] for s in ordered]
     width = max(len(row) for row in rows)
-    source: list[list[int]] = []
-    for number, (sample, row) in enumerate(zip(ordered, rows, strict=True)):
-        first = number * width + len(sample.prompt_ids) - 1
-        source.append(list(range(first, number * width + len(row))))
+    pixels = [(sample.key[0], sample.pixels) for sample in ordered]
+    source = [
+        list(range(number * width + len(sample.prompt_ids) - 1, number * width + len(row)))
+        for number, (sample, row) in enumerate(zip(ordered, rows, strict=True))
+    ]
+    padded = [row + [pad_token_id] * (width - len(row)) for row in rows]
+    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
     inputs = {
-        "input_ids": torch.tensor(
-            [row + [pad_token_id] * (width - len(row)) for row in rows], device=device
-        ),
-        "attention_mask": torch.tensor(
-            [[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device
-        ),
-        **join_inputs(_pixels(ordered), [0] * len(rows), width, device),
+        "input_ids": torch.tensor(padded, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+        **join_inputs(pixels, [0] * len(rows), width, device),
     }
     return _micro_batch(ordered, inputs, inputs["attention_mask"], source, device)
 
@@ -167,13 +166,6 @@ def _micro_batch(
         ),
         lengths=lengths.tolist(),
     )
-
-
-def _pixels(ordered: Sequence[Sample]) -> list[dict[str, Any] | None]:
-    """The image inputs of each sample, computed once per prompt."""
-    made = {group[0].key[0]: group[0].pixels for group in _by_group(ordered)}
-    inputs = {number: make and make() for number, make in made.items()}
-    return [inputs[s.key[0]] for s in ordered]
 
 
 def _in_order(samples: Sequence[Sample]) -> list[Sample]:

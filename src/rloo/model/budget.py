@@ -28,6 +28,9 @@ from rloo.types import Sample
 
 # The usable share of a CPU's free memory; the rest is for memory that torch does not allocate.
 CPU_SHARE = 0.9
+# The files of a control group, version 1 and 2: its limit, its usage, and what can be taken back.
+_GROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_GROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 # A micro-batch that certainly needs less than this share of the free memory is not measured.
 _CERTAIN_SHARE = 0.5
 _UNLIMITED = 2**60
@@ -209,12 +212,7 @@ def _control_groups(
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        base = root / "memory" if controllers else root
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if controllers
-            else ("memory.max", "memory.current", "inactive_file")
-        )
+        base, names = (root / "memory", _GROUP_V1) if controllers else (root, _GROUP_V2)
         folder = base / path.strip("/")
         # In a container the path may be the host's; the container's own group is then the root.
         for place in {folder, *folder.parents} if folder.exists() else {base}:

@@ -16,35 +16,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# The queries and keys of one call, as ranges of the packed row.
-Call = tuple[slice, slice]
+# Ranges of the packed row: of tokens that see themselves, and of queries with the keys they share.
+Calls = tuple[Sequence[slice], Sequence[tuple[slice, slice]]]
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    own: Sequence[Call],
-    shared: Sequence[Call],
-    scaling: float,
+    query: Tensor, key: Tensor, value: Tensor, calls: Calls, *, scaling: float
 ) -> Tensor:
     """Attention: query (H, T, D), key and value (H_kv, T, D), of one dtype, to (T, H, D).
 
-    `own` are causal calls of tokens on themselves, which cover the row once; `shared` are further
-    keys, all of which some of the queries see. `scaling` multiplies the scores.
+    The first of the `calls` are causal, of tokens on themselves, and cover the row once; the others
+    are further keys, all of which some of the queries see. `scaling` multiplies the scores.
     """
     groups = key.shape[0]
     repeats = query.shape[0] // groups
-    output: Tensor = _PackedFlash.apply(
+    output = _PackedFlash.apply(
         query.unflatten(0, (groups, repeats)),
         key[:, None].expand(-1, repeats, -1, -1),
         value[:, None].expand(-1, repeats, -1, -1),
-        own,
-        shared,
+        calls,
         scaling,
     )
     return output.permute(2, 0, 1, 3).flatten(1, 2)
@@ -55,24 +48,16 @@ class _PackedFlash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        own: Sequence[Call],
-        shared: Sequence[Call],
-        scaling: float,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Calls, scaling: float
     ) -> Tensor:
         precise = torch.promote_types(query.dtype, torch.float32)
         output = _empty_by_token(query, precise)
         normalizer = query.new_empty(query.shape[:3], dtype=precise)
-        for queries, keys in own:
-            output[:, :, queries], normalizer[:, :, queries] = _attend(
-                query[:, :, queries],
-                key[:, :, keys],
-                value[:, :, keys],
-                is_causal=True,
-                scale=scaling,
+        own, shared = calls
+        for tokens in own:
+            states = (x[:, :, tokens] for x in (query, key, value))
+            output[:, :, tokens], normalizer[:, :, tokens] = _attend(
+                *states, is_causal=True, scale=scaling
             )
         for queries, keys in shared:
             part, more = _attend(
@@ -84,8 +69,7 @@ class _PackedFlash(torch.autograd.Function):
             normalizer[:, :, queries] += F.softplus(difference)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, normalizer)
-        ctx.calls = own, shared
-        ctx.scaling = scaling
+        ctx.calls, ctx.scaling = calls, scaling
         return output
 
     @staticmethod
@@ -107,15 +91,14 @@ class _PackedFlash(torch.autograd.Function):
                 scale=ctx.scaling,
             )
 
-        for queries, keys in own:
-            parts = differentiate(queries, keys, True)
-            for result, part in zip(results, parts, strict=True):
-                result[:, :, queries] = part
+        for tokens in own:
+            for result, part in zip(results, differentiate(tokens, tokens, True), strict=True):
+                result[:, :, tokens] = part
         for queries, keys in shared:
             parts = differentiate(queries, keys, False)
             for result, part, place in zip(results, parts, (queries, keys, keys), strict=True):
                 result[:, :, place] += part
-        return *results, None, None, None
+        return *results, None, None
 
 
 def _empty_by_token(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,14 +16,13 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
 from rloo.config.arguments import RLOOArguments
 from rloo.config.config import RLOOConfig
 from rloo.data.images import is_vision_config
 from rloo.data.tasks import resolve_model
-from rloo.model.adapters import add_adapter, find_base, is_adapted, load_adapter, lora_config
+from rloo.model import adapters
 from rloo.model.quantization import quantization_of
 
 
@@ -56,7 +55,7 @@ def obtain_model(
     adapters."""
     if peft_config is not None and args.use_peft:
         raise ValueError("peft_config is given and use_peft is true; both add an adapter")
-    if isinstance(model, PreTrainedModel) or is_adapted(model):
+    if isinstance(model, PreTrainedModel) or adapters.is_adapted(model):
         loaded: PreTrainedModel = model  # type: ignore[assignment] # or a PeftModel
         if not loaded.can_generate():
             raise ValueError(
@@ -78,11 +77,9 @@ def obtain_model(
                     "the model has no name by which its tokenizer could be found; pass the "
                     "tokenizer as well (processing_class)"
                 )
+            trust, images = args.trust_remote_code, is_vision_config(loaded.config)
             processing_class = load_processing_class(
-                str(loaded.name_or_path),
-                "main",
-                trust=args.trust_remote_code,
-                images=is_vision_config(loaded.config),
+                str(loaded.name_or_path), trust=trust, images=images
             )
     elif model is None or isinstance(model, str):
         args = args.with_values(model=model or args.model)
@@ -96,9 +93,9 @@ def obtain_model(
             f"model is a {type(model).__name__}; it must be a hub id, a folder, a transformers "
             "model or a PeftModel"
         )
-    peft_config = peft_config or lora_config(args)
+    peft_config = peft_config or adapters.lora_config(args)
     if peft_config is not None:
-        loaded = add_adapter(loaded, peft_config)
+        loaded = adapters.add_adapter(loaded, peft_config)
     return loaded, processing_class, args
 
 
@@ -124,12 +121,12 @@ def load_model(
     name = resolve_model(str(config.model))
     trust = options.pop("trust_remote_code", config.trust_remote_code)
     revision = options.get("revision", "main")
-    base = find_base(name, revision)
+    base = adapters.find_base(name, revision)
     if base is not None:
         options.pop("revision", None)
     auto_class = _auto_class(base or name, options.get("revision", "main"), trust)
     if processing_class is None:
-        own = base is None or _has_tokenizer(name, revision)
+        own = base is None or adapters.find_file(name, "tokenizer_config.json", revision)
         processing_class = load_processing_class(
             name if own else str(base),
             revision if own else "main",
@@ -147,7 +144,7 @@ def load_model(
             ) from error
         if few_bits is not None:
             _copy_from_file(model)
-        adapted = model if base is None else load_adapter(model, name, revision)
+        adapted = model if base is None else adapters.load_adapter(model, name, revision)
     return adapted, processing_class
 
 
@@ -190,16 +187,6 @@ def _auto_class(name: str, revision: str, trust: bool) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _has_tokenizer(name: str, revision: str) -> bool:
-    found = cached_file(
-        name,
-        "tokenizer_config.json",
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-    )
-    return found is not None
-
-
 def load_processing_class(
     name: str, revision: str = "main", *, trust: bool = False, images: bool = False
 ) -> PreTrainedTokenizerBase | ProcessorMixin:
@@ -213,12 +200,9 @@ def load_processing_class(
         )
     try:
         auto_class = transformers.AutoProcessor if images else transformers.AutoTokenizer
-        found: PreTrainedTokenizerBase | ProcessorMixin = auto_class.from_pretrained(
-            name, revision=revision, trust_remote_code=trust
-        )
+        return auto_class.from_pretrained(name, revision=revision, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} has no tokenizer that can be loaded (model): {error}") from error
-    return found
 
 
 @contextmanager

@@ -106,10 +106,7 @@ def token_logprobs(
     """
 
     def select(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = _SelectLogprobs.apply(
-            head(hidden_chunk), targets_chunk, temperature
-        )
-        return result
+        return _SelectLogprobs.apply(head(hidden_chunk), targets_chunk, temperature)
 
     rows = max(1, chunk_elements // vocab_size)
     if hidden.shape[0] <= rows:

@@ -24,7 +24,7 @@ from rloo.model.batch import pack, pad
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.optimizers import build_optimizer
 from rloo.model.policy import Policy
-from rloo.model.quantization import statistics_bytes
+from rloo.model.quantization import statistics
 from rloo.types import Sample
 
 # The shares of a micro-batch's lengths at which it is measured. Memory is linear in tokens; if
@@ -181,9 +181,9 @@ def silence_profiler() -> None:
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, and of the scales of quantised ones. Shared
     tensors count once."""
-    tensors = [*module.parameters(), *module.buffers()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values()) + statistics_bytes(module)
+    tensors = (*module.parameters(), *module.buffers(), *statistics(module))
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def gradient_bytes(policy: Policy) -> int:

@@ -86,15 +86,11 @@ def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iter
         return (_host_like(tensor).copy_(tensor, non_blocking=True),)
 
     def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        fetched: Tensor = packed[0].to(device, non_blocking=True)
-        return fetched
+        return packed if isinstance(packed, Tensor) else packed[0].to(device, non_blocking=True)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
 def _host_like(tensor: Tensor) -> Tensor:
-    pinned = tensor.device.type == "cuda"
-    return torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")

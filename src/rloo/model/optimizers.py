@@ -70,10 +70,7 @@ def build_optimizer(model: PreTrainedModel, config: RLOOConfig) -> torch.optim.O
     decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {
-            "params": [p for n, p in trained if n in decayed],
-            "weight_decay": config.weight_decay,
-        },
+        {"params": [p for n, p in trained if n in decayed], "weight_decay": config.weight_decay},
         {"params": [p for n, p in trained if n not in decayed], "weight_decay": 0.0},
     ]
     try:
@@ -89,11 +86,10 @@ def build_optimizer(model: PreTrainedModel, config: RLOOConfig) -> torch.optim.O
 
 
 def _factory(model: PreTrainedModel, config: RLOOConfig) -> tuple[Any, dict[str, Any]]:
-    arguments = to_training_arguments(config)
-    made: tuple[Any, dict[str, Any]] = transformers.Trainer.get_optimizer_cls_and_kwargs(
-        arguments, model
+    make, options = transformers.Trainer.get_optimizer_cls_and_kwargs(
+        to_training_arguments(config), model
     )
-    return made[0], {name: _read(value) for name, value in made[1].items()}
+    return make, {name: _read(value) for name, value in options.items()}
 
 
 def _read(value: Any) -> Any:
@@ -109,8 +105,7 @@ def _read(value: Any) -> Any:
 
 def _check_arguments(model: PreTrainedModel, config: RLOOConfig, options: dict[str, Any]) -> None:
     """Refuse `optim_args` that the optimizer does not read, which transformers silently drops."""
-    given = [part for part in (config.optim_args or "").replace(" ", "").split(",") if part]
-    for part in given:
+    for part in filter(None, (config.optim_args or "").replace(" ", "").split(",")):
         name = part.partition("=")[0]
         try:
             # A value that is nobody's default makes a difference only if the name is read.
@@ -141,7 +136,7 @@ def _settle_bitsandbytes(optimizer: Any, model: nn.Module) -> None:
 
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: RLOOConfig, num_training_steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
+) -> Scheduler:
     """The schedule `config.lr_scheduler_type`. Raises ValueError for arguments that do not fit."""
     name, options = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
     try:

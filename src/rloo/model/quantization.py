@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import BitsAndBytesConfig
 
 from rloo.config.config import RLOOConfig
 
@@ -41,8 +42,6 @@ def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
     if not chosen:
         return None
     _bitsandbytes()
-    from transformers import BitsAndBytesConfig
-
     ((name, value),) = chosen.items()
     if name == "load_in_4bit":
         value = BitsAndBytesConfig(
@@ -61,8 +60,6 @@ def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
 
 def _from_dict(values: dict[str, Any]) -> Any:
     """Refuse unknown names, which transformers would drop."""
-    from transformers import BitsAndBytesConfig
-
     known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
     for name in values.keys() - known - {"quant_method"}:
         raise ValueError(f"quantization_config has {name}, which BitsAndBytesConfig does not know")
@@ -70,8 +67,6 @@ def _from_dict(values: dict[str, Any]) -> Any:
 
 
 def _check(value: Any) -> None:
-    from transformers import BitsAndBytesConfig
-
     if not isinstance(value, BitsAndBytesConfig):
         raise ValueError(
             f"quantization_config is a {type(value).__name__}; transformers' BitsAndBytesConfig is "
@@ -114,8 +109,8 @@ def prepare(model: Any, config: RLOOConfig, *, adapted: bool) -> list[str]:
     altered by an earlier forward, and for a model without quantised layers if they were asked for.
     """
     layers = list(quantised_layers(model))
-    kind = getattr(model, "quantization_method", None)
     if not layers:
+        kind = getattr(model, "quantization_method", None)
         if kind is not None and getattr(model, "is_quantized", False):
             raise ValueError(
                 f"the model is quantised by {getattr(kind, 'value', kind)}; bitsandbytes is the "
@@ -204,9 +199,9 @@ def count_parameters(model: nn.Module) -> int:
     )
 
 
-def statistics_bytes(model: nn.Module) -> int:
-    """Bytes of the quantisation statistics, which are not parameters: scales and code books."""
-    tensors = []
+def statistics(model: nn.Module) -> list[Tensor]:
+    """The quantisation statistics, which are not parameters: scales and code books."""
+    tensors: list[Any] = []
     for _, layer in quantised_layers(model):
         if not _is_4bit(layer):
             tensors.append(_row_scales(layer))
@@ -215,12 +210,7 @@ def statistics_bytes(model: nn.Module) -> int:
         for part in (state, state.state2):
             if part is not None:
                 tensors += [part.absmax, part.code, part.offset]
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in tensors
-        if isinstance(t, Tensor)
-    }
-    return sum(storages.values())
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
 class _Product(torch.autograd.Function):
@@ -234,16 +224,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        return gradient @ full_weight(ctx.layer).to(gradient.dtype), None
+        return gradients[0] @ full_weight(ctx.layer).to(gradients[0].dtype), None
 
 
 def _multiply(layer: Any, states: Tensor) -> Tensor:
     kind = states.device.type
     if torch.is_autocast_enabled(kind):
         states = states.to(torch.get_autocast_dtype(kind))
-    product: Tensor = _Product.apply(states, layer)
-    return product
+    return _Product.apply(states, layer)
 
 
 def _is_4bit(layer: Any) -> bool:
@@ -253,8 +241,7 @@ def _is_4bit(layer: Any) -> bool:
 def _row_scales(layer: Any) -> Tensor:
     # bitsandbytes' forward moves the scales from one attribute to the other.
     scales = getattr(layer.weight, "SCB", None)
-    found: Tensor = layer.state.SCB if scales is None else scales
-    return found
+    return layer.state.SCB if scales is None else scales
 
 
 def _precision(config: RLOOConfig) -> torch.dtype:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rloo.model.attention import Options, attend
-from rloo.model.flash import Call, attend_packed
+from rloo.model.flash import Calls, attend_packed
 
 # The number of elements of the largest mask that is kept. A larger one is replaced by masks of
 # blocks of queries, which the backward recomputes, so that no array grows with tokens squared.
@@ -81,21 +81,11 @@ class _Rows:
             mask = self._mask(window, queries, last)
             return attend(query[:, :, queries], key[:, :, :last], value[:, :, :last], mask, options)
 
-        outputs = []
-        for start in range(0, width, block):
-            queries = slice(start, min(start + block, width))
-            outputs.append(
-                checkpoint(
-                    attend_block,
-                    queries,
-                    query,
-                    key,
-                    value,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            )
-        return torch.cat(outputs, dim=2)
+        attend_again = partial(
+            checkpoint, attend_block, use_reentrant=False, preserve_rng_state=False
+        )
+        blocks = [slice(start, min(start + block, width)) for start in range(0, width, block)]
+        return torch.cat([attend_again(queries, query, key, value) for queries in blocks], dim=2)
 
     def _mask(self, sliding_window: int | None, queries: slice, keys: int) -> Tensor:
         """bool (R, 1, queries, keys), True where a query sees one of the first `keys` keys. Windows
@@ -143,9 +133,9 @@ class PackedLayout:
         self._device = device
 
     @cached_property
-    def _calls(self) -> tuple[list[Call], list[Call]]:
+    def _calls(self) -> Calls:
         """The calls of each span on itself, and those of a prompt's completions on the prompt."""
-        own: list[Call] = []
+        own: list[slice] = []
         prompts: list[slice] = []
         ends: list[int] = []
         for span in self._spans:
@@ -156,7 +146,7 @@ class PackedLayout:
             else:
                 ends[span.prompt] = span.stop
             if span.stop > span.start:
-                own.append((tokens, tokens))
+                own.append(tokens)
         shared = [
             (slice(prompt.stop, end), prompt)
             for prompt, end in zip(prompts, ends, strict=True)
@@ -185,13 +175,12 @@ class PackedLayout:
         """Attention: query (1, H, T, D), key and value (1, H_kv, T, D) to (1, T, H, D)."""
         plain = options.softcap is None and options.sinks is None
         if query.device.type == "cpu" and plain and options.sliding_window is None:
-            scaling = options.scaling_of(query)
             dtype = value.dtype
             if torch.is_autocast_enabled("cpu"):
                 dtype = torch.get_autocast_dtype("cpu")
-            own, shared = self._calls
-            parts = (x[0].to(dtype) for x in (query, key, value))
-            return attend_packed(*parts, own=own, shared=shared, scaling=scaling)[None]
+            scaling = options.scaling_of(query)
+            query, key, value = (x[0].to(dtype) for x in (query, key, value))
+            return attend_packed(query, key, value, self._calls, scaling=scaling)[None]
         return self._attend_in_rows(query, key, value, options)
 
     def _attend_in_rows(

@@ -6,6 +6,8 @@ the distance of two slots is the distance of their tokens and a sliding window i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -59,12 +61,7 @@ class PromptCache(Cache):
         self.padding.append(pads + (self.width - width))
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the chunk's keys and values (B, H_kv, width, D), and return what it attends to."""
         for buffers, states in ((self.keys, key_states), (self.values, value_states)):
@@ -158,12 +155,7 @@ class DecodeCache(Cache):
         self._group_rows(prompt_of_row, len(prompts))
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *args: object,
-        **kwargs: object,
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the step's keys and values (R, H_kv, 1, D); `attend` reads the buffers."""
         self._layer = layer_idx

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rloo.engines.in_process import Drawn, InProcessEngine, Row
+from rloo.engines.in_process import Drawn, InProcessEngine, Row, pad_left
 from rloo.engines.native.cache import DecodeCache, PromptCache, fill_holes
 from rloo.engines.native.fused import FusedDecoder, can_fuse
-from rloo.engines.noise import row_keys, uniforms
+from rloo.engines.noise import uniforms
 from rloo.engines.sampling import StopText, draw
 from rloo.model import attention
 from rloo.types import Completion, Prompt, Sampling, Weights
 
-# Bytes that the caches of one wave may occupy; further prompts wait for the next wave.
-CACHE_BYTES = 4 << 30
 # Prompt tokens of one prefill forward, padding included.
 PREFILL_TOKENS = 4096
 # Finished rows are removed as soon as they are this share of the rows in computation.
@@ -39,12 +37,15 @@ class NativeEngine(InProcessEngine):
     and some weights are copied; `fused=False` always runs the module.
     """
 
+    name = "native"
+    default_cache_bytes = 4 << 30
+
     def __init__(
         self,
         model: PreTrainedModel,
         *,
         pad_token_id: int,
-        cache_bytes: int = CACHE_BYTES,
+        cache_bytes: int | None = None,
         precision: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         fused: bool = True,
@@ -55,7 +56,6 @@ class NativeEngine(InProcessEngine):
         if fused and can_fuse(model):
             self._decoder = FusedDecoder(model, dtype or model.dtype)
         super().__init__(
-            "native",
             model,
             pad_token_id=pad_token_id,
             cache_bytes=cache_bytes,
@@ -78,17 +78,15 @@ class NativeEngine(InProcessEngine):
             self._decoder.load(self._model.named_parameters())
         return super().sample(prompts, num_samples, sampling, noise)
 
-    def _draw(self, rows: list[Row], sampling: Sampling, noise: int) -> Drawn:
-        device = self._model.device
+    def _draw(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
+        device = keys.device
         prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
         number = {id(prompt): index for index, prompt in enumerate(prompts)}
         prompt_of_row = torch.tensor([number[id(prompt)] for prompt, _ in rows], device=device)
         cache, logits = self._prefill(prompts)
         logits = logits[prompt_of_row]
         decode = DecodeCache(cache, prompt_of_row, max_tokens=sampling.max_tokens)
-        active = _ActiveRows(
-            rows, prompts, sampling, noise, vocabulary=logits.shape[-1], device=device
-        )
+        active = _ActiveRows(rows, keys, sampling, vocabulary=logits.shape[-1])
         tokens = torch.full((len(rows), sampling.max_tokens), -1, device=device)
         policy = torch.zeros(tokens.shape, device=device)
         behavior = torch.zeros(tokens.shape, device=device)
@@ -110,7 +108,8 @@ class NativeEngine(InProcessEngine):
                 order = fill_holes(active.alive)
                 decode.keep(order)
                 active.keep(order)
-            logits = self._step(decode, active)
+            logits = self._forward(active.tokens[:, None], active.positions[:, None], decode)
+            decode.length += 1
         return tokens, policy, behavior, stop_text.lengths
 
     def _prefill(self, prompts: list[Prompt]) -> tuple[PromptCache, Tensor]:
@@ -122,22 +121,12 @@ class NativeEngine(InProcessEngine):
         size = max(1, PREFILL_TOKENS // longest)
         for start in range(0, len(prompts), size):
             part = [prompt.token_ids for prompt in prompts[start : start + size]]
-            width = max(map(len, part))
-            padding = [width - len(ids) for ids in part]
-            input_ids = torch.tensor(
-                [[self._pad_token_id] * pad + ids for pad, ids in zip(padding, part, strict=True)],
-                device=device,
-            )
-            pads = torch.tensor(padding, device=device)
+            input_ids, pads = pad_left(part, self._pad_token_id, device)
+            width = input_ids.shape[1]
             cache.begin(start, pads, width)
             positions = torch.arange(width, device=device)[None, :] - pads[:, None]
             logits.append(self._forward(input_ids, positions.clamp_(min=0), cache))
         return cache, torch.cat(logits)
-
-    def _step(self, decode: DecodeCache, active: _ActiveRows) -> Tensor:
-        logits = self._forward(active.tokens[:, None], active.positions[:, None], decode)
-        decode.length += 1
-        return logits
 
     def _forward(
         self, input_ids: Tensor, position_ids: Tensor, cache: PromptCache | DecodeCache
@@ -160,15 +149,9 @@ class _ActiveRows:
     """The rows in computation, and what each needs for its next token."""
 
     def __init__(
-        self,
-        rows: list[Row],
-        prompts: list[Prompt],
-        sampling: Sampling,
-        noise: int,
-        *,
-        vocabulary: int,
-        device: torch.device,
+        self, rows: list[Row], keys: Tensor, sampling: Sampling, *, vocabulary: int
     ) -> None:
+        device = keys.device
         self.index = torch.arange(len(rows), device=device)
         self.alive = torch.ones(len(rows), dtype=torch.bool, device=device)
         # The position of the token to draw next; after `advance`, that of the last drawn token.
@@ -179,10 +162,8 @@ class _ActiveRows:
             self.seen = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
             for row, (prompt, _) in enumerate(rows):
                 self.seen[row, torch.tensor(prompt.token_ids, device=device)] = True
-        ids = torch.tensor([p.noise_id for p, _ in rows], device=device)
-        samples = torch.tensor([k for _, k in rows], device=device)
-        self._keys = row_keys(noise, ids, samples)
-        self._noise = uniforms(self._keys, 0, _NOISE_BLOCK)
+        self._keys = keys
+        self._noise = uniforms(keys, 0, _NOISE_BLOCK)
         self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
         self._can_end = len(sampling.stop_token_ids) + len(sampling.stop_strings) > 0
 

@@ -18,10 +18,7 @@ _LOW_PRECISION_TOLERANCE = 0.5
 
 
 def supports(
-    model: PreTrainedModel,
-    *,
-    weights: Weights | None = None,
-    fused: bool = True,
+    model: PreTrainedModel, *, weights: Weights | None = None, fused: bool = True
 ) -> str | None:
     """Why the native engine cannot run `model`, or None if it can. The model is not changed.
 
@@ -79,10 +76,7 @@ def _check_windows(model: PreTrainedModel) -> str | None:
 
 
 def _check_probe(
-    model: PreTrainedModel,
-    implementation: str,
-    weights: Weights,
-    fused: bool,
+    model: PreTrainedModel, implementation: str, weights: Weights, fused: bool
 ) -> str | None:
     vocabulary = model.config.get_text_config().vocab_size
     prompts = [
