@@ -32,10 +32,6 @@ MANY_PARAMETERS = {
     "rloo.algorithm.update.micro_loss",
     "rloo.data.prompts.__init__",
     "rloo.model.attention._attention_forward",
-    "rloo.report.model_card.model_card",
-    "rloo.run.evaluate.evaluate",
-    "rloo.run.session.__init__",
-    "rloo.run.setup.make_source",
     "rloo.run.trainer.__init__",
 }
 LONG_METHOD = {"train", "advantages", "objective", "all together"}
