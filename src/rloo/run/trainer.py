@@ -223,17 +223,17 @@ class RLOOTrainer:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Send events to a callback, an object or a class, from now on."""
-        self.events.add(callback)
+        self.callback_handler.add_callback(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Remove a callback; a class means the first callback of that class."""
-        self.events.remove(callback)
+        self.callback_handler.remove_callback(callback)
 
     def pop_callback(
         self, callback: TrainerCallback | type[TrainerCallback]
     ) -> TrainerCallback | None:
         """Remove a callback as `remove_callback` does, and return it."""
-        return self.events.pop(callback)
+        return self.callback_handler.pop_callback(callback)
 
     def end(self) -> None:
         """Close what rewards keep open."""
