@@ -28,9 +28,6 @@ MAX_POLICY_METHODS = 12
 MANY_PARAMETERS = {
     "rloo.data.prompts.__init__",
     "rloo.model.attention._attention_forward",
-    "rloo.report.model_card.model_card",
-    "rloo.run.evaluate.evaluate",
-    "rloo.run.setup.make_source",
     "rloo.run.trainer.__init__",
 }
 

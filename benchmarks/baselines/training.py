@@ -10,6 +10,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,10 +20,9 @@ from datasets import Dataset
 from benchmarks.baselines.arms import Job, Task
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.data.prompts import PromptSource
-from rloo.engines.noise import noise_key
 from rloo.report.monitor import versions
-from rloo.run.evaluate import evaluate
-from rloo.run.setup import make_sampling, make_source
+from rloo.run.evaluate import evaluate, settings_of
+from rloo.run.setup import make_source, prompt_limit
 from rloo.types import Prompt
 
 # Of the metrics of each step, under the names of the curves.
@@ -72,11 +72,10 @@ def _heldout_prompts(task: Task, trainer: RLOOTrainer) -> Sequence[Prompt]:
     source = make_source(
         Dataset.from_list(task.rows("heldout")),
         "train",
-        model=trainer.model,
         tokenizer=trainer.processing_class,
         rewards=trainer.rewards,
         args=trainer.args,
-        evaluation=True,
+        longest=prompt_limit(trainer.model, trainer.args, evaluation=True),
     )
     assert isinstance(source, PromptSource)  # a list of rows is no stream
     return source.all_prompts(None)
@@ -85,17 +84,14 @@ def _heldout_prompts(task: Task, trainer: RLOOTrainer) -> Sequence[Prompt]:
 def _measure(trainer: RLOOTrainer, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Of each prompt the share of sampled answers that have the full reward, and their mean reward;
     and the share of greedy answers over all prompts."""
-    config, policy = trainer.args, trainer.policy
+    policy = trainer.policy
     trainer.engine.load(policy.weights, policy.version)
     metrics, groups = evaluate(
         trainer.engine,
         prompts,
         trainer.rewards,
         tokenizer=policy.tokenizer,
-        sampling=make_sampling(config, policy.stop_token_ids, policy.tokenizer, evaluation=True),
-        num_samples=config.num_generations_eval or config.num_generations,
-        noise=noise_key(config.seed, "eval", 0),
-        pass_threshold=1.0,
+        settings=replace(settings_of(policy), pass_threshold=1.0, pass_k=(1,)),
     )
     rewards = [[reward or 0.0 for reward in group.rewards] for group in groups]
     return {

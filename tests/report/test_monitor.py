@@ -226,13 +226,8 @@ def test_on_a_terminal_the_line_is_live_and_the_cursor_comes_back(tmp_path):
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
 
 
-@pytest.mark.parametrize("options", [{"quiet": True}, {"disable_tqdm": True}])
-def test_progress_can_be_silenced_and_is_recorded_all_the_same(tmp_path, options):
-    screen = make_console()
-    quiet = options.pop("quiet", False)
-    watcher = Monitor(
-        make_shown_config(**options), tmp_path, max_steps=2, console=screen, quiet=quiet
-    )
+def test_progress_can_be_silenced_and_is_recorded_all_the_same(tmp_path):
+    watcher, screen = make_monitor(tmp_path, max_steps=2, disable_tqdm=True)
     watcher.step(1, make_metrics(0.5))
     assert shown(screen) == ""
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 1

@@ -13,7 +13,7 @@ from rloo.config.parsing import parse_command_line
 from rloo.rewards import RewardSet
 from rloo.rewards.model import RewardModel, as_reward
 from rloo.rewards.normalizer import Normalized
-from rloo.run.evaluate import evaluate
+from rloo.run.evaluate import Settings, evaluate
 from rloo.run.setup import make_rewards
 from rloo.types import Completion, Prompt, Sampling
 from support.models import CPU, make_model
@@ -312,10 +312,7 @@ def test_evaluation_does_not_move_the_running_scale(folder):
         [Prompt(0, [4], "w1 ")],
         rewards,
         tokenizer=make_tokenizer(),
-        sampling=Sampling(4, (2,)),
-        num_samples=2,
-        noise=0,
-        pass_threshold=1.0,
+        settings=Settings(Sampling(4, (2,)), 2, noise=0, pass_threshold=1.0),
     )
     assert rewards.state_dict() == before and before["tiny-rm"]["count"] == 2
     raw = alone(make_reward_model(), make_reward_tokenizer(), ["w1 w1"])  # token 5 is w1

@@ -5,7 +5,7 @@ import pytest
 
 from rloo.report.metrics import deviation, rollout_metrics, standard_error, window_mean
 from rloo.rewards import RewardSet
-from rloo.run.evaluate import evaluate, interval, pass_at_k
+from rloo.run.evaluate import Settings, evaluate, interval, pass_at_k
 from rloo.types import Completion, Group, Prompt, Sampling
 
 
@@ -38,11 +38,7 @@ def test_evaluation_by_hand():
         [Prompt(i, [9], "p") for i in range(3)],
         RewardSet([lambda completions: [float("1" in c) for c in completions]]),
         tokenizer=Words(),
-        sampling=Sampling(4, (2,)),
-        num_samples=4,
-        noise=0,
-        pass_threshold=1.0,
-        pass_k=[1, 2, 4],
+        settings=Settings(Sampling(4, (2,)), 4, noise=0, pass_threshold=1.0, pass_k=[1, 2, 4]),
     )
     assert report["pass@1"] == pytest.approx((0.5 + 0 + 1) / 3)
     # Two of four, drawn twice: both wrong in 1 of 6 cases.
@@ -69,11 +65,7 @@ def test_too_large_a_k_is_refused():
             [],
             RewardSet([lambda completions: []]),
             tokenizer=Words(),
-            sampling=Sampling(4, (2,)),
-            num_samples=4,
-            noise=0,
-            pass_threshold=1.0,
-            pass_k=[8],
+            settings=Settings(Sampling(4, (2,)), 4, noise=0, pass_threshold=1.0, pass_k=[8]),
         )
 
 

@@ -56,7 +56,7 @@ def test_arguments_have_the_order_and_names_of_trl_and_reward_model_is_another_n
         None,
     )
     assert by_place.train_dataset is ROWS and by_place.eval_dataset is HELD_OUT
-    assert stop in by_place.events.callbacks
+    assert stop in by_place.callback_handler.callbacks
     named = make_trainer(config, reward=None, reward_model=count_words)
     assert named.rewards.names == by_place.rewards.names == ["count_words"]
     with pytest.raises(ValueError, match="reward_funcs and reward_model mean the same"):
@@ -421,7 +421,7 @@ def test_callbacks_are_added_removed_and_taken_out(tmp_path):
     assert first.entries == [("init_end", 0)]
     assert other.entries[0] == ("train_begin", 0) and other.entries[-1] == ("train_end", 1)
     trainer.remove_callback(other)
-    assert other not in trainer.events.callbacks
+    assert other not in trainer.callback_handler.callbacks
 
 
 def test_tensorboard_has_what_was_logged(tmp_path):

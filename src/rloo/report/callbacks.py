@@ -16,19 +16,15 @@ if TYPE_CHECKING:
     Callback = TrainerCallback | type[TrainerCallback]
 
 
-def reporting_callbacks(config: RLOOConfig) -> list[type[TrainerCallback]]:
-    """The logger classes of `report_to`. Raises ValueError for a name unknown to transformers."""
+def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
+    """Create the loggers named by `report_to`. Raises ValueError for one that transformers does not
+    know or that cannot be used."""
     if config.report_to in ("none", [], ["none"]):
         return []
     from transformers.integrations import get_reporting_integration_callbacks
 
-    return get_reporting_integration_callbacks(config.report_to)
-
-
-def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
-    """Create the loggers named by `report_to`. Raises ValueError for one that cannot be used."""
     loggers = []
-    for logger in reporting_callbacks(config):
+    for logger in get_reporting_integration_callbacks(config.report_to):
         try:
             loggers.append(logger())
         except (ImportError, RuntimeError) as error:
@@ -68,13 +64,6 @@ class Events:
             policy.stepper.optimizer,
             policy.stepper.scheduler,
         )
-        self.add = self.handler.add_callback
-        self.pop = self.handler.pop_callback
-        self.remove = self.handler.remove_callback
-
-    @property
-    def callbacks(self) -> list[TrainerCallback]:
-        return list(self.handler.callbacks)
 
     def send(self, event: str, **details: Any) -> None:
         """Call the method `event` of every callback."""
@@ -83,19 +72,12 @@ class Events:
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:
         """Inside, send events before (gradients are clipped) and after every optimizer step."""
-
-        def tell(event: str) -> Any:
-            return lambda *_: self.send(event)
-
-        hooks = [
-            self._optimizer.register_step_pre_hook(tell("on_pre_optimizer_step")),
-            self._optimizer.register_step_post_hook(tell("on_optimizer_step")),
-        ]
-        try:
+        optimizer = self._optimizer
+        with (
+            optimizer.register_step_pre_hook(lambda *_: self.send("on_pre_optimizer_step")),
+            optimizer.register_step_post_hook(lambda *_: self.send("on_optimizer_step")),
+        ):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of callbacks that can be saved, by class name: for example the number of

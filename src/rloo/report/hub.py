@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,8 @@ class Hub:
     def __init__(self, config: RLOOConfig) -> None:
         self._config = config
         self._pending: list[Future[Any]] = []
-        self._repo_id: str | None = None
-
-    @property
-    def repo_id(self) -> str | None:
-        """The repository's full name, once it exists."""
-        return self._repo_id
+        # The repository's full name, once it exists.
+        self.repo_id: str | None = None
 
     def create(self, *, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository and its branch `hub_revision`, unless they exist."""
@@ -33,9 +30,9 @@ class Hub:
         private = config.hub_private_repo if private is None else private
         name = config.hub_model_id or Path(config.output_dir).absolute().name
         api = _api(token or config.hub_token)
-        self._repo_id = api.create_repo(name, private=private, exist_ok=True).repo_id
+        self.repo_id = api.create_repo(name, private=private, exist_ok=True).repo_id
         if config.hub_revision is not None:
-            api.create_branch(self._repo_id, branch=config.hub_revision, exist_ok=True)
+            api.create_branch(self.repo_id, branch=config.hub_revision, exist_ok=True)
 
     def upload(
         self,
@@ -50,7 +47,7 @@ class Hub:
         """Upload a folder to `place` in the repository and return the commit; without `wait` return
         a future, for which `finish` waits too. Raises what huggingface_hub raises."""
         uploaded = _api(token or self._config.hub_token).upload_folder(
-            repo_id=self._repo_id,
+            repo_id=self.repo_id,
             folder_path=folder,
             path_in_repo=place,
             commit_message=message,
@@ -70,11 +67,12 @@ class Hub:
         if place := places.get(self._config.hub_strategy):
             self.upload(checkpoint, f"{message}, checkpoint", place=place, wait=False)
 
-    def finish(self) -> list[BaseException]:
-        """Wait for all background uploads; return their errors."""
+    def finish(self, note: Callable[[str], None]) -> None:
+        """Wait for all background uploads, and note those that failed."""
         errors = [error for future in self._pending if (error := future.exception())]
         self._pending = []
-        return errors
+        for error in errors:
+            note(f"a push to the hub failed: {error}")
 
 
 def _api(token: str | None) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rloo.config.batches import Batches
-from rloo.config.config import RLOOConfig
 from rloo.config.formula import objective_line
+from rloo.model.policy import Policy
+from rloo.report.monitor import versions
 from rloo.report.records import write_text
 
 FILE = "README.md"
@@ -27,25 +28,25 @@ PAPER = """\
 }"""
 
 
-def model_card(
-    config: RLOOConfig,
+def write_card(
+    policy: Policy,
     batches: Batches,
-    *,
-    name: str,
-    base_model: str,
-    adapter: bool,
     rewards: Sequence[str],
-    versions: Mapping[str, str],
-    datasets: Sequence[str] = (),
-    tags: Sequence[str] = (),
-) -> str:
-    """The card of a model called `name`: metadata for the hub, then text.
+    *,
+    name: str | None,
+    datasets: Sequence[str],
+    tags: Sequence[str],
+) -> None:
+    """Write README.md in `output_dir`, replacing any other: metadata for the hub, then text.
 
-    Local folders appear by their last part in the text and not in the metadata, where names are hub
-    ids.
+    `name` is by default the hub repository's or the folder's. Local folders appear by their last
+    part in the text and not in the metadata, where names are hub ids.
     """
     from huggingface_hub import ModelCardData
 
+    config, folder = policy.config, Path(policy.config.output_dir)
+    adapter = policy.adapter is not None
+    base_model = config.model or policy.model.name_or_path or type(policy.model).__name__
     data = ModelCardData(
         base_model=base_model if _is_hub_name(base_model) else None,
         datasets=[dataset for dataset in datasets if _is_hub_name(dataset)] or None,
@@ -71,13 +72,13 @@ def model_card(
         data.to_yaml().strip(),
         "---",
         MARK,
-        f"# {name}",
+        f"# {name or (config.hub_model_id or folder.absolute().name).split('/')[-1]}",
         "",
         f"{kind} with REINFORCE Leave-One-Out{where}.",
         "",
         *(f"- {fact}: {value}" for fact, value in facts.items()),
         "",
-        f"Versions: {', '.join(f'{library} {number}' for library, number in versions.items())}.",
+        f"Versions: {', '.join(f'{library} {number}' for library, number in versions().items())}.",
         "",
         "The method:",
         "",
@@ -85,19 +86,14 @@ def model_card(
         PAPER,
         "```",
     ]
-    return "\n".join(lines) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / FILE, "\n".join(lines) + "\n")
 
 
 def has_other_card(folder: Path) -> bool:
     """Whether the folder has a README.md that this program did not write."""
     path = folder / FILE
     return path.exists() and MARK not in path.read_text(encoding="utf-8")
-
-
-def write_card(folder: Path, text: str) -> None:
-    """Write README.md, replacing any other."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / FILE, text)
 
 
 def _is_hub_name(name: str) -> bool:

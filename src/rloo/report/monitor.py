@@ -24,18 +24,7 @@ from rloo import __version__
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.data.images import images_of, save_images, without_images
-from rloo.report.console import (
-    WINDOW,
-    LiveProgress,
-    completions_table,
-    counted,
-    evaluation_line,
-    header,
-    mean_reward,
-    progress,
-    spread,
-    write_line,
-)
+from rloo.report import console as view
 from rloo.report.metrics import window_mean
 from rloo.report.records import append_rows, truncate_rows, write_json
 from rloo.report.verdict import verdict
@@ -72,19 +61,18 @@ class Monitor:
         *,
         max_steps: int,
         console: Console | None = None,
-        quiet: bool = False,
     ) -> None:
         self.config = config
         self.output_dir = output_dir
         self.max_steps = max_steps
         self.notes: list[str] = []
-        self._console = Console(quiet=True) if quiet else console or Console()
+        self._console = console or Console()
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []
-        self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=view.WINDOW)
         self._refused_steps = 0
         self._told_of_unscored = False
-        self._live: LiveProgress | None = None
+        self._live: view.LiveProgress | None = None
         self._last_line = (0, -math.inf)
         self._last_table = 0
         self._window: list[Mapping[str, float]] = []
@@ -95,7 +83,7 @@ class Monitor:
 
     def start(self, info: Mapping[str, Any], batches: Batches) -> None:
         """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
-        for line in header(info, self.config, batches):
+        for line in view.header(info, self.config, batches):
             self.say(line)
 
     def note(self, text: str) -> None:
@@ -111,7 +99,7 @@ class Monitor:
                 for row in rows:
                     self._remember({n: value for n, value in row.items() if value is not None})
             if unreadable:
-                self.note(f"{name}: {counted(unreadable, 'unreadable line')} dropped")
+                self.note(f"{name}: {view.counted(unreadable, 'unreadable line')} dropped")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line to metrics.jsonl and show progress.
@@ -128,9 +116,9 @@ class Monitor:
         self._remember(metrics)
         if self.config.disable_tqdm:
             return
-        lines = progress(step, self.max_steps, scored=self._scored, recent=list(self._recent))
+        lines = view.progress(step, self.max_steps, scored=self._scored, recent=list(self._recent))
         if self._console.is_interactive:
-            self._live = self._live or LiveProgress(self._console, self.max_steps)
+            self._live = self._live or view.LiveProgress(self._console, self.max_steps)
             self._live.show(step, lines)
             return
         last_step, last_time = self._last_line
@@ -145,11 +133,11 @@ class Monitor:
         and print some."""
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
-        chosen = list(spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
+        chosen = list(view.spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
         append_rows(self.output_dir / COMPLETIONS, [self._record(step, *item) for item in chosen])
         if due:
             self._last_table = step
-            table = completions_table(
+            table = view.completions_table(
                 step,
                 _printable(groups),
                 limit=self.config.num_completions_to_print,
@@ -184,7 +172,7 @@ class Monitor:
             self.output_dir / EVALUATIONS, [{"step": step, "name": name, **of_set, **metrics}]
         )
         place = f"{name}, {dataset}" if dataset else name
-        self.say(f"evaluation ({place}) at step {step}: {evaluation_line(metrics)}")
+        self.say(f"evaluation ({place}) at step {step}: {view.evaluation_line(metrics)}")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json atomically; print the verdict and the names of the result files.
@@ -206,8 +194,7 @@ class Monitor:
         whole["verdict"] = verdict(whole)
         self.output_dir.mkdir(parents=True, exist_ok=True)
         write_json(self.output_dir / SUMMARY, whole)
-        self.say("")
-        for line in whole["verdict"].split("\n"):
+        for line in ("", *whole["verdict"].split("\n")):
             self.say(line)
         files = [n for n in (METRICS, COMPLETIONS, EVALUATIONS) if (self.output_dir / n).exists()]
         self.say(f"Results in {self.output_dir}: {', '.join([SUMMARY, *files])}")
@@ -225,11 +212,11 @@ class Monitor:
             self._scored.append({n: metrics[n] for n in REWARD + DRIFTS if n in metrics})
 
     def _compare_training(self) -> dict[str, Any] | None:
-        size = min(WINDOW, len(self._scored) // 2)
+        size = min(view.WINDOW, len(self._scored) // 2)
         if size == 0:
             return None
         first, last = (
-            {"reward": list(mean_reward(rows))}
+            {"reward": list(view.mean_reward(rows))}
             | {name: mean for name, mean in window_mean(rows).items() if name in DRIFTS}
             for rows in (self._scored[:size], self._scored[-size:])
         )
@@ -241,7 +228,7 @@ class Monitor:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        write_line(self._console, text)
+        view.write_line(self._console, text)
 
     # -- transformers' callbacks and loggers -----------------------------------------------------
 

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -43,14 +42,9 @@ class StepProfile:
         self._start = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.total = time.perf_counter() - self._start
-        self._profiler.__exit__(kind, error, traceback)
+        self._profiler.__exit__(*error)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -91,18 +85,11 @@ class StepProfile:
             self._peaks = self._cpu_peaks()
         rows = [("phase", "seconds", "share", "outside operators", "peak memory")]
         for name, seconds in self._seconds.items():
-            rows.append(
-                (
-                    name,
-                    f"{seconds:.3f}",
-                    f"{100 * seconds / self.total:.1f} %",
-                    f"{idle.get(_PREFIX + name, 0.0):.3f} s",
-                    f"{self._peaks[name] / 1e6:,.1f} MB",
-                )
-            )
+            outside, peak = idle.get(_PREFIX + name, 0.0), self._peaks[name] / 1e6
+            rows.append((name, *self._shown(seconds), f"{outside:.3f} s", f"{peak:,.1f} MB"))
         rest = self.total - sum(self._seconds.values())
-        rows.append(("the rest", f"{rest:.3f}", f"{100 * rest / self.total:.1f} %", "", ""))
-        rows.append(("all", f"{self.total:.3f}", "100.0 %", "", ""))
+        rows.append(("the rest", *self._shown(rest), "", ""))
+        rows.append(("all", *self._shown(self.total), "", ""))
         resident = psutil.Process().memory_info().rss / 1e6
         meaning = (
             "Peak memory is all memory that torch holds on the GPU."
@@ -118,9 +105,12 @@ class StepProfile:
             meaning,
         ]
 
+    def _shown(self, seconds: float) -> tuple[str, str]:
+        return f"{seconds:.3f}", f"{100 * seconds / self.total:.1f} %"
+
     def _operator_table(self, averages: list[Any]) -> list[str]:
         def own(event: Any) -> float:
-            return event.self_device_time_total if self._cuda else event.self_cpu_time_total
+            return (event.self_device_time_total if self._cuda else event.self_cpu_time_total) / 1e6
 
         operators = [
             event
@@ -132,10 +122,8 @@ class StepProfile:
         operators.sort(key=own, reverse=True)
         rows = [("operator", "own time", "share", "calls")]
         for event in operators[:NUM_OPERATORS]:
-            share = 100 * own(event) / 1e6 / self.total
-            rows.append(
-                (event.key, f"{own(event) / 1e6:.3f} s", f"{share:.1f} %", f"{event.count:,}")
-            )
+            seconds, share = self._shown(own(event))
+            rows.append((event.key, f"{seconds} s", share, f"{event.count:,}"))
         where = "on the GPU" if self._cuda else "on the CPU"
         return [
             f"The {len(rows) - 1} most expensive operators by their own time {where}, without the "
@@ -168,17 +156,13 @@ def _describe_slowdown(slowdown: float | None) -> str:
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """A Markdown table, aligned so that it also reads as plain text; the first row is the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| "
-        + " | ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        + " |"
-        for row in rows
-    ]
-    rule = [("-" * width if not i else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
-    return [lines[0], f"| {' | '.join(rule)} |", *lines[1:]]
+    rule = ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:]))
+
+    def line(row: Sequence[str]) -> str:
+        cells = row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])
+        return f"| {' | '.join(cells)} |"
+
+    return [line(row) for row in (rows[0], rule, *rows[1:])]
 
 
 class Clock:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,15 @@ from torch import Tensor
 
 from rloo.config.config import RLOOConfig
 from rloo.model.state import Flat, flatten, unflatten
+from rloo.report.monitor import COMPLETIONS, EVALUATIONS, METRICS, SUMMARY
+from rloo.report.profiling import REPORT, TRACE
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 PARTS = ("optimizer", "scheduler", "rng")
 STATE = "trainer_state.json"
-METRICS = "metrics.jsonl"
-RUN_FILES = (
-    METRICS,
-    "summary.json",
-    "completions.jsonl",
-    "evaluations.jsonl",
-    "config.yaml",
-    "profile/trace.json",
-    "profile/report.md",
-)
+PROFILE = tuple(f"profile/{name}" for name in (TRACE, REPORT))
+RUN_FILES = (METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, "config.yaml", *PROFILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +78,8 @@ def save_checkpoint(
         _write_tensors(temporary, "rng", *flatten(checkpoint.rng))
         (temporary / STATE).write_text(json.dumps(checkpoint.trainer_state, indent=1))
         _write_manifest(temporary, checkpoint.step)
-        _sync_tree(temporary)
+        for item in (*temporary.rglob("*"), temporary):
+            _sync(item)
     except BaseException:  # including Ctrl-C: half a checkpoint is useless
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -116,6 +111,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 def verify_checkpoint(path: Path) -> int:
     """Compare every file with the manifest; return the step. Raises as `load_checkpoint` does."""
+
+    def damaged(fact: str, *, how: str = "damaged") -> ValueError:
+        return ValueError(f"checkpoint {path} is {how}: {fact}")
+
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         body, digest = manifest["body"], manifest["sha256"]
@@ -125,9 +124,9 @@ def verify_checkpoint(path: Path) -> int:
             "(resume_from_checkpoint)"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} cannot be read") from error
+        raise damaged(f"{MANIFEST} cannot be read") from error
     if _hash_json(body) != digest:
-        raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} is not what was written")
+        raise damaged(f"{MANIFEST} is not what was written")
     if body["format"] != FORMAT:
         raise ValueError(
             f"checkpoint {path} has format {body['format']}; this version reads {FORMAT} "
@@ -135,22 +134,18 @@ def verify_checkpoint(path: Path) -> int:
         )
     step, files = body["step"], body["files"]
     if _step_of(path) not in (step, None):
-        raise ValueError(
-            f"checkpoint {path} is damaged or renamed: its {MANIFEST} says step {step}"
-        )
+        raise damaged(f"its {MANIFEST} says step {step}", how="damaged or renamed")
     for name in (STATE, *(f"{part}.json" for part in PARTS)):
         if name not in files:
-            raise ValueError(f"checkpoint {path} is damaged: {MANIFEST} lists no {name}")
+            raise damaged(f"{MANIFEST} lists no {name}")
     for name, entry in files.items():
         file, size = path / name, entry["size"]
         if not file.is_file():
-            raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
+            raise damaged(f"{name} is missing")
         if file.stat().st_size != size:
-            raise ValueError(
-                f"checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes, not {size}"
-            )
+            raise damaged(f"{name} has {file.stat().st_size} bytes, not {size}")
         if _hash_file(file) != entry["sha256"]:
-            raise ValueError(f"checkpoint {path} is damaged: {name} is not what was written")
+            raise damaged(f"{name} is not what was written")
     return step
 
 
@@ -303,12 +298,6 @@ def _hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_tree(folder: Path) -> None:
-    for item in folder.rglob("*"):
-        _sync(item)
-    _sync(folder)
-
-
 def _sync(path: Path) -> None:
     # A rename may reach the disk before the data of the file, unless the data is synced first.
     descriptor = os.open(path, os.O_RDONLY)
@@ -347,11 +336,6 @@ def _step_of(path: Path) -> int | None:
 
 def _list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """All folders with names of checkpoints, by step; a replaced one precedes its replacement."""
-
-    def found() -> Iterator[tuple[int, Path]]:
-        for path in directory.glob("checkpoint-*"):
-            step = _step_of(path)
-            if step is not None and path.is_dir():
-                yield step, path
-
-    return sorted(found(), key=lambda item: (item[0], not item[1].name.endswith("-replaced")))
+    folders = [path for path in directory.glob("checkpoint-*") if path.is_dir()]
+    found = [(step, path) for path in folders if (step := _step_of(path)) is not None]
+    return sorted(found, key=lambda item: (item[0], not item[1].name.endswith("-replaced")))

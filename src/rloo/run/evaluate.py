@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -25,51 +25,67 @@ from rloo.run.setup import make_sampling
 from rloo.types import Engine, Group, Prompt, Sampling
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How an evaluation samples and counts. A completion passes if the first reward function gives
+    it at least `pass_threshold`; one that could not be scored does not pass."""
+
+    sampling: Sampling
+    num_samples: int
+    noise: int
+    pass_threshold: float
+    pass_k: Sequence[int] = (1,)
+
+
+def settings_of(policy: Policy) -> Settings:
+    """The settings of a policy's options: the same noise every time."""
+    config = policy.config
+    return Settings(
+        make_sampling(config, policy.stop_token_ids, policy.tokenizer, evaluation=True),
+        config.num_generations_eval or config.num_generations,
+        noise_key(config.seed, "eval", 0),
+        config.pass_threshold,
+        config.eval_pass_k,
+    )
+
+
 def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
     rewards: RewardSet,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-    num_samples: int,
-    noise: int,
-    pass_threshold: float,
-    pass_k: Sequence[int] = (1,),
+    settings: Settings,
     trainer_state: Any = None,
 ) -> tuple[dict[str, Any], list[Group]]:
     """Sampled and greedy accuracy, pass@k, mean reward and lengths; and the sampled groups.
 
-    A completion passes if the first reward function gives it at least `pass_threshold`; one that
-    could not be scored does not pass. `*_interval` are 95 % intervals over the prompts. Raises
-    ValueError if a k is larger than `num_samples`.
+    `*_interval` are 95 % intervals over the prompts. Raises ValueError if a k is larger than the
+    number of samples.
     """
-    if max(pass_k) > num_samples:
+    num_samples, threshold = settings.num_samples, settings.pass_threshold
+    if (most := max(settings.pass_k)) > num_samples:
         raise ValueError(
-            f"pass@{max(pass_k)} needs {max(pass_k)} samples per prompt; there are {num_samples} "
+            f"pass@{most} needs {most} samples per prompt; there are {num_samples} "
             "(num_generations_eval, eval_pass_k)"
         )
 
     def measure(how: Sampling, count: int) -> tuple[list[Group], dict[str, float]]:
+        sampled = engine.sample(prompts, count, how, settings.noise)
         return score(
-            prompts,
-            engine.sample(prompts, count, how, noise),
-            rewards,
-            tokenizer=tokenizer,
-            trainer_state=trainer_state,
-            learn=False,
+            prompts, sampled, rewards, tokenizer=tokenizer, trainer_state=trainer_state, learn=False
         )
 
-    groups, logged = measure(sampling, num_samples)
-    greedy, _ = measure(replace(sampling, greedy=True), 1)
+    groups, logged = measure(settings.sampling, num_samples)
+    greedy, _ = measure(replace(settings.sampling, greedy=True), 1)
+    passes = {
+        f"pass@{k}": [pass_at_k(_passed(g, threshold), num_samples, k) for g in groups]
+        for k in settings.pass_k
+    }
+    passes["pass@1_greedy"] = [float(_passed(g, threshold)) for g in greedy]
     report: dict[str, Any] = {"num_prompts": len(prompts), "num_samples": num_samples}
-    for k in pass_k:
-        chances = [pass_at_k(_passed(g, pass_threshold), num_samples, k) for g in groups]
-        report[f"pass@{k}"] = fmean(chances)
-        report[f"pass@{k}_interval"] = interval(chances)
-    hits = [float(_passed(g, pass_threshold)) for g in greedy]
-    report["pass@1_greedy"] = fmean(hits)
-    report["pass@1_greedy_interval"] = interval(hits)
+    for name, chances in passes.items():
+        report |= {name: fmean(chances), f"{name}_interval": interval(chances)}
     return report | rollout_metrics(groups) | logged, groups
 
 
@@ -107,54 +123,34 @@ def _passed(group: Group, threshold: float) -> int:
 Sets = Mapping[str, Sequence[Prompt]]
 
 
+@dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates the policy during training; leaves RNG and training state untouched.
+    """Evaluates the policy during training; leaves RNG and training state untouched."""
 
-    Every evaluation draws the same noise. The global generators, which reward functions may use,
-    are restored afterwards.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        engine: Engine,
-        rewards: RewardSet,
-        config: RLOOConfig,
-        *,
-        state: TrainerState,
-    ) -> None:
-        self._policy = policy
-        self._engine = engine
-        self._rewards = rewards
-        self._config = config
-        self._state = state
+    policy: Policy
+    engine: Engine
+    rewards: RewardSet
+    state: TrainerState
 
     def measure(self, sets: Sets) -> dict[str, dict[str, Any]]:
         """The metrics of each set; see `evaluate`."""
-        generators = capture_rng()
+        policy, settings = self.policy, settings_of(self.policy)
+        generators = capture_rng()  # reward functions may draw from them
+        results = {}
         try:
-            self._engine.load(self._policy.weights, self._policy.version)
-            return {name: self._measure(prompts) for name, prompts in sets.items()}
+            self.engine.load(policy.weights, policy.version)
+            for name, prompts in sets.items():
+                results[name], _ = evaluate(
+                    self.engine,
+                    prompts,
+                    self.rewards,
+                    tokenizer=policy.tokenizer,
+                    settings=settings,
+                    trainer_state=self.state,
+                )
         finally:
             restore_rng(generators)
-
-    def _measure(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        config, policy = self._config, self._policy
-        metrics, _ = evaluate(
-            self._engine,
-            prompts,
-            self._rewards,
-            tokenizer=policy.tokenizer,
-            sampling=make_sampling(
-                config, policy.stop_token_ids, policy.tokenizer, evaluation=True
-            ),
-            num_samples=config.num_generations_eval or config.num_generations,
-            noise=noise_key(config.seed, "eval", 0),
-            pass_threshold=config.pass_threshold,
-            pass_k=config.eval_pass_k,
-            trainer_state=self._state,
-        )
-        return metrics
+        return results
 
 
 def flatten(results: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, Any]:

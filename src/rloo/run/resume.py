@@ -13,41 +13,20 @@ from rloo.config.config import RLOOConfig
 from rloo.model.state import capture_rng, parameter_shapes, require_same_shapes, restore_rng
 from rloo.run.checkpoint import Checkpoint, load_checkpoint
 
+# fmt: off
 # A restored optimizer and schedule keep their own values of these; new ones would be ignored.
 FIXED = (
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "optim",
-    "fp16",
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "fp16",
 )
 # These options do not change what is computed.
 HARMLESS = (
-    "max_steps",
-    "num_train_epochs",
-    "output_dir",
-    "overwrite_output_dir",
-    "resume_from_checkpoint",
-    "model",
-    "save_strategy",
-    "save_steps",
-    "save_total_limit",
-    "logging_steps",
-    "logging_first_step",
-    "log_completions",
-    "num_completions_to_print",
-    "report_to",
-    "run_name",
-    "disable_tqdm",
-    "profile",
-    "push_to_hub",
-    "hub_model_id",
-    "hub_strategy",
-    "hub_private_repo",
+    "max_steps", "num_train_epochs", "output_dir", "overwrite_output_dir", "resume_from_checkpoint",
+    "model", "save_strategy", "save_steps", "save_total_limit", "logging_steps",
+    "logging_first_step", "log_completions", "num_completions_to_print", "report_to", "run_name",
+    "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
     "hub_revision",
 )
+# fmt: on
 # Chosen automatically in the first session, and kept unless the user sets them now.
 CHOSEN = ("num_threads", "max_tokens_per_micro_batch", "packing", "rollout_engine")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +29,25 @@ from rloo.run.resume import restore, snapshot
 PROFILED_ROLLOUT = 3
 
 
+@dataclass
 class Session:
     """Trains once. `sets` are the evaluation sets; `write_card` writes a model card."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        state: RunState,
-        *,
-        evaluator: Evaluator,
-        sets: Sets,
-        hub: Hub,
-        write_card: Callable[[], None],
-    ) -> None:
-        self.parts = parts
-        self.state = state
-        self.config = parts.config
-        self._folder = Path(parts.config.output_dir)
-        self._evaluator = evaluator
-        self._sets = sets
-        self._hub = hub
-        self._write_card = write_card
-        self._status = "failed"
-        self._start: dict[str, Any] = {}
-        self._last: tuple[int, dict[str, Any]] = (-1, {})
-        self._saved_at: int | None = None
-        self._seconds_before = 0.0
+    parts: Parts
+    state: RunState
+    evaluator: Evaluator
+    sets: Sets
+    hub: Hub
+    write_card: Callable[[], None]
+    _status: str = "failed"
+    _start: dict[str, Any] = field(default_factory=dict)
+    _last: tuple[int, dict[str, Any]] = (-1, {})
+    _saved_at: int | None = None
+    _seconds_before: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.config = self.parts.config
+        self._folder = Path(self.config.output_dir)
 
     def train(self, checkpoint: Path | None) -> dict[str, float]:
         """Train, from a checkpoint or from the beginning; return Trainer's figures of the run.
@@ -63,7 +57,7 @@ class Session:
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
         if self.config.push_to_hub:
-            self._hub.create()
+            self.hub.create()
         if checkpoint is not None:
             self._resume(checkpoint)
         rehearse(parts, state)
@@ -157,23 +151,27 @@ class Session:
         return self._evaluate("end")
 
     def _evaluate(self, name: str) -> bool:
-        if not self._sets:
+        if not self.sets:
             raise ValueError(
                 "a callback asked for an evaluation, and there is nothing to evaluate on "
                 "(eval_dataset)"
             )
-        results = self._evaluator.measure(self._sets)
-        step = self.state.step
-        for dataset, metrics in results.items():
-            self.parts.monitor.evaluation(step, name, metrics, dataset=dataset)
+        results = self._measure(name, self.state.step)
         flat = flatten(results, "eval")
         self.parts.monitor.log_evaluation(flat)
         first = next(iter(results.values()))
         if name == "start":
             self._start = first
             return False
-        self._last = step, first
+        self._last = self.state.step, first
         return is_better(self.state.trainer, flat, self.config) and self.config.compares_evaluations
+
+    def _measure(self, name: str, step: int) -> dict[str, dict[str, Any]]:
+        """Evaluate on all sets and record it as of `step`."""
+        results = self.evaluator.measure(self.sets)
+        for dataset, metrics in results.items():
+            self.parts.monitor.evaluation(step, name, metrics, dataset=dataset)
+        return results
 
     def _finish(self) -> dict[str, float]:
         state, config, step = self.state, self.config, self.state.step
@@ -209,9 +207,7 @@ class Session:
             f"the model is that of {best.name}, the best evaluation: "
             f"{self.config.metric_for_best_model} {state.best_metric:g} (load_best_model_at_end)"
         )
-        results = self._evaluator.measure(self._sets)
-        for dataset, metrics in results.items():
-            self.parts.monitor.evaluation(step, "best", metrics, dataset=dataset)
+        results = self._measure("best", step)
         self._last = state.global_step, next(iter(results.values()))
 
     # -- what is written -------------------------------------------------------------------------
@@ -225,12 +221,13 @@ class Session:
                 "README.md in output_dir is not this program's and was left as it is"
             )
         else:
-            self._write_card()
+            self.write_card()
         self._saved_at = self.state.step
 
     def _save_checkpoint(self, *, push: bool = True) -> None:
         state, config = self.state.trainer, self.config
-        self._note_failed_pushes()  # what is under way reads checkpoints that may go now
+        # What is under way reads checkpoints that may go now.
+        self.hub.finish(self.parts.monitor.note)
         path = self._folder / f"checkpoint-{state.global_step}"
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(path)
@@ -251,7 +248,7 @@ class Session:
         self.parts.events.send("on_save")
         if push and config.push_to_hub and config.hub_strategy != "end":
             self._save_model()
-            self._hub.push_checkpoint(self._folder, path, state.global_step)
+            self.hub.push_checkpoint(self._folder, path, state.global_step)
 
     def _save_what_is_done(self, error: BaseException) -> None:
         """Save a checkpoint after an error. The weights are those of the last finished step, unless
@@ -260,10 +257,6 @@ class Session:
         if self.state.step > self._first_step and not isinstance(error, ForcedInterrupt):
             with uninterrupted():
                 self._save_checkpoint(push=False)
-
-    def _note_failed_pushes(self) -> None:
-        for error in self._hub.finish():
-            self.parts.monitor.note(f"a push to the hub failed: {error}")
 
     def _resume(self, path: Path) -> None:
         saved = restore(self.parts, self.state, path)

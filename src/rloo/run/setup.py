@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -26,7 +27,7 @@ from rloo.model.policy import Policy
 from rloo.model.quantization import quantised_layers
 from rloo.rewards import RewardSet
 from rloo.rewards.model import as_reward
-from rloo.types import Engine, Sampling, Text
+from rloo.types import Engine, Sampling
 
 Rows: TypeAlias = Given | str
 # Parameters of glibc's mallopt(3).
@@ -76,35 +77,32 @@ def make_source(
     spec: Rows | None,
     split: str,
     *,
-    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rewards: RewardSet,
     args: RLOOConfig,
-    evaluation: bool = False,
+    longest: int,
 ) -> Prompts:
     """The prompts of a dataset, tokenised. Raises ValueError for rows that cannot be prompts, for
-    prompts that are too long for the completions of training or `evaluation`, and for missing
-    columns that a reward needs."""
+    prompts of more tokens than `longest` (see `prompt_limit`), and for missing columns that a
+    reward needs."""
     rows = load_task_rows(spec, split) if isinstance(spec, str) else None
     if rows is None:
         # A configuration name belongs to the dataset with which it was given.
         own = isinstance(spec, str) and spec == (args.dataset or args.eval_dataset)
         rows = load_rows(spec, split=split, config_name=args.dataset_config if own else None)
 
-    def encode(content: Text) -> list[int]:
-        template_options = args.chat_template_kwargs or {}
-        return encode_prompt(content, tokenizer, chat_template_kwargs=template_options)
+    options = args.chat_template_kwargs or {}
+    encode = partial(encode_prompt, processing_class=tokenizer, chat_template_kwargs=options)
 
     def source_of(rows: Dataset, seed: int) -> PromptSource:
         rows = with_prompts(rows, args.prompt_template)
         rewards.check([name for name in rows.column_names if name != "prompt"])
-        options = args.chat_template_kwargs or {}
         return PromptSource(
             rows,
             encode,
             seed=seed,
             shuffle=args.shuffle_dataset,
-            max_prompt_length=prompt_limit(model, args, evaluation=evaluation),
+            max_prompt_length=longest,
             overlong=args.overlong_prompts,
             may_be_empty=streaming,
             images=image_reader(rows, tokenizer, chat_template_kwargs=options),

@@ -19,7 +19,6 @@ from transformers import (
     TrainerControl,
     trainer_pt_utils,
 )
-from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.adaptive import Adaptive
@@ -39,29 +38,15 @@ from rloo.model.optimizers import Given
 from rloo.model.policy import Policy
 from rloo.report.callbacks import Events, make_loggers
 from rloo.report.hub import Hub
-from rloo.report.model_card import model_card, write_card
-from rloo.report.monitor import Monitor, numbers_of, versions
+from rloo.report.model_card import write_card
+from rloo.report.monitor import Monitor, numbers_of
 from rloo.report.profiling import Clock
 from rloo.report.records import strict
+from rloo.run import setup
 from rloo.run.checkpoint import claim_output_dir
 from rloo.run.evaluate import Evaluator, flatten
 from rloo.run.session import Session
-from rloo.run.setup import (
-    RewardFunction,
-    Rows,
-    Tokenizers,
-    bias_of,
-    check_evaluation,
-    eval_sets,
-    keep_freed_memory,
-    length_notes,
-    make_engine,
-    make_rewards,
-    make_sampling,
-    make_source,
-    make_state,
-    set_threads,
-)
+from rloo.run.setup import RewardFunction, Rows, Tokenizers
 from rloo.types import Prompt
 
 Rewards = RewardFunction | Sequence[RewardFunction]
@@ -102,12 +87,13 @@ class RLOOTrainer:
         transformers.set_seed(self.args.seed)
         loggers = make_loggers(self.args)
         self.reward_processing_classes = reward_processing_classes
-        self.rewards = make_rewards(
+        self.rewards = setup.make_rewards(
             reward_model if reward_funcs is None else reward_funcs,
             self.args,
             reward_processing_classes,
             device=self.world.device,
         )
+        self.reward_func_names = self.rewards.names
         self.model, self.processing_class, self.args = obtain_model(
             model,
             processing_class,
@@ -133,12 +119,7 @@ class RLOOTrainer:
         parts, state = self.make_parts()
         path = claim_output_dir(self.args, resume_from_checkpoint)
         session = Session(
-            parts,
-            state,
-            evaluator=self.evaluator,
-            sets=self._eval_prompts,
-            hub=self.hub,
-            write_card=self.create_model_card,
+            parts, state, self.evaluator, self._eval_prompts, self.hub, self.create_model_card
         )
         totals = session.train(path)
         if self.args.push_to_hub:
@@ -192,8 +173,7 @@ class RLOOTrainer:
             self.hub.create(token=token, private=private)
         self.save_model()
         self.create_model_card(**card)
-        for error in self.hub.finish():
-            self.monitor.note(f"a push to the hub failed: {error}")
+        self.hub.finish(self.monitor.note)
         return self.hub.upload(
             Path(self.args.output_dir),
             commit_message,
@@ -209,20 +189,14 @@ class RLOOTrainer:
         tags: str | Sequence[str] | None = None,
     ) -> None:
         """Write the model card, README.md in `args.output_dir`."""
-        args, folder = self.args, Path(self.args.output_dir)
-        base = args.model or self.policy.model.name_or_path or type(self.policy.model).__name__
-        text = model_card(
-            args,
+        write_card(
+            self.policy,
             self.batches,
-            name=model_name or (args.hub_model_id or folder.absolute().name).split("/")[-1],
-            base_model=base,
-            adapter=self.policy.adapter is not None,
-            rewards=self.rewards.names,
-            versions=versions(),
-            datasets=_as_list(dataset_name or args.dataset),
+            self.rewards.names,
+            name=model_name,
+            datasets=_as_list(dataset_name or self.args.dataset),
             tags=_as_list(tags),
         )
-        write_card(folder, text)
 
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
         """Add numbers to `state.log_history` and send them to the loggers."""
@@ -249,17 +223,17 @@ class RLOOTrainer:
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Send events to a callback, an object or a class, from now on."""
-        self.events.add(callback)
+        self.callback_handler.add_callback(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Remove a callback; a class means the first callback of that class."""
-        self.events.remove(callback)
+        self.callback_handler.remove_callback(callback)
 
     def pop_callback(
         self, callback: TrainerCallback | type[TrainerCallback]
     ) -> TrainerCallback | None:
         """Remove a callback as `remove_callback` does, and return it."""
-        return self.events.pop(callback)
+        return self.callback_handler.pop_callback(callback)
 
     def end(self) -> None:
         """Close what rewards keep open."""
@@ -269,21 +243,6 @@ class RLOOTrainer:
     def accelerator(self) -> PartialState:
         """accelerate's process state, with which scripts print and find out their rank."""
         return PartialState()
-
-    @property
-    def ref_model(self) -> PreTrainedModel | None:
-        """The reference; None without `beta`, and with an adapter, whose model it shares."""
-        return self.policy.reference.model
-
-    @property
-    def callback_handler(self) -> CallbackHandler:
-        """transformers' handler of the callbacks."""
-        return self.events.handler
-
-    @property
-    def reward_func_names(self) -> list[str]:
-        """The names of the rewards in metrics."""
-        return self.rewards.names
 
     @property
     def hub_model_id(self) -> str | None:
@@ -299,19 +258,19 @@ class RLOOTrainer:
             self._source = self._prompts(self.train_dataset, self.args.dataset_split)
             stream = isinstance(self._source, StreamSource)
             where = "the stream's first rows" if stream else "training"
-            self._notes += length_notes(self._source, where)
+            self._notes += setup.length_notes(self._source, where)
         given = self.eval_dataset
         if given is None and self.args.eval_split is not None:
             given = self.train_dataset
         self._eval_prompts = self._prompts_of_sets(given)
         if self._source is None and not self._eval_prompts:
             raise ValueError("there is no dataset; give one to train on (train_dataset, dataset)")
-        self._notes += check_evaluation(
+        self._notes += setup.check_evaluation(
             self.args, self._eval_prompts, trains=self._source is not None
         )
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
-        self.state = make_state(self._source, self.args, self.batches)
+        self.state = setup.make_state(self._source, self.args, self.batches)
         self.control = TrainerControl()
         self.policy = Policy(
             self.model,
@@ -323,10 +282,12 @@ class RLOOTrainer:
         )
         stepper = self.policy.stepper
         self.optimizer, self.lr_scheduler = stepper.optimizer, stepper.scheduler
+        # None without `beta`, and with an adapter, whose model it shares.
+        self.ref_model = self.policy.reference.model
         if self.policy.device.type == "cpu":
-            keep_freed_memory()
-        set_threads(self.policy.model, self.args)
-        self.engine = make_engine(self.policy, self.args)
+            setup.keep_freed_memory()
+        setup.set_threads(self.policy.model, self.args)
+        self.engine = setup.make_engine(self.policy, self.args)
         self.policy.notes += self._notes
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
@@ -335,31 +296,29 @@ class RLOOTrainer:
             self.args, Path(self.args.output_dir), max_steps=self.state.max_steps
         )
         self.monitor.attach(self.events)
-        self.evaluator = Evaluator(
-            self.policy, self.engine, self.rewards, self.args, state=self.state
-        )
+        self.callback_handler = self.events.handler
+        self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state)
         self.hub = Hub(self.args)
 
     def _prompts(self, rows: Rows, split: str, *, evaluation: bool = False) -> Prompts:
-        return make_source(
+        return setup.make_source(
             rows,
             split,
-            model=self.model,
             tokenizer=self.processing_class,
             rewards=self.rewards,
             args=self.args,
-            evaluation=evaluation,
+            longest=setup.prompt_limit(self.model, self.args, evaluation=evaluation),
         )
 
     def _prompts_of_sets(self, given: Rows | Mapping[str, Rows] | None) -> dict[str, list[Prompt]]:
         prompts = {}
-        for name, rows in eval_sets(given, self.args).items():
+        for name, rows in setup.eval_sets(given, self.args).items():
             split = self.args.eval_split if isinstance(rows, str) else None
             try:
                 source = self._prompts(rows, split or "train", evaluation=True)
             except ValueError as error:
                 raise ValueError(f"in {name or 'the evaluation set'}: {error}") from error
-            self._notes += length_notes(source, name or "the evaluation set")
+            self._notes += setup.length_notes(source, name or "the evaluation set")
             assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
             prompts[name] = source.all_prompts(self.args.eval_size)
         return prompts
@@ -369,8 +328,8 @@ class RLOOTrainer:
         if self._source is None:
             raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
         args, policy, clock = self.args, self.policy, Clock()
-        sampling = make_sampling(args, policy.stop_token_ids, policy.tokenizer)
-        policy.notes += bias_of(sampling)
+        sampling = setup.make_sampling(args, policy.stop_token_ids, policy.tokenizer)
+        policy.notes += setup.bias_of(sampling)
         rollouts = SyncRollouts(
             args,
             self.batches,
