@@ -25,7 +25,8 @@ from support.training import (
 def test_reward_rises_and_falls_when_negated(tmp_path):
     means = {}
     for sign in (1, -1):
-        config = make_config(tmp_path / str(sign), max_steps=40, num_generations=8, beta=0.0)
+        options = {"max_steps": 20, "num_generations": 8, "beta": 0.0, "learning_rate": 3e-2}
+        config = make_config(tmp_path / str(sign), **options)
         make_trainer(
             config, lambda completions, s=sign, **_: [s * r for r in count_words(completions)]
         ).train()
