@@ -84,7 +84,9 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "attention follows from the model (packing)": ("actor.attn_impl",),
     "the reward soft_overlong does it (reward)": ("actor.overlong",),
     "evaluation samples as much at once as memory allows": ("valid_dataset.batch_size",),
-    "no effect: prompts are tokenised once, without loader workers": ("train_dataset.", "valid_dataset."),
+    "no effect: prompts are tokenised once, without loader workers": (
+        "train_dataset.", "valid_dataset.",
+    ),
     "checkpoints go to output_dir, by steps or epochs (save_strategy)": ("saver.",),
     "a checkpoint holds all that resuming needs (resume_from_checkpoint)": ("recover.",),
     "evaluation goes by steps or epochs (eval_strategy)": ("evaluator.",),
