@@ -25,17 +25,9 @@ if TYPE_CHECKING:
 # Of the options that are refused or idle here, those that TRL's RLOOConfig does not have: they are
 # ModelConfig's and ScriptArguments', which scripts parse beside it, and other systems'.
 ELSEWHERE = {
-    "dtype",
-    "model_revision",
-    "attn_implementation",
-    "lora_task_type",
-    "bnb_4bit_quant_storage",
-    "dataset_streaming",
-    "advantage_estimator",
-    "token_level_kl",
-    "loss_type",
-    "clip_ratio_against",
-}
+    "dtype", "model_revision", "attn_implementation", "lora_task_type", "bnb_4bit_quant_storage",
+    "dataset_streaming", "advantage_estimator", "token_level_kl", "loss_type", "clip_ratio_against",
+}  # fmt: skip
 
 
 # option that is refused or idle here -> (its default, help)
@@ -129,12 +121,9 @@ class RLOOArguments(_Fields):
 
 # TrainingArguments would refuse bf16 where it finds no GPU, and warn of names that change.
 SET_AFTERWARDS = (
-    "bf16",
-    "fp16",
-    "gradient_checkpointing",
-    "gradient_checkpointing_kwargs",
+    "bf16", "fp16", "gradient_checkpointing", "gradient_checkpointing_kwargs",
     "resume_from_checkpoint",
-)
+)  # fmt: skip
 
 
 def to_training_arguments(config: RLOOConfig) -> TrainingArguments:

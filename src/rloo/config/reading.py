@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum
+from functools import reduce
 from numbers import Integral, Real
+from operator import or_
 from typing import Any
 
 TRUE_WORDS = ("true", "yes", "1")
@@ -78,7 +80,7 @@ def coerce(name: str, hint: Any, value: Any) -> Any:
     """
     if isinstance(value, Enum):
         value = value.value
-    kinds = list(typing.get_args(hint)) if _is_union(hint) else [hint]
+    kinds = kinds_of(hint)
     nullable = type(None) in kinds
     kinds = [kind for kind in kinds if kind is not type(None)]
     choices = [choice for kind in kinds for choice in _choices(kind)]
@@ -97,8 +99,15 @@ def coerce(name: str, hint: Any, value: Any) -> Any:
     raise ValueError(f"{name} is {value!r}; it must be {_describe(kinds)}")
 
 
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+def kinds_of(hint: Any) -> list[Any]:
+    """The types that the annotation `hint` allows, NoneType among them."""
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return list(typing.get_args(hint)) if is_union else [hint]
+
+
+def not_null(hint: Any) -> Any:
+    """The annotation `hint` without None."""
+    return reduce(or_, (kind for kind in kinds_of(hint) if kind is not type(None)))
 
 
 def _is_word(value: Any, words: tuple[str, ...]) -> bool:

@@ -16,114 +16,78 @@ from rloo.config.reading import NULL_WORDS, coerce
 # default of TRL or transformers}
 _REASONS: dict[str, dict[str, Any]] = {
     "sampling with vLLM is not part of this version (rollout_engine is native or hf)": {
-        "use_vllm": False,
-        "vllm_mode": "colocate",
-        "vllm_model_impl": "vllm",
-        "vllm_enable_sleep_mode": False,
-        "vllm_structured_outputs_regex": None,
-        "vllm_server_base_url": None,
-        "vllm_server_host": "0.0.0.0",
-        "vllm_server_port": 8000,
-        "vllm_server_timeout": 240.0,
-        "vllm_group_port": 51216,
-        "vllm_gpu_memory_utilization": 0.3,
-        "vllm_max_model_length": None,
-        "vllm_tensor_parallel_size": 1,
+        "use_vllm": False, "vllm_mode": "colocate", "vllm_model_impl": "vllm",
+        "vllm_enable_sleep_mode": False, "vllm_structured_outputs_regex": None,
+        "vllm_server_base_url": None, "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
+        "vllm_server_timeout": 240.0, "vllm_group_port": 51216, "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": None, "vllm_tensor_parallel_size": 1,
     },
     "completions are sampled by our own engines (rollout_engine is native or hf)": {
         "use_transformers_continuous_batching": False,
-        "transformers_continuous_batching_config": None,
-        "use_transformers_paged": False,
+        "transformers_continuous_batching_config": None, "use_transformers_paged": False,
     },
     "training must sample from the policy (temperature)": {"gconfig.greedy": False},
     "bitsandbytes chooses how a 4-bit base is stored": {"bnb_4bit_quant_storage": None},
     "only causal language models are trained": {"lora_task_type": "CAUSAL_LM"},
-    "optimizers for chosen layers are not part of this version": {
-        "optim_target_modules": None,
-    },
+    "optimizers for chosen layers are not part of this version": {"optim_target_modules": None},
     "every column of the dataset is passed to the rewards": {
-        "remove_unused_columns": (False, None)
+        "remove_unused_columns": (False, None),
     },
     "this version runs as one process on one device": {
-        "log_on_each_node": True,
-        "save_on_each_node": False,
-        "accelerator_config": None,
-        "parallelism_config": None,
-        "fsdp": (None, "", False),
-        "fsdp_config": None,
-        "deepspeed": None,
-        "local_rank": -1,
+        "log_on_each_node": True, "save_on_each_node": False, "accelerator_config": None,
+        "parallelism_config": None, "fsdp": (None, "", False), "fsdp_config": None,
+        "deepspeed": None, "local_rank": -1,
     },
     "the loss is RLOO's, which has no labels": {
-        "label_smoothing_factor": 0.0,
-        "label_names": None,
-        "neftune_noise_alpha": None,
+        "label_smoothing_factor": 0.0, "label_names": None, "neftune_noise_alpha": None,
     },
     "weights are float32; bf16 and fp16 set the precision of the computation": {
         "dtype": ("float32", None, "auto"),
     },
     "a revision is given in model_init_kwargs, as {revision: ...}": {
-        "model_revision": ("main", None)
+        "model_revision": ("main", None),
     },
     "a named dataset is read in full; RLOOTrainer streams an IterableDataset (train_dataset)": {
         "dataset_streaming": False,
     },
     "only bf16 and fp16 set the precision": {
-        "bf16_full_eval": False,
-        "fp16_full_eval": False,
-        "tf32": None,
+        "bf16_full_eval": False, "fp16_full_eval": False, "tf32": None,
     },
     "the option is called gradient_checkpointing here": {
-        "activation_checkpointing": None,
-        "activation_checkpointing_kwargs": None,
+        "activation_checkpointing": None, "activation_checkpointing_kwargs": None,
     },
     "compilation and replacement kernels are not part of this version": {
-        "torch_compile": False,
-        "torch_compile_backend": None,
-        "torch_compile_mode": None,
+        "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None,
         "liger_kernel_config": None,
     },
     "micro-batches are sized to fit memory (max_tokens_per_micro_batch)": {
-        "auto_find_batch_size": False,
-        "skip_memory_metrics": True,
+        "auto_find_batch_size": False, "skip_memory_metrics": True,
     },
     "logs are written every logging_steps steps to the console and to report_to": {
-        "logging_strategy": "steps",
-        "logging_nan_inf_filter": True,
-        "include_num_input_tokens_seen": ("no", False),
-        "trackio_bucket_id": None,
-        "trackio_static_space_id": None,
-        "debug": ("", []),
+        "logging_strategy": "steps", "logging_nan_inf_filter": True,
+        "include_num_input_tokens_seen": ("no", False), "trackio_bucket_id": None,
+        "trackio_static_space_id": None, "debug": ("", []),
     },
     "evaluation samples completions and scores them with the rewards": {
-        "eval_delay": 0.0,
-        "prediction_loss_only": False,
-        "eval_do_concat_batches": True,
-        "eval_use_gather_object": False,
-        "include_for_metrics": ([], None),
+        "eval_delay": 0.0, "prediction_loss_only": False, "eval_do_concat_batches": True,
+        "eval_use_gather_object": False, "include_for_metrics": ([], None),
         "batch_eval_metrics": False,
     },
     "checkpoints are complete, so that resuming is exact (save_strategy, resume_from_checkpoint)": {
-        "save_only_model": False,
-        "enable_jit_checkpoint": False,
-        "ignore_data_skip": False,
+        "save_only_model": False, "enable_jit_checkpoint": False, "ignore_data_skip": False,
         "restore_callback_states_from_checkpoint": False,
     },
     "a push waits for the one before it (hub_strategy)": {"hub_always_push": False},
     "the seed is enough: on a CPU equal options give equal results": {"full_determinism": False},
     "every row is used in every epoch": {"dataloader_drop_last": False},
     "prompts are drawn in random order or in that of the dataset (shuffle_dataset)": {
-        "train_sampling_strategy": "random",
-        "length_column_name": "length",
+        "train_sampling_strategy": "random", "length_column_name": "length",
     },
     "the command (rloo train, rloo eval) decides what is done": {
-        "do_train": False,
-        "do_eval": False,
-        "do_predict": False,
+        "do_train": False, "do_eval": False, "do_predict": False,
     },
     "the estimator is set by its parts, or by a preset, or named (preset, estimator)": {
-        "advantage_estimator": "rloo",
-        "algorithm.adv_estimator": ("rloo", "rloo_vectorized"),
+        "advantage_estimator": "rloo", "algorithm.adv_estimator": ("rloo", "rloo_vectorized"),
         "algo.advantage.estimator": "rloo",
     },
     "it never had an effect in TRL; the penalty is summed over the completion (beta)": {
@@ -138,7 +102,7 @@ _REASONS: dict[str, dict[str, Any]] = {
         "clip_ratio_against": ("old", "old_policy"),
     },
     "one rollout feeds steps_per_generation accumulation steps": {"actor.ppo_n_minibatches": 1},
-}
+}  # fmt: skip
 
 # option -> (values at which it is accepted, the default first; why no other)
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -151,39 +115,28 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 # reason -> {option: its default in TRL or transformers}
 _IDLE: dict[str, dict[str, Any]] = {
     "evaluation samples as many completions at once as memory allows": {
-        "per_device_eval_batch_size": 8
+        "per_device_eval_batch_size": 8,
     },
     "completions are packed, not padded": {"pad_to_multiple_of": "auto"},
     "the engines keep their own caches": {"cache_implementation": None, "use_cache": False},
     "prompts are tokenised once, without loader workers": {
-        "dataloader_num_workers": 0,
-        "dataloader_pin_memory": True,
-        "dataloader_persistent_workers": False,
-        "dataloader_prefetch_factor": None,
-        "dataloader_multiprocessing_context": None,
-        "dataloader_in_order": True,
+        "dataloader_num_workers": 0, "dataloader_pin_memory": True,
+        "dataloader_persistent_workers": False, "dataloader_prefetch_factor": None,
+        "dataloader_multiprocessing_context": None, "dataloader_in_order": True,
     },
     "this version runs as one process on one device": {
-        "ds3_gather_for_generation": True,
-        "average_tokens_across_devices": True,
-        "ddp_find_unused_parameters": None,
-        "ddp_bucket_cap_mb": None,
-        "ddp_broadcast_buffers": None,
-        "ddp_static_graph": None,
-        "ddp_backend": None,
+        "ds3_gather_for_generation": True, "average_tokens_across_devices": True,
+        "ddp_find_unused_parameters": None, "ddp_bucket_cap_mb": None,
+        "ddp_broadcast_buffers": None, "ddp_static_graph": None, "ddp_backend": None,
         "ddp_timeout": 1800,
     },
     "the logits of all tokens are never in memory at once": {"use_liger_kernel": False},
     "the model and packing decide how attention is computed": {"attn_implementation": None},
     "micro-batches are sized to fit memory": {
-        "torch_empty_cache_steps": None,
-        "eval_accumulation_steps": None,
+        "torch_empty_cache_steps": None, "eval_accumulation_steps": None,
     },
-    "console output has one level": {
-        "log_level": "passive",
-        "log_level_replica": "warning",
-    },
-}
+    "console output has one level": {"log_level": "passive", "log_level_replica": "warning"},
+}  # fmt: skip
 
 # option -> (its default in TRL or transformers, why it cannot matter here)
 WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {

@@ -9,47 +9,37 @@ from __future__ import annotations
 from typing import Any
 
 from rloo.config.imports.areal_objective import read_objective
-from rloo.config.imports.source import Imported, Source, follow_references
+from rloo.config.imports.source import ENGINES, ONE_PROCESS, Imported, Source, follow_references
 from rloo.config.parsing import read_config_file
 
-# AReaL's key -> (our option, its type, AReaL's default)
-_SAME: dict[str, tuple[str, Any, Any]] = {
-    "actor.path": ("model", str, None),
-    "train_dataset.path": ("dataset", str, None),
-    "train_dataset.split": ("dataset_split", str, "train"),
-    "train_dataset.shuffle": ("shuffle_dataset", bool, True),
-    "seed": ("seed", int, 1),
-    "total_train_epochs": ("num_train_epochs", float, 1.0),
-    "total_train_steps": ("max_steps", int, None),
-    "gconfig.n_samples": ("num_generations", int, 1),
-    "gconfig.max_new_tokens": ("max_completion_length", int, 16384),
-    "gconfig.temperature": ("temperature", float, 1.0),
-    "gconfig.top_p": ("top_p", float, 1.0),
-    "gconfig.stop": ("stop_strings", list[str], None),
-    "eval_gconfig.n_samples": ("num_generations_eval", int, None),
-    "eval_gconfig.max_new_tokens": ("eval_max_completion_length", int, None),
-    "eval_gconfig.temperature": ("eval_temperature", float, None),
-    "eval_gconfig.top_p": ("eval_top_p", float, None),
-    "actor.eps_clip": ("epsilon", float, 0.2),
-    "actor.eps_clip_higher": ("epsilon_high", float, None),
-    "actor.c_clip": ("delta", float, None),
-    "actor.reward_bias": ("reward_bias", float, 0.0),
-    "actor.reward_scaling": ("reward_scaling", float, 1.0),
-    "actor.disable_dropout": ("disable_dropout", bool, False),
-    "actor.gradient_checkpointing": ("gradient_checkpointing", bool, False),
-    "actor.mb_spec.max_tokens_per_mb": ("max_tokens_per_micro_batch", int, None),
-    "actor.optimizer.lr": ("learning_rate", float, 1e-3),
-    "actor.optimizer.weight_decay": ("weight_decay", float, 0.01),
-    "actor.optimizer.beta1": ("adam_beta1", float, 0.9),
-    "actor.optimizer.beta2": ("adam_beta2", float, 0.999),
-    "actor.optimizer.eps": ("adam_epsilon", float, 1e-8),
-    "actor.optimizer.gradient_clipping": ("max_grad_norm", float, 1.0),
-    "actor.optimizer.warmup_steps_proportion": ("warmup_steps", float, 0.001),
-    "evaluator.eval_before_train": ("eval_on_start", bool, False),
-}
-_ONE_PROCESS = "this version runs as one process on one device"
-_ENGINES = "completions are sampled by our own engines (rollout_engine)"
-_LOADER = "no effect: prompts are tokenised once, without loader workers"
+# AReaL's key -> (our option, AReaL's default)
+_SAME: dict[str, tuple[str, Any]] = {
+    "actor.path": ("model", None), "train_dataset.path": ("dataset", None),
+    "train_dataset.split": ("dataset_split", "train"),
+    "train_dataset.shuffle": ("shuffle_dataset", True), "seed": ("seed", 1),
+    "total_train_epochs": ("num_train_epochs", 1.0), "total_train_steps": ("max_steps", None),
+    "gconfig.n_samples": ("num_generations", 1),
+    "gconfig.max_new_tokens": ("max_completion_length", 16384),
+    "gconfig.temperature": ("temperature", 1.0), "gconfig.top_p": ("top_p", 1.0),
+    "gconfig.stop": ("stop_strings", None),
+    "eval_gconfig.n_samples": ("num_generations_eval", None),
+    "eval_gconfig.max_new_tokens": ("eval_max_completion_length", None),
+    "eval_gconfig.temperature": ("eval_temperature", None),
+    "eval_gconfig.top_p": ("eval_top_p", None),
+    "actor.eps_clip": ("epsilon", 0.2), "actor.eps_clip_higher": ("epsilon_high", None),
+    "actor.c_clip": ("delta", None),
+    "actor.reward_bias": ("reward_bias", 0.0), "actor.reward_scaling": ("reward_scaling", 1.0),
+    "actor.disable_dropout": ("disable_dropout", False),
+    "actor.gradient_checkpointing": ("gradient_checkpointing", False),
+    "actor.mb_spec.max_tokens_per_mb": ("max_tokens_per_micro_batch", None),
+    "actor.optimizer.lr": ("learning_rate", 1e-3),
+    "actor.optimizer.weight_decay": ("weight_decay", 0.01),
+    "actor.optimizer.beta1": ("adam_beta1", 0.9), "actor.optimizer.beta2": ("adam_beta2", 0.999),
+    "actor.optimizer.eps": ("adam_epsilon", 1e-8),
+    "actor.optimizer.gradient_clipping": ("max_grad_norm", 1.0),
+    "actor.optimizer.warmup_steps_proportion": ("warmup_steps", 0.001),
+    "evaluator.eval_before_train": ("eval_on_start", False),
+}  # fmt: skip
 # key -> (the value at which it changes nothing, why no other)
 _ONLY: dict[str, tuple[Any, str]] = {
     "actor.discount": (1.0, "a token's reward to come is not discounted here"),
@@ -79,39 +69,31 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "recover.mode": ("disabled", "say so at the start (resume_from_checkpoint)"),
     "enable_offload": (False, "memory is saved by offload_optimizer and activation_offloading"),
 }
-# beginning of a key -> why it has no counterpart
-_REASONS: dict[str, str] = {
-    "cluster.fileroot": "the run's files go to output_dir",
-    "cluster.": _ONE_PROCESS,
-    "scheduler.": _ONE_PROCESS,
-    "launcher.": _ONE_PROCESS,
-    "allocation_mode.": _ONE_PROCESS,
-    "actor.backend.": _ONE_PROCESS,
-    "actor.scheduling": _ONE_PROCESS,
-    "actor.fsdp.": _ONE_PROCESS,
-    "actor.megatron.": _ONE_PROCESS,
-    "actor.archon.": _ONE_PROCESS,
-    "rollout.": _ENGINES,
-    "sglang.": _ENGINES,
-    "vllm.": _ENGINES,
-    "gconfig.": _ENGINES,
-    "ref.": "the reference is the model before training; nothing has to be said of it",
-    "critic.": "leave-one-out needs no value model",
-    "teacher.": "distillation is not part of this version",
-    "actor.mb_spec.": "micro-batches follow from memory (max_tokens_per_micro_batch)",
-    "actor.attn_impl": "attention follows from the model (packing)",
-    "actor.overlong": "the reward soft_overlong does it (reward)",
-    "valid_dataset.batch_size": "evaluation samples as much at once as memory allows",
-    "train_dataset.": _LOADER,
-    "valid_dataset.": _LOADER,
-    "saver.": "checkpoints go to output_dir, by steps or epochs (save_strategy)",
-    "recover.": "a checkpoint holds all that resuming needs (resume_from_checkpoint)",
-    "evaluator.": "evaluation goes by steps or epochs (eval_strategy)",
-    "stats_logger.": "loggers are named by report_to; files go to output_dir",
-    "perf_tracer.": "the option here is profile",
-    "memory_profiler.": "the option here is profile",
-    "tokenizer_path.": "the tokenizer is the model's",
-}
+# why -> the beginnings of keys that have no counterpart
+_REASONS: dict[str, tuple[str, ...]] = {
+    "the run's files go to output_dir": ("cluster.fileroot",),
+    ONE_PROCESS: (
+        "cluster.", "scheduler.", "launcher.", "allocation_mode.", "actor.backend.",
+        "actor.scheduling", "actor.fsdp.", "actor.megatron.", "actor.archon.",
+    ),
+    ENGINES: ("rollout.", "sglang.", "vllm.", "gconfig."),
+    "the reference is the model before training; nothing has to be said of it": ("ref.",),
+    "leave-one-out needs no value model": ("critic.",),
+    "distillation is not part of this version": ("teacher.",),
+    "micro-batches follow from memory (max_tokens_per_micro_batch)": ("actor.mb_spec.",),
+    "attention follows from the model (packing)": ("actor.attn_impl",),
+    "the reward soft_overlong does it (reward)": ("actor.overlong",),
+    "evaluation samples as much at once as memory allows": ("valid_dataset.batch_size",),
+    "no effect: prompts are tokenised once, without loader workers": (
+        "train_dataset.", "valid_dataset.",
+    ),
+    "checkpoints go to output_dir, by steps or epochs (save_strategy)": ("saver.",),
+    "a checkpoint holds all that resuming needs (resume_from_checkpoint)": ("recover.",),
+    "evaluation goes by steps or epochs (eval_strategy)": ("evaluator.",),
+    "loggers are named by report_to; files go to output_dir": ("stats_logger.",),
+    "the option here is profile": ("perf_tracer.", "memory_profiler."),
+    "the tokenizer is the model's": ("tokenizer_path.",),
+}  # fmt: skip
 
 
 def import_areal(path: str) -> Imported:
@@ -121,11 +103,7 @@ def import_areal(path: str) -> Imported:
     source.expect_all(_ONLY)
     options |= _read_run(source, options) | _read_data(source, options) | _read_batches(source)
     options |= _read_optimizer(source) | _read_adapter(source) | read_objective(source, options)
-    return source.finish(options, _reason)
-
-
-def _reason(key: str) -> str | None:
-    return next((why for start, why in _REASONS.items() if f"{key}.".startswith(start)), None)
+    return source.finish(options, _REASONS)
 
 
 def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:

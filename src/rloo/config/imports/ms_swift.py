@@ -12,110 +12,68 @@ from pathlib import Path
 from typing import Any
 
 from rloo.config.imports.command_line import parse_script
-from rloo.config.imports.source import Imported, Source
+from rloo.config.imports.source import ENGINES, ONE_PROCESS, Imported, Source
 
-# ms-swift's option -> (our option, its type, ms-swift's default)
-_SAME: dict[str, tuple[str, Any, Any]] = {
-    "model": ("model", str, None),
-    "dataset": ("dataset", list[str], None),
-    "val_dataset": ("eval_dataset", list[str], None),
-    "num_generations": ("num_generations", int, 8),
-    "num_generations_eval": ("num_generations_eval", int, None),
-    "max_completion_length": ("max_completion_length", int, 512),
-    "max_length": ("max_prompt_length", int, None),
-    "temperature": ("temperature", float, 0.9),
-    "top_p": ("top_p", float, 1.0),
-    "min_p": ("min_p", float, None),
-    "repetition_penalty": ("repetition_penalty", float, 1.0),
-    "stop_words": ("stop_strings", list[str], None),
-    "beta": ("beta", float, 0.04),
-    "epsilon": ("epsilon", float, 0.2),
-    "epsilon_high": ("epsilon_high", float, None),
-    "delta": ("delta", float, None),
-    "sync_ref_model": ("sync_ref_model", bool, False),
-    "ref_model_sync_steps": ("ref_model_sync_steps", int, 512),
-    "ref_model_mixup_alpha": ("ref_model_mixup_alpha", float, 0.6),
-    "dynamic_sample": ("dynamic_sample", bool, False),
-    "max_resample_times": ("max_resample_times", int, 3),
-    "overlong_filter": ("mask_truncated_completions", bool, False),
-    "reward_weights": ("reward_weights", list[float], None),
-    "steps_per_generation": ("steps_per_generation", int, None),
-    "generation_batch_size": ("generation_batch_size", int, None),
-    "num_iterations": ("num_iterations", int, 1),
-    "max_steps": ("max_steps", int, None),
-    "num_train_epochs": ("num_train_epochs", float, 3.0),
-    "weight_decay": ("weight_decay", float, 0.1),
-    "adam_beta1": ("adam_beta1", float, 0.9),
-    "adam_beta2": ("adam_beta2", float, 0.95),
-    "adam_epsilon": ("adam_epsilon", float, 1e-8),
-    "max_grad_norm": ("max_grad_norm", float, 1.0),
-    "lr_scheduler_type": ("lr_scheduler_type", str, "cosine"),
-    "lr_scheduler_kwargs": ("lr_scheduler_kwargs", dict[str, Any], None),
-    "warmup_ratio": ("warmup_steps", float, None),
-    "warmup_steps": ("warmup_steps", float, None),
-    "optim": ("optim", str, None),
-    "gradient_checkpointing": ("gradient_checkpointing", bool, True),
-    "router_aux_loss_coef": ("router_aux_loss_coef", float, 0.0),
-    "offload_optimizer": ("offload_optimizer", bool, False),
-    "seed": ("seed", int, 42),
-    "dataset_shuffle": ("shuffle_dataset", bool, True),
-    "save_strategy": ("save_strategy", str, "steps"),
-    "save_steps": ("save_steps", float, 500.0),
-    "save_total_limit": ("save_total_limit", int, None),
-    "eval_steps": ("eval_steps", float, None),
-    "logging_steps": ("logging_steps", float, 5.0),
-    "logging_first_step": ("logging_first_step", bool, True),
-    "log_completions": ("log_completions", bool, False),
-    "report_to": ("report_to", list[str], ["tensorboard"]),
-    "run_name": ("run_name", str, None),
-    "output_dir": ("output_dir", str, None),
-    "resume_from_checkpoint": ("resume_from_checkpoint", str, None),
-    "push_to_hub": ("push_to_hub", bool, False),
-    "hub_model_id": ("hub_model_id", str, None),
-    "metric_for_best_model": ("metric_for_best_model", str, None),
-    "load_best_model_at_end": ("load_best_model_at_end", bool, False),
+# Option of the same name and meaning -> ms-swift's default.
+_DEFAULTS: dict[str, Any] = {
+    "model": None, "num_generations": 8, "num_generations_eval": None,
+    "max_completion_length": 512, "temperature": 0.9, "top_p": 1.0, "min_p": None,
+    "repetition_penalty": 1.0, "beta": 0.04, "epsilon": 0.2, "epsilon_high": None, "delta": None,
+    "sync_ref_model": False, "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
+    "dynamic_sample": False, "max_resample_times": 3, "reward_weights": None,
+    "steps_per_generation": None, "generation_batch_size": None, "num_iterations": 1,
+    "max_steps": None, "num_train_epochs": 3.0, "weight_decay": 0.1, "adam_beta1": 0.9,
+    "adam_beta2": 0.95, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": None, "warmup_steps": None, "optim": None,
+    "gradient_checkpointing": True, "router_aux_loss_coef": 0.0, "offload_optimizer": False,
+    "seed": 42, "save_strategy": "steps", "save_steps": 500.0, "save_total_limit": None,
+    "eval_steps": None, "logging_steps": 5.0, "logging_first_step": True,
+    "log_completions": False, "run_name": None, "output_dir": None,
+    "resume_from_checkpoint": None, "push_to_hub": False, "hub_model_id": None,
+    "metric_for_best_model": None, "load_best_model_at_end": False,
+}  # fmt: skip
+# ms-swift's option -> (our option, ms-swift's default)
+_SAME: dict[str, tuple[str, Any]] = {
+    "max_length": ("max_prompt_length", None),
+    "stop_words": ("stop_strings", None),
+    "overlong_filter": ("mask_truncated_completions", False),
+    "dataset_shuffle": ("shuffle_dataset", True),
+    "warmup_ratio": ("warmup_steps", None),  # warmup_steps wins
+    **{name: (name, default) for name, default in _DEFAULTS.items()},
 }
-_ENGINES = "completions are sampled by our own engines (rollout_engine)"
-_ONE_PROCESS = "this version runs as one process on one device"
 # option -> (the value at which it changes nothing, why no other)
 _ONLY: dict[str, tuple[Any, str]] = {
     "rlhf_type": ("grpo", "RLOO is reached through grpo"),
-    "use_vllm": (False, _ENGINES),
+    "use_vllm": (False, ENGINES),
     "async_generate": (False, "a rollout is sampled from the newest weights"),
     "top_entropy_quantile": (1.0, "no token is left out of the loss"),
     "lora_bias": ("none", "biases are not trained with an adapter"),
-    "deepspeed": (None, _ONE_PROCESS),
+    "deepspeed": (None, ONE_PROCESS),
     "tuner_backend": ("peft", "adapters are peft's"),
     "use_swift_lora": (False, "adapters are peft's"),
 }
-# beginning of an option -> why it has no counterpart
-_REASONS: dict[str, str] = {
-    "vllm_": _ENGINES,
-    "sleep_level": _ENGINES,
-    "structured_outputs_regex": _ENGINES,
-    "move_model_batches": _ENGINES,
-    "offload_model": "only the optimizer's state is moved (offload_optimizer)",
-    "deepspeed": _ONE_PROCESS,
-    "fsdp": _ONE_PROCESS,
-    "ddp": _ONE_PROCESS,
-    "sequence_parallel_size": _ONE_PROCESS,
-    "CUDA_VISIBLE_DEVICES": "set it in the shell, or use_cpu",
-    "dataloader_": "no effect: prompts are tokenised once, without loader workers",
-    "dataset_num_proc": "no effect: prompts are tokenised once, without loader workers",
-    "attn_impl": "attention follows from the model (packing)",
-    "padding_free": "completions are packed wherever the model can (packing)",
-    "packing": "completions are packed wherever the model can (packing)",
-    "system": "write it as the first message of prompt_template",
-    "split_dataset_ratio": "name the rows to evaluate on (eval_dataset, eval_split)",
-    "per_device_eval_batch_size": "evaluation samples as much at once as memory allows",
-    "external_plugins": "its rewards are classes; name functions (reward)",
-    "reward_model": "name it as a reward (reward)",
-    "truncation_strategy": "overlong_prompts is error, drop or left",
-    "multi_turn": "a completion is one turn",
-    "max_turns": "a completion is one turn",
-    "teacher_": "distillation is not part of this version",
-    "swanlab": "loggers take their own settings from the environment",
-    "wandb": "loggers take their own settings from the environment",
+# why -> the beginnings of options that have no counterpart
+_REASONS: dict[str, tuple[str, ...]] = {
+    "only swift rlhf is read": ("command ",),
+    ENGINES: ("vllm_", "sleep_level", "structured_outputs_regex", "move_model_batches"),
+    "only the optimizer's state is moved (offload_optimizer)": ("offload_model",),
+    ONE_PROCESS: ("deepspeed", "fsdp", "ddp", "sequence_parallel_size"),
+    "set it in the shell, or use_cpu": ("CUDA_VISIBLE_DEVICES",),
+    "no effect: prompts are tokenised once, without loader workers": (
+        "dataloader_",
+        "dataset_num_proc",
+    ),
+    "attention follows from the model (packing)": ("attn_impl",),
+    "completions are packed wherever the model can (packing)": ("padding_free", "packing"),
+    "write it as the first message of prompt_template": ("system",),
+    "name the rows to evaluate on (eval_dataset, eval_split)": ("split_dataset_ratio",),
+    "evaluation samples as much at once as memory allows": ("per_device_eval_batch_size",),
+    "its rewards are classes; name functions (reward)": ("external_plugins",),
+    "name it as a reward (reward)": ("reward_model",),
+    "overlong_prompts is error, drop or left": ("truncation_strategy",),
+    "a completion is one turn": ("multi_turn", "max_turns"),
+    "distillation is not part of this version": ("teacher_",),
+    "loggers take their own settings from the environment": ("swanlab", "wandb"),
 }
 _KINDS = {"bfloat16": (True, False), "float16": (False, True), "float32": (False, False)}
 
@@ -135,19 +93,13 @@ def import_ms_swift(text: str) -> Imported:
     source.expect_all(_ONLY)
     options |= _read_data(source, options) | _read_batches(source) | _read_model(source)
     options |= _read_rewards(source, options) | _read_objective(source)
-    return source.finish(options, _reason)
-
-
-def _reason(key: str) -> str | None:
-    if key.startswith("command "):
-        return "only swift rlhf is read"
-    return next((why for start, why in _REASONS.items() if key.startswith(start)), None)
+    return source.finish(options, _REASONS)
 
 
 def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for key, ours in (("dataset", "dataset"), ("val_dataset", "eval_dataset")):
-        names = options.get(ours)
+        names = source.take(key, list[str])
         if names is None:
             continue
         if len(names) > 1 or re.search("[:#]", names[0]):
@@ -155,6 +107,7 @@ def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
                 key, names, f"{ours} is one dataset, and its parts are dataset_config and _split"
             )
         read[ours] = re.split("[:#]", names[0])[0]
+    read["report_to"] = source.take("report_to", list[str], ["tensorboard"])
     if "dataset" in read:
         source.notes.append(
             f"dataset {read['dataset']} is a name of ModelScope's there, of the Hugging Face hub "

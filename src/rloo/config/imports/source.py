@@ -6,14 +6,17 @@ Knows no system's names. What nobody asked for is left too, so that nothing is d
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rloo.config.reading import coerce
+from rloo.config.config import option_types
+from rloo.config.reading import coerce, not_null
 
+# Reasons that several systems share.
+ENGINES = "completions are sampled by our own engines (rollout_engine)"
+ONE_PROCESS = "this version runs as one process on one device"
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
-_UNKNOWN = "no counterpart is known"
 
 
 class Left(NamedTuple):
@@ -79,11 +82,11 @@ class Source:
         else:
             self.leave(key, reason)
 
-    def take_same(self, same: Mapping[str, tuple[str, Any, Any]]) -> dict[str, Any]:
-        """Our options for keys that mean the same: key -> (our name, type, their default)."""
+    def take_same(self, same: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+        """Our options for keys that mean the same: key -> (our name, their default)."""
         options: dict[str, Any] = {}
-        for key, (ours, kind, default) in same.items():
-            value = self.take(key, kind, default)
+        for key, (ours, default) in same.items():
+            value = self.take(key, not_null(option_types()[ours]), default)
             if value is not None:  # another key may have set it
                 options[ours] = value
         return options
@@ -104,12 +107,12 @@ class Source:
             self.taken.remove(key)
             self._leave(key, value, reason)
 
-    def finish(
-        self, options: dict[str, Any], reason_of: Callable[[str], str | None] = lambda key: None
-    ) -> Imported:
-        """All that was read; what remains is left with `reason_of` its key."""
+    def finish(self, options: dict[str, Any], reasons: Mapping[str, tuple[str, ...]]) -> Imported:
+        """All that was read; what remains is left with the first of `reasons` -> the beginnings of
+        keys that it is for."""
         for key in list(self.values):
-            self.leave(key, reason_of(key) or _UNKNOWN)
+            known = (why for why, starts in reasons.items() if f"{key}.".startswith(starts))
+            self.leave(key, next(known, "no counterpart is known"))
         return Imported(options, self.taken, self.left, self.notes)
 
     def _leave(self, key: str, value: Any, reason: str) -> None:

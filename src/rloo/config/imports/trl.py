@@ -29,12 +29,11 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "lora_task_type": ("CAUSAL_LM", "the models here are causal language models"),
 }
 _REASONS = {
-    "datasets": "training is on one dataset (dataset)",
-    "env.": "set it in the shell",
-    "gradient_checkpointing_use_reentrant": "gradient_checkpointing_kwargs has it",
-    "attn_implementation": "attention follows from the model (packing)",
+    "training is on one dataset (dataset)": ("datasets",),
+    "set it in the shell": ("env.",),
+    "gradient_checkpointing_kwargs has it": ("gradient_checkpointing_use_reentrant",),
+    "attention follows from the model (packing)": ("attn_implementation",),
 }
-_MODEL = {"model_revision": "revision"}
 
 
 def import_trl(path: str) -> Imported:
@@ -57,11 +56,7 @@ def import_trl(path: str) -> Imported:
     options |= resolve({key: value for key, value in given.items() if value is not None}, hints)
     if options.get("eval_strategy", "no") != "no" and "eval_split" not in options:
         options["eval_split"] = "test"
-    return source.finish(options, _reason)
-
-
-def _reason(key: str) -> str | None:
-    return next((why for start, why in _REASONS.items() if key.startswith(start)), None)
+    return source.finish(options, _REASONS)
 
 
 def _read_refused(source: Source, key: str) -> None:
@@ -76,10 +71,9 @@ def _read_refused(source: Source, key: str) -> None:
 def _read_model(source: Source) -> dict[str, Any]:
     """What TRL passes to from_pretrained besides model_init_kwargs."""
     model = dict(source.take("model_init_kwargs", dict[str, Any], {}))
-    for key, name in _MODEL.items():
-        value = source.take(key, str, "main")
-        if value != "main":
-            model[name] = value
+    revision = source.take("model_revision", str, "main")
+    if revision != "main":
+        model["revision"] = revision
     for key in ("dtype", "torch_dtype"):
         dtype = source.take(key, str, "float32")
         if dtype not in ("float32", "auto"):
