@@ -344,7 +344,7 @@ def test_longer_completions_of_evaluation_need_their_room():
     assert prompt_limit(model, config, evaluation=True) == 30
     config = RLOOConfig(max_completion_length=40, eval_max_completion_length=100)
     with pytest.raises(
-        ValueError, match="eval_max_completion_length is 100 and the model sees 100"
+        ValueError, match="eval_max_completion_length is 100 and the model's context has 100"
     ):
         prompt_limit(model, config, evaluation=True)
 

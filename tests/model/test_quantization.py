@@ -149,7 +149,7 @@ def test_engines_sample_from_the_policy(folder, kind, engine):
         sampler = make_engine(policy, policy.config)
         assert sampler.facts.name == "native"
         assert sampler.facts.copies_weights == (engine == "copy")
-    told = [note for note in policy.notes if "a copy of the base's weights in full" in note]
+    told = [note for note in policy.notes if "a dequantised copy of the base" in note]
     assert len(told) == (engine == "module")
     sampler.load(policy.weights, policy.version)
     prompt = Prompt(0, [5, 6, 7], "")

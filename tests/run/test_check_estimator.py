@@ -147,7 +147,7 @@ def test_the_verdict(mine, capsys, monkeypatch, arguments, expected):
         (["{mine}:single"], "mine.py, line 25: RuntimeError: pairs only; it must do with every"),
         (
             ["rloo", "--std_level", "group"],
-            "std_level is group, which acts with estimator composed",
+            "std_level is group but has no effect without estimator composed",
         ),
     ],
 )

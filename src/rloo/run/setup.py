@@ -226,8 +226,8 @@ def check_evaluation(args: RLOOConfig, sets: Mapping[str, object], *, trains: bo
     names = [name for name in sets if name]
     if metric and names and not any(metric.startswith(f"{name}_") for name in names):
         raise ValueError(
-            f"metric_for_best_model is {metric} and there are evaluation sets "
-            f"{', '.join(names)}; begin it with one, as {names[0]}_{metric}"
+            f"metric_for_best_model is {metric} and the evaluation sets are "
+            f"{', '.join(names)}; prefix it with one of them, as in {names[0]}_{metric}"
         )
     if sets and trains and not evaluates:
         return ["the evaluation set is not used while training (eval_on_start, eval_strategy)"]
