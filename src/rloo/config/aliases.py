@@ -95,6 +95,11 @@ ALIASES: dict[str, tuple[str, str]] = {
 }
 
 
+def our_name(name: str) -> str:
+    """Our name of the option that is called `name` here or elsewhere."""
+    return ALIASES[name][0] if name in ALIASES else name
+
+
 def _share_of_steps(name: str, value: Any) -> float:
     share = coerce(name, float, value)
     if not 0 <= share < 1:
@@ -156,7 +161,7 @@ def resolve(
             if name in WITHOUT_EFFECT:
                 warn_without_effect(name, value)
                 continue
-            ours = ALIASES[name][0] if name in ALIASES else name
+            ours = our_name(name)
             if name in CONVERSIONS:
                 value = CONVERSIONS[name](name, value)
             value = coerce(name, hints[ours], value)

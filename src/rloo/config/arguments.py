@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rloo.config.aliases import ALIASES
-from rloo.config.config import ONE_PROCESS, RLOOConfig, option_types
+from rloo.config.config import ONE_PROCESS, RLOOConfig, known_names, option_types
 from rloo.config.reading import coerce, default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
@@ -106,7 +105,7 @@ class RLOOArguments(_Fields):
         """The options that are not at RLOOConfig's default, as a RLOOConfig. Raises its errors.
 
         Fields that a subclass adds and that are no option are the script's own and left out."""
-        known = {*_DEFAULTS, *ALIASES, *REFUSED, *WITHOUT_EFFECT}
+        known = known_names()
         values = {o.name: getattr(self, o.name) for o in fields(self) if o.name in known}
         return RLOOConfig(
             **{

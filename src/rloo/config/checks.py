@@ -6,7 +6,8 @@ whatever depends on them is checked where they are known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 from rloo.config.batches import batches_of
 from rloo.config.objective_checks import check_objective
@@ -170,22 +171,19 @@ def _check_model(config: Options) -> None:
 def _check_quantization(config: Options) -> None:
     if config.load_in_4bit and config.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both true; choose one")
-    for name, default in (("bnb_4bit_quant_type", "nf4"), ("use_bnb_nested_quant", False)):
-        value = getattr(config, name)
-        if value != default and not config.load_in_4bit:
-            raise ValueError(
-                f"{name} is {value} but load_in_4bit is false, without which it has no effect; set "
-                "load_in_4bit or remove it"
-            )
+    _check_alone(config, "load_in_4bit", ("bnb_4bit_quant_type", "use_bnb_nested_quant"))
 
 
 def _check_adapter(config: Options) -> None:
-    if config.use_peft:
-        return
-    for field in LORA.fields_of(config):
+    _check_alone(config, "use_peft", [field.name for field in LORA.fields_of(config)])
+
+
+def _check_alone(config: Options, switch: str, names: Sequence[str]) -> None:
+    """Refuse options that were changed although the `switch` that they need is off."""
+    for field in fields(config):
         value = getattr(config, field.name)
-        if value != field.default:
+        if field.name in names and value != field.default and not getattr(config, switch):
             raise ValueError(
-                f"{field.name} is {value} but use_peft is false, without which it has no effect; "
-                "set use_peft or remove it"
+                f"{field.name} is {value} but {switch} is false, without which it has no effect; "
+                f"set {switch} or remove it"
             )

@@ -6,7 +6,7 @@ Knows nothing of tensors; `rloo.algorithm.estimators.composed` computes it.
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
@@ -91,20 +91,30 @@ def contradictions(config: Options, usual: Mapping[str, Any]) -> Iterator[str]:
         return
     form = composition_of(config)
     divided = form.std_level != "none" or form.normalize_advantages
-    for name, acts, other in (
+    rules = (
         ("kl_in_baseline", form.kl_placement != "loss", "a KL in the reward"),
         ("kl_of_truncated", form.mask_truncated_completions, "mask_truncated_completions"),
         ("std_leave1out", form.std_level != "none", "std_level"),
         ("epsilon_in_variance", divided, "std_level or normalize_advantages"),
         ("normalize_over", form.normalize_advantages, "normalize_advantages"),
-    ):
-        value, default = getattr(form, name), ARGUMENTS[name]
+    )
+    yield from in_vain(form, rules, usual, "estimator_kwargs.")
+    yield from _in_tokens(form, config.importance_sampling_level)
+
+
+def in_vain(
+    values: Any, rules: Iterable[tuple[str, bool, str]], usual: Mapping[str, Any], where: str = ""
+) -> Iterator[str]:
+    """What was changed in `values`, a dataclass, although nothing acts on it: `rules` are (name,
+    whether something does, what does). What is `usual` may stay."""
+    defaults = {field.name: field.default for field in fields(values)}
+    for name, acts, other in rules:
+        value, default = getattr(values, name), defaults[name]
         if not acts and value not in (default, usual.get(name, default)):
             yield (
-                f"estimator_kwargs.{name} is {value} but has no effect without {other}; "
+                f"{where}{name} is {value} but has no effect without {other}; "
                 f"set that or remove {name}"
             )
-    yield from _in_tokens(form, config.importance_sampling_level)
 
 
 def _in_tokens(form: Composition, ratio_level: str) -> Iterator[str]:

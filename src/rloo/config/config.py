@@ -142,6 +142,12 @@ def option_types() -> dict[str, Any]:
     return typing.get_type_hints(RLOOConfig)
 
 
+@cache
+def known_names() -> tuple[str, ...]:
+    """Every name that an option may be given by, also those that are refused or idle."""
+    return (*option_types(), *ALIASES, *REFUSED, *WITHOUT_EFFECT)
+
+
 def without_adapter(config: RLOOConfig) -> RLOOConfig:
     """`config` with every option about adapters at its default: none is added."""
     return config.with_values(**{field.name: field.default for field in LORA.fields_of(config)})

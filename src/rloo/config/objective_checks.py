@@ -6,9 +6,8 @@ Each message names the fact, the rule and the option to change. Knows nothing of
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
-from rloo.config.composed import contradictions
+from rloo.config.composed import contradictions, in_vain
 from rloo.config.options import Options
 from rloo.config.presets import PRESETS, kl_fault, loss_form, preset_options
 
@@ -29,12 +28,10 @@ def check_objective(config: Options) -> None:
 def _in_vain(config: Options) -> Iterator[str]:
     """Options that were changed although what they act on is off. What a preset sets for the case
     that it is on may stay."""
-    defaults = {field.name: field.default for field in fields(config)}
-    usual = defaults | preset_options(config.preset)
     composed = config.estimator == "composed"
     of_composed = f"estimator composed (estimator is {config.estimator})"
     to_go = config.kl_placement == "reward_to_go"
-    for name, acts, other in (
+    rules = (
         ("mean_level", composed, of_composed),
         ("mean_leave1out", composed, of_composed),
         ("std_level", composed, of_composed),
@@ -50,10 +47,8 @@ def _in_vain(config: Options) -> Iterator[str]:
             config.rollout_importance_sampling_mode is not None,
             "rollout_importance_sampling_mode",
         ),
-    ):
-        value = getattr(config, name)
-        if not acts and value not in (usual[name], defaults[name]):
-            yield f"{name} is {value} but has no effect without {other}; set that or remove {name}"
+    )
+    yield from in_vain(config, rules, preset_options(config.preset))
 
 
 def _in_group(config: Options) -> Iterator[str]:
@@ -148,10 +143,8 @@ def _in_weights(config: Options) -> Iterator[str]:
             "sequence; one term for a completion has no weights by token (a sequence mode, or "
             "importance_sampling_level token)"
         )
-    lower, upper = (
-        config.rollout_importance_sampling_min,
-        config.rollout_importance_sampling_threshold,
-    )
+    lower = config.rollout_importance_sampling_min
+    upper = config.rollout_importance_sampling_threshold
     if lower is not None and (mode is None or mode.endswith("truncate")):
         yield (
             f"rollout_importance_sampling_min is {lower} but rollout_importance_sampling_mode is "

@@ -10,11 +10,11 @@ import os
 import typing
 from typing import Any
 
-from rloo.config.aliases import ALIASES, resolve
-from rloo.config.config import RLOOConfig, option_types
+from rloo.config.aliases import our_name, resolve
+from rloo.config.config import RLOOConfig, known_names, option_types
 from rloo.config.plain_yaml import read_yaml
 from rloo.config.presets import BASE
-from rloo.config.reading import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, suggest
+from rloo.config.reading import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, kinds_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 # Options whose value may be a file's function, and those that may be a file or folder.
@@ -50,7 +50,7 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
 def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The options in a YAML file, nested names joined by dots, and `file, line n: ` for each.
     Raises what `read_yaml` does."""
-    return read_yaml(path, _is_known)
+    return read_yaml(path, known_names().__contains__)
 
 
 def _beside(path: str, name: str, value: Any) -> Any:
@@ -72,10 +72,6 @@ def _beside(path: str, name: str, value: Any) -> Any:
     return candidate + colon + function
 
 
-def _is_known(name: str) -> bool:
-    return any(name in names for names in (option_types(), ALIASES, REFUSED, WITHOUT_EFFECT))
-
-
 def _is_entry(name: str) -> bool:
     """Whether `name` is `option.entry` of an option that is a mapping."""
     option, dot, _ = name.partition(".")
@@ -83,7 +79,7 @@ def _is_entry(name: str) -> bool:
 
 
 def _is_option(name: str) -> bool:
-    return _is_known(name) or _is_entry(name)
+    return name in known_names() or _is_entry(name)
 
 
 def _as_value(text: str) -> Any:
@@ -106,7 +102,7 @@ def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any]]:
             if not _is_yaml(token):
                 raise ValueError(
                     f"{token} is not an option; write --option value, option=value or the path of "
-                    f"a .yaml file{_suggest_option(token)}"
+                    f"a .yaml file{suggest(token, known_names())}"
                 )
             if path is not None:
                 raise ValueError(f"two configuration files, {path} and {token}; give only one")
@@ -145,9 +141,7 @@ def _kinds(name: str) -> set[Any]:
         return {type(value) for value in REFUSED[name][0]}
     if name in WITHOUT_EFFECT:
         return {type(WITHOUT_EFFECT[name][0])}
-    hint = option_types()[ALIASES.get(name, (name,))[0]]
-    parts = typing.get_args(hint) if typing.get_origin(hint) not in (list, dict, tuple) else (hint,)
-    return {typing.get_origin(part) or part for part in parts or (hint,)}
+    return {typing.get_origin(kind) or kind for kind in kinds_of(option_types()[our_name(name)])}
 
 
 def _take(name: str, remaining: list[str]) -> list[str]:
@@ -175,12 +169,8 @@ def _normal(key: str) -> str:
 def _option_name(key: str) -> str:
     name = _normal(key)
     if name != "config" and not _is_option(name):
-        raise ValueError(f"unknown option --{name}{_suggest_option(name)}")
+        raise ValueError(f"unknown option --{name}{suggest(name, known_names())}")
     return name
-
-
-def _suggest_option(name: str) -> str:
-    return suggest(name, [*option_types(), *ALIASES, *REFUSED, *WITHOUT_EFFECT])
 
 
 def _is_yaml(token: str) -> bool:

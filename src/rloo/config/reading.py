@@ -154,10 +154,8 @@ def _read(name: str, kind: Any, value: Any) -> Any:
         return _read_mapping(name, value)
     if kind is bool:
         return _read_switch(value)
-    if kind is int:
-        return _read_whole_number(value)
-    if kind is float:
-        return _read_number(name, value)
+    if kind in (int, float):
+        return _read_number(name, kind, value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value if isinstance(value, str) else None
@@ -171,23 +169,15 @@ def _read_switch(value: Any) -> bool | None:
     return False if _is_word(value, FALSE_WORDS) else None
 
 
-def _read_whole_number(value: Any) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, Integral | str):
+def _read_number(name: str, kind: Any, value: Any) -> Any:
+    numeric = Integral if kind is int else Real
+    if isinstance(value, bool) or not isinstance(value, numeric | str):
         return None
     try:
-        return int(value)
-    except ValueError:
-        return None
-
-
-def _read_number(name: str, value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, Real | str):
-        return None
-    try:
-        number = float(value)
+        number = kind(value)
     except (ValueError, OverflowError):
         return None
-    if not math.isfinite(number):
+    if kind is float and not math.isfinite(number):
         raise ValueError(f"{name} is {number}; it must be a finite number")
     return number
 

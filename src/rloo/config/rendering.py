@@ -8,7 +8,7 @@ from dataclasses import Field, fields
 from itertools import groupby
 from typing import Any
 
-from rloo.config.aliases import ALIASES
+from rloo.config.aliases import ALIASES, our_name
 from rloo.config.config import DEVIATIONS, RLOOConfig
 from rloo.config.plain_yaml import write_yaml
 from rloo.config.reading import default_of
@@ -53,7 +53,7 @@ def render_option(name: str) -> str | None:
         if name in others:
             values, why = others[name]
             return _wrapped(_setting(name, *values), f"{title}: {why}.")
-    ours = ALIASES[name][0] if name in ALIASES else name
+    ours = our_name(name)
     return next((_entry(field) for field in fields(RLOOConfig) if field.name == ours), None)
 
 

@@ -12,34 +12,34 @@ from rloo.config.imports.areal_objective import read_objective
 from rloo.config.imports.source import ENGINES, ONE_PROCESS, Imported, Source, follow_references
 from rloo.config.parsing import read_config_file
 
-# AReaL's key -> (our option, AReaL's default)
-_SAME: dict[str, tuple[str, Any]] = {
-    "actor.path": ("model", None), "train_dataset.path": ("dataset", None),
-    "train_dataset.split": ("dataset_split", "train"),
-    "train_dataset.shuffle": ("shuffle_dataset", True), "seed": ("seed", 1),
-    "total_train_epochs": ("num_train_epochs", 1.0), "total_train_steps": ("max_steps", None),
-    "gconfig.n_samples": ("num_generations", 1),
-    "gconfig.max_new_tokens": ("max_completion_length", 16384),
-    "gconfig.temperature": ("temperature", 1.0), "gconfig.top_p": ("top_p", 1.0),
-    "gconfig.stop": ("stop_strings", None),
-    "eval_gconfig.n_samples": ("num_generations_eval", None),
-    "eval_gconfig.max_new_tokens": ("eval_max_completion_length", None),
-    "eval_gconfig.temperature": ("eval_temperature", None),
-    "eval_gconfig.top_p": ("eval_top_p", None),
-    "actor.eps_clip": ("epsilon", 0.2), "actor.eps_clip_higher": ("epsilon_high", None),
-    "actor.c_clip": ("delta", None),
-    "actor.reward_bias": ("reward_bias", 0.0), "actor.reward_scaling": ("reward_scaling", 1.0),
-    "actor.disable_dropout": ("disable_dropout", False),
-    "actor.gradient_checkpointing": ("gradient_checkpointing", False),
-    "actor.mb_spec.max_tokens_per_mb": ("max_tokens_per_micro_batch", None),
-    "actor.optimizer.lr": ("learning_rate", 1e-3),
-    "actor.optimizer.weight_decay": ("weight_decay", 0.01),
-    "actor.optimizer.beta1": ("adam_beta1", 0.9), "actor.optimizer.beta2": ("adam_beta2", 0.999),
-    "actor.optimizer.eps": ("adam_epsilon", 1e-8),
-    "actor.optimizer.gradient_clipping": ("max_grad_norm", 1.0),
-    "actor.optimizer.warmup_steps_proportion": ("warmup_steps", 0.001),
-    "evaluator.eval_before_train": ("eval_on_start", False),
+# AReaL's key -> its default, for those that mean what an option of ours means
+_SAME: dict[str, Any] = {
+    "actor.path": None, "train_dataset.path": None, "train_dataset.split": "train",
+    "train_dataset.shuffle": True, "seed": 1, "total_train_epochs": 1.0, "total_train_steps": None,
+    "gconfig.n_samples": 1, "gconfig.max_new_tokens": 16384, "gconfig.temperature": 1.0,
+    "gconfig.top_p": 1.0, "gconfig.stop": None, "eval_gconfig.n_samples": None,
+    "eval_gconfig.max_new_tokens": None, "eval_gconfig.temperature": None,
+    "eval_gconfig.top_p": None, "actor.eps_clip": 0.2, "actor.eps_clip_higher": None,
+    "actor.c_clip": None, "actor.reward_bias": 0.0, "actor.reward_scaling": 1.0,
+    "actor.disable_dropout": False, "actor.gradient_checkpointing": False,
+    "actor.mb_spec.max_tokens_per_mb": None, "actor.optimizer.lr": 1e-3,
+    "actor.optimizer.weight_decay": 0.01, "actor.optimizer.beta1": 0.9,
+    "actor.optimizer.beta2": 0.999, "actor.optimizer.eps": 1e-8,
+    "actor.optimizer.gradient_clipping": 1.0, "actor.optimizer.warmup_steps_proportion": 0.001,
+    "evaluator.eval_before_train": False,
 }  # fmt: skip
+# Of these, our names of the keys that are not aliases.
+_NAMES = {
+    "train_dataset.split": "dataset_split",
+    "gconfig.stop": "stop_strings",
+    "eval_gconfig.n_samples": "num_generations_eval",
+    "eval_gconfig.max_new_tokens": "eval_max_completion_length",
+    "eval_gconfig.temperature": "eval_temperature",
+    "eval_gconfig.top_p": "eval_top_p",
+    "actor.disable_dropout": "disable_dropout",
+    "actor.mb_spec.max_tokens_per_mb": "max_tokens_per_micro_batch",
+    "evaluator.eval_before_train": "eval_on_start",
+}
 # key -> (the value at which it changes nothing, why no other)
 _ONLY: dict[str, tuple[Any, str]] = {
     "actor.discount": (1.0, "a token's reward to come is not discounted here"),
@@ -99,7 +99,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
 def import_areal(path: str) -> Imported:
     """AReaL's YAML file at `path`. Raises ValueError for one that cannot be read."""
     source = Source(follow_references(read_config_file(path)[0]))
-    options = source.take_same(_SAME)
+    options = source.take_same(_SAME, _NAMES)
     source.expect_all(_ONLY)
     options |= _read_run(source, options) | _read_data(source, options) | _read_batches(source)
     options |= _read_optimizer(source) | _read_adapter(source) | read_objective(source, options)

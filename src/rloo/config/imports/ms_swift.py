@@ -14,9 +14,10 @@ from typing import Any
 from rloo.config.imports.command_line import parse_script
 from rloo.config.imports.source import ENGINES, ONE_PROCESS, Imported, Source
 
-# Option of the same name and meaning -> ms-swift's default.
-_DEFAULTS: dict[str, Any] = {
-    "model": None, "num_generations": 8, "num_generations_eval": None,
+# ms-swift's option -> its default, for those that mean what an option of ours means
+_SAME: dict[str, Any] = {
+    "max_length": None, "stop_words": None, "overlong_filter": False, "dataset_shuffle": True,
+    "warmup_ratio": None, "model": None, "num_generations": 8, "num_generations_eval": None,
     "max_completion_length": 512, "temperature": 0.9, "top_p": 1.0, "min_p": None,
     "repetition_penalty": 1.0, "beta": 0.04, "epsilon": 0.2, "epsilon_high": None, "delta": None,
     "sync_ref_model": False, "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
@@ -32,15 +33,8 @@ _DEFAULTS: dict[str, Any] = {
     "resume_from_checkpoint": None, "push_to_hub": False, "hub_model_id": None,
     "metric_for_best_model": None, "load_best_model_at_end": False,
 }  # fmt: skip
-# ms-swift's option -> (our option, ms-swift's default)
-_SAME: dict[str, tuple[str, Any]] = {
-    "max_length": ("max_prompt_length", None),
-    "stop_words": ("stop_strings", None),
-    "overlong_filter": ("mask_truncated_completions", False),
-    "dataset_shuffle": ("shuffle_dataset", True),
-    "warmup_ratio": ("warmup_steps", None),  # warmup_steps wins
-    **{name: (name, default) for name, default in _DEFAULTS.items()},
-}
+# Our names of those that are neither called the same nor aliases.
+_NAMES = {"max_length": "max_prompt_length", "dataset_shuffle": "shuffle_dataset"}
 # option -> (the value at which it changes nothing, why no other)
 _ONLY: dict[str, tuple[Any, str]] = {
     "rlhf_type": ("grpo", "RLOO is reached through grpo"),
@@ -89,7 +83,7 @@ def import_ms_swift(text: str) -> Imported:
         except OSError as error:
             raise ValueError(f"{text}: {error.strerror or error}") from None
     source = Source(parse_script(text))
-    options = source.take_same(_SAME)
+    options = source.take_same(_SAME, _NAMES)
     source.expect_all(_ONLY)
     options |= _read_data(source, options) | _read_batches(source) | _read_model(source)
     options |= _read_rewards(source, options) | _read_objective(source)

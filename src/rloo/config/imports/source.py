@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rloo.config.aliases import our_name
 from rloo.config.config import option_types
 from rloo.config.reading import coerce, not_null
 
@@ -82,10 +83,12 @@ class Source:
         else:
             self.leave(key, reason)
 
-    def take_same(self, same: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-        """Our options for keys that mean the same: key -> (our name, their default)."""
+    def take_same(self, same: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+        """Our options for keys that mean the same: `same` are the keys with their defaults; `names`
+        are ours, of the keys that are neither called the same nor aliases."""
         options: dict[str, Any] = {}
-        for key, (ours, default) in same.items():
+        for key, default in same.items():
+            ours = names.get(key) or our_name(key)
             value = self.take(key, not_null(option_types()[ours]), default)
             if value is not None:  # another key may have set it
                 options[ours] = value
