@@ -124,12 +124,10 @@ def eval_sets(given: Rows | Mapping[str, Rows] | None, args: RLOOConfig) -> dict
         named = {"": given}
     else:
         named = {"": load_rows(given, split=args.eval_split or "train")}
-    return {
-        name: as_table(list(islice(rows, args.eval_size)), rows)
-        if isinstance(rows, IterableDataset)
-        else rows
-        for name, rows in named.items()
-    }
+    for name, rows in named.items():
+        if isinstance(rows, IterableDataset):
+            named[name] = as_table(list(islice(rows, args.eval_size)), rows)
+    return named
 
 
 def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False) -> int:
@@ -196,10 +194,6 @@ def make_sampling(
         own = getattr(args, f"eval_{name}") if evaluation else None
         return getattr(args, name) if own is None else own
 
-    def decode(completions: list[list[int]]) -> list[str]:
-        assert tokenizer is not None
-        return tokenizer.batch_decode(completions)
-
     return Sampling(
         max_tokens=setting("max_completion_length"),
         stop_token_ids=stop_tokens(args.generation_kwargs, stop_token_ids),
@@ -209,7 +203,7 @@ def make_sampling(
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
         stop_strings=tuple(args.stop_strings or ()),
-        decode=decode if args.stop_strings and tokenizer is not None else None,
+        decode=tokenizer.batch_decode if args.stop_strings and tokenizer is not None else None,
     )
 
 
