@@ -26,8 +26,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
     measured = "pass@1_interval" in start and "pass@1_interval" in end
     lines = [_accuracy(summary, start, end) if measured else _training_reward(summary)]
     if summary.get("status") == "interrupted":
-        stopped = f"Stopped after {summary['steps']} of {summary['max_steps']} steps."
-        lines.insert(0, stopped)
+        lines.insert(0, f"Stopped after {summary['steps']} of {summary['max_steps']} steps.")
     lines += [_drift(summary.get("training")), _incidents(summary)]
     return "\n".join(line for line in lines if line)
 

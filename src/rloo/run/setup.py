@@ -132,9 +132,8 @@ def eval_sets(given: Rows | Mapping[str, Rows] | None, args: RLOOConfig) -> dict
 
 def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False) -> int:
     """The longest prompt that leaves room for the longest completion in the model's context."""
-    name = "max_completion_length"
-    if evaluation and args.eval_max_completion_length is not None:
-        name = "eval_max_completion_length"
+    own = evaluation and args.eval_max_completion_length is not None
+    name = "eval_max_completion_length" if own else "max_completion_length"
     completion = getattr(args, name)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is None:

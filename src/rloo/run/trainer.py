@@ -292,9 +292,8 @@ class RLOOTrainer:
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
         )
-        self.monitor = Monitor(
-            self.args, Path(self.args.output_dir), max_steps=self.state.max_steps
-        )
+        folder = Path(self.args.output_dir)
+        self.monitor = Monitor(self.args, folder, max_steps=self.state.max_steps)
         self.monitor.attach(self.events)
         self.callback_handler = self.events.handler
         self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state)
@@ -314,44 +313,30 @@ class RLOOTrainer:
         prompts = {}
         for name, rows in setup.eval_sets(given, self.args).items():
             split = self.args.eval_split if isinstance(rows, str) else None
+            where = name or "the evaluation set"
             try:
                 source = self._prompts(rows, split or "train", evaluation=True)
             except ValueError as error:
-                raise ValueError(f"in {name or 'the evaluation set'}: {error}") from error
-            self._notes += setup.length_notes(source, name or "the evaluation set")
+                raise ValueError(f"in {where}: {error}") from error
+            self._notes += setup.length_notes(source, where)
             assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
             prompts[name] = source.all_prompts(self.args.eval_size)
         return prompts
 
     def make_parts(self) -> tuple[Parts, RunState]:
         """What `rloo.algorithm.train.train_on_rollout` works with, before the first step."""
-        if self._source is None:
+        source, args, batches, engine = self._source, self.args, self.batches, self.engine
+        if source is None:
             raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
-        args, policy, clock = self.args, self.policy, Clock()
-        sampling = setup.make_sampling(args, policy.stop_token_ids, policy.tokenizer)
+        world, policy, events, clock = self.world, self.policy, self.events, Clock()
+        tokenizer, workload = policy.tokenizer, workload_of(source, args, batches)
+        sampling = setup.make_sampling(args, policy.stop_token_ids, tokenizer)
         policy.notes += setup.bias_of(sampling)
         rollouts = SyncRollouts(
-            args,
-            self.batches,
-            self.engine,
-            self._source,
-            self.rewards,
-            sampling,
-            policy.tokenizer,
-            self.state,
-            clock,
+            args, batches, engine, source, self.rewards, sampling, tokenizer, self.state, clock
         )
         parts = Parts(
-            args,
-            self.world,
-            self.batches,
-            workload_of(self._source, args, self.batches),
-            policy,
-            self.engine,
-            rollouts,
-            self.monitor,
-            self.events,
-            clock,
+            args, world, batches, workload, policy, engine, rollouts, self.monitor, events, clock
         )
         state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
         return parts, state
