@@ -45,9 +45,9 @@ def make_rewards(
     *,
     device: torch.device,
 ) -> RewardSet:
-    """The given rewards, or else those named by `args.reward`; `as_reward` lists the possible
-    forms. `processing_classes` are the tokenizers of reward models, one per reward (None: the
-    model's own). Raises ValueError if there are not as many."""
+    """The given rewards, or else those named by `args.reward`, in any form that `as_reward` takes.
+    `processing_classes` are the tokenizers of reward models, one per reward (None: the model's
+    own). Raises ValueError if there are not as many."""
     specs: Any = args.reward if given is None else given
     specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
     tokenizers: Any = processing_classes

@@ -11,14 +11,8 @@ from typing import Any
 
 import transformers
 from accelerate import PartialState
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-    TrainerControl,
-    trainer_pt_utils,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.adaptive import Adaptive
@@ -140,12 +134,11 @@ class RLOOTrainer:
         Metrics have transformers' names (eval_reward, or eval_math_reward for a set `math`). They
         are logged and sent to the callbacks. Training does not change in any bit.
         """
-        if isinstance(eval_dataset, str) and eval_dataset in self._eval_prompts:
-            sets = {eval_dataset: self._eval_prompts[eval_dataset]}
+        sets = self._eval_prompts
+        if isinstance(eval_dataset, str) and eval_dataset in sets:
+            sets = {eval_dataset: sets[eval_dataset]}
         elif eval_dataset is not None:
             sets = self._prompts_of_sets(eval_dataset)
-        else:
-            sets = self._eval_prompts
         if not sets:
             raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
         metrics = flatten(self.evaluator.measure(sets), metric_key_prefix)
@@ -204,15 +197,15 @@ class RLOOTrainer:
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Print metrics, without intervals."""
-        trainer_pt_utils.log_metrics(self, split, numbers_of(metrics))
+        log_metrics(self, split, numbers_of(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write `<split>_results.json` in `args.output_dir`, and add to all_results.json."""
-        trainer_pt_utils.save_metrics(self, split, strict(metrics), combined)
+        save_metrics(self, split, strict(metrics), combined)
 
     def save_state(self) -> None:
         """Write trainer_state.json in `args.output_dir`."""
-        trainer_pt_utils.save_state(self)
+        save_state(self)
 
     def is_world_process_zero(self) -> bool:
         """Whether this process writes files and speaks to the user."""
@@ -271,7 +264,7 @@ class RLOOTrainer:
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = setup.make_state(self._source, self.args, self.batches)
-        self.control = TrainerControl()
+        self.control = transformers.TrainerControl()
         self.policy = Policy(
             self.model,
             self.processing_class,
