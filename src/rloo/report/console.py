@@ -226,10 +226,10 @@ def _score(value: float | None) -> str:
 
 def evaluation_line(metrics: Mapping[str, Any]) -> str:
     """One line: pass@k with 95 % intervals, mean reward, length, and the sample size."""
-    names = [n for n in metrics if n.startswith("pass@") and not n.endswith("_interval")]
     parts = [
-        f"{name.replace('_', ' ')} {percent(metrics[name], metrics.get(f'{name}_interval'))}"
-        for name in names
+        f"{name.replace('_', ' ')} {percent(value, metrics.get(f'{name}_interval'))}"
+        for name, value in metrics.items()
+        if name.startswith("pass@") and not name.endswith("_interval")
     ]
     reward = metrics.get("reward", math.nan)
     if math.isfinite(reward):
@@ -238,8 +238,8 @@ def evaluation_line(metrics: Mapping[str, Any]) -> str:
     if "completions/mean_length" in metrics:
         parts.append(f"length {metrics['completions/mean_length']:.3g}")
     if "num_prompts" in metrics:
-        size = f"{metrics['num_prompts']:,} problems x {metrics.get('num_samples', 1)} samples"
-        parts.append(f"({size})")
+        samples = metrics.get("num_samples", 1)
+        parts.append(f"({metrics['num_prompts']:,} problems x {samples} samples)")
     return "  ".join(parts)
 
 

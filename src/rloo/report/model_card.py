@@ -67,27 +67,16 @@ def write_card(
         "Rewards": ", ".join(rewards),
         "Seed": str(config.seed),
     }
-    lines = [
-        "---",
-        data.to_yaml().strip(),
-        "---",
-        MARK,
-        f"# {name or (config.hub_model_id or folder.absolute().name).split('/')[-1]}",
-        "",
+    title = name or (config.hub_model_id or folder.absolute().name).split("/")[-1]
+    paragraphs = (
+        f"---\n{data.to_yaml().strip()}\n---\n{MARK}\n# {title}",
         f"{kind} with REINFORCE Leave-One-Out{where}.",
-        "",
-        *(f"- {fact}: {value}" for fact, value in facts.items()),
-        "",
+        "\n".join(f"- {fact}: {value}" for fact, value in facts.items()),
         f"Versions: {', '.join(f'{library} {number}' for library, number in versions().items())}.",
-        "",
-        "The method:",
-        "",
-        "```bibtex",
-        PAPER,
-        "```",
-    ]
+        f"The method:\n\n```bibtex\n{PAPER}\n```\n",
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / FILE, "\n".join(lines) + "\n")
+    write_text(folder / FILE, "\n\n".join(paragraphs))
 
 
 def has_other_card(folder: Path) -> bool:

@@ -167,10 +167,8 @@ class Monitor:
     ) -> None:
         """Print an evaluation and record it in evaluations.jsonl; `dataset` names the set if there
         are several."""
-        of_set = {"dataset": dataset} if dataset else {}
-        append_rows(
-            self.output_dir / EVALUATIONS, [{"step": step, "name": name, **of_set, **metrics}]
-        )
+        row = {"step": step, "name": name} | ({"dataset": dataset} if dataset else {})
+        append_rows(self.output_dir / EVALUATIONS, [{**row, **metrics}])
         place = f"{name}, {dataset}" if dataset else name
         self.say(f"evaluation ({place}) at step {step}: {view.evaluation_line(metrics)}")
 
@@ -199,8 +197,7 @@ class Monitor:
         files = [n for n in (METRICS, COMPLETIONS, EVALUATIONS) if (self.output_dir / n).exists()]
         self.say(f"Results in {self.output_dir}: {', '.join([SUMMARY, *files])}")
         if self._events is not None:
-            if self._window:
-                self._flush()
+            self._flush()
             self._events.send("on_train_end")
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
@@ -257,12 +254,13 @@ class Monitor:
         """Log what Trainer logs at the end, including the mean loss of all steps; return it."""
         assert self._events is not None
         whole = {**totals, "train_loss": fmean(self._losses) if self._losses else 0.0}
-        if self._window:
-            self._flush()
+        self._flush()
         self.log_numbers(whole)
         return {**whole, "epoch": self._events.state.epoch}
 
     def _flush(self) -> None:
+        if not self._window:
+            return
         means = window_mean(self._window)
         last = {name: row[name] for row in self._window for name in LAST_VALUE if name in row}
         self._window = []

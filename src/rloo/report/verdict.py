@@ -26,8 +26,7 @@ def verdict(summary: Mapping[str, Any]) -> str:
     measured = "pass@1_interval" in start and "pass@1_interval" in end
     lines = [_accuracy(summary, start, end) if measured else _training_reward(summary)]
     if summary.get("status") == "interrupted":
-        stopped = f"Stopped after {summary['steps']} of {summary['max_steps']} steps."
-        lines.insert(0, stopped)
+        lines.insert(0, f"Stopped after {summary['steps']} of {summary['max_steps']} steps.")
     lines += [_drift(summary.get("training")), _incidents(summary)]
     return "\n".join(line for line in lines if line)
 
@@ -71,8 +70,8 @@ def _training_reward(summary: Mapping[str, Any]) -> str:
     training = summary.get("training")
     if training is None:
         return "There were too few steps to compare anything."
-    before, before_error = training["start"]["reward"]
-    after, after_error = training["end"]["reward"]
+    sides = [training[side]["reward"] for side in ("start", "end")]
+    (before, before_error), (after, after_error) = sides
     num_steps = training["num_steps"]
     if not (math.isfinite(before) and math.isfinite(after)):
         return "The training reward cannot be compared: not enough completions were scored."
@@ -81,13 +80,9 @@ def _training_reward(summary: Mapping[str, Any]) -> str:
         return f"{change}; its standard error is unknown, so this may be chance."
     if num_steps < FEWEST_STEPS:
         return f"{change}; with so few steps this may be chance."
-    bounds = [
-        (mean - Z * error, mean + Z * error)
-        for mean, error in ((before, before_error), (after, after_error))
-    ]
+    bounds = [(mean - Z * error, mean + Z * error) for mean, error in sides]
     moved = direction(before, bounds[0], after, bounds[1])
-    shown = plus_minus(before, before_error), plus_minus(after, after_error)
-    words = _sentence("The training reward", moved, *shown)
+    words = _sentence("The training reward", moved, *(plus_minus(*side) for side in sides))
     words += f" (first and last {num_steps} steps) in {duration(summary['wall_seconds'])}"
     return f"{words}{_chance(moved)} There was no evaluation before and after training."
 

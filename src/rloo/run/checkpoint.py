@@ -99,14 +99,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
     written, and if the folder is not a checkpoint of this program.
     """
     step = verify_checkpoint(path)
-    optimizer, scheduler, rng = (_read_tensors(path, name) for name in PARTS)
-    return Checkpoint(
-        step=step,
-        optimizer=optimizer,
-        scheduler=unflatten(scheduler[1], scheduler[0]),
-        rng=unflatten(rng[1], rng[0]),
-        trainer_state=json.loads((path / STATE).read_text()),
-    )
+    optimizer, *others = (_read_tensors(path, name) for name in PARTS)
+    scheduler, rng = (unflatten(meta, tensors) for tensors, meta in others)
+    trainer_state = json.loads((path / STATE).read_text())
+    return Checkpoint(step, optimizer, scheduler, rng, trainer_state)
 
 
 def verify_checkpoint(path: Path) -> int:
@@ -180,12 +176,9 @@ def resume_path(resume_from_checkpoint: str | bool | None, output_dir: Path) -> 
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
         return None
     if resume_from_checkpoint is True:
-        newest = find_checkpoint(output_dir)
-        if newest is None:
-            raise ValueError(
-                f"{output_dir} has no checkpoint to resume from (resume_from_checkpoint)"
-            )
-        return newest
+        if newest := find_checkpoint(output_dir):
+            return newest
+        raise ValueError(f"{output_dir} has no checkpoint to resume from (resume_from_checkpoint)")
     path = Path(resume_from_checkpoint).expanduser()
     if not path.is_dir():
         raise ValueError(f"checkpoint {path} does not exist (resume_from_checkpoint)")

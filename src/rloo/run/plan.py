@@ -23,19 +23,9 @@ from rloo.algorithm.rollout import SyncRollouts
 from rloo.config.config import RLOOConfig
 from rloo.data.prompts import PromptSource
 from rloo.engines.noise import noise_key
+from rloo.model import memory
 from rloo.model.batch import split
-from rloo.model.budget import available_bytes, gigabytes, largest_micro_batch
-from rloo.model.memory import (
-    Mark,
-    count_tokens,
-    gradient_bytes,
-    make_samples,
-    optimizer_bytes,
-    phase_peaks,
-    predicted_peak_bytes,
-    step_bytes,
-    weight_bytes,
-)
+from rloo.model.budget import Workload, available_bytes, gigabytes, largest_micro_batch
 from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
 from rloo.report.console import duration, write_line
@@ -59,8 +49,7 @@ class Plan:
     parameters: int
     trained_parameters: int
     num_rows: int
-    longest_prompt: int
-    prompts_per_step: int
+    workload: Workload
     completions_per_step: int
     steps: int
     max_tokens: int
@@ -101,35 +90,34 @@ def make_plan(config: RLOOConfig) -> Plan:
     available = available_bytes(policy.device) + lasting["weights"] + lasting["reference"]
     rehearse(parts, state)
     workload = parts.workload
+    longest, groups = workload.longest_prompt, workload.num_groups
     largest = largest_micro_batch(policy, workload, policy.max_tokens)
-    memory = lasting | {
-        "sampling": _rows_at_once(parts, workload.longest_prompt)
-        * parts.engine.facts.bytes_per_row(workload.longest_prompt, config.max_completion_length),
-        "micro-batch": predicted_peak_bytes(policy, largest),
-        "step": step_bytes(policy),
+    held = lasting | {
+        "sampling": _rows_at_once(parts, longest)
+        * parts.engine.facts.bytes_per_row(longest, config.max_completion_length),
+        "micro-batch": memory.predicted_peak_bytes(policy, largest),
+        "step": memory.step_bytes(policy),
     }
-    seconds, whole_groups = _measure_time(parts, rollouts, workload.longest_prompt)
+    seconds, whole_groups = _measure_time(parts, rollouts, longest)
     length = _expected_length(rollouts, prompts, seconds["sample"] / config.max_completion_length)
-    groups = workload.num_groups
 
     def count(prompt: int, completion: int) -> int:
-        samples = make_samples(prompt, completion, config.num_generations, groups)
+        samples = memory.make_samples(prompt, completion, config.num_generations, groups)
         return len(_split(parts, samples, whole_groups))
 
     return Plan(
         parameters=count_parameters(policy.model),
         trained_parameters=sum(p.numel() for p in policy.parameters),
         num_rows=len(prompts),
-        longest_prompt=workload.longest_prompt,
-        prompts_per_step=groups,
+        workload=workload,
         completions_per_step=parts.batches.completions_per_step,
         steps=state.trainer.max_steps,
         max_tokens=policy.max_tokens,
-        largest_micro_batch=count_tokens(policy, largest),
-        micro_batches=count(workload.longest_prompt, config.max_completion_length),
+        largest_micro_batch=memory.count_tokens(policy, largest),
+        micro_batches=count(longest, config.max_completion_length),
         expected_micro_batches=count(round(fmean(prompts.lengths)), math.ceil(length)),
         expected_length=length,
-        memory=memory,
+        memory=held,
         available=available,
         seconds=seconds,
         notes=list(policy.notes),
@@ -139,30 +127,30 @@ def make_plan(config: RLOOConfig) -> Plan:
 def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
     """Bytes that training holds from step to step, without parked optimizer state; and `loading`,
     the additional peak while the engine loads its weights."""
-    reference = weight_bytes(policy.reference.model) if policy.reference.model is not None else 0
-    version = policy.version
+    reference = policy.reference.model
+    version = policy.version  # takes memory to read, which is not the engine's
 
-    def load(mark: Mark) -> None:
+    def load(mark: memory.Mark) -> None:
         engine.load(policy.weights, version)
         mark()
 
-    peak, held = phase_peaks(policy.device, load)
+    peak, held = memory.phase_peaks(policy.device, load)
     return {
-        "weights": weight_bytes(policy.model),
-        "gradients": gradient_bytes(policy),
-        "optimizer": 0 if policy.config.offload_optimizer else optimizer_bytes(policy),
-        "reference": reference,
+        "weights": memory.weight_bytes(policy.model),
+        "gradients": memory.gradient_bytes(policy),
+        "optimizer": 0 if policy.config.offload_optimizer else memory.optimizer_bytes(policy),
+        "reference": 0 if reference is None else memory.weight_bytes(reference),
         "engine": held,
         "loading": peak - held,
     }
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print a plan, by default to stdout."""
-    console = console or Console()
+def print_plan(plan: Plan) -> None:
+    """Print a plan to stdout."""
+    console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in _rows(plan):
-        table.add_row(name, value)
+    for row in _rows(plan):
+        table.add_row(*row)
     console.print(table)
     for note in plan.notes:
         write_line(console, f"note: {note}")
@@ -175,10 +163,10 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     spent = {name: seconds for name, seconds in plan.seconds.items() if seconds >= 5e-4}
     return [
         ("parameters", f"{plan.parameters:,}, {plan.trained_parameters:,} of them trained"),
-        ("prompts", f"{plan.num_rows:,}, the longest of {plan.longest_prompt:,} tokens"),
+        ("prompts", f"{plan.num_rows:,}, the longest of {plan.workload.longest_prompt:,} tokens"),
         (
             "optimizer steps",
-            f"{plan.steps:,} of {plan.prompts_per_step:,} prompts, "
+            f"{plan.steps:,} of {plan.workload.num_groups:,} prompts, "
             f"{plan.completions_per_step:,} completions",
         ),
         (
@@ -226,13 +214,13 @@ def _measure_time(
     config, policy = parts.config, parts.policy
     size = config.num_generations
     per_step = -(-parts.batches.completions_per_step // size)
-    samples = make_samples(longest, config.max_completion_length, size, per_step)
+    samples = memory.make_samples(longest, config.max_completion_length, size, per_step)
     terms = Terms(config, parts.batches, config.beta)
     credits: list[Credit] = []
     once = _seconds(parts, lambda: credits.append(assign(samples[:size], policy, terms)))
     whole_groups = credits[0].needs_groups
     part = _split(parts, samples, whole_groups)[0]
-    share = count_tokens(policy, samples) / count_tokens(policy, part)
+    share = memory.count_tokens(policy, samples) / memory.count_tokens(policy, part)
 
     def learn() -> None:
         batch = policy.batch(part)
@@ -246,13 +234,12 @@ def _measure_time(
     update = share * _seconds(parts, learn)
     step = _seconds(parts, policy.stepper.step)
     share_of_rollout = 1 / parts.batches.steps_per_rollout
-    seconds = {
+    return {
         "sample": share_of_rollout * _sampling_seconds(parts, rollouts, longest),
         "credit": share_of_rollout * parts.batches.prompts_per_rollout * once,
         "update": update,
         "optimizer": step,
-    }
-    return seconds, whole_groups
+    }, whole_groups
 
 
 def _sampling_seconds(parts: Parts, rollouts: SyncRollouts, longest: int) -> float:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerState
 
 from rloo.algorithm.parts import Parts, RunState
 from rloo.config.config import RLOOConfig
@@ -32,27 +31,21 @@ CHOSEN = ("num_threads", "max_tokens_per_micro_batch", "packing", "rollout_engin
 
 
 def snapshot(
-    parts: Parts, state: RunState, resolved: RLOOConfig, *, start: dict[str, Any], seconds: float
+    parts: Parts, state: RunState, resolved: RLOOConfig, told: dict[str, Any]
 ) -> Checkpoint:
-    """Everything but the weights. `start`: the evaluation of step 0; `seconds`: the time so far."""
+    """Everything but the weights. `told`: what a resumed run goes on to tell, as JSON values."""
     policy = parts.policy
     optimizer, scheduler, scaler = policy.stepper.state()
-    return Checkpoint(
-        step=state.step,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        rng=capture_rng(),
-        trainer_state={
-            **state.state_dict(),
-            "config": resolved.to_dict(),
-            "shapes": parameter_shapes(policy.model),
-            "initial_weights": policy.initial_weights,
-            "start": start,
-            "seconds": seconds,
-            "scaler": scaler,
-            "callbacks": parts.events.state_dict(),
-        },
-    )
+    trainer_state = {
+        **state.state_dict(),
+        "config": resolved.to_dict(),
+        "shapes": parameter_shapes(policy.model),
+        "initial_weights": policy.initial_weights,
+        **told,
+        "scaler": scaler,
+        "callbacks": parts.events.state_dict(),
+    }
+    return Checkpoint(state.step, optimizer, scheduler, capture_rng(), trainer_state)
 
 
 def restore(parts: Parts, state: RunState, path: Path) -> dict[str, Any]:
@@ -76,16 +69,13 @@ def restore(parts: Parts, state: RunState, path: Path) -> dict[str, Any]:
     restore_rng(checkpoint.rng)
     parts.rollouts.load_state_dict(state.position, step=state.step)
     state.trainer.epoch = parts.rollouts.epoch
-    _restore_best(state.trainer, saved["state"], path.parent)
+    best = saved["state"]["best_global_step"]
+    state.trainer.best_metric, state.trainer.best_global_step = saved["state"]["best_metric"], best
+    # By number, since the run's folder may have been moved.
+    folder = path.parent / f"checkpoint-{best}"
+    state.trainer.best_model_checkpoint = str(folder) if folder.is_dir() else None
     parts.events.load_state_dict(saved["callbacks"])
     return saved
-
-
-def _restore_best(state: TrainerState, saved: dict[str, Any], folder: Path) -> None:
-    state.best_metric, state.best_global_step = saved["best_metric"], saved["best_global_step"]
-    # By number, since the run's folder may have been moved.
-    best = folder / f"checkpoint-{state.best_global_step}"
-    state.best_model_checkpoint = str(best) if best.is_dir() else None
 
 
 def _compare(saved: dict[str, Any], parts: Parts) -> None:

@@ -61,10 +61,9 @@ class Session:
         if checkpoint is not None:
             self._resume(checkpoint)
         rehearse(parts, state)
-        again = self._resolved().with_values(
-            resume_from_checkpoint=None, overwrite_output_dir=False
-        )
-        write_text(self._folder / "config.yaml", render_resolved(again))
+        again = {"resume_from_checkpoint": None, "overwrite_output_dir": False}
+        shown = render_resolved(self._resolved().with_values(**again))
+        write_text(self._folder / "config.yaml", shown)
         monitor.start(self._describe(), parts.batches)
         for note in parts.policy.notes:
             monitor.note(note)
@@ -112,8 +111,7 @@ class Session:
                 note_what_is_due(state)
                 self._evaluate_if_due()
             if state.save_due:
-                with uninterrupted():
-                    self._save_checkpoint()
+                self._save_checkpoint()
             state.save_due = False
 
     def _measure_rollout(self) -> float:
@@ -177,22 +175,16 @@ class Session:
         state, config, step = self.state, self.config, self.state.step
         evaluates = config.eval_on_start or config.eval_strategy != "no"
         if evaluates and state.evaluated_at != step and self._evaluate_now():
-            with uninterrupted():
-                self._save_checkpoint()
+            self._save_checkpoint()
         if config.load_best_model_at_end:
             self._load_best()
         if self._saved_at != step:
             self._save_model()
         seconds, steps = time.perf_counter() - self._started, step - self._first_step
-        return self.parts.monitor.log_totals(
-            {
-                "train_runtime": seconds,
-                "train_steps_per_second": steps / seconds,
-                "train_samples_per_second": steps
-                * self.parts.batches.completions_per_step
-                / seconds,
-            }
-        )
+        completions = steps * self.parts.batches.completions_per_step
+        totals = {"train_runtime": seconds, "train_steps_per_second": steps / seconds}
+        totals["train_samples_per_second"] = completions / seconds
+        return self.parts.monitor.log_totals(totals)
 
     def _load_best(self) -> None:
         """End with the weights of the best evaluation. The figures are measured anew."""
@@ -224,6 +216,7 @@ class Session:
             self.write_card()
         self._saved_at = self.state.step
 
+    @uninterrupted()
     def _save_checkpoint(self, *, push: bool = True) -> None:
         state, config = self.state.trainer, self.config
         # What is under way reads checkpoints that may go now.
@@ -232,15 +225,10 @@ class Session:
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(path)
         best = state.best_model_checkpoint if config.compares_evaluations else None
+        told = {"start": self._start, "seconds": self._seconds()}
         save_checkpoint(
             self._folder,
-            snapshot(
-                self.parts,
-                self.state,
-                self._resolved(),
-                start=self._start,
-                seconds=self._seconds(),
-            ),
+            snapshot(self.parts, self.state, self._resolved(), told),
             write_model=self.parts.policy.save_checkpoint,
             keep=config.save_total_limit,
             best=Path(best) if best else None,
@@ -255,8 +243,7 @@ class Session:
         a second Ctrl-C interrupted a step."""
         self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if self.state.step > self._first_step and not isinstance(error, ForcedInterrupt):
-            with uninterrupted():
-                self._save_checkpoint(push=False)
+            self._save_checkpoint(push=False)
 
     def _resume(self, path: Path) -> None:
         saved = restore(self.parts, self.state, path)

@@ -45,9 +45,9 @@ def make_rewards(
     *,
     device: torch.device,
 ) -> RewardSet:
-    """The given rewards, or else those named by `args.reward`; `as_reward` lists the possible
-    forms. `processing_classes` are the tokenizers of reward models, one per reward (None: the
-    model's own). Raises ValueError if there are not as many."""
+    """The given rewards, or else those named by `args.reward`, in any form that `as_reward` takes.
+    `processing_classes` are the tokenizers of reward models, one per reward (None: the model's
+    own). Raises ValueError if there are not as many."""
     specs: Any = args.reward if given is None else given
     specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
     tokenizers: Any = processing_classes
@@ -124,19 +124,16 @@ def eval_sets(given: Rows | Mapping[str, Rows] | None, args: RLOOConfig) -> dict
         named = {"": given}
     else:
         named = {"": load_rows(given, split=args.eval_split or "train")}
-    return {
-        name: as_table(list(islice(rows, args.eval_size)), rows)
-        if isinstance(rows, IterableDataset)
-        else rows
-        for name, rows in named.items()
-    }
+    for name, rows in named.items():
+        if isinstance(rows, IterableDataset):
+            named[name] = as_table(list(islice(rows, args.eval_size)), rows)
+    return named
 
 
 def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False) -> int:
     """The longest prompt that leaves room for the longest completion in the model's context."""
-    name = "max_completion_length"
-    if evaluation and args.eval_max_completion_length is not None:
-        name = "eval_max_completion_length"
+    own = evaluation and args.eval_max_completion_length is not None
+    name = "eval_max_completion_length" if own else "max_completion_length"
     completion = getattr(args, name)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is None:
@@ -196,10 +193,6 @@ def make_sampling(
         own = getattr(args, f"eval_{name}") if evaluation else None
         return getattr(args, name) if own is None else own
 
-    def decode(completions: list[list[int]]) -> list[str]:
-        assert tokenizer is not None
-        return tokenizer.batch_decode(completions)
-
     return Sampling(
         max_tokens=setting("max_completion_length"),
         stop_token_ids=stop_tokens(args.generation_kwargs, stop_token_ids),
@@ -209,7 +202,7 @@ def make_sampling(
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
         stop_strings=tuple(args.stop_strings or ()),
-        decode=decode if args.stop_strings and tokenizer is not None else None,
+        decode=tokenizer.batch_decode if args.stop_strings and tokenizer is not None else None,
     )
 
 

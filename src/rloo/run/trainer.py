@@ -11,14 +11,8 @@ from typing import Any
 
 import transformers
 from accelerate import PartialState
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-    TrainerControl,
-    trainer_pt_utils,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.adaptive import Adaptive
@@ -140,12 +134,11 @@ class RLOOTrainer:
         Metrics have transformers' names (eval_reward, or eval_math_reward for a set `math`). They
         are logged and sent to the callbacks. Training does not change in any bit.
         """
-        if isinstance(eval_dataset, str) and eval_dataset in self._eval_prompts:
-            sets = {eval_dataset: self._eval_prompts[eval_dataset]}
+        sets = self._eval_prompts
+        if isinstance(eval_dataset, str) and eval_dataset in sets:
+            sets = {eval_dataset: sets[eval_dataset]}
         elif eval_dataset is not None:
             sets = self._prompts_of_sets(eval_dataset)
-        else:
-            sets = self._eval_prompts
         if not sets:
             raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
         metrics = flatten(self.evaluator.measure(sets), metric_key_prefix)
@@ -204,15 +197,15 @@ class RLOOTrainer:
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Print metrics, without intervals."""
-        trainer_pt_utils.log_metrics(self, split, numbers_of(metrics))
+        log_metrics(self, split, numbers_of(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write `<split>_results.json` in `args.output_dir`, and add to all_results.json."""
-        trainer_pt_utils.save_metrics(self, split, strict(metrics), combined)
+        save_metrics(self, split, strict(metrics), combined)
 
     def save_state(self) -> None:
         """Write trainer_state.json in `args.output_dir`."""
-        trainer_pt_utils.save_state(self)
+        save_state(self)
 
     def is_world_process_zero(self) -> bool:
         """Whether this process writes files and speaks to the user."""
@@ -271,7 +264,7 @@ class RLOOTrainer:
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = setup.make_state(self._source, self.args, self.batches)
-        self.control = TrainerControl()
+        self.control = transformers.TrainerControl()
         self.policy = Policy(
             self.model,
             self.processing_class,
@@ -292,9 +285,8 @@ class RLOOTrainer:
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
         )
-        self.monitor = Monitor(
-            self.args, Path(self.args.output_dir), max_steps=self.state.max_steps
-        )
+        folder = Path(self.args.output_dir)
+        self.monitor = Monitor(self.args, folder, max_steps=self.state.max_steps)
         self.monitor.attach(self.events)
         self.callback_handler = self.events.handler
         self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state)
@@ -314,44 +306,30 @@ class RLOOTrainer:
         prompts = {}
         for name, rows in setup.eval_sets(given, self.args).items():
             split = self.args.eval_split if isinstance(rows, str) else None
+            where = name or "the evaluation set"
             try:
                 source = self._prompts(rows, split or "train", evaluation=True)
             except ValueError as error:
-                raise ValueError(f"in {name or 'the evaluation set'}: {error}") from error
-            self._notes += setup.length_notes(source, name or "the evaluation set")
+                raise ValueError(f"in {where}: {error}") from error
+            self._notes += setup.length_notes(source, where)
             assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
             prompts[name] = source.all_prompts(self.args.eval_size)
         return prompts
 
     def make_parts(self) -> tuple[Parts, RunState]:
         """What `rloo.algorithm.train.train_on_rollout` works with, before the first step."""
-        if self._source is None:
+        source, args, batches, engine = self._source, self.args, self.batches, self.engine
+        if source is None:
             raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
-        args, policy, clock = self.args, self.policy, Clock()
-        sampling = setup.make_sampling(args, policy.stop_token_ids, policy.tokenizer)
+        world, policy, events, clock = self.world, self.policy, self.events, Clock()
+        tokenizer, workload = policy.tokenizer, workload_of(source, args, batches)
+        sampling = setup.make_sampling(args, policy.stop_token_ids, tokenizer)
         policy.notes += setup.bias_of(sampling)
         rollouts = SyncRollouts(
-            args,
-            self.batches,
-            self.engine,
-            self._source,
-            self.rewards,
-            sampling,
-            policy.tokenizer,
-            self.state,
-            clock,
+            args, batches, engine, source, self.rewards, sampling, tokenizer, self.state, clock
         )
         parts = Parts(
-            args,
-            self.world,
-            self.batches,
-            workload_of(self._source, args, self.batches),
-            policy,
-            self.engine,
-            rollouts,
-            self.monitor,
-            self.events,
-            clock,
+            args, world, batches, workload, policy, engine, rollouts, self.monitor, events, clock
         )
         state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
         return parts, state
