@@ -30,7 +30,6 @@ MANY_PARAMETERS = {
     "rloo.algorithm.objective.importance_weights",
     "rloo.algorithm.objective.policy_loss",
     "rloo.algorithm.update.micro_loss",
-    "rloo.data.prompts.__init__",
     "rloo.model.attention._attention_forward",
     "rloo.report.model_card.model_card",
     "rloo.run.evaluate.evaluate",

@@ -11,6 +11,7 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -127,14 +128,24 @@ def _holds_images(feature: Any) -> bool:
     return isinstance(getattr(feature, "feature", feature), Image)
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What is done with prompts of more than `max_tokens` tokens: "error" refuses them, "drop"
+    leaves them out, "left" keeps their last tokens. No prompt may be left only if `may_be_empty`.
+    """
+
+    max_tokens: int
+    overlong: Literal["error", "drop", "left"] = "error"
+    may_be_empty: bool = False
+
+
 class PromptSource:
     """A cursor over the prompts of a dataset, in an order determined by (seed, epoch, index).
 
     The constructor tokenises all rows, so that a faulty or overlong prompt is reported before the
-    first sample. `overlong` decides about prompts of more than `max_prompt_length` tokens: "error"
-    refuses them, "drop" leaves them out (counted in `dropped`), "left" keeps their last tokens
-    (counted in `truncated`). Raises ValueError if no prompt is left, unless `may_be_empty`.
-    `images` reads the rows' images; prompts of a dataset with images are never truncated.
+    first sample. `dropped` and `truncated` count what the `limit` has left out and cut. `images`
+    reads the rows' images; prompts of a dataset with images are never truncated. Raises ValueError
+    for prompts that the limit refuses.
     """
 
     def __init__(
@@ -144,11 +155,10 @@ class PromptSource:
         *,
         seed: int,
         shuffle: bool = True,
-        max_prompt_length: int,
-        overlong: Literal["error", "drop", "left"] = "error",
-        may_be_empty: bool = False,
+        limit: Limit,
         images: ImageReader | None = None,
     ) -> None:
+        max_prompt_length, overlong = limit.max_tokens, limit.overlong
         if max_prompt_length < 1:
             raise ValueError(
                 f"max_prompt_length is {max_prompt_length}; a prompt needs at least 1 token "
@@ -167,7 +177,7 @@ class PromptSource:
             )
         self.dropped = len(too_long) if overlong == "drop" else 0
         self.truncated = len(too_long) if overlong == "left" else 0
-        if self.dropped == len(rows) and not may_be_empty:
+        if self.dropped == len(rows) and not limit.may_be_empty:
             raise ValueError(
                 f"all {len(rows)} prompts have more than {max_prompt_length} tokens and were "
                 "dropped; training needs at least 1 (max_prompt_length, overlong_prompts)"
@@ -336,8 +346,7 @@ def apply_chat_template(
         encoded: Any = processing_class.apply_chat_template(present, **fixed, **kwargs)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
-    found: Mapping[str, Any] = encoded
-    return found
+    return encoded
 
 
 def _check_message(message: Any, *, parts: bool = False) -> None:

@@ -45,10 +45,7 @@ def load_rows(
     """
     if isinstance(spec, IterableDataset):
         return spec
-    rows: Dataset | IterableDataset
-    if isinstance(spec, Mapping):
-        rows = _of_split(spec, split, "given")
-    elif isinstance(spec, Dataset):
+    if isinstance(spec, (Mapping, Dataset)):
         rows = _choose_split(spec, split, "given")
     elif isinstance(spec, (str, Path)):
         rows = _load_by_name(str(spec), split, config_name)
@@ -94,15 +91,11 @@ def _load_from_hub(name: str, split: str, config_name: str | None) -> Dataset:
         ) from error
 
 
-def _choose_split(rows: Dataset | DatasetDict, split: str, name: str) -> Dataset:
+def _choose_split(rows: Dataset | Mapping[str, Any], split: str, name: str) -> Any:
     if isinstance(rows, Dataset):
         if split not in ("train", str(rows.split)):
             raise ValueError(_no_split(name, split))
         return rows
-    return _of_split(rows, split, name)
-
-
-def _of_split(rows: Mapping[str, Any], split: str, name: str) -> Any:
     if split not in rows:
         raise ValueError(f"{_no_split(name, split)}; it has {', '.join(map(str, rows))}")
     return rows[split]

@@ -15,15 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rloo.rewards.calling import (
-    RESERVED,
-    Log,
-    Reward,
-    make_arguments,
-    name_of,
-    read_rewards,
-    read_signature,
-)
+from rloo.rewards import calling
+from rloo.rewards.calling import RESERVED, Log, Reward
 from rloo.types import Text
 
 
@@ -64,7 +57,7 @@ class RewardSet:
         if not functions:
             raise ValueError("there is no reward function; at least one is needed (reward_funcs)")
         weights = [1.0] * len(functions) if weights is None else weights
-        names = [name_of(function) for function in functions] if names is None else names
+        names = [calling.name_of(function) for function in functions] if names is None else names
         for values, option in ((weights, "reward_weights"), (names, "names")):
             if len(values) != len(functions):
                 raise ValueError(
@@ -74,7 +67,7 @@ class RewardSet:
         if not all(math.isfinite(weight) for weight in weights):
             raise ValueError(f"reward_weights is {list(weights)}; weights need to be finite")
         self._rewards = [
-            read_signature(function, name, float(weight))
+            calling.read_signature(function, name, float(weight))
             for function, name, weight in zip(
                 functions, _make_distinct(names), weights, strict=True
             )
@@ -147,12 +140,12 @@ class RewardSet:
                 )
         logs = {reward.name: Log() for reward in self._rewards}
         arguments = {
-            reward.name: make_arguments(reward, given, trainer_state, logs[reward.name])
+            reward.name: calling.make_arguments(reward, given, trainer_state, logs[reward.name])
             for reward in self._rewards
         }
         results = self._call(arguments)
         by_function = {
-            name: read_rewards(results[name], name, len(completions)) for name in self.names
+            name: calling.read_rewards(results[name], name, len(completions)) for name in self.names
         }
         for name, function in self._having("normalize") if learn else ():
             for raw in by_function[name]:

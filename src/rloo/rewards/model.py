@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 
 from rloo.rewards.load import is_built_in, load_reward
 from rloo.rewards.normalizer import Normalized
@@ -143,8 +139,7 @@ class RewardModel:
                 f"{tuple(output.logits.shape)} for {len(rows)} texts; it must be a sequence "
                 "classifier, which gives one number for each"
             )
-        scores: Tensor = output.logits[:, 0].float().cpu()
-        return scores
+        return output.logits[:, 0].float().cpu()
 
 
 def as_reward(
@@ -250,10 +245,11 @@ def _load_model(options: Mapping[str, Any], trust: bool) -> Any:
     name = options["name"]
     source = {"revision": options.get("revision", "main"), "trust_remote_code": trust}
     try:
-        config = AutoConfig.from_pretrained(name, **source)
+        config = transformers.AutoConfig.from_pretrained(name, **source)
         if config.num_labels != 1:
             raise ValueError(_describe_labels(name, config.num_labels))
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        auto_class = transformers.AutoModelForSequenceClassification
+        model, report = auto_class.from_pretrained(
             name, dtype=options.get("dtype", "auto"), output_loading_info=True, **source
         )
     except OSError as error:
@@ -274,7 +270,7 @@ def _load_tokenizer(model: Any, options: Mapping[str, Any], trust: bool) -> PreT
     try:
         if not name:
             raise OSError("it has no name to look for one under")
-        return AutoTokenizer.from_pretrained(
+        return transformers.AutoTokenizer.from_pretrained(
             name, revision=options.get("revision", "main"), trust_remote_code=trust
         )
     except (OSError, ValueError) as error:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.generation_kwargs import stop_tokens
-from rloo.data.prompts import PromptSource, encode_prompt, image_reader, with_prompts
+from rloo.data.prompts import Limit, PromptSource, encode_prompt, image_reader, with_prompts
 from rloo.data.rows import Given, load_rows
 from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows
@@ -99,14 +99,13 @@ def make_source(
         rows = with_prompts(rows, args.prompt_template)
         rewards.check([name for name in rows.column_names if name != "prompt"])
         options = args.chat_template_kwargs or {}
+        max_tokens = prompt_limit(model, args, evaluation=evaluation)
         return PromptSource(
             rows,
             encode,
             seed=seed,
             shuffle=args.shuffle_dataset,
-            max_prompt_length=prompt_limit(model, args, evaluation=evaluation),
-            overlong=args.overlong_prompts,
-            may_be_empty=streaming,
+            limit=Limit(max_tokens, args.overlong_prompts, may_be_empty=streaming),
             images=image_reader(rows, tokenizer, chat_template_kwargs=options),
         )
 
