@@ -194,9 +194,10 @@ def _is_picture(value: Any) -> bool:
 
 
 def in_colour(messages: list[Message]) -> list[Message]:
-    """The messages with every image converted to RGB, which not every processor does."""
+    """The messages, all in parts, with every image converted to RGB, which not every processor
+    does. Raises ValueError for a part of the type image without one."""
     return _with_parts(
-        messages,
+        with_images(messages, []),
         lambda p: {**p, "image": p["image"].convert("RGB")} if p["type"] == "image" else p,
     )
 

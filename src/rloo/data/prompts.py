@@ -20,14 +20,7 @@ from datasets import Dataset, Image
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from rloo.data.images import (
-    ImageReader,
-    check_parts,
-    image_columns,
-    in_colour,
-    tokenizer_of,
-    with_images,
-)
+from rloo.data.images import ImageReader, check_parts, image_columns, in_colour, tokenizer_of
 from rloo.types import Message, Prompt, Text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -340,7 +333,7 @@ def apply_chat_template(
     # `tool_calls: None` for a call. transformers 5.23 removes such keys, 5.17 does not.
     present = [{k: v for k, v in m.items() if v is not None} for m in messages]
     if processes:
-        present = in_colour(with_images(present, []))
+        present = in_colour(present)
     try:
         # The return type depends on `tokenize` and `return_dict`, which mypy cannot see here.
         encoded: Any = processing_class.apply_chat_template(present, **fixed, **kwargs)

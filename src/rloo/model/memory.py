@@ -222,15 +222,15 @@ def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
 def step_bytes(policy: Policy) -> int:
     """Peak memory of an optimizer step in addition to weights, gradients and resident state; parked
     state counts. The step is carried out and may change the weights: discard the policy."""
-
-    def fill() -> None:
-        for parameter in policy.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-
-    fill()
+    _fill_gradients(policy)
     policy.stepper.step()  # creates the state
-    fill()
+    _fill_gradients(policy)
     return max(phase_peaks(policy.device, lambda _: policy.stepper.step()))
+
+
+def _fill_gradients(policy: Policy) -> None:
+    for parameter in policy.parameters:
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def _tensor_bytes(states: Any) -> int:
@@ -264,8 +264,7 @@ def _shorten(sample: Sample, share: float) -> Sample:
 
 def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> list[int]:
     """Peaks of a micro-batch's phases with gradients allocated, as from the second one on."""
-    for parameter in policy.parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    _fill_gradients(policy)
 
     def work(mark: Mark) -> None:
         with _marked_layers(policy.model, mark):

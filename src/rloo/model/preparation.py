@@ -110,12 +110,8 @@ def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
     returns notes. Raises ValueError for layers trained as a whole beside an adapter, whose base
     stays as it was loaded.
     """
-    precise = (torch.float32, torch.float64)
-    small = [
-        (name, parameter.dtype)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype not in precise
-    ]
+    trained = ((name, p.dtype) for name, p in model.named_parameters() if p.requires_grad)
+    small = [x for x in trained if x[1] not in (torch.float32, torch.float64)]
     if not small:
         return []
     name, dtype = small[0]

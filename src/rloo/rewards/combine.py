@@ -66,12 +66,8 @@ class RewardSet:
                 )
         if not all(math.isfinite(weight) for weight in weights):
             raise ValueError(f"reward_weights is {list(weights)}; weights need to be finite")
-        self._rewards = [
-            calling.read_signature(function, name, float(weight))
-            for function, name, weight in zip(
-                functions, _make_distinct(names), weights, strict=True
-            )
-        ]
+        named = zip(functions, _make_distinct(names), weights, strict=True)
+        self._rewards = [calling.read_signature(f, name, float(w)) for f, name, w in named]
         self._loop: _LoopThread | None = None
 
     @property

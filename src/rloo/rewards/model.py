@@ -105,11 +105,10 @@ class RewardModel:
         ]
         if messages[-1]["role"] == "assistant":  # begun in the prompt, whole in the completion
             messages.pop()
-        return str(
-            self._tokenizer.apply_chat_template(
-                [*messages, *completion], tokenize=False, **self._template_options
-            )
+        rendered = self._tokenizer.apply_chat_template(
+            [*messages, *completion], tokenize=False, **self._template_options
         )
+        return str(rendered)
 
     def _check_length(self, length: int) -> None:
         if length == 0:
