@@ -72,12 +72,12 @@ class Scorer(nn.Module):
 
 
 def hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """(T, D): the states that predict the batch's completion tokens."""
+    """The hidden states (T, D) that predict the batch's completion tokens."""
     return _states(model.base_model(**batch.inputs, use_cache=False), batch)
 
 
 def routed_states(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The same of a mixture of experts, and its router's logits: per layer (tokens, experts)."""
+    """The hidden states of a mixture of experts, and router logits, per layer (tokens, experts)."""
     outputs = model.base_model(**batch.inputs, use_cache=False, output_router_logits=True)
     return _states(outputs, batch), outputs.router_logits
 
@@ -88,7 +88,7 @@ def _states(outputs: Any, batch: MicroBatch) -> Tensor:
 
 
 def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Hidden states to logits, with the scalings that some architectures apply after the matrix."""
+    """The function from hidden states to logits, including the scaling of some architectures."""
     text_config = model.config.get_text_config()
     matrix = model.get_output_embeddings()
     softcap = getattr(text_config, "final_logit_softcapping", None)
