@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from datasets import Dataset, Image
@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from rloo.data.images import ImageReader, check_parts, image_columns, in_colour, tokenizer_of
 from rloo.types import Message, Prompt, Text
 
+ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -64,10 +65,7 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
 
 
 def encode_prompt(
-    content: Text,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    *,
-    chat_template_kwargs: dict[str, Any],
+    content: Text, processing_class: ProcessingClass, *, chat_template_kwargs: dict[str, Any]
 ) -> list[int]:
     """Token ids of a prompt, at least one.
 
@@ -96,10 +94,7 @@ def encode_prompt(
 
 
 def image_reader(
-    rows: Dataset,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    *,
-    chat_template_kwargs: dict[str, Any],
+    rows: Dataset, processing_class: ProcessingClass, *, chat_template_kwargs: dict[str, Any]
 ) -> ImageReader:
     """The reader of the images in `rows`. Raises ValueError if there are images and the model has
     only a tokenizer, and so would not see them."""
@@ -300,9 +295,7 @@ def _plain(value: Any) -> str:
 
 
 def apply_chat_template(
-    messages: list[Message],
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    kwargs: dict[str, Any],
+    messages: list[Message], processing_class: ProcessingClass, kwargs: dict[str, Any]
 ) -> Mapping[str, Any]:
     """Apply the chat template of a tokenizer (returns lists), or of a processor, which also reads
     the images in the messages (returns a batch of one, as tensors)."""

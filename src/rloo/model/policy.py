@@ -18,13 +18,12 @@ from rloo.config.config import RLOOConfig
 from rloo.data.images import tokenizer_of
 from rloo.model import adapters, preparation
 from rloo.model.batch import MicroBatch, pack, pad
-from rloo.model.experts import balancing_coefficient
 from rloo.model.loading import load_weights, quiet
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.offload import activations_on_host
 from rloo.model.optimizers import Given, make_optimizers
 from rloo.model.reference import make_reference
-from rloo.model.scorer import Scorer
+from rloo.model.scorer import Scorer, balancing_coefficient
 from rloo.model.stepper import Stepper
 from rloo.model.version import Version
 from rloo.types import Sample

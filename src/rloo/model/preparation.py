@@ -169,7 +169,7 @@ def check_forward(
     head is one that we do not compute right.
     """
     model = scorer.model
-    tolerance = TOLERANCE if model.dtype.itemsize >= 4 else LOW_PRECISION_TOLERANCE
+    tolerance = rounding_of(model)
     samples = sorted(samples, key=lambda sample: sample.key)
     # Where images are put together, the standard is each sample by itself.
     apart = [[s] for s in samples] if any(s.pixels for s in samples) else [samples]
@@ -193,6 +193,11 @@ def check_forward(
     except (TypeError, RuntimeError) as error:  # what a model's forward does not expect
         return f"packed it fails with {error}"
     return None if found <= tolerance else f"packed log-probs differ by {found:.1e}"
+
+
+def rounding_of(model: PreTrainedModel) -> float:
+    """The largest difference of a log-prob between two computations that is still rounding."""
+    return TOLERANCE if model.dtype.itemsize >= 4 else LOW_PRECISION_TOLERANCE
 
 
 def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:

@@ -173,8 +173,10 @@ def as_reward(
                 stacklevel=2,
             )
         return _from_object(spec) if hasattr(spec, "get_rewards") else load_reward(spec)
+    revision = (options or {}).get("revision", "main")
+    source = {"revision": revision, "trust_remote_code": trust_remote_code}
     if options is not None:
-        model = _load_model(options, trust_remote_code)
+        model = _load_model(options, source)
         device = options.get("device", device)
     elif hasattr(spec, "config"):
         model, options = spec, {}
@@ -183,7 +185,7 @@ def as_reward(
             f"the reward {type(spec).__name__} is a module without a configuration; it must be a "
             "sequence classification model of transformers, or a function that calls it"
         )
-    tokenizer = processing_class or _load_tokenizer(model, options, trust_remote_code)
+    tokenizer = processing_class or _load_tokenizer(model, options.get("name"), source)
     reward = RewardModel(
         model,
         tokenizer,
@@ -240,9 +242,8 @@ def _is_model(name: Any) -> bool:
     return Path(name).is_dir() or ("/" in name and not is_code)
 
 
-def _load_model(options: Mapping[str, Any], trust: bool) -> Any:
+def _load_model(options: Mapping[str, Any], source: dict[str, Any]) -> Any:
     name = options["name"]
-    source = {"revision": options.get("revision", "main"), "trust_remote_code": trust}
     try:
         config = transformers.AutoConfig.from_pretrained(name, **source)
         if config.num_labels != 1:
@@ -264,14 +265,12 @@ def _load_model(options: Mapping[str, Any], trust: bool) -> Any:
     return model
 
 
-def _load_tokenizer(model: Any, options: Mapping[str, Any], trust: bool) -> PreTrainedTokenizerBase:
-    name = options.get("name") or getattr(model.config, "_name_or_path", "")
+def _load_tokenizer(model: Any, name: Any, source: dict[str, Any]) -> PreTrainedTokenizerBase:
+    name = name or getattr(model.config, "_name_or_path", "")
     try:
         if not name:
             raise OSError("it has no name to look for one under")
-        return transformers.AutoTokenizer.from_pretrained(
-            name, revision=options.get("revision", "main"), trust_remote_code=trust
-        )
+        return transformers.AutoTokenizer.from_pretrained(name, **source)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"the reward model {name or type(model).__name__} has no tokenizer that can be loaded; "
