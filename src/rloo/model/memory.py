@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rloo.model.batch import pack, pad
+from rloo.model.batch import count_input_tokens
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.optimizers import build_optimizer
 from rloo.model.policy import Policy
@@ -68,9 +68,7 @@ def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int
 
 def count_tokens(policy: Policy, samples: Sequence[Sample]) -> int:
     """Input tokens of `samples` as one micro-batch, which is what the token budget limits."""
-    host = torch.device("cpu")
-    batch = pack(samples, host) if policy.packed else pad(samples, host, policy.pad_token_id)
-    return batch.num_input_tokens
+    return count_input_tokens(samples, policy.packed)
 
 
 def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:

@@ -74,10 +74,6 @@ class RewardSet:
     def names(self) -> list[str]:
         return [reward.name for reward in self._rewards]
 
-    @property
-    def weights(self) -> list[float]:
-        return [reward.weight for reward in self._rewards]
-
     def check(self, columns: Iterable[str]) -> None:
         """Raise ValueError for anything that would fail at the first call.
 
@@ -148,9 +144,8 @@ class RewardSet:
                 if raw is not None:
                     logs[name].log_metric(f"rewards/{name}/raw_mean", raw)
             by_function[name] = function.normalize(by_function[name])
-        totals = [
-            _sum_weighted(row, self.weights) for row in zip(*by_function.values(), strict=True)
-        ]
+        weights = [reward.weight for reward in self._rewards]
+        totals = [_sum_weighted(row, weights) for row in zip(*by_function.values(), strict=True)]
         return Scores(totals, by_function, _merge_extras(logs, len(completions)), _mean(logs))
 
     def state_dict(self) -> dict[str, Any]:
