@@ -26,7 +26,6 @@ MAX_POLICY_METHODS = 12
 
 # The signatures of others: TRL's trainer, transformers' attention functions.
 MANY_PARAMETERS = {
-    "rloo.data.prompts.__init__",
     "rloo.model.attention._attention_forward",
     "rloo.run.trainer.__init__",
 }

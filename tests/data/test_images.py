@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.data.images import with_images
-from rloo.data.prompts import PromptSource, encode_prompt, image_reader, with_prompts
+from rloo.data.prompts import Limit, PromptSource, encode_prompt, image_reader, with_prompts
 from rloo.engines import EngineInputs, build_engine
 from rloo.engines.hf import HFEngine, _Drawing
 from rloo.engines.noise import row_keys
@@ -47,14 +47,14 @@ def make_rows(texts=TEXTS, sizes=SIZES, seed=0) -> Dataset:
     )
 
 
-def make_source(rows, processor, **options) -> PromptSource:
+def make_source(rows, processor, limit=500, overlong="error") -> PromptSource:
     return PromptSource(
         rows,
         lambda content: encode_prompt(content, processor, chat_template_kwargs={}),
         seed=0,
         shuffle=False,
         images=image_reader(rows, processor, chat_template_kwargs={}),
-        **{"max_prompt_length": 500, **options},
+        limit=Limit(limit, overlong),
     )
 
 
@@ -326,7 +326,7 @@ def test_pixels_are_made_when_asked_for_and_not_kept():
         rows,
         lambda content: [1, 2],
         seed=0,
-        max_prompt_length=9,
+        limit=Limit(9),
         images=type(reader)(reader.columns, process),
     )
     prompts = source.next(4)
@@ -369,8 +369,8 @@ def test_images_for_a_model_that_reads_none_and_prompts_cut_short_are_refused():
     with pytest.raises(ValueError, match=r"has images \(column images\) and the model has no"):
         make_source(make_rows(), processor.tokenizer)
     with pytest.raises(ValueError, match="with images cannot be cut"):
-        make_source(make_rows(), processor, max_prompt_length=30, overlong="left")
-    kept = make_source(make_rows(), processor, max_prompt_length=34, overlong="drop")
+        make_source(make_rows(), processor, limit=30, overlong="left")
+    kept = make_source(make_rows(), processor, limit=34, overlong="drop")
     assert kept.dropped == 1
 
 

@@ -7,7 +7,7 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rloo.data.prompts import PromptSource, encode_prompt, with_prompts
+from rloo.data.prompts import Limit, PromptSource, encode_prompt, with_prompts
 from rloo.data.rows import load_rows
 
 CHAT = (
@@ -47,11 +47,11 @@ def user(content):
     return {"role": "user", "content": content}
 
 
-def source(texts, *, limit=100, **options):
+def source(texts, *, limit=100, overlong="error", **options):
     rows = Dataset.from_dict({"prompt": texts, "answer": list(range(len(texts)))})
     options = {"seed": 1, **options}
     return PromptSource(
-        rows, lambda text: [ord(c) for c in text], max_prompt_length=limit, **options
+        rows, lambda text: [ord(c) for c in text], limit=Limit(limit, overlong), **options
     )
 
 
@@ -270,7 +270,7 @@ def test_a_fault_in_a_row_is_found_at_construction_and_names_the_row():
             rows,
             lambda content: encode_prompt(content, tokenizer, chat_template_kwargs={}),
             seed=0,
-            max_prompt_length=9,
+            limit=Limit(9),
         )
 
 
@@ -355,7 +355,7 @@ def test_a_position_in_other_prompts_is_refused_and_says_what_differs():
         with pytest.raises(ValueError, match=difference):
             other.load_state_dict(state)
     rows = Dataset.from_dict({"prompt": ["a", "bcd"], "result": [0, 1]})
-    renamed = PromptSource(rows, lambda text: [1], seed=1, max_prompt_length=9)
+    renamed = PromptSource(rows, lambda text: [1], seed=1, limit=Limit(9))
     with pytest.raises(ValueError, match=r"columns is .*answer.*result"):
         renamed.load_state_dict(state)
 
@@ -365,7 +365,7 @@ def test_the_content_is_the_same_however_the_rows_are_stored(tmp_path):
     rows.save_to_disk(tmp_path)
     reordered = Dataset.from_dict({"answer": [9, 0, 1, 2], "prompt": ["z", "a", "b", "c"]})
     states = [
-        PromptSource(r, lambda text: [1], seed=1, max_prompt_length=9).state_dict()
+        PromptSource(r, lambda text: [1], seed=1, limit=Limit(9)).state_dict()
         for r in (rows, load_rows(tmp_path), reordered.select([1, 2, 3]))
     ]
     assert states[0] == states[1] == states[2]

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset, IterableDataset, IterableDatasetDict
 
 from rloo.data import stream as module
-from rloo.data.prompts import PromptSource
+from rloo.data.prompts import Limit, PromptSource
 from rloo.data.stream import StreamSource
 from support.training import (
     ROWS,
@@ -29,12 +29,10 @@ def encode(text):
     return list(text.encode())
 
 
-def make_source(rows, *, seed=0, shuffle=False, **options):
+def make_source(rows, *, seed=0, shuffle=False, limit=20, overlong="error"):
     def source_of(block, block_seed):
-        options.setdefault("max_prompt_length", 20)
-        return PromptSource(
-            block, encode, seed=block_seed, shuffle=shuffle, may_be_empty=True, **options
-        )
+        most = Limit(limit, overlong, may_be_empty=True)
+        return PromptSource(block, encode, seed=block_seed, shuffle=shuffle, limit=most)
 
     return StreamSource(rows, source_of, seed=seed)
 
@@ -126,15 +124,15 @@ def test_overlong_prompts_are_refused_dropped_or_cut(block):
         lambda: ({"prompt": "x" * (9 if n in (0, 4, 5, 6, 7) else 2)} for n in range(9))
     )
     with pytest.raises(ValueError, match=r"in the stream's rows from 0 on.*1 prompts have more"):
-        make_source(rows, max_prompt_length=3)
-    source = make_source(rows, max_prompt_length=3, overlong="drop")
+        make_source(rows, limit=3)
+    source = make_source(rows, limit=3, overlong="drop")
     assert [(p.epoch, p.id) for p in source.next(5)] == [(0, 1), (0, 2), (0, 3), (0, 8), (1, 1)]
     assert source.dropped == 6  # one of them is met again in the second pass
-    cut = make_source(rows, max_prompt_length=3, overlong="left")
+    cut = make_source(rows, limit=3, overlong="left")
     assert texts(cut.next(1)) == ["x" * 9]
     assert cut.truncated == 1
     with pytest.raises(ValueError, match="all prompts of the stream were too long and dropped"):
-        make_source(rows, max_prompt_length=1, overlong="drop")
+        make_source(rows, limit=1, overlong="drop")
 
 
 def test_a_stream_without_rows_is_refused():

@@ -75,10 +75,7 @@ def with_images(content: Text, images: Sequence[Any]) -> list[Message]:
             '({"type": "image"})'
         )
     given = iter(images)
-    return [
-        {**m, "content": [{**p, "image": next(given)} if _is_open(p) else p for p in m["content"]]}
-        for m in messages
-    ]
+    return _with_parts(messages, lambda p: {**p, "image": next(given)} if _is_open(p) else p)
 
 
 def check_parts(parts: Sequence[Any]) -> None:
@@ -105,6 +102,16 @@ def _parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     ]
 
 
+def _with_parts(content: list[Message], change: Callable[[Any], Any]) -> list[Message]:
+    """The messages with `change(part)` in place of each part of those whose content is in parts."""
+    return [
+        {**m, "content": list(map(change, m["content"]))}
+        if isinstance(m.get("content"), list)
+        else m
+        for m in content
+    ]
+
+
 def _is_open(part: Mapping[str, Any]) -> bool:
     return part["type"] == "image" and "image" not in part
 
@@ -120,16 +127,7 @@ def without_images(content: Text) -> Text:
     """The messages with empty image parts, which can be printed and written as JSON."""
     if isinstance(content, str):
         return content
-    return [
-        {**m, "content": [_blank(p) for p in m["content"]]}
-        if isinstance(m.get("content"), list)
-        else m
-        for m in content
-    ]
-
-
-def _blank(part: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "image"} if part["type"] == "image" else part
+    return _with_parts(content, lambda p: {"type": "image"} if p["type"] == "image" else p)
 
 
 # -- rows ----------------------------------------------------------------------------------------
@@ -196,17 +194,12 @@ def _is_picture(value: Any) -> bool:
 
 
 def in_colour(messages: list[Message]) -> list[Message]:
-    """The messages with every image converted to RGB, which not every processor does."""
-    return [
-        {
-            **m,
-            "content": [
-                {**p, "image": p["image"].convert("RGB")} if p["type"] == "image" else p
-                for p in m["content"]
-            ],
-        }
-        for m in messages
-    ]
+    """The messages, all in parts, with every image converted to RGB, which not every processor
+    does. Raises ValueError for a part of the type image without one."""
+    return _with_parts(
+        with_images(messages, []),
+        lambda p: {**p, "image": p["image"].convert("RGB")} if p["type"] == "image" else p,
+    )
 
 
 # -- files ---------------------------------------------------------------------------------------

@@ -11,24 +11,19 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from datasets import Dataset, Image
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from rloo.data.images import (
-    ImageReader,
-    check_parts,
-    image_columns,
-    in_colour,
-    tokenizer_of,
-    with_images,
-)
+from rloo.data.images import ImageReader, check_parts, image_columns, in_colour, tokenizer_of
 from rloo.types import Message, Prompt, Text
 
+ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -70,10 +65,7 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
 
 
 def encode_prompt(
-    content: Text,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    *,
-    chat_template_kwargs: dict[str, Any],
+    content: Text, processing_class: ProcessingClass, *, chat_template_kwargs: dict[str, Any]
 ) -> list[int]:
     """Token ids of a prompt, at least one.
 
@@ -102,10 +94,7 @@ def encode_prompt(
 
 
 def image_reader(
-    rows: Dataset,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    *,
-    chat_template_kwargs: dict[str, Any],
+    rows: Dataset, processing_class: ProcessingClass, *, chat_template_kwargs: dict[str, Any]
 ) -> ImageReader:
     """The reader of the images in `rows`. Raises ValueError if there are images and the model has
     only a tokenizer, and so would not see them."""
@@ -127,14 +116,24 @@ def _holds_images(feature: Any) -> bool:
     return isinstance(getattr(feature, "feature", feature), Image)
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What is done with prompts of more than `max_tokens` tokens: "error" refuses them, "drop"
+    leaves them out, "left" keeps their last tokens. No prompt may be left only if `may_be_empty`.
+    """
+
+    max_tokens: int
+    overlong: Literal["error", "drop", "left"] = "error"
+    may_be_empty: bool = False
+
+
 class PromptSource:
     """A cursor over the prompts of a dataset, in an order determined by (seed, epoch, index).
 
     The constructor tokenises all rows, so that a faulty or overlong prompt is reported before the
-    first sample. `overlong` decides about prompts of more than `max_prompt_length` tokens: "error"
-    refuses them, "drop" leaves them out (counted in `dropped`), "left" keeps their last tokens
-    (counted in `truncated`). Raises ValueError if no prompt is left, unless `may_be_empty`.
-    `images` reads the rows' images; prompts of a dataset with images are never truncated.
+    first sample. `dropped` and `truncated` count what the `limit` has left out and cut. `images`
+    reads the rows' images; prompts of a dataset with images are never truncated. Raises ValueError
+    for prompts that the limit refuses.
     """
 
     def __init__(
@@ -144,11 +143,10 @@ class PromptSource:
         *,
         seed: int,
         shuffle: bool = True,
-        max_prompt_length: int,
-        overlong: Literal["error", "drop", "left"] = "error",
-        may_be_empty: bool = False,
+        limit: Limit,
         images: ImageReader | None = None,
     ) -> None:
+        max_prompt_length, overlong = limit.max_tokens, limit.overlong
         if max_prompt_length < 1:
             raise ValueError(
                 f"max_prompt_length is {max_prompt_length}; a prompt needs at least 1 token "
@@ -167,7 +165,7 @@ class PromptSource:
             )
         self.dropped = len(too_long) if overlong == "drop" else 0
         self.truncated = len(too_long) if overlong == "left" else 0
-        if self.dropped == len(rows) and not may_be_empty:
+        if self.dropped == len(rows) and not limit.may_be_empty:
             raise ValueError(
                 f"all {len(rows)} prompts have more than {max_prompt_length} tokens and were "
                 "dropped; training needs at least 1 (max_prompt_length, overlong_prompts)"
@@ -297,9 +295,7 @@ def _plain(value: Any) -> str:
 
 
 def apply_chat_template(
-    messages: list[Message],
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    kwargs: dict[str, Any],
+    messages: list[Message], processing_class: ProcessingClass, kwargs: dict[str, Any]
 ) -> Mapping[str, Any]:
     """Apply the chat template of a tokenizer (returns lists), or of a processor, which also reads
     the images in the messages (returns a batch of one, as tensors)."""
@@ -330,14 +326,13 @@ def apply_chat_template(
     # `tool_calls: None` for a call. transformers 5.23 removes such keys, 5.17 does not.
     present = [{k: v for k, v in m.items() if v is not None} for m in messages]
     if processes:
-        present = in_colour(with_images(present, []))
+        present = in_colour(present)
     try:
         # The return type depends on `tokenize` and `return_dict`, which mypy cannot see here.
         encoded: Any = processing_class.apply_chat_template(present, **fixed, **kwargs)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
-    found: Mapping[str, Any] = encoded
-    return found
+    return encoded
 
 
 def _check_message(message: Any, *, parts: bool = False) -> None:

@@ -12,20 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import datasets
 import pyarrow as pa
-from datasets import (
-    Dataset,
-    DatasetDict,
-    IterableDataset,
-    IterableDatasetDict,
-    concatenate_datasets,
-    load_dataset,
-    load_from_disk,
-)
+from datasets import Dataset, IterableDataset, load_dataset
 from datasets.table import InMemoryTable
 from pyarrow import csv, parquet
 
-Given: TypeAlias = Dataset | IterableDataset | DatasetDict | IterableDatasetDict
+Given: TypeAlias = Dataset | IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 
@@ -45,10 +38,7 @@ def load_rows(
     """
     if isinstance(spec, IterableDataset):
         return spec
-    rows: Dataset | IterableDataset
-    if isinstance(spec, Mapping):
-        rows = _of_split(spec, split, "given")
-    elif isinstance(spec, Dataset):
+    if isinstance(spec, (Mapping, Dataset)):
         rows = _choose_split(spec, split, "given")
     elif isinstance(spec, (str, Path)):
         rows = _load_by_name(str(spec), split, config_name)
@@ -77,9 +67,9 @@ def _load_by_name(name: str, split: str, config_name: str | None) -> Dataset:
             raise ValueError(_no_split(name, split))
         return _read_file(path)
     if any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
-        return _choose_split(load_from_disk(path), split, name)
+        return _choose_split(datasets.load_from_disk(path), split, name)
     files = _files_of_split(path, split)
-    return concatenate_datasets([_read_file(file) for file in files])
+    return datasets.concatenate_datasets([_read_file(file) for file in files])
 
 
 def _load_from_hub(name: str, split: str, config_name: str | None) -> Dataset:
@@ -94,15 +84,11 @@ def _load_from_hub(name: str, split: str, config_name: str | None) -> Dataset:
         ) from error
 
 
-def _choose_split(rows: Dataset | DatasetDict, split: str, name: str) -> Dataset:
+def _choose_split(rows: Dataset | Mapping[str, Any], split: str, name: str) -> Any:
     if isinstance(rows, Dataset):
         if split not in ("train", str(rows.split)):
             raise ValueError(_no_split(name, split))
         return rows
-    return _of_split(rows, split, name)
-
-
-def _of_split(rows: Mapping[str, Any], split: str, name: str) -> Any:
     if split not in rows:
         raise ValueError(f"{_no_split(name, split)}; it has {', '.join(map(str, rows))}")
     return rows[split]

@@ -60,12 +60,8 @@ class HFEngine(InProcessEngine):
                 logits_processor=LogitsProcessorList([drawing]),
                 stopping_criteria=transformers.StoppingCriteriaList([_AtStopText(drawing)]),
             )
-        return (
-            drawing.tokens,
-            drawing.policy_logprobs,
-            drawing.behavior_logprobs,
-            drawing.stop_text.lengths,
-        )
+        lengths = drawing.stop_text.lengths
+        return drawing.tokens, drawing.policy_logprobs, drawing.behavior_logprobs, lengths
 
 
 @contextmanager

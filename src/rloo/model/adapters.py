@@ -240,9 +240,6 @@ def lora_config(config: RLOOConfig) -> Any:
     # peft takes a string for a pattern of whole paths; a plain name means a module.
     if isinstance(targets, str) and targets != "all-linear" and re.fullmatch(r"[\w.]+", targets):
         targets = [targets]
-    # Older versions of peft do not have it.
-    given = config.lora_target_parameters
-    parameters = {} if given is None else {"target_parameters": given}
     return _peft().LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora_r,
@@ -252,7 +249,7 @@ def lora_config(config: RLOOConfig) -> Any:
         modules_to_save=config.lora_modules_to_save,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        **parameters,
+        target_parameters=config.lora_target_parameters,
     )
 
 

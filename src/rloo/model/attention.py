@@ -9,6 +9,7 @@ after the caller has returned.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -53,22 +54,19 @@ def attend(
     query (B, H, Q, D); key and value (B, H_kv, L, D); mask bool, broadcastable to (B, 1, Q, L),
     True where a key is seen (every query must see at least one). Returns (B, H, Q, D).
     """
+    fused = partial(F.scaled_dot_product_attention, attn_mask=mask, scale=options.scaling)
+    plain = options.sinks is None and options.softcap is None
     batch, heads, queries, _ = query.shape
     repeats = heads // key.shape[1]
-    if repeats > 1 and queries == 1 and options.sinks is None and options.softcap is None:
+    if repeats > 1 and queries == 1 and plain:
         # One query per row: the heads of a group become its queries, so that no key is copied.
         folded = query.reshape(batch, key.shape[1], repeats, query.shape[-1])
-        output = F.scaled_dot_product_attention(
-            folded, key, value, attn_mask=mask, scale=options.scaling
-        )
-        return output.reshape(batch, heads, 1, value.shape[-1])
+        return fused(folded, key, value).reshape(batch, heads, 1, value.shape[-1])
     if repeats > 1:
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)
-    if options.sinks is None and options.softcap is None:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=options.scaling
-        )
+    if plain:
+        return fused(query, key, value)
     return _attend_eagerly(query, key, value, mask, options)
 
 

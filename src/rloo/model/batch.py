@@ -70,7 +70,7 @@ def split(
     batches: list[list[Sample]] = []
     for group in _by_group(samples):
         for unit in [group] if whole_groups else [[sample] for sample in group]:
-            if batches and _cost([*batches[-1], *unit], packed) <= max_tokens:
+            if batches and count_input_tokens([*batches[-1], *unit], packed) <= max_tokens:
                 batches[-1].extend(unit)
             else:
                 batches.append(list(unit))
@@ -79,7 +79,7 @@ def split(
 
 def exceeds(samples: Sequence[Sample], max_tokens: int, *, packed: bool = True) -> bool:
     """Whether any group is larger than the budget."""
-    return any(_cost(group, packed) > max_tokens for group in _by_group(samples))
+    return any(count_input_tokens(group, packed) > max_tokens for group in _by_group(samples))
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
@@ -179,8 +179,9 @@ def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     return list(groups.values())
 
 
-def _cost(samples: Sequence[Sample], packed: bool) -> int:
-    """Input tokens of a micro-batch: packed, with each prompt once, or padded to equal rows."""
+def count_input_tokens(samples: Sequence[Sample], packed: bool) -> int:
+    """Input tokens of `samples` as one micro-batch: packed, with each prompt once, or padded to
+    equal rows."""
     if not packed:
         return len(samples) * max(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
     prompts = sum(len(group[0].prompt_ids) for group in _by_group(samples))

@@ -12,17 +12,9 @@ import torch
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.data.stream import Prompts
+from rloo.model import memory
 from rloo.model.logprobs import CHUNK_ELEMENTS
-from rloo.model.memory import (
-    count_tokens,
-    gradient_bytes,
-    make_sample,
-    make_samples,
-    measured_peak_bytes,
-    optimizer_bytes,
-    predicted_peak_bytes,
-    weight_bytes,
-)
+from rloo.model.memory import count_tokens, make_samples, measured_peak_bytes, predicted_peak_bytes
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
@@ -88,7 +80,7 @@ def largest_micro_batch(policy: Policy, workload: Workload, max_tokens: int) -> 
                 length = min(length, left + 1)
             if length < 1:
                 return samples
-            samples.append(make_sample((group, index), prompt, length))
+            samples.append(memory.make_sample((group, index), prompt, length))
             left -= length - 1
     return samples
 
@@ -137,8 +129,8 @@ def missing_bytes(policy: Policy) -> int:
     """Bytes that the first step will allocate and keep: gradients, and optimizer state if there is
     none yet. Parked state does not count: it returns only after the activations are freed."""
     known = policy.stepper.optimizer.state or policy.config.offload_optimizer
-    state = 0 if known else optimizer_bytes(policy)
-    return gradient_bytes(policy) + state
+    state = 0 if known else memory.optimizer_bytes(policy)
+    return memory.gradient_bytes(policy) + state
 
 
 def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
@@ -154,7 +146,9 @@ def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
     row = max(len(s.prompt_ids) + len(s.token_ids) for s in samples)
     numbers = 40 * text.hidden_size + 30 * attention + 12 * inner + 4 * heads * row
     logits = 6 * min(tokens * text.vocab_size, 2 * CHUNK_ELEMENTS)
-    return 4 * (tokens * text.num_hidden_layers * numbers + logits) + 3 * weight_bytes(policy.model)
+    return 4 * (tokens * text.num_hidden_layers * numbers + logits) + 3 * memory.weight_bytes(
+        policy.model
+    )
 
 
 def available_bytes(device: torch.device) -> int:
@@ -189,7 +183,7 @@ def _fits(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
         return predicted_peak_bytes(policy, samples) <= room
     try:
         # The first step's allocations must fit as well; the measurement includes the gradients.
-        state = missing_bytes(policy) - gradient_bytes(policy)
+        state = missing_bytes(policy) - memory.gradient_bytes(policy)
         held = torch.empty(state, dtype=torch.uint8, device=policy.device)
         measured_peak_bytes(policy, samples)
         del held

@@ -74,22 +74,14 @@ class _PackedFlash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        query, key, value, output, normalizer = ctx.saved_tensors
+        states = gradients[0], *ctx.saved_tensors
         own, shared = ctx.calls
-        results = [_empty_by_token(query, query.dtype) for _ in range(3)]
+        results = [_empty_by_token(x, x.dtype) for x in states[1:4]]
 
         def differentiate(queries: slice, keys: slice, causal: bool) -> Any:
-            return _differentiate(
-                gradients[0][:, :, queries],
-                query[:, :, queries],
-                key[:, :, keys],
-                value[:, :, keys],
-                output[:, :, queries],
-                normalizer[:, :, queries],
-                0.0,
-                causal,
-                scale=ctx.scaling,
-            )
+            places = queries, queries, keys, keys, queries, queries
+            parts = (x[:, :, place] for x, place in zip(states, places, strict=True))
+            return _differentiate(*parts, 0.0, causal, scale=ctx.scaling)
 
         for tokens in own:
             for result, part in zip(results, differentiate(tokens, tokens, True), strict=True):

@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import logging as hf_logging
 
 from rloo.config.arguments import RLOOArguments
@@ -182,7 +177,8 @@ def _auto_class(name: str, revision: str, trust: bool) -> Any:
         )
     except (OSError, ValueError):  # loading the model itself reports it
         return transformers.AutoModelForCausalLM
-    if is_vision_config(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    known = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if is_vision_config(config) and type(config) in known:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rloo.model.batch import pack, pad
+from rloo.model.batch import count_input_tokens
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.optimizers import build_optimizer
 from rloo.model.policy import Policy
@@ -68,9 +68,7 @@ def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int
 
 def count_tokens(policy: Policy, samples: Sequence[Sample]) -> int:
     """Input tokens of `samples` as one micro-batch, which is what the token budget limits."""
-    host = torch.device("cpu")
-    batch = pack(samples, host) if policy.packed else pad(samples, host, policy.pad_token_id)
-    return batch.num_input_tokens
+    return count_input_tokens(samples, policy.packed)
 
 
 def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
@@ -222,15 +220,15 @@ def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
 def step_bytes(policy: Policy) -> int:
     """Peak memory of an optimizer step in addition to weights, gradients and resident state; parked
     state counts. The step is carried out and may change the weights: discard the policy."""
-
-    def fill() -> None:
-        for parameter in policy.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-
-    fill()
+    _fill_gradients(policy)
     policy.stepper.step()  # creates the state
-    fill()
+    _fill_gradients(policy)
     return max(phase_peaks(policy.device, lambda _: policy.stepper.step()))
+
+
+def _fill_gradients(policy: Policy) -> None:
+    for parameter in policy.parameters:
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def _tensor_bytes(states: Any) -> int:
@@ -264,8 +262,7 @@ def _shorten(sample: Sample, share: float) -> Sample:
 
 def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> list[int]:
     """Peaks of a micro-batch's phases with gradients allocated, as from the second one on."""
-    for parameter in policy.parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    _fill_gradients(policy)
 
     def work(mark: Mark) -> None:
         with _marked_layers(policy.model, mark):

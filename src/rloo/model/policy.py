@@ -16,22 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from rloo.config.config import RLOOConfig
 from rloo.data.images import tokenizer_of
-from rloo.model import adapters
+from rloo.model import adapters, preparation
 from rloo.model.batch import MicroBatch, pack, pad
-from rloo.model.experts import balancing_coefficient
 from rloo.model.loading import load_weights, quiet
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.offload import activations_on_host
 from rloo.model.optimizers import Given, make_optimizers
-from rloo.model.preparation import (
-    check_forward,
-    enable_checkpointing,
-    prepare,
-    token_budget,
-    without_packing,
-)
 from rloo.model.reference import make_reference
-from rloo.model.scorer import Scorer
+from rloo.model.scorer import Scorer, balancing_coefficient
 from rloo.model.stepper import Stepper
 from rloo.model.version import Version
 from rloo.types import Sample
@@ -64,7 +56,7 @@ class Policy:
         self.processing_class = processing_class
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
         self.device = device
-        prepared = prepare(model, config, self.device)
+        prepared = preparation.prepare(model, config, self.device)
         self.model, self.adapter = prepared.model, prepared.adapter
         pad_token_id = self.tokenizer.pad_token_id
         self.pad_token_id = self.stop_token_ids[0] if pad_token_id is None else int(pad_token_id)
@@ -77,14 +69,16 @@ class Policy:
         )
         self.reference = make_reference(self.scorer, self.adapter, config)
         if config.gradient_checkpointing:
-            enable_checkpointing(self.model, config.gradient_checkpointing_kwargs)
+            preparation.enable_checkpointing(self.model, config.gradient_checkpointing_kwargs)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
         self._version = Version(self.model, optimizer)
         self.stepper = Stepper(self.parameters, optimizer, scheduler, config, self.device)
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
-        self.max_tokens = config.max_tokens_per_micro_batch or token_budget(self.model, self.device)
+        self.max_tokens = config.max_tokens_per_micro_batch or preparation.token_budget(
+            self.model, self.device
+        )
 
     # -- computing -------------------------------------------------------------------------------
 
@@ -130,11 +124,11 @@ class Policy:
         the output head is one that we do not compute right.
         """
         self.checked = True
-        reason = check_forward(
+        reason = preparation.check_forward(
             self.scorer, samples, self.device, self.pad_token_id, packed=self.packed
         )
         if reason is not None:
-            self.notes.append(without_packing(self.config, reason))
+            self.notes.append(preparation.without_packing(self.config, reason))
             self.packed = False
 
     # -- weights and tokens ----------------------------------------------------------------------

@@ -24,7 +24,7 @@ from rloo.model.scorer import Scorer
 from rloo.model.version import digest
 from rloo.types import Sample
 
-# Attributes of modules that make their forward random.
+# Module attributes that make a forward random.
 NOISE = re.compile("dropout|pdrop|jitter|layerdrop")
 # Largest difference of a log-prob between two float32 computations that is still rounding.
 TOLERANCE = 1e-4
@@ -87,11 +87,11 @@ def without_packing(config: RLOOConfig, reason: str) -> str:
 
 
 def remove_dropout(model: PreTrainedModel) -> float:
-    """Make the forward free of noise, which would make the ratio differ from 1 and the KL at step 0
-    from 0; returns the largest probability found.
+    """Remove dropout, with which the ratio would differ from 1 and the KL at step 0 from 0; return
+    the largest dropout probability found.
 
-    The model stays in evaluation mode; only checkpointed layers think that they are training,
-    because transformers recomputes nothing otherwise.
+    The model stays in evaluation mode. Only checkpointed layers are set to training mode, without
+    which transformers does not recompute their activations.
     """
     found = 0.0
     model.eval()
@@ -106,16 +106,12 @@ def remove_dropout(model: PreTrainedModel) -> float:
 
 
 def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
-    """Make trained parameters float32, since smaller ones lose updates at these learning rates;
-    returns notes. Raises ValueError for layers trained as a whole beside an adapter, whose base
-    stays as it was loaded.
+    """Convert trained parameters to float32, since 16-bit ones lose updates at these learning
+    rates; return notes. Raises ValueError for 16-bit layers of the base that are trained in full
+    beside an adapter, since the base stays as it was loaded.
     """
-    precise = (torch.float32, torch.float64)
-    small = [
-        (name, parameter.dtype)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype not in precise
-    ]
+    trained = ((name, p.dtype) for name, p in model.named_parameters() if p.requires_grad)
+    small = [x for x in trained if x[1] not in (torch.float32, torch.float64)]
     if not small:
         return []
     name, dtype = small[0]
@@ -133,8 +129,8 @@ def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
 
 
 def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> None:
-    """Recompute the layers' activations in the backward; `options` are torch's."""
-    # The name changed in transformers 5.2x; the old one warns there.
+    """Recompute the layers' activations in the backward; `options` are those of torch."""
+    # transformers 5.2x renamed the argument and warns about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False, **(options or {})})
     for module in model.modules():
@@ -143,17 +139,17 @@ def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None)
 
 
 def token_budget(model: PreTrainedModel, device: torch.device) -> int:
-    """Input tokens of a micro-batch, from memory: activations may take a quarter of what is free.
+    """Input tokens of a micro-batch for which activations take a quarter of the free memory.
 
-    A layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022,
-    without the attention scores), and the output head a few per vocabulary entry.
+    Per token, a layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al.
+    2022, without the attention scores), and the output head a few per vocabulary entry.
     """
     text_config = model.config.get_text_config()
     numbers = 34 * text_config.hidden_size * text_config.num_hidden_layers
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         return max(1024, min(65536, free // 4 // (4 * numbers)))
-    # Beyond this a CPU gains nothing, and loses its caches.
+    # Larger micro-batches gain nothing on a CPU and exceed its caches.
     return max(1024, min(8192, 2**32 // (4 * numbers)))
 
 
@@ -173,7 +169,7 @@ def check_forward(
     head is one that we do not compute right.
     """
     model = scorer.model
-    tolerance = TOLERANCE if model.dtype.itemsize >= 4 else LOW_PRECISION_TOLERANCE
+    tolerance = rounding_of(model)
     samples = sorted(samples, key=lambda sample: sample.key)
     # Where images are put together, the standard is each sample by itself.
     apart = [[s] for s in samples] if any(s.pixels for s in samples) else [samples]
@@ -199,9 +195,14 @@ def check_forward(
     return None if found <= tolerance else f"packed log-probs differ by {found:.1e}"
 
 
+def rounding_of(model: PreTrainedModel) -> float:
+    """The largest difference of a log-prob between two computations that is still rounding."""
+    return TOLERANCE if model.dtype.itemsize >= 4 else LOW_PRECISION_TOLERANCE
+
+
 def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
-    """(T,): log-probs of the batch's completion tokens from the logits that the model itself
-    computes, output head and all. What we compute is compared with it."""
+    """Log-probs (T,) of the batch's completion tokens from the model's own logits, output head
+    included. Our own computation is compared with them."""
     logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
     chosen = logits[batch.source_T].float() / temperature
     return chosen.log_softmax(-1).gather(-1, batch.target_T[:, None])[:, 0]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch
-from rloo.model.experts import balancing_loss
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores, score_tokens, token_logprobs
 
 
@@ -53,12 +53,12 @@ class Scorer(nn.Module):
             hidden = hidden_states(self.model, batch)
             logprobs = score_tokens(self.head, hidden, batch.target_T, **options)
             return TokenScores(logprobs, logprobs.new_empty(0), None)
+        routing = {"output_router_logits": True} if self._balanced else {}
+        outputs = self.model.base_model(**batch.inputs, use_cache=False, **routing)
+        hidden = _states(outputs, batch)
         balance = None
         if self._balanced:
-            hidden, router_logits = routed_states(self.model, batch)
-            balance = balancing_loss(self.model, router_logits, batch.multiplicity)
-        else:
-            hidden = hidden_states(self.model, batch)
+            balance = balancing_loss(self.model, outputs.router_logits, batch.multiplicity)
         logprobs, entropy = token_logprobs(
             self.head, hidden, batch.target_T, chunk_elements=chunk_elements, **options
         )
@@ -72,14 +72,8 @@ class Scorer(nn.Module):
 
 
 def hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """(T, D): the states that predict the batch's completion tokens."""
+    """The hidden states (T, D) that predict the batch's completion tokens."""
     return _states(model.base_model(**batch.inputs, use_cache=False), batch)
-
-
-def routed_states(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The same of a mixture of experts, and its router's logits: per layer (tokens, experts)."""
-    outputs = model.base_model(**batch.inputs, use_cache=False, output_router_logits=True)
-    return _states(outputs, batch), outputs.router_logits
 
 
 def _states(outputs: Any, batch: MicroBatch) -> Tensor:
@@ -88,7 +82,7 @@ def _states(outputs: Any, batch: MicroBatch) -> Tensor:
 
 
 def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Hidden states to logits, with the scalings that some architectures apply after the matrix."""
+    """The function from hidden states to logits, including the scaling of some architectures."""
     text_config = model.config.get_text_config()
     matrix = model.get_output_embeddings()
     softcap = getattr(text_config, "final_logit_softcapping", None)
@@ -104,3 +98,42 @@ def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
         return logits
 
     return head
+
+
+def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
+    """The weight of the balancing loss: the option's, else the model's own; 0 without such a loss.
+
+    Raises ValueError if the option asks for a loss that the model does not have.
+    """
+    asked, settings = config.router_aux_loss_coef, model.config.get_text_config()
+    own = getattr(settings, "router_aux_loss_coef", None)
+    if own is None or not hasattr(settings, "num_experts_per_tok"):
+        if asked:
+            raise ValueError(
+                f"router_aux_loss_coef is {asked} and {type(model).__name__} is no mixture of "
+                "experts with a balancing loss; leave it out (router_aux_loss_coef)"
+            )
+        return 0.0
+    return float(own if asked is None else asked)
+
+
+def balancing_loss(
+    model: PreTrainedModel, router_logits: tuple[Tensor, ...], multiplicity: Tensor
+) -> Tensor:
+    """Number of experts x sum over them of (share of choices) x (mean probability), over all layers
+    at once: Switch Transformers (arXiv 2101.03961), equations 4 to 6, by transformers' own code.
+
+    `router_logits`: per layer (tokens, experts). `multiplicity` (B, W) says how often each token
+    counts: 0 for padding, and for a shared prompt the number of its completions. With perfect
+    balance the loss equals k, the number of experts per token.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    loss = load_balancing_loss_func(
+        router_logits,  # type: ignore[arg-type] # annotated as a tuple of one
+        router_logits[0].shape[-1],
+        model.config.get_text_config().num_experts_per_tok,
+        multiplicity,
+    )
+    assert isinstance(loss, Tensor)
+    return loss

@@ -135,24 +135,11 @@ class PackedLayout:
     @cached_property
     def _calls(self) -> Calls:
         """The calls of each span on itself, and those of a prompt's completions on the prompt."""
-        own: list[slice] = []
-        prompts: list[slice] = []
-        ends: list[int] = []
-        for span in self._spans:
-            tokens = slice(span.start, span.stop)
-            if span.prompt is None:
-                prompts.append(tokens)
-                ends.append(span.stop)
-            else:
-                ends[span.prompt] = span.stop
-            if span.stop > span.start:
-                own.append(tokens)
-        shared = [
-            (slice(prompt.stop, end), prompt)
-            for prompt, end in zip(prompts, ends, strict=True)
-            if end > prompt.stop
-        ]
-        return own, shared
+        own = [slice(span.start, span.stop) for span in self._spans if span.stop > span.start]
+        prompts = [slice(span.start, span.stop) for span in self._spans if span.prompt is None]
+        ends = {span.prompt: span.stop for span in self._spans}  # of each prompt's last completion
+        groups = [(slice(p.stop, ends.get(n, p.stop)), p) for n, p in enumerate(prompts)]
+        return own, [(queries, keys) for queries, keys in groups if queries.stop > queries.start]
 
     @cached_property
     def _rows(self) -> list[_Rows]:
@@ -191,17 +178,12 @@ class PackedLayout:
             _ToRows.apply(x[0].transpose(0, 1), self._place, *indices) for x in (query, key, value)
         )
         outputs = []
-        for number, rows in enumerate(self._rows):
-            row_keys, row_values = keys[number], values[number]
+        for rows, query, key, value in zip(self._rows, queries, keys, values, strict=True):
             if rows.prompt is not None:
-                row_keys = torch.cat([keys[0].index_select(0, rows.prompt), row_keys], dim=1)
-                row_values = torch.cat([values[0].index_select(0, rows.prompt), row_values], dim=1)
-            output = rows.attend(
-                queries[number].transpose(1, 2),
-                row_keys.transpose(1, 2),
-                row_values.transpose(1, 2),
-                options,
-            )
+                key = torch.cat([keys[0].index_select(0, rows.prompt), key], dim=1)
+                value = torch.cat([values[0].index_select(0, rows.prompt), value], dim=1)
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+            output = rows.attend(query, key, value, options)
             outputs.append(output.transpose(1, 2).flatten(0, 1))
         return _FromRows.apply(torch.cat(outputs), self._place)[None]
 

@@ -59,10 +59,9 @@ def make_format(
         ) from error
 
     def format_reward(completions: Sequence[Text]) -> list[float]:
-        texts = [text_of(completion) for completion in completions]
         return [
             float(len(text) <= max_characters and compiled.fullmatch(text) is not None)
-            for text in texts
+            for text in map(text_of, completions)
         ]
 
     return format_reward

@@ -88,18 +88,11 @@ def name_of(function: Callable[..., Any]) -> str:
 def make_arguments(
     reward: Reward, given: Mapping[str, list[Any]], trainer_state: Any, log: Log
 ) -> dict[str, Any]:
-    """The keyword arguments that `reward` accepts, copied so that it may change them."""
-
-    def accepts(name: str) -> bool:
-        return reward.accepts is None or name in reward.accepts
-
-    arguments = {name: _copy(values) for name, values in given.items() if accepts(name)}
-    others = {
-        "trainer_state": trainer_state,
-        "log_extra": log.log_extra,
-        "log_metric": log.log_metric,
-    }
-    return arguments | {name: value for name, value in others.items() if accepts(name)}
+    """The keyword arguments that `reward` accepts; lists are copied so that it may change them."""
+    logs = {"log_extra": log.log_extra, "log_metric": log.log_metric}
+    offered = {**given, "trainer_state": trainer_state, **logs}
+    accepts = offered.keys() if reward.accepts is None else reward.accepts
+    return {name: _copy(value) for name, value in offered.items() if name in accepts}
 
 
 def _copy(value: Any) -> Any:

@@ -15,15 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rloo.rewards.calling import (
-    RESERVED,
-    Log,
-    Reward,
-    make_arguments,
-    name_of,
-    read_rewards,
-    read_signature,
-)
+from rloo.rewards import calling
+from rloo.rewards.calling import RESERVED, Log, Reward
 from rloo.types import Text
 
 
@@ -64,7 +57,7 @@ class RewardSet:
         if not functions:
             raise ValueError("there is no reward function; at least one is needed (reward_funcs)")
         weights = [1.0] * len(functions) if weights is None else weights
-        names = [name_of(function) for function in functions] if names is None else names
+        names = [calling.name_of(function) for function in functions] if names is None else names
         for values, option in ((weights, "reward_weights"), (names, "names")):
             if len(values) != len(functions):
                 raise ValueError(
@@ -73,21 +66,13 @@ class RewardSet:
                 )
         if not all(math.isfinite(weight) for weight in weights):
             raise ValueError(f"reward_weights is {list(weights)}; weights need to be finite")
-        self._rewards = [
-            read_signature(function, name, float(weight))
-            for function, name, weight in zip(
-                functions, _make_distinct(names), weights, strict=True
-            )
-        ]
+        named = zip(functions, _make_distinct(names), weights, strict=True)
+        self._rewards = [calling.read_signature(f, name, float(w)) for f, name, w in named]
         self._loop: _LoopThread | None = None
 
     @property
     def names(self) -> list[str]:
         return [reward.name for reward in self._rewards]
-
-    @property
-    def weights(self) -> list[float]:
-        return [reward.weight for reward in self._rewards]
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise ValueError for anything that would fail at the first call.
@@ -147,21 +132,20 @@ class RewardSet:
                 )
         logs = {reward.name: Log() for reward in self._rewards}
         arguments = {
-            reward.name: make_arguments(reward, given, trainer_state, logs[reward.name])
+            reward.name: calling.make_arguments(reward, given, trainer_state, logs[reward.name])
             for reward in self._rewards
         }
         results = self._call(arguments)
         by_function = {
-            name: read_rewards(results[name], name, len(completions)) for name in self.names
+            name: calling.read_rewards(results[name], name, len(completions)) for name in self.names
         }
         for name, function in self._having("normalize") if learn else ():
             for raw in by_function[name]:
                 if raw is not None:
                     logs[name].log_metric(f"rewards/{name}/raw_mean", raw)
             by_function[name] = function.normalize(by_function[name])
-        totals = [
-            _sum_weighted(row, self.weights) for row in zip(*by_function.values(), strict=True)
-        ]
+        weights = [reward.weight for reward in self._rewards]
+        totals = [_sum_weighted(row, weights) for row in zip(*by_function.values(), strict=True)]
         return Scores(totals, by_function, _merge_extras(logs, len(completions)), _mean(logs))
 
     def state_dict(self) -> dict[str, Any]:

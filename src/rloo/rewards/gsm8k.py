@@ -31,11 +31,10 @@ def gsm8k_reward(
     reference is None. Raises ValueError for a reference that does not have exactly one number
     after its `####` (or, without that mark, in its whole text).
     """
+    references = [_read_reference(reference, row) for row, reference in enumerate(answer)]
     return [
-        None if reference is None else float(_final_number(text_of(completion)) == wanted)
-        for completion, reference, wanted in zip(
-            completions, answer, map(_read_reference, answer, range(len(answer))), strict=True
-        )
+        None if wanted is None else float(_final_number(text_of(completion)) == wanted)
+        for completion, wanted in zip(completions, references, strict=True)
     ]
 
 

@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 
 from rloo.rewards.load import is_built_in, load_reward
 from rloo.rewards.normalizer import Normalized
@@ -109,11 +105,10 @@ class RewardModel:
         ]
         if messages[-1]["role"] == "assistant":  # begun in the prompt, whole in the completion
             messages.pop()
-        return str(
-            self._tokenizer.apply_chat_template(
-                [*messages, *completion], tokenize=False, **self._template_options
-            )
+        rendered = self._tokenizer.apply_chat_template(
+            [*messages, *completion], tokenize=False, **self._template_options
         )
+        return str(rendered)
 
     def _check_length(self, length: int) -> None:
         if length == 0:
@@ -143,8 +138,7 @@ class RewardModel:
                 f"{tuple(output.logits.shape)} for {len(rows)} texts; it must be a sequence "
                 "classifier, which gives one number for each"
             )
-        scores: Tensor = output.logits[:, 0].float().cpu()
-        return scores
+        return output.logits[:, 0].float().cpu()
 
 
 def as_reward(
@@ -179,8 +173,10 @@ def as_reward(
                 stacklevel=2,
             )
         return _from_object(spec) if hasattr(spec, "get_rewards") else load_reward(spec)
+    revision = (options or {}).get("revision", "main")
+    source = {"revision": revision, "trust_remote_code": trust_remote_code}
     if options is not None:
-        model = _load_model(options, trust_remote_code)
+        model = _load_model(options, source)
         device = options.get("device", device)
     elif hasattr(spec, "config"):
         model, options = spec, {}
@@ -189,7 +185,7 @@ def as_reward(
             f"the reward {type(spec).__name__} is a module without a configuration; it must be a "
             "sequence classification model of transformers, or a function that calls it"
         )
-    tokenizer = processing_class or _load_tokenizer(model, options, trust_remote_code)
+    tokenizer = processing_class or _load_tokenizer(model, options.get("name"), source)
     reward = RewardModel(
         model,
         tokenizer,
@@ -246,14 +242,14 @@ def _is_model(name: Any) -> bool:
     return Path(name).is_dir() or ("/" in name and not is_code)
 
 
-def _load_model(options: Mapping[str, Any], trust: bool) -> Any:
+def _load_model(options: Mapping[str, Any], source: dict[str, Any]) -> Any:
     name = options["name"]
-    source = {"revision": options.get("revision", "main"), "trust_remote_code": trust}
     try:
-        config = AutoConfig.from_pretrained(name, **source)
+        config = transformers.AutoConfig.from_pretrained(name, **source)
         if config.num_labels != 1:
             raise ValueError(_describe_labels(name, config.num_labels))
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        auto_class = transformers.AutoModelForSequenceClassification
+        model, report = auto_class.from_pretrained(
             name, dtype=options.get("dtype", "auto"), output_loading_info=True, **source
         )
     except OSError as error:
@@ -269,14 +265,12 @@ def _load_model(options: Mapping[str, Any], trust: bool) -> Any:
     return model
 
 
-def _load_tokenizer(model: Any, options: Mapping[str, Any], trust: bool) -> PreTrainedTokenizerBase:
-    name = options.get("name") or getattr(model.config, "_name_or_path", "")
+def _load_tokenizer(model: Any, name: Any, source: dict[str, Any]) -> PreTrainedTokenizerBase:
+    name = name or getattr(model.config, "_name_or_path", "")
     try:
         if not name:
             raise OSError("it has no name to look for one under")
-        return AutoTokenizer.from_pretrained(
-            name, revision=options.get("revision", "main"), trust_remote_code=trust
-        )
+        return transformers.AutoTokenizer.from_pretrained(name, **source)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"the reward model {name or type(model).__name__} has no tokenizer that can be loaded; "

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.generation_kwargs import stop_tokens
-from rloo.data.prompts import PromptSource, encode_prompt, image_reader, with_prompts
+from rloo.data.prompts import Limit, PromptSource, encode_prompt, image_reader, with_prompts
 from rloo.data.rows import Given, load_rows
 from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows
@@ -102,9 +102,7 @@ def make_source(
             encode,
             seed=seed,
             shuffle=args.shuffle_dataset,
-            max_prompt_length=longest,
-            overlong=args.overlong_prompts,
-            may_be_empty=streaming,
+            limit=Limit(longest, args.overlong_prompts, may_be_empty=streaming),
             images=image_reader(rows, tokenizer, chat_template_kwargs=options),
         )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from operator import add, mul, sub
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -20,11 +21,7 @@ Split = Literal["warm", "train", "heldout"]
 
 SMALLEST_NUMBER = 2
 LARGEST_NUMBER = 20
-OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "+": lambda left, right: left + right,
-    "-": lambda left, right: left - right,
-    "*": lambda left, right: left * right,
-}
+OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
 SEPARATOR = ";"
 
 _NUM_HELDOUT = 512

@@ -9,6 +9,7 @@ out whether a model can be run in this way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ class NativeEngine(InProcessEngine):
     """Samples from the policy's weights; `supports` says whether a model can be run.
 
     Where the architecture is fused, `dtype` is that of the matrix products (None: the model's own),
-    and some weights are copied; `fused=False` always runs the module.
+    and some weights are copied; `fused=False` always runs the module. For the other `options` see
+    `InProcessEngine`.
     """
 
     name = "native"
@@ -44,24 +46,16 @@ class NativeEngine(InProcessEngine):
         self,
         model: PreTrainedModel,
         *,
-        pad_token_id: int,
-        cache_bytes: int | None = None,
-        precision: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         fused: bool = True,
+        **options: Any,
     ) -> None:
         if model.config._attn_implementation != attention.IMPLEMENTATION:
             attention.install(model)
         self._decoder = None
         if fused and can_fuse(model):
             self._decoder = FusedDecoder(model, dtype or model.dtype)
-        super().__init__(
-            model,
-            pad_token_id=pad_token_id,
-            cache_bytes=cache_bytes,
-            precision=precision,
-            copies_weights=self._decoder is not None,
-        )
+        super().__init__(model, copies_weights=self._decoder is not None, **options)
 
     def load(self, weights: Weights, version: int) -> None:
         """Take the policy's weights; where the module itself is run nothing is copied."""

@@ -80,9 +80,7 @@ class FusedDecoder:
         self._precise = torch.promote_types(model.dtype, torch.float32)
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
-        self._size: int = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        self._size: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
         epsilon: float = config.rms_norm_eps
         self._width: int = config.hidden_size
         self._floors = {

@@ -10,11 +10,8 @@ from rloo.engines.in_process import borrowed, layer_windows
 from rloo.engines.native.engine import NativeEngine
 from rloo.engines.sampling import gather_logprobs
 from rloo.model import attention
+from rloo.model.preparation import rounding_of
 from rloo.types import Prompt, Sampling, Weights
-
-_TOLERANCE = 1e-4
-# 16-bit logits around 32 are 0.125 or 0.25 apart.
-_LOW_PRECISION_TOLERANCE = 0.5
 
 
 def supports(
@@ -97,8 +94,6 @@ def _check_probe(
                 expected = gather_logprobs(logits, ids[0, -4:])
                 returned = torch.tensor(completion.policy_logprobs, device=model.device)
                 worst = max(worst, float((expected - returned).abs().max()))
-    low_precision = model.dtype in (torch.float16, torch.bfloat16)
-    tolerance = _LOW_PRECISION_TOLERANCE if low_precision else _TOLERANCE
-    if worst > tolerance:
+    if worst > rounding_of(model):
         return f"because its log-probabilities would be off by {worst:.1e}"
     return None
