@@ -1,14 +1,4 @@
-"""The command `rloo` and its commands (USAGE). Imports torch only when one needs it."""
-
-from __future__ import annotations
-
-import os
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-USAGE = """\
-usage: rloo COMMAND [config.yaml] [--option value ...]
+"""usage: rloo COMMAND [config.yaml] [--option value ...]
 
 Train language models with REINFORCE Leave-One-Out.
 
@@ -36,6 +26,22 @@ examples:
   rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null
 """
 
+# Torch is imported by the commands that need it, not here: help must not wait for it.
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rloo import __version__
+from rloo.config.aliases import our_name
+from rloo.config.config import without_adapter
+from rloo.config.imports import IMPORTERS, import_config, render_imported
+from rloo.config.parsing import parse_command_line
+from rloo.config.presets import describe_preset, remarks
+from rloo.config.rendering import render_all, render_basic, render_option, render_resolved
+
 EMBEDDED = Path(__file__).parent / "data" / "tasks" / "countdown.yaml"
 INTERRUPTED = 130
 
@@ -51,11 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "check-estimator": _check_estimator,
     }
     if not given or given[0] in ("-h", "--help", "help") or "--help" in given:
-        print(USAGE, end="")
+        print(__doc__, end="")
         return 0
     if given[0] == "--version":
-        from rloo import __version__
-
         print(f"rloo {__version__}")
         return 0
     if given[0] not in commands:
@@ -81,8 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    from rloo.config.parsing import parse_command_line
-
     config = parse_command_line(_with_embedded(arguments))
     from rloo.run.trainer import RLOOTrainer
 
@@ -91,8 +93,6 @@ def _train(arguments: list[str]) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
-    from rloo.config.parsing import parse_command_line
-
     config = parse_command_line(_with_embedded(arguments))
     from rloo.run.plan import make_plan, print_plan
 
@@ -101,9 +101,6 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _evaluate(arguments: list[str]) -> int:
-    from rloo.config.config import without_adapter
-    from rloo.config.parsing import parse_command_line
-
     config = parse_command_line(_with_embedded(arguments))
     own_set = config.eval_dataset is not None or config.eval_split is not None
     # Evaluation needs no estimator, reference, gradients, new adapter or training data.
@@ -133,10 +130,6 @@ def _evaluate(arguments: list[str]) -> int:
 
 
 def _config(arguments: list[str]) -> int:
-    from rloo.config.parsing import parse_command_line
-    from rloo.config.presets import describe_preset, remarks
-    from rloo.config.rendering import render_all, render_basic, render_option, render_resolved
-
     if arguments in ([], ["--all"]):
         print(render_all() if arguments else render_basic(), end="")
         return 0
@@ -157,8 +150,6 @@ def _config(arguments: list[str]) -> int:
 
 
 def _check_estimator(arguments: list[str]) -> int:
-    from rloo.config.parsing import parse_command_line
-
     if not arguments or arguments[0].startswith("-"):
         raise ValueError(
             "check-estimator takes a name (rloo) or a function (my.py:function), and then options "
@@ -173,8 +164,6 @@ def _check_estimator(arguments: list[str]) -> int:
 
 
 def _import(arguments: list[str]) -> int:
-    from rloo.config.imports import IMPORTERS, import_config, render_imported
-
     if len(arguments) != 2:
         raise ValueError(
             f"--from takes a system ({', '.join(IMPORTERS)}) and its file, or for ms-swift its "
@@ -187,11 +176,9 @@ def _import(arguments: list[str]) -> int:
 
 def _with_embedded(arguments: list[str]) -> list[str]:
     """Put the embedded task's configuration first unless the user names a config, model or data."""
-    from rloo.config.aliases import ALIASES
-
     given = {a.lstrip("-").partition("=")[0].replace("-", "_") for a in arguments if a[:1] == "-"}
     given |= {a.partition("=")[0] for a in arguments if "=" in a}
-    names = {ALIASES[name][0] if name in ALIASES else name for name in given}
+    names = {our_name(name) for name in given}
     own_file = "config" in names or any(a.endswith((".yaml", ".yml")) for a in arguments)
     if own_file or names & {"model", "dataset", "eval_dataset"}:
         return arguments

@@ -18,12 +18,11 @@ from rloo.dist import process_count
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at least 1", lambda x: x >= 1, (
         "num_generations", "kl_horizon", "ref_model_sync_steps", "max_resample_times",
-        "eval_max_completion_length",
-        "num_prompts", "per_device_train_batch_size", "gradient_accumulation_steps",
-        "generation_batch_size", "steps_per_generation", "num_iterations", "max_completion_length",
-        "max_prompt_length", "max_tokens_per_micro_batch", "num_threads", "eval_size",
-        "num_generations_eval", "save_total_limit",
-        "num_completions_to_print", "lora_r", "lora_alpha",
+        "eval_max_completion_length", "num_prompts", "per_device_train_batch_size",
+        "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
+        "num_iterations", "max_completion_length", "max_prompt_length",
+        "max_tokens_per_micro_batch", "num_threads", "eval_size", "num_generations_eval",
+        "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha",
     )),
     ("must be above 0", lambda x: x > 0, (
         "temperature", "repetition_penalty", "adam_epsilon", "advantage_epsilon", "loss_constant",
@@ -35,22 +34,19 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
         "rollout_importance_sampling_min",
     )),
-    ("must be above 0 and at most 1", lambda x: 0 < x <= 1, (
-        "top_p", "eval_top_p", "ref_model_mixup_alpha",
-    )),
+    ("must be above 0 and at most 1", lambda x: 0 < x <= 1,
+     ("top_p", "eval_top_p", "ref_model_mixup_alpha")),
     ("must be between 0 and 1", lambda x: 0 <= x <= 1, ("min_p",)),
-    ("must be at least 0 and below 1", lambda x: 0 <= x < 1, (
-        "adam_beta1", "adam_beta2", "lora_dropout", "running_decay",
-    )),
+    ("must be at least 0 and below 1", lambda x: 0 <= x < 1,
+     ("adam_beta1", "adam_beta2", "lora_dropout", "running_decay")),
     ("must be above 1", lambda x: x > 1, ("delta",)),
     ("must not be 0", lambda x: x != 0, ("reward_scaling",)),
     ("must be a number", lambda x: x == x, ("reward_bias", "entropy_coef")),
     ("must be a whole number, or below 1 to mean a share of all steps",
      lambda x: x < 1 or x == int(x),
      ("logging_steps", "eval_steps", "save_steps", "warmup_steps")),
-    ("must be at least 1, or -1 to go by num_train_epochs", lambda x: x >= 1 or x == -1, (
-        "max_steps",
-    )),
+    ("must be at least 1, or -1 to go by num_train_epochs", lambda x: x >= 1 or x == -1,
+     ("max_steps",)),
     ("must be from 0 to 4294967295", lambda x: 0 <= x < 2**32, ("seed", "data_seed")),
 )  # fmt: skip
 

@@ -27,16 +27,13 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
         None,
         "rloo_output",
         "TRL resolves null to trainer_output; ours says what made it",
-    ),
+    )
 }
 # What TrainingArguments says of where it runs, here always the same.
 ONE_PROCESS = {
-    "world_size": process_count(),
-    "process_index": 0,
-    "local_process_index": 0,
-    "should_save": True,
-    "should_log": True,
-}
+    "world_size": process_count(), "process_index": 0, "local_process_index": 0,
+    "should_save": True, "should_log": True,
+}  # fmt: skip
 
 
 @dataclass(init=False)

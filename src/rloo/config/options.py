@@ -40,12 +40,11 @@ class Options:
     """The fields of `rloo.config.config.RLOOConfig`."""
 
     # fmt: off
-    model: str | None = DATA.own(None,
-        "Model to train: a hub id, a folder, or `countdown`, the embedded one.",
-        ms_swift=True, basic=True)
-    dataset: str | None = DATA.own(None,
+    model: str | None = DATA.from_ms_swift(None,
+        "Model to train: a hub id, a folder, or `countdown`, the embedded one.", basic=True)
+    dataset: str | None = DATA.from_ms_swift(None,
         "Prompts to train on: hub id, folder, JSONL, Parquet or CSV file, or `countdown`.",
-        ms_swift=True, basic=True)
+        basic=True)
     dataset_config: str | None = DATA.own(None,
         "Configuration of a hub dataset that has several (GSM8K: main).")
     dataset_split: str = DATA.own("train", "Split of `dataset` to train on.")
@@ -103,11 +102,10 @@ class Options:
         "Let the native engine copy the weights; null does so unless they are quantised.")
     rollout_dtype: Literal["float32", "bfloat16"] | None = SAMPLING.own(None,
         "Precision of native sampling (see the metric mismatch/mean); null is that of training.")
-    dynamic_sample: bool = SAMPLING.own(False,
-        "Replace groups without signal (equal rewards) by groups of further prompts.",
-        ms_swift=True)
-    max_resample_times: int = SAMPLING.own(3,
-        "Additional rollouts that `dynamic_sample` may draw for each one.", ms_swift=True)
+    dynamic_sample: bool = SAMPLING.from_ms_swift(False,
+        "Replace groups without signal (equal rewards) by groups of further prompts.")
+    max_resample_times: int = SAMPLING.from_ms_swift(3,
+        "Additional rollouts that `dynamic_sample` may draw for each one.")
     generation_kwargs: dict[str, Any] | None = SAMPLING.from_trl(None,
         "Sampling options under transformers' names; they override ours.")
     stop_strings: list[str] | None = SAMPLING.own(None,
@@ -146,19 +144,17 @@ class Options:
         "Clip the ratio of new to old policy below 1 - epsilon; no effect on a rollout's 1st step.")
     epsilon_high: float | None = OBJECTIVE.shared(None,
         "Clip the ratio of new to old policy above 1 + epsilon_high; null takes `epsilon`.")
-    delta: float | None = OBJECTIVE.own(None,
-        "Bound on the ratio of new to old policy for negative advantages (dual clip).",
-        ms_swift=True)
-    importance_sampling_level: Literal[
-        "sequence", "sequence_mean", "token"
-    ] = OBJECTIVE.own("sequence",
+    delta: float | None = OBJECTIVE.from_ms_swift(None,
+        "Bound on the ratio of new to old policy for negative advantages (dual clip).")
+    importance_sampling_level: Literal["sequence", "sequence_mean", "token"] = OBJECTIVE.own(
+        "sequence",
         "Ratio of new to old policy per completion (product or mean of its tokens') or per token.")
     rollout_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] | None = OBJECTIVE.own(None,
         "Weight the loss by trainer / sampler per token or sequence, truncated or masked.")
-    rollout_importance_sampling_threshold: float = OBJECTIVE.own(2.0,
-        "Upper bound on the weights of `rollout_importance_sampling_mode`.", ms_swift=True)
+    rollout_importance_sampling_threshold: float = OBJECTIVE.from_ms_swift(2.0,
+        "Upper bound on the weights of `rollout_importance_sampling_mode`.")
     rollout_importance_sampling_min: float | None = OBJECTIVE.own(None,
         "Lower bound on the weights of `rollout_importance_sampling_mode` (mask modes only).")
     loss_aggregation: Literal[
@@ -173,8 +169,7 @@ class Options:
         "Baseline: mean reward of the prompt's completions, of the rollout, of the past, or none.")
     running_decay: float = OBJECTIVE.own(0.95,
         "Weight of the past in the running mean of `mean_level` running.")
-    mean_leave1out: bool = OBJECTIVE.own(True,
-        "Leave a completion out of its own baseline.")
+    mean_leave1out: bool = OBJECTIVE.own(True, "Leave a completion out of its own baseline.")
     std_level: Literal["group", "batch", "none"] = OBJECTIVE.own("none",
         "Divide advantages by the standard deviation of the prompt's completions or the rollout.")
     advantage_epsilon: float = OBJECTIVE.own(1e-4,
@@ -191,28 +186,27 @@ class Options:
     use_peft: bool = LORA.own(False,
         "Train a LoRA adapter and freeze the model's own weights.", basic=True)
     lora_r: int = LORA.own(16, "Rank of the LoRA adapter.", basic=True)
-    lora_alpha: int = LORA.own(32,
-        "LoRA scaling: the update is multiplied by alpha / rank.", ms_swift=True)
-    lora_dropout: float = LORA.own(0.05,
-        "No effect on training, where dropout is off; recorded with the adapter.", ms_swift=True)
+    lora_alpha: int = LORA.from_ms_swift(32,
+        "LoRA scaling: the update is multiplied by alpha / rank.")
+    lora_dropout: float = LORA.from_ms_swift(0.05,
+        "No effect on training, where dropout is off; recorded with the adapter.")
     lora_target_modules: str | list[str] | None = LORA.own(None,
         "Layers that get LoRA: names, a pattern, or all-linear; null is peft's choice.")
     lora_target_parameters: list[str] | None = LORA.own(None,
         "Parameters that get LoRA besides layers, such as experts (needs `lora_dropout` 0).")
     lora_modules_to_save: list[str] | None = LORA.own(None,
         "Layers trained and saved in full alongside the LoRA adapter.")
-    use_rslora: bool = LORA.own(False,
-        "Multiply the LoRA update by alpha / sqrt(rank).", ms_swift=True)
+    use_rslora: bool = LORA.from_ms_swift(False, "Multiply the LoRA update by alpha / sqrt(rank).")
     load_in_4bit: bool = QUANTISATION.own(False,
         "Load the frozen base of an adapter in 4 bits (bitsandbytes).")
     load_in_8bit: bool = QUANTISATION.own(False,
         "Load the frozen base of an adapter in 8 bits (bitsandbytes).")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = QUANTISATION.own("nf4",
-        "4-bit type of `load_in_4bit`: nf4 or fp4.", ms_swift=True)
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = QUANTISATION.from_ms_swift("nf4",
+        "4-bit type of `load_in_4bit`: nf4 or fp4.")
     use_bnb_nested_quant: bool = QUANTISATION.own(False,
         "Quantise the scales of `load_in_4bit` as well.")
-    use_dora: bool = LORA.own(False,
-        "Use DoRA: train the weights' magnitudes apart from their LoRA direction.", ms_swift=True)
+    use_dora: bool = LORA.from_ms_swift(False,
+        "Use DoRA: train the weights' magnitudes apart from their LoRA direction.")
 
     num_prompts: int | None = BATCHES.own(None,
         "Prompts per optimizer step; give it instead of batch sizes.", basic=True)
@@ -235,8 +229,8 @@ class Options:
         "Most tokens in a micro-batch; null chooses what fits into memory.")
     router_aux_loss_coef: float | None = OBJECTIVE.from_trl(None,
         "Weight of the loss that balances a mixture's experts; null is the model's own.")
-    offload_optimizer: bool = MEMORY.own(False,
-        "Keep the optimizer's state in CPU memory between steps.", ms_swift=True)
+    offload_optimizer: bool = MEMORY.from_ms_swift(False,
+        "Keep the optimizer's state in CPU memory between steps.")
     activation_offloading: bool = MEMORY.own(False,
         "Keep activations in CPU memory until the backward pass.")
 

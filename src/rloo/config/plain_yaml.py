@@ -100,7 +100,12 @@ def _error(problem: str, node: Node) -> MarkedYAMLError:
 
 
 def _check_nodes(root: Node) -> None:
-    for number, node in enumerate(_nodes(root), 1):
+    """Refuse tags and too many values, counting what an alias stands for wherever it stands."""
+    waiting = [root]
+    number = 0
+    while waiting:
+        node = waiting.pop()
+        number += 1
         if number > MAX_VALUES:
             raise _error(
                 f"more than {MAX_VALUES} values: an anchor holds itself, or aliases repeat others "
@@ -109,14 +114,6 @@ def _check_nodes(root: Node) -> None:
             )
         if str(node.tag).removeprefix(_PREFIX) not in PLAIN_TAGS:
             raise _error(f"tag {node.tag} is not allowed; a configuration is plain data", node)
-
-
-def _nodes(root: Node) -> Iterator[Node]:
-    """`root` and everything under it, what an alias stands for at every place where it stands."""
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        yield node
         if isinstance(node, MappingNode):
             waiting += [part for pair in node.value for part in pair]
         elif isinstance(node, SequenceNode):

@@ -39,9 +39,13 @@ class Subject:
         """A field that TRL's RLOOConfig, and so Unsloth, has under this name."""
         return self._declare(default, help, ("TRL", "Unsloth"))
 
-    def own(self, default: Any, help: str, *, ms_swift: bool = False, **marks: bool) -> Any:
-        """A field that TRL's RLOOConfig lacks; `ms_swift` tells whether ms-swift has this name."""
-        return self._declare(default, help, ("ms-swift",) if ms_swift else (), **marks)
+    def from_ms_swift(self, default: Any, help: str, **marks: bool) -> Any:
+        """A field that ms-swift has under this name and TRL's RLOOConfig lacks."""
+        return self._declare(default, help, ("ms-swift",), **marks)
+
+    def own(self, default: Any, help: str, **marks: bool) -> Any:
+        """A field that none of these has under this name."""
+        return self._declare(default, help, (), **marks)
 
     def fields_of(self, options: Any) -> list[Field[Any]]:
         """The options about it that a dataclass, or an object of one, has."""

@@ -28,7 +28,7 @@ _SAME: dict[str, Any] = {
     "actor.optimizer.gradient_clipping": 1.0, "actor.optimizer.warmup_steps_proportion": 0.001,
     "evaluator.eval_before_train": False,
 }  # fmt: skip
-# Of these, our names of the keys that are not aliases.
+# Our names of the keys that are not aliases.
 _NAMES = {
     "train_dataset.split": "dataset_split",
     "gconfig.stop": "stop_strings",
@@ -39,6 +39,8 @@ _NAMES = {
     "actor.disable_dropout": "disable_dropout",
     "actor.mb_spec.max_tokens_per_mb": "max_tokens_per_micro_batch",
     "evaluator.eval_before_train": "eval_on_start",
+    "actor.lora_rank": "lora_r",
+    "actor.lora_alpha": "lora_alpha",
 }
 # key -> (the value at which it changes nothing, why no other)
 _ONLY: dict[str, tuple[Any, str]] = {
@@ -98,8 +100,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
 
 def import_areal(path: str) -> Imported:
     """AReaL's YAML file at `path`. Raises ValueError for one that cannot be read."""
-    source = Source(follow_references(read_config_file(path)[0]))
-    options = source.take_same(_SAME, _NAMES)
+    source = Source(follow_references(read_config_file(path)[0]), _NAMES)
+    options = source.take_same(_SAME)
     source.expect_all(_ONLY)
     options |= _read_run(source, options) | _read_data(source, options) | _read_batches(source)
     options |= _read_optimizer(source) | _read_adapter(source) | read_objective(source, options)
@@ -115,11 +117,9 @@ def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     source.expect("ref.path", options.get("model"), another)
     source.expect("tokenizer_path", options.get("model"), "the tokenizer is the model's")
     read: dict[str, Any] = {"run_name": "-".join(name for name in names if name) or None}
-    read["save_strategy"], steps = _read_timer(source, "saver")
-    read |= {"save_steps": steps} if steps else {}
+    read |= _read_timer(source, "saver", "save")
     if source.has("valid_dataset.path"):
-        read["eval_strategy"], steps = _read_timer(source, "evaluator")
-        read |= {"eval_steps": steps} if steps else {}
+        read |= _read_timer(source, "evaluator", "eval")
     loggers = [
         name
         for name in ("wandb", "swanlab", "trackio")
@@ -130,17 +130,18 @@ def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     return read | {"report_to": loggers or "none"}
 
 
-def _read_timer(source: Source, name: str) -> tuple[str, int | None]:
-    """How often `name` acts as our strategy and steps."""
+def _read_timer(source: Source, name: str, ours: str) -> dict[str, Any]:
+    """How often `name` acts, as our strategy and steps."""
     steps = source.take(f"{name}.freq_steps", int)
     if steps:
-        return "steps", steps
+        return {f"{ours}_strategy": "steps", f"{ours}_steps": steps}
     source.expect(f"{name}.freq_secs", None, "not by the clock, but by steps or epochs")
-    if source.has(f"{name}.freq_epochs") and source.values[f"{name}.freq_epochs"] == 1:
-        source.take(f"{name}.freq_epochs")
-        return "epoch", None
-    source.expect(f"{name}.freq_epochs", None, "after every epoch, or every so many steps")
-    return "no", None
+    epochs = f"{name}.freq_epochs"
+    if source.values.get(epochs) == 1:
+        source.take(epochs)
+        return {f"{ours}_strategy": "epoch"}
+    source.expect(epochs, None, "after every epoch, or every so many steps")
+    return {f"{ours}_strategy": "no"}
 
 
 def _read_data(source: Source, options: dict[str, Any]) -> dict[str, Any]:
@@ -148,8 +149,7 @@ def _read_data(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     longest = source.take("train_dataset.max_length", int)
     if longest is not None:
         read |= {"max_prompt_length": longest, "overlong_prompts": "drop"}
-    top_k = {"gconfig.top_k": "top_k", "eval_gconfig.top_k": "eval_top_k"}
-    for key, ours in top_k.items():
+    for key, ours in (("gconfig.top_k", "top_k"), ("eval_gconfig.top_k", "eval_top_k")):
         kept = source.take(key, int)
         if kept is not None:
             read[ours] = 0 if kept >= 10**8 else kept
@@ -157,16 +157,9 @@ def _read_data(source: Source, options: dict[str, Any]) -> dict[str, Any]:
         read["eval_dataset"] = source.take("valid_dataset.path", str)
         read["eval_split"] = source.take("valid_dataset.split", str, "test")
     if str(options.get("dataset", "")).rstrip("/").endswith("gsm8k"):
-        read |= {
-            "dataset_config": "main",
-            "prompt_template": [
-                {
-                    "role": "user",
-                    "content": "{question}\nPlease put your final answer within \\boxed{}.",
-                }
-            ],
-            "reward": ["gsm8k"],
-        }
+        asked = "{question}\nPlease put your final answer within \\boxed{}."
+        template = [{"role": "user", "content": asked}]
+        read |= {"dataset_config": "main", "prompt_template": template, "reward": ["gsm8k"]}
         source.notes.append(
             "dataset_config, prompt_template and reward are what AReaL's gsm8k loader and script "
             "do; the reward compares numbers exactly, where theirs asks math-verify (reward math)"
@@ -214,10 +207,6 @@ def _read_adapter(source: Source) -> dict[str, Any]:
     if not source.take("actor.use_lora", bool, False):
         return {}
     source.expect("actor.peft_type", "lora", "adapters are LoRA (use_peft)")
-    return {
-        "use_peft": True,
-        "lora_r": source.take("actor.lora_rank", int, 32),
-        "lora_alpha": source.take("actor.lora_alpha", int, 16),
-        "lora_dropout": 0.0,
-        "lora_target_modules": source.take("actor.target_modules", list[str]) or None,
-    }
+    sizes = source.take_same({"actor.lora_rank": 32, "actor.lora_alpha": 16})
+    targets = source.take("actor.target_modules", list[str]) or None
+    return sizes | {"use_peft": True, "lora_dropout": 0.0, "lora_target_modules": targets}

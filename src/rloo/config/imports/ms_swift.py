@@ -33,8 +33,16 @@ _SAME: dict[str, Any] = {
     "resume_from_checkpoint": None, "push_to_hub": False, "hub_model_id": None,
     "metric_for_best_model": None, "load_best_model_at_end": False,
 }  # fmt: skip
+_ADAPTER: dict[str, Any] = {
+    "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "modules_to_save": None,
+    "use_rslora": False, "use_dora": False,
+}  # fmt: skip
 # Our names of those that are neither called the same nor aliases.
-_NAMES = {"max_length": "max_prompt_length", "dataset_shuffle": "shuffle_dataset"}
+_NAMES = {
+    "max_length": "max_prompt_length",
+    "dataset_shuffle": "shuffle_dataset",
+    "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+}
 # option -> (the value at which it changes nothing, why no other)
 _ONLY: dict[str, tuple[Any, str]] = {
     "rlhf_type": ("grpo", "RLOO is reached through grpo"),
@@ -82,8 +90,8 @@ def import_ms_swift(text: str) -> Imported:
             text = Path(text).read_text(encoding="utf-8")
         except OSError as error:
             raise ValueError(f"{text}: {error.strerror or error}") from None
-    source = Source(parse_script(text))
-    options = source.take_same(_SAME, _NAMES)
+    source = Source(parse_script(text), _NAMES)
+    options = source.take_same(_SAME)
     source.expect_all(_ONLY)
     options |= _read_data(source, options) | _read_batches(source) | _read_model(source)
     options |= _read_rewards(source, options) | _read_objective(source)
@@ -158,21 +166,13 @@ def _read_model(source: Source) -> dict[str, Any]:
         source.expect("quant_method", "bnb", "weights are quantised by bitsandbytes")
         read[f"load_in_{bits}bit"] = True
     if bits == 4:
-        read |= {
-            "bnb_4bit_quant_type": source.take("bnb_4bit_quant_type", str, "nf4"),
-            "use_bnb_nested_quant": source.take("bnb_4bit_use_double_quant", bool, True),
-        }
+        read |= source.take_same({"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True})
     targets = source.take("target_modules", list[str], ["all-linear"])
-    return read | {
+    read |= {
         "use_peft": True,
-        "lora_r": source.take("lora_rank", int, 8),
-        "lora_alpha": source.take("lora_alpha", int, 32),
-        "lora_dropout": source.take("lora_dropout", float, 0.05),
         "lora_target_modules": "all-linear" if targets == ["all-linear"] else targets,
-        "lora_modules_to_save": source.take("modules_to_save", list[str]),
-        "use_rslora": source.take("use_rslora", bool, False),
-        "use_dora": source.take("use_dora", bool, False),
     }
+    return read | source.take_same(_ADAPTER)
 
 
 def _read_rewards(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:

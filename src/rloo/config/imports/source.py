@@ -43,8 +43,10 @@ class Imported:
 class Source:
     """Another system's settings by their dotted names; what is read of them is remembered."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
+        """`names`: ours for keys that are no alias, for `take_same`."""
         self.values = dict(values)
+        self._names = dict(names or {})
         self.taken: list[str] = []
         self.left: list[Left] = []
         self.notes: list[str] = []
@@ -83,12 +85,11 @@ class Source:
         else:
             self.leave(key, reason)
 
-    def take_same(self, same: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-        """Our options for keys that mean the same: `same` are the keys with their defaults; `names`
-        are ours, of the keys that are neither called the same nor aliases."""
+    def take_same(self, same: Mapping[str, Any]) -> dict[str, Any]:
+        """Our options for keys that mean the same, which are given with their defaults."""
         options: dict[str, Any] = {}
         for key, default in same.items():
-            ours = names.get(key) or our_name(key)
+            ours = self._names.get(key) or our_name(key)
             value = self.take(key, not_null(option_types()[ours]), default)
             if value is not None:  # another key may have set it
                 options[ours] = value
