@@ -56,10 +56,14 @@ def _make_native(inputs: EngineInputs) -> Made:
         return make(dtype=inputs.dtype), None
     reason = supports(model, fused=False)
     if reason is not None:
-        note = f"sampling with transformers' generate (slower): the native engine cannot, {reason}"
+        note = (
+            "sampling with transformers' generate, which is slower: the native engine does not "
+            f"support this model, {reason}"
+        )
         return _make_hf(inputs)[0], note
     why = no_copy or "its arithmetic is not among those that are fused"
-    return make(fused=False), f"sampling runs {type(model).__name__} layer by layer (slower): {why}"
+    note = f"sampling runs {type(model).__name__} layer by layer, which is slower: {why}"
+    return make(fused=False), note
 
 
 def _make_hf(inputs: EngineInputs) -> Made:

@@ -41,7 +41,7 @@ def borrowed(model: PreTrainedModel, precision: torch.dtype | None = None) -> It
         text_config.output_router_logits = False
     try:
         casts = precision is not None
-        # inference_mode is faster, but in it autocast casts every weight anew for every token.
+        # Not inference_mode, in which autocast would cast every weight again for every token.
         with (
             torch.autocast(model.device.type, dtype=precision, enabled=casts),
             torch.no_grad() if casts else torch.inference_mode(),
@@ -130,7 +130,7 @@ class InProcessEngine(ABC):
         check_request(prompts, num_samples, sampling)
         if not prompts:
             return []
-        # Prompts of similar length next to each other: less padding.
+        # Sorted, so that prompts of similar length come together and little is padded.
         by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
         rows = [(index, k) for index in by_length for k in range(num_samples)]
         longest = len(prompts[by_length[-1]].token_ids)

@@ -39,7 +39,7 @@ class Policy:
     The reference is then the same module, and the base is not copied.
 
     `scorer` computes, `reference` is what it is compared with, `stepper` is how it learns.
-    `processing_class` is the model's tokenizer, or the processor that holds it.
+    `processing_class` is the model's tokenizer, or the processor that contains it.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Policy:
         return scores
 
     def score(self, batch: MicroBatch) -> Tensor:
-        """The log-probs alone, without gradients: (T,)."""
+        """Only the log-probs, without gradients: (T,)."""
         with self._autocast():
             return self.scorer.logprobs(batch)
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
-        """The same under the frozen reference: (T,). Raises ValueError without one (beta 0)."""
+        """Log-probs (T,) under the frozen reference. Raises ValueError without one (beta 0)."""
         with self._autocast():
             return self.reference.logprobs(batch)
 
@@ -120,8 +120,8 @@ class Policy:
     def check_forward(self, samples: Sequence[Sample]) -> None:
         """Compare our log-probs, padded and packed, with the model's own logits on real samples.
 
-        Where packing changes the result, fall back to padding, with a note. Raises ValueError if
-        the output head is one that we do not compute right.
+        If packing changes the result, updates fall back to padding, with a note. Raises ValueError
+        if our computation of the output head differs.
         """
         self.checked = True
         reason = preparation.check_forward(

@@ -26,7 +26,7 @@ from rloo.types import Sample
 
 # Module attributes that make a forward random.
 NOISE = re.compile("dropout|pdrop|jitter|layerdrop")
-# Largest difference of a log-prob between two float32 computations that is still rounding.
+# Largest difference between two float32 computations of a log-prob that counts as rounding.
 TOLERANCE = 1e-4
 # 16-bit logits around 32 are 0.125 or 0.25 apart (a frozen base of 16 bits under an adapter).
 LOW_PRECISION_TOLERANCE = 0.5

@@ -15,7 +15,7 @@ from rloo.model.batch import MicroBatch
 from rloo.model.loading import load_weights, quiet
 from rloo.model.scorer import Scorer
 
-# Of a checkpoint, where `sync_ref_model` moves the reference.
+# The folder of a checkpoint for a reference that `sync_ref_model` moves.
 FOLDER = "reference"
 
 
@@ -33,7 +33,7 @@ class Reference:
         raise ValueError("beta is 0; there is no reference model to compare with (beta)")
 
     def move(self, share: float) -> None:
-        """Move the reference's weights by `share` of their way to the policy's (TR-DPO, arXiv
+        """reference = (1 - share) * reference + share * policy, for all weights (TR-DPO, arXiv
         2404.09656, equation 6). Raises NotImplementedError where it is no copy."""
         raise NotImplementedError("only a copy moves, as is checked at the start (sync_ref_model)")
 

@@ -50,7 +50,7 @@ class Stepper:
         """One optimizer step on the gradients gathered so far. A gradient that is not finite is
         refused: the weights stay as they are, and `update/nonfinite` is 1."""
         self._scaler.unscale_(self.optimizer)
-        # While the scale is still being found, an overflow is part of the method.
+        # With fp16, overflows are expected while the loss scale is adapted.
         searching = self._scaler.get_scale() > 1
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
         finite = bool(norm.isfinite())
@@ -73,9 +73,9 @@ class Stepper:
         return stats
 
     def advance_schedule(self) -> None:
-        """The schedule counts the run's steps, also those that changed no weight."""
+        """Advance the schedule, which also counts steps that changed no weight."""
         with warnings.catch_warnings():
-            # torch warns when the first step of all was such a one.
+            # torch warns if the very first step was such a step.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 

@@ -49,7 +49,7 @@ def snapshot(
 
 
 def restore(parts: Parts, state: RunState, path: Path) -> dict[str, Any]:
-    """Put a run where the checkpoint left it; returns the checkpoint's trainer_state.
+    """Restore a run from a checkpoint; return the checkpoint's trainer_state.
 
     Raises ValueError for a checkpoint of another model, for one that started from other weights,
     and for changed options that a restored optimizer would ignore. Other differences are noted.
@@ -90,7 +90,7 @@ def _compare(saved: dict[str, Any], parts: Parts) -> None:
             )
     if config.num_threads is None:
         torch.set_num_threads(before["num_threads"])
-    # One that did not fit in memory then is not tried again.
+    # A budget that did not fit into memory then is not tried again.
     too_large = [change["from"] for change in saved["budget_changes"]]
     if config.max_tokens_per_micro_batch in (None, *too_large):
         policy.max_tokens = before["max_tokens_per_micro_batch"]

@@ -142,7 +142,7 @@ class Session:
             state.save_due |= state.control.should_save
 
     def _evaluate_now(self) -> bool:
-        """Returns whether a checkpoint must be kept of this moment."""
+        """Evaluate if it is due; returns True if a checkpoint must be saved now."""
         if not self.state.is_over:
             return self._evaluate("during")
         self._save_model()  # before an evaluation that may fail
@@ -187,7 +187,7 @@ class Session:
         return self.parts.monitor.log_totals(totals)
 
     def _load_best(self) -> None:
-        """End with the weights of the best evaluation. The figures are measured anew."""
+        """Load the weights of the best evaluation, and evaluate them again."""
         state, step = self.state.trainer, self.state.trainer.best_global_step
         if state.best_model_checkpoint is None or step is None or step == state.global_step:
             return
@@ -196,7 +196,7 @@ class Session:
         self.parts.policy.load_pretrained(best)
         self._saved_at = None
         self.parts.monitor.note(
-            f"the model is that of {best.name}, the best evaluation: "
+            f"the model is that of {best.name}, which had the best evaluation: "
             f"{self.config.metric_for_best_model} {state.best_metric:g} (load_best_model_at_end)"
         )
         results = self._measure("best", step)
@@ -254,7 +254,7 @@ class Session:
     # -- what is said ----------------------------------------------------------------------------
 
     def _resolved(self) -> RLOOConfig:
-        """The options with everything that was chosen automatically filled in."""
+        """The options, including everything that was chosen automatically."""
         return self.config.with_values(
             num_threads=torch.get_num_threads(),
             max_tokens_per_micro_batch=self.parts.policy.max_tokens,

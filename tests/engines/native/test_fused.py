@@ -163,7 +163,7 @@ def test_unknown_arithmetic_is_not_fused_and_said_to_be_slower():
 
     assert isinstance(engine, NativeEngine)
     assert not engine.facts.copies_weights
-    assert "layer by layer (slower)" in str(note)
+    assert "layer by layer, which is slower" in str(note)
 
 
 def test_a_decoder_that_differs_from_its_module_is_not_used():

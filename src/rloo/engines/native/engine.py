@@ -32,7 +32,7 @@ _NOISE_BLOCK = 32
 
 
 class NativeEngine(InProcessEngine):
-    """Samples from the policy's weights; `supports` says whether a model can be run.
+    """Samples with the policy's weights; `supports` says whether a model can be run.
 
     Where the architecture is fused, `dtype` is that of the matrix products (None: the model's own),
     and some weights are copied; `fused=False` always runs the module. For the other `options` see
@@ -67,7 +67,7 @@ class NativeEngine(InProcessEngine):
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """See `rloo.types.Engine`. Before the first `load` it samples from the model as it is."""
+        """See `rloo.types.Engine`. Before the first `load` it samples with the model's weights."""
         if self._decoder is not None and self.version < 0:
             self._decoder.load(self._model.named_parameters())
         return super().sample(prompts, num_samples, sampling, noise)
