@@ -10,12 +10,12 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rloo.config.config import ONE_PROCESS, RLOOConfig, known_names, option_types
-from rloo.config.reading import coerce, default_of, suggest
+from rloo.config.reading import coerce, declare, default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 if TYPE_CHECKING:
@@ -54,28 +54,18 @@ def _parseable(hint: Any) -> Any:
     return str | None if bool in kinds and str in kinds else hint
 
 
-def _declare(name: str, hint: Any, default: Any, help: str, **options: Any) -> tuple[str, Any, Any]:
-    metadata = {"help": help}
-    if isinstance(default, list):
-        return name, hint, field(default_factory=lambda: list(default), metadata=metadata)
-    return name, hint, field(default=default, metadata=metadata, **options)
-
-
 def _options() -> Iterator[tuple[str, Any, Any]]:
     hints = option_types()
     for option in fields(RLOOConfig):
         if "TRL" in option.metadata["systems"]:
-            yield _declare(
-                option.name,
-                _parseable(hints[option.name]),
-                _DEFAULTS[option.name],
-                option.metadata["help"],
-                repr=option.repr,
-            )
-    for name, (default, help) in _OTHERS.items():
+            help = {"help": option.metadata["help"]}
+            field = declare(default_of(option), help, shown=option.repr)
+            yield option.name, _parseable(hints[option.name]), field
+    for name, (default, meaning) in _OTHERS.items():
         if "." not in name and name not in ELSEWHERE:
             kind = list[str] if isinstance(default, list) else type(default)
-            yield _declare(name, str | None if default is None else kind, default, help)
+            hint = str | None if default is None else kind
+            yield name, hint, declare(default, {"help": meaning})
 
 
 _Fields: Any = make_dataclass(

@@ -60,9 +60,14 @@ class Subject:
         secret: bool = False,
     ) -> Any:
         about = {"help": help, "subject": self.name, "systems": systems, "basic": basic}
-        if isinstance(default, list):
-            return field(default_factory=lambda: list(default), metadata=about)
-        return field(default=default, repr=not secret, metadata=about)
+        return declare(default, about, shown=not secret)
+
+
+def declare(default: Any, about: dict[str, Any], shown: bool = True) -> Any:
+    """A field with that default and metadata; unless `shown`, its value is not part of the repr."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=about)
+    return field(default=default, repr=shown, metadata=about)
 
 
 def default_of(option: Field[Any]) -> Any:

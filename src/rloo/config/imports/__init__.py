@@ -67,11 +67,8 @@ def render_imported(system: str, found: Imported) -> str:
         lines.append(f"# Without a counterpart here, and so not taken over from {name}:")
     for reason in dict.fromkeys(left.reason for left in found.left):
         lines.append(f"# - {reason}")
-        lines += [
-            f"#     {_one_line(left.key)}: {_show(left.value)}"
-            for left in found.left
-            if left.reason == reason
-        ]
+        same = [left for left in found.left if left.reason == reason]
+        lines += [f"#     {_one_line(left.key)}: {_show(left.value)}" for left in same]
     return "\n".join(lines) + "\n"
 
 

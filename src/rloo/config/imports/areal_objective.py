@@ -54,7 +54,6 @@ def _in_our_form(read: dict[str, Any], options: dict[str, Any]) -> dict[str, Any
 
 def _read_kl(source: Source) -> dict[str, Any]:
     beta = source.take("actor.kl_ctl", float, 0.1)
-    estimator = source.take("actor.kl_estimator", str, "k1")
     if beta and not any(key.startswith("ref.") for key in source.values):
         source.notes.append(
             f"actor.kl_ctl is {beta} and there is no ref: AReaL then penalises the log-probability "
@@ -63,7 +62,7 @@ def _read_kl(source: Source) -> dict[str, Any]:
     return {
         "beta": beta,
         "kl_placement": "reward_to_go",
-        "kl_estimator": estimator,
+        "kl_estimator": source.take("actor.kl_estimator", str, "k1"),
         "kl_in_baseline": False,
         "kl_clip": 10.0,
     }
@@ -96,11 +95,8 @@ def _read_weights(source: Source) -> dict[str, Any]:
     if level != "token" or metric != "ratio":
         read = {"level": level, "action": action, "metric": metric, "upper": upper, "lower": lower}
         for name, value in read.items():
-            source.give_back(
-                f"{start}{name}",
-                value,
-                "a completion's weight is a product here, not geometric",
-            )
+            reason = "a completion's weight is a product here, not geometric"
+            source.give_back(f"{start}{name}", value, reason)
         return {}
     if action == "clamp" and lower:
         source.give_back(f"{start}lower", lower, "a truncated weight has an upper bound only")
@@ -127,12 +123,8 @@ def _read_norms(source: Source, size: int) -> dict[str, Any]:
         read |= {"normalize_advantages": True, "normalize_over": "tokens"}
         return read | {"advantage_epsilon": tokens["eps"]}
     if levels == ("group", None) and rewards is None:
-        return {
-            "mean_level": "group",
-            "mean_over": "tokens",
-            "kl_in_baseline": True,
-            "mean_leave1out": tokens["mean_leave1out"],
-        }
+        read = {"mean_level": "group", "mean_over": "tokens", "kl_in_baseline": True}
+        return read | {"mean_leave1out": tokens["mean_leave1out"]}
     if levels != (None, None):
         _give_back_norm(source, "actor.adv_norm", tokens, "no such norm over tokens here")
     return read

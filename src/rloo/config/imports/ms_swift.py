@@ -77,7 +77,11 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "distillation is not part of this version": ("teacher_",),
     "loggers take their own settings from the environment": ("swanlab", "wandb"),
 }
-_KINDS = {"bfloat16": (True, False), "float16": (False, True), "float32": (False, False)}
+# loss_type -> our loss_aggregation
+_LOSSES = {
+    "grpo": "sequence_token_mean", "bnpo": "token_mean", "dapo": "token_mean",
+    "dr_grpo": "constant",
+}  # fmt: skip
 
 
 def import_ms_swift(text: str) -> Imported:
@@ -105,9 +109,8 @@ def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
         if names is None:
             continue
         if len(names) > 1 or re.search("[:#]", names[0]):
-            source.give_back(
-                key, names, f"{ours} is one dataset, and its parts are dataset_config and _split"
-            )
+            reason = f"{ours} is one dataset, and its parts are dataset_config and _split"
+            source.give_back(key, names, reason)
         read[ours] = re.split("[:#]", names[0])[0]
     read["report_to"] = source.take("report_to", list[str], ["tensorboard"])
     if "dataset" in read:
@@ -154,9 +157,11 @@ def _read_model(source: Source) -> dict[str, Any]:
     if tuner not in ("lora", "full"):
         source.give_back(key, tuner, "what is trained is the model, or a LoRA adapter")
     dtype = source.take("torch_dtype", str, "bfloat16")
-    bf16, fp16 = _KINDS.get(dtype, (True, False))
-    rate = source.take("learning_rate", float, 1e-5 if tuner == "full" else 1e-4)
-    read: dict[str, Any] = {"bf16": bf16, "fp16": fp16, "learning_rate": rate}
+    read: dict[str, Any] = {
+        "bf16": dtype not in ("float16", "float32"),
+        "fp16": dtype == "float16",
+        "learning_rate": source.take("learning_rate", float, 1e-5 if tuner == "full" else 1e-4),
+    }
     if source.take("bf16", bool) is not None:
         source.notes.append("bf16 follows from torch_dtype")
     if tuner == "full":
@@ -168,25 +173,16 @@ def _read_model(source: Source) -> dict[str, Any]:
     if bits == 4:
         read |= source.take_same({"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True})
     targets = source.take("target_modules", list[str], ["all-linear"])
-    read |= {
-        "use_peft": True,
-        "lora_target_modules": "all-linear" if targets == ["all-linear"] else targets,
-    }
-    return read | source.take_same(_ADAPTER)
+    read["lora_target_modules"] = "all-linear" if targets == ["all-linear"] else targets
+    return read | source.take_same(_ADAPTER) | {"use_peft": True}
 
 
 def _read_rewards(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     """Built-in rewards that we have too; of any other the name, which must become a function."""
     longest = source.take("soft_max_length", int, options["max_completion_length"])
-    known = {
-        "accuracy": "math",
-        "format": "format",
-        "soft_overlong": {
-            "name": "soft_overlong",
-            "max_tokens": longest,
-            "cache_tokens": source.take("soft_cache_length", int),
-        },
-    }
+    shorter = source.take("soft_cache_length", int)
+    overlong = {"name": "soft_overlong", "max_tokens": longest, "cache_tokens": shorter}
+    known = {"accuracy": "math", "format": "format", "soft_overlong": overlong}
     plugins = source.values.get("external_plugins")
     file = plugins if isinstance(plugins, str) else "PLUGIN.py"
     rewards: list[Any] = []
@@ -227,18 +223,12 @@ def _read_objective(source: Source) -> dict[str, Any]:
 def _read_loss(source: Source) -> dict[str, Any]:
     kind = source.take("loss_type", str, "grpo")
     level = source.take("importance_sampling_level", str, "token")
-    forms = {
-        "grpo": "sequence_token_mean",
-        "bnpo": "token_mean",
-        "dapo": "token_mean",
-        "dr_grpo": "constant",
-    }
     if kind == "bnpo":
         source.notes.append("loss_type bnpo is a mean over a micro-batch there, over a step here")
-    if kind not in forms:
+    if kind not in _LOSSES:
         source.give_back("loss_type", kind, "this loss is not part of this version")
         source.notes.append(f"loss_type {kind} is left out, which changes the objective")
-    read = {"loss_aggregation": forms.get(kind, "sequence_token_mean")}
+    read = {"loss_aggregation": _LOSSES.get(kind, "sequence_token_mean")}
     # Its sequence_token has the values and the gradient of its sequence.
     return read | {"importance_sampling_level": "token" if level == "token" else "sequence_mean"}
 
@@ -248,14 +238,8 @@ def _read_weights(source: Source) -> dict[str, Any]:
     if mode is None:
         return {}
     if mode.startswith("sequence"):
-        source.give_back(
-            "rollout_importance_sampling_mode",
-            mode,
-            "a completion's weight is the product of its tokens' here, their geometric mean there",
-        )
+        why = "a completion's weight is the product of its tokens' here, their geometric mean there"
+        source.give_back("rollout_importance_sampling_mode", mode, why)
         return {}
-    threshold = source.take("rollout_importance_sampling_threshold", float, 2.0)
-    return {
-        "rollout_importance_sampling_mode": mode,
-        "rollout_importance_sampling_threshold": threshold,
-    }
+    bound = source.take_same({"rollout_importance_sampling_threshold": 2.0})
+    return {"rollout_importance_sampling_mode": mode, **bound}

@@ -17,11 +17,9 @@ from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 _REWARDS: dict[str, Any] = {
     "accuracy_reward": "math",
     "get_soft_overlong_punishment": {
-        "name": "soft_overlong",
-        "max_tokens": 1280,
-        "cache_tokens": 256,
+        "name": "soft_overlong", "max_tokens": 1280, "cache_tokens": 256,
     },
-}
+}  # fmt: skip
 # TRL's option -> (the value at which it changes nothing, why no other)
 _ONLY: dict[str, tuple[Any, str]] = {
     "dataset_streaming": (False, "a stream is given to RLOOTrainer as a dataset"),
@@ -77,9 +75,8 @@ def _read_model(source: Source) -> dict[str, Any]:
     for key in ("dtype", "torch_dtype"):
         dtype = source.take(key, str, "float32")
         if dtype not in ("float32", "auto"):
-            source.give_back(
-                key, dtype, "weights are float32; bf16 sets the computation's precision"
-            )
+            reason = "weights are float32; bf16 sets the computation's precision"
+            source.give_back(key, dtype, reason)
     return {"model_init_kwargs": model} if model else {}
 
 
