@@ -238,7 +238,7 @@ def test_the_native_engine_leaves_images_to_generate_and_says_so():
     for name in ("auto", "native"):
         engine, note = build_engine(name, EngineInputs(make_vision_model("gemma3"), 0))
         assert isinstance(engine, HFEngine)
-        assert "cannot, because Gemma3ForConditionalGeneration reads images" in note
+        assert "not support this model, because Gemma3ForConditionalGeneration reads images" in note
 
 
 def test_a_mixture_of_experts_that_reads_images_is_balanced_as_the_model_does_it(tmp_path):
