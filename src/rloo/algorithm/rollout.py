@@ -103,11 +103,7 @@ class SyncRollouts:
             sampled = self.engine.sample(prompts, self.config.num_generations, self.sampling, noise)
         with self.clock.phase("reward"):
             return score(
-                prompts,
-                sampled,
-                self.rewards,
-                tokenizer=self.tokenizer,
-                trainer_state=self.trainer,
+                prompts, sampled, self.rewards, tokenizer=self.tokenizer, trainer_state=self.trainer
             )
 
 

@@ -30,10 +30,7 @@ def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sa
 
 
 def update(
-    policy: Policy,
-    samples: Sequence[Sample],
-    credit: Credit,
-    terms: Terms,
+    policy: Policy, samples: Sequence[Sample], credit: Credit, terms: Terms
 ) -> dict[str, float]:
     """One optimizer step on `samples`: micro-batches forward and backward, then the step.
 
