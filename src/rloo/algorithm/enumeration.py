@@ -105,9 +105,7 @@ def measure(estimator: Chosen, bandits: Sequence[Bandit], size: int, beta: float
     owner_T = torch.arange(len(length)).repeat_interleave(length)
     starts = (first.length_S.cumsum(0) - first.length_S)[sequence] - (length.cumsum(0) - length)
     token_T = torch.arange(len(owner_T)) + starts[owner_T]
-    kl_PT = torch.stack(
-        [b.token_logprobs(b.logits) - b.token_logprobs(b.reference) for b in bandits]
-    )
+    kl_PT = torch.stack([bandit.token_kl() for bandit in bandits])
     returns = Returns(
         torch.stack([b.reward_S for b in bandits])[prompt, sequence],
         beta * kl_PT[prompt[owner_T], token_T],
