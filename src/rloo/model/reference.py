@@ -34,8 +34,8 @@ class Reference:
 
     def move(self, share: float) -> None:
         """reference = (1 - share) * reference + share * policy, for all weights (TR-DPO, arXiv
-        2404.09656, equation 6). Raises NotImplementedError where it is no copy."""
-        raise NotImplementedError("only a copy moves, as is checked at the start (sync_ref_model)")
+        2404.09656, equation 6). Raises ValueError where it is no copy."""
+        raise ValueError("the reference is no copy of its own; only a copy moves (sync_ref_model)")
 
     def save(self, checkpoint: str | Path) -> None:
         """Write to a folder in the checkpoint what resuming cannot make again: a moved copy."""
