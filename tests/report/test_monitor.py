@@ -14,8 +14,7 @@ from rich.console import Console
 
 from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
-from rloo.config.formula import objective_line
-from rloo.config.presets import PRESETS
+from rloo.config.presets import PRESETS, objective_line
 from rloo.report import console, monitor
 from rloo.report.monitor import Monitor, versions
 from rloo.report.records import strict

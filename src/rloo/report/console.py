@@ -19,7 +19,7 @@ from rich.text import Text as RichText
 
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
-from rloo.config.formula import objective_line
+from rloo.config.presets import objective_line
 from rloo.report.metrics import deviation
 from rloo.types import Group, Text
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rloo.config.batches import Batches
-from rloo.config.formula import objective_line
+from rloo.config.presets import objective_line
 from rloo.model.policy import Policy
 from rloo.report.monitor import versions
 from rloo.report.records import write_text
