@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, Literal
 
 from rloo.config.options import Options
@@ -58,23 +57,19 @@ PAPER = Composition()
 ARGUMENTS: dict[str, Any] = {
     part.name: part.default for part in fields(Composition) if not hasattr(Options, part.name)
 }
-
-
-@cache
-def _hints() -> dict[str, Any]:
-    return typing.get_type_hints(Composition)
+_HINTS = typing.get_type_hints(Composition)
 
 
 def composition_of(config: Options) -> Composition:
     """The composition that options and arguments of `config` describe. Raises ValueError for an
     argument that is none, with the nearest, and for a value of another type."""
-    hints, given = _hints(), config.estimator_kwargs or {}
+    given = config.estimator_kwargs or {}
     for name in given:
         if name not in ARGUMENTS:
             raise ValueError(
                 f"unknown argument {name} of the estimator composed{suggest(name, ARGUMENTS)} "
                 f"(estimator_kwargs: {', '.join(ARGUMENTS)})"
             )
-    values = {name: coerce(f"estimator_kwargs.{name}", hints[name], v) for name, v in given.items()}
-    options = {name: getattr(config, name) for name in hints if name not in ARGUMENTS}
+    values = {n: coerce(f"estimator_kwargs.{n}", _HINTS[n], value) for n, value in given.items()}
+    options = {name: getattr(config, name) for name in _HINTS if name not in ARGUMENTS}
     return Composition(**options, **values)

@@ -30,18 +30,14 @@ _SAME: dict[str, Any] = {
 }  # fmt: skip
 # Our names of the keys that are not aliases.
 _NAMES = {
-    "train_dataset.split": "dataset_split",
-    "gconfig.stop": "stop_strings",
+    "train_dataset.split": "dataset_split", "gconfig.stop": "stop_strings",
     "eval_gconfig.n_samples": "num_generations_eval",
     "eval_gconfig.max_new_tokens": "eval_max_completion_length",
-    "eval_gconfig.temperature": "eval_temperature",
-    "eval_gconfig.top_p": "eval_top_p",
-    "actor.disable_dropout": "disable_dropout",
+    "eval_gconfig.temperature": "eval_temperature", "eval_gconfig.top_p": "eval_top_p",
+    "actor.disable_dropout": "disable_dropout", "evaluator.eval_before_train": "eval_on_start",
     "actor.mb_spec.max_tokens_per_mb": "max_tokens_per_micro_batch",
-    "evaluator.eval_before_train": "eval_on_start",
-    "actor.lora_rank": "lora_r",
-    "actor.lora_alpha": "lora_alpha",
-}
+    "actor.lora_rank": "lora_r", "actor.lora_alpha": "lora_alpha",
+}  # fmt: skip
 # key -> (the value at which it changes nothing, why no other)
 _ONLY: dict[str, tuple[Any, str]] = {
     "actor.discount": (1.0, "a token's reward to come is not discounted here"),
@@ -116,7 +112,7 @@ def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     another = "the reference is the model before training, never another one"
     source.expect("ref.path", options.get("model"), another)
     source.expect("tokenizer_path", options.get("model"), "the tokenizer is the model's")
-    read: dict[str, Any] = {"run_name": "-".join(name for name in names if name) or None}
+    read: dict[str, Any] = {"run_name": "-".join(filter(None, names)) or None}
     read |= _read_timer(source, "saver", "save")
     if source.has("valid_dataset.path"):
         read |= _read_timer(source, "evaluator", "eval")
