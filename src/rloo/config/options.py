@@ -1,8 +1,5 @@
-"""Every option: type, default, what it is about, one sentence of help. What follows from them is in
-`config.py`.
-
-Names and defaults are those of TRL 1.16 and transformers where they have the option
-(`config.DEVIATIONS` lists the exceptions). Needs neither torch nor transformers.
+"""Every option: type, default, what it is about, one sentence of help. Names and defaults are those
+of TRL 1.16 and transformers where they have the option (`config.DEVIATIONS` lists the exceptions).
 """
 
 from __future__ import annotations

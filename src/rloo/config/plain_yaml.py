@@ -1,7 +1,6 @@
 """YAML 1.2 that holds plain data: read with the line of every value, and written.
 
-Nothing in a file can run code, and aliases cannot make it much larger than it looks. Knows nothing
-of options.
+Nothing in a file can run code, and aliases cannot make it much larger than it looks.
 """
 
 from __future__ import annotations
