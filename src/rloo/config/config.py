@@ -120,11 +120,8 @@ class RLOOConfig(Options):
     def to_dict(self) -> dict[str, Any]:
         """The resolved options as JSON types; `RLOOConfig(**config.to_dict()) == config`, but for
         `hub_token`, which is null here: what is written down holds no secret."""
-        return {
-            field.name: list(value) if isinstance(value, tuple) else deepcopy(value)
-            for field in fields(self)
-            for value in [None if field.name == "hub_token" else getattr(self, field.name)]
-        }
+        values = self._values() | {"hub_token": None}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
 
 @cache
