@@ -81,7 +81,7 @@ class StreamSource:
     def _go_to(self, position: dict[str, Any], state: dict[str, Any] | None, skip: int) -> None:
         self._pass, self._first_row = position["pass"], position["first_row"]
         self._any_prompt = True
-        self._iterator = islice(self._open(state), skip, None)
+        self._iterator: Iterator[dict[str, Any]] = islice(self._open(state), skip, None)
         self._state = position["stream"]
         self._set_block(self._read())
         self._block.load_state_dict(position["block"])
