@@ -50,12 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
-        "train": _train,
-        "plan": _plan,
-        "eval": _evaluate,
-        "config": _config,
+        "train": _train, "plan": _plan, "eval": _evaluate, "config": _config,
         "check-estimator": _check_estimator,
-    }
+    }  # fmt: skip
     if not given or given[0] in ("-h", "--help", "help") or "--help" in given:
         print(__doc__, end="")
         return 0
@@ -63,9 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rloo {__version__}")
         return 0
     if given[0] not in commands:
-        print(
-            f"rloo: {given[0]} is not a command; there are {', '.join(commands)}", file=sys.stderr
-        )
+        known = ", ".join(commands)
+        print(f"rloo: {given[0]} is not a command; there are {known}", file=sys.stderr)
         return 2
     try:
         status = commands[given[0]](given[1:])

@@ -44,9 +44,6 @@ def tokenizer_of(processing_class: Any) -> Any:
     return processing_class.tokenizer if processes else processing_class
 
 
-# -- messages ------------------------------------------------------------------------------------
-
-
 def with_images(content: Text, images: Sequence[Any]) -> list[Message]:
     """The messages with contents as lists of parts, and each image in its part, as in TRL: parts
     `{"type": "image"}` are filled in order; without any, the images go before the text of the
@@ -127,9 +124,6 @@ def without_images(content: Text) -> Text:
     return _with_parts(content, lambda p: {"type": "image"} if p["type"] == "image" else p)
 
 
-# -- rows ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ImageReader:
     """Turns rows, whose `columns` hold images, into prompts for a model that reads them. `process`
@@ -190,9 +184,6 @@ def in_colour(messages: list[Message]) -> list[Message]:
         with_images(messages, []),
         lambda p: {**p, "image": p["image"].convert("RGB")} if p["type"] == "image" else p,
     )
-
-
-# -- files ---------------------------------------------------------------------------------------
 
 
 def save_images(content: Text, folder: Path) -> list[str]:

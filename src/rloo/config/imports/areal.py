@@ -1,7 +1,6 @@
 """AReaL's experiment files (GRPOConfig of AReaL 1.0.4) as our options.
 
-The objective's defaults are those of AReaL's classes, which the file only shows in part: a token's
-ratio, the mean over all tokens, rewards clipped at 20, a KL of 0.1 in each token's reward to come.
+What a file leaves out of the objective has the default of AReaL's classes.
 """
 
 from __future__ import annotations
@@ -128,8 +127,7 @@ def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:
 
 def _read_timer(source: Source, name: str, ours: str) -> dict[str, Any]:
     """How often `name` acts, as our strategy and steps."""
-    steps = source.take(f"{name}.freq_steps", int)
-    if steps:
+    if steps := source.take(f"{name}.freq_steps", int):
         return {f"{ours}_strategy": "steps", f"{ours}_steps": steps}
     source.expect(f"{name}.freq_secs", None, "not by the clock, but by steps or epochs")
     epochs = f"{name}.freq_epochs"
@@ -142,12 +140,10 @@ def _read_timer(source: Source, name: str, ours: str) -> dict[str, Any]:
 
 def _read_data(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = {}
-    longest = source.take("train_dataset.max_length", int)
-    if longest is not None:
+    if (longest := source.take("train_dataset.max_length", int)) is not None:
         read |= {"max_prompt_length": longest, "overlong_prompts": "drop"}
     for key, ours in (("gconfig.top_k", "top_k"), ("eval_gconfig.top_k", "eval_top_k")):
-        kept = source.take(key, int)
-        if kept is not None:
+        if (kept := source.take(key, int)) is not None:
             read[ours] = 0 if kept >= 10**8 else kept
     if source.has("valid_dataset.path"):
         read["eval_dataset"] = source.take("valid_dataset.path", str)

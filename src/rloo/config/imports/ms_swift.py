@@ -108,8 +108,7 @@ def import_ms_swift(text: str) -> Imported:
 def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for key, ours in (("dataset", "dataset"), ("val_dataset", "eval_dataset")):
-        names = source.take(key, list[str])
-        if names is None:
+        if (names := source.take(key, list[str])) is None:
             continue
         if len(names) > 1 or re.search("[:#]", names[0]):
             reason = f"{ours} is one dataset, and its parts are dataset_config and _split"
@@ -126,8 +125,7 @@ def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     read["data_seed"] = None if order == options["seed"] else order
     overlong = source.take("truncation_strategy", str, "left")
     read["overlong_prompts"] = "drop" if overlong == "delete" else overlong
-    thinking = source.take("enable_thinking", bool)
-    if thinking is not None:
+    if (thinking := source.take("enable_thinking", bool)) is not None:
         read["chat_template_kwargs"] = {"enable_thinking": thinking}
     strategy = source.take("eval_strategy", str, options["save_strategy"])
     read["eval_strategy"] = strategy if "eval_dataset" in read else "no"
@@ -237,8 +235,7 @@ def _read_loss(source: Source) -> dict[str, Any]:
 
 
 def _read_weights(source: Source) -> dict[str, Any]:
-    mode = source.take("rollout_importance_sampling_mode", str)
-    if mode is None:
+    if (mode := source.take("rollout_importance_sampling_mode", str)) is None:
         return {}
     if mode.startswith("sequence"):
         why = "a completion's weight is the product of its tokens' here, their geometric mean there"
@@ -246,9 +243,6 @@ def _read_weights(source: Source) -> dict[str, Any]:
         return {}
     bound = source.take_same({"rollout_importance_sampling_threshold": 2.0})
     return {"rollout_importance_sampling_mode": mode, **bound}
-
-
-# -- the command line ------------------------------------------------------------------------------
 
 
 def parse_script(text: str) -> dict[str, Any]:
