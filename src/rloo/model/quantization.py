@@ -1,7 +1,4 @@
-"""A frozen base quantised to 4 or 8 bits: loading, computing and dequantising it.
-
-The library bitsandbytes is imported in this file only, inside functions.
-"""
+"""A frozen base quantised to 4 or 8 bits: loading, computing and dequantising it."""
 
 from __future__ import annotations
 
@@ -22,12 +19,9 @@ from rloo.config.config import RLOOConfig
 
 
 def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
-    """transformers' BitsAndBytesConfig for loading the base, or None to load it unquantised.
-
-    It comes from `given` (the trainer's `quantization_config`), from `load_in_4bit` or
-    `load_in_8bit`, or from `quantization_config` in `model_init_kwargs`. Raises ValueError if there
-    is more than one of them, and for kinds that are not part of this version.
-    """
+    """transformers' BitsAndBytesConfig for loading the base, or None to load it unquantised: of the
+    trainer (`given`), `load_in_4bit`, `load_in_8bit`, or `model_init_kwargs`. Raises ValueError for
+    more than one of them, and for kinds that are not part of this version."""
     named = {
         "quantization_config": given,
         "model_init_kwargs": (config.model_init_kwargs or {}).get("quantization_config"),
@@ -90,17 +84,15 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether this very module has a quantised weight. If bitsandbytes has not been imported, it
-    cannot."""
-    if "bitsandbytes" not in sys.modules:
+    """Whether this very module has a quantised weight."""
+    if "bitsandbytes" not in sys.modules:  # then it cannot
         return False
     kinds = _bitsandbytes().nn
     return isinstance(module, (kinds.Linear4bit, kinds.Linear8bitLt))
 
 
 def prepare(model: Any, config: RLOOConfig, *, adapted: bool) -> list[str]:
-    """Make quantised layers multiply by their dequantised weights, without other rounding; return
-    notes.
+    """Make quantised layers multiply by their dequantised weights; return notes.
 
     bitsandbytes' own products depend on more than the weights: with 8 bits they round activations
     in a way that depends on the other rows of the batch; with 4 bits, on some CPUs, they become
@@ -176,8 +168,7 @@ def full_weight(layer: Any) -> Tensor:
 
 
 def in_full(layer: Any) -> Any:
-    """A new dequantised layer in float32, to which nothing else refers; `layer` itself if it is not
-    quantised."""
+    """A new dequantised layer in float32; `layer` itself if it is not quantised."""
     if not is_quantised(layer):
         return layer
     weight = full_weight(layer)
@@ -190,13 +181,8 @@ def in_full(layer: Any) -> Any:
 
 def count_parameters(model: nn.Module) -> int:
     """The number of parameters; two 4-bit parameters in one byte count as two."""
-    packed = {id(layer.weight): layer for _, layer in quantised_layers(model)}
-    return sum(
-        layer.in_features * layer.out_features
-        if (layer := packed.get(id(parameter))) is not None
-        else parameter.numel()
-        for parameter in model.parameters()
-    )
+    sizes = {id(x.weight): x.in_features * x.out_features for _, x in quantised_layers(model)}
+    return sum(sizes.get(id(parameter), parameter.numel()) for parameter in model.parameters())
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
