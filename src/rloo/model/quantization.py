@@ -38,11 +38,12 @@ def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
     _bitsandbytes()
     ((name, value),) = chosen.items()
     if name == "load_in_4bit":
+        dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
         value = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=config.bnb_4bit_quant_type,
             bnb_4bit_use_double_quant=config.use_bnb_nested_quant,
-            bnb_4bit_compute_dtype=_precision(config),
+            bnb_4bit_compute_dtype=dtype,
         )
     elif name == "load_in_8bit":
         value = BitsAndBytesConfig(load_in_8bit=True)
@@ -228,10 +229,6 @@ def _row_scales(layer: Any) -> Tensor:
     # bitsandbytes' forward moves the scales from one attribute to the other.
     scales = getattr(layer.weight, "SCB", None)
     return layer.state.SCB if scales is None else scales
-
-
-def _precision(config: RLOOConfig) -> torch.dtype:
-    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
 
 
 def _bitsandbytes() -> Any:

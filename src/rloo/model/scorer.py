@@ -47,12 +47,12 @@ class Scorer(nn.Module):
         """
         options: dict[str, Any] = {"temperature": self.temperature, "vocab_size": self._vocab_size}
         if logprobs_only:
-            hidden = hidden_states(self.model, batch)
+            hidden = hidden_states(self.model.base_model(**batch.inputs, use_cache=False), batch)
             logprobs = score_tokens(self.head, hidden, batch.target_T, **options)
             return TokenScores(logprobs, logprobs.new_empty(0), None)
         routing = {"output_router_logits": True} if self._balanced else {}
         outputs = self.model.base_model(**batch.inputs, use_cache=False, **routing)
-        hidden = _states(outputs, batch)
+        hidden = hidden_states(outputs, batch)
         balance = None
         if self._balanced:
             balance = balancing_loss(self.model, outputs.router_logits, batch.multiplicity)
@@ -67,14 +67,9 @@ class Scorer(nn.Module):
         return self(batch, logprobs_only=True).logprobs
 
 
-def hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """The hidden states (T, D) that predict the batch's completion tokens."""
-    return _states(model.base_model(**batch.inputs, use_cache=False), batch)
-
-
-def _states(outputs: Any, batch: MicroBatch) -> Tensor:
-    hidden: Tensor = outputs.last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, batch.source_T)
+def hidden_states(outputs: Any, batch: MicroBatch) -> Tensor:
+    """Those of a base model's `outputs` (T, D) that predict the batch's completion tokens."""
+    return outputs.last_hidden_state.flatten(0, 1).index_select(0, batch.source_T)
 
 
 def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:

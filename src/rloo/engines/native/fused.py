@@ -228,13 +228,9 @@ class FusedDecoder:
     def _rotate_by(self, positions: Tensor, limit: int) -> Tensor:
         """Rotations, complex (B * Q, 1, head size / 2), of positions below `limit`."""
         if len(self._rotations) < limit:
-            self._rotations = self._rotation_table(2 * limit)
+            table = torch.arange(2 * limit, device=self._embedding.device)[None]
+            like = torch.empty(0, dtype=self._precise, device=table.device)
+            rotary: Any = self._model.base_model.rotary_emb
+            halves = (x[0, :, : self._size // 2].contiguous() for x in rotary(like, table))
+            self._rotations = torch.complex(*halves)
         return self._rotations[positions.flatten(), None]
-
-    def _rotation_table(self, length: int) -> Tensor:
-        positions = torch.arange(length, device=self._embedding.device)[None]
-        like = torch.empty(0, dtype=self._precise, device=positions.device)
-        rotary: Any = self._model.base_model.rotary_emb
-        cosine, sine = rotary(like, positions)
-        half = self._size // 2
-        return torch.complex(cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())
