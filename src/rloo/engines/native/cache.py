@@ -18,8 +18,8 @@ _FIRST_SLOTS = 64
 
 
 def fill_holes(alive: Tensor) -> Tensor:
-    """The old index of each new row, int64 (n,), when n rows are alive: the last fill the holes.
-    (True, False, True, True) gives (0, 3, 2)."""
+    """The old index of each new row, int64 (n,), when n rows are alive. The last ones fill holes,
+    so that few rows move: (True, False, True, True) gives (0, 3, 2)."""
     count = int(alive.sum())
     order = torch.arange(count, device=alive.device)
     order[(~alive[:count]).nonzero()[:, 0]] = alive[count:].nonzero()[:, 0] + count

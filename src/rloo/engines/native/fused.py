@@ -68,7 +68,7 @@ def _layer_number(item: tuple[str, Tensor]) -> int | None:
 
 class FusedDecoder:
     """A forward pass of `model`'s architecture. `dtype` is that of the matrix products; all other
-    operations, the residual stream and the caches are at least float32."""
+    operations, the residual stream and the caches are at least float32. `load` must come first."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         config = model.config.get_text_config()
