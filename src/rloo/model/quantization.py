@@ -169,7 +169,7 @@ def full_weight(layer: Any) -> Tensor:
 
 
 def in_full(layer: Any) -> Any:
-    """A new dequantised layer in float32; `layer` itself if it is not quantised."""
+    """A new dequantised layer in float32, the caller's alone; `layer` itself if not quantised."""
     if not is_quantised(layer):
         return layer
     weight = full_weight(layer)
