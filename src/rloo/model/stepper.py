@@ -1,7 +1,4 @@
-"""How a policy learns: gradients, clipping, the optimizer's step and its schedule.
-
-Knows nothing of the model but its trained parameters.
-"""
+"""How a policy learns: gradients, clipping, the optimizer's step and its schedule."""
 
 from __future__ import annotations
 
@@ -21,10 +18,8 @@ from rloo.model.state import Flat, load_optimizer, optimizer_tensors, probe
 
 
 class Stepper:
-    """Optimizer, schedule and (with `fp16`) loss scaling over the trained `parameters`.
-
-    With `offload_optimizer` the optimizer's state is on `device` only during a step.
-    """
+    """Optimizer, schedule and (with `fp16`) loss scaling over the trained `parameters`. With
+    `offload_optimizer` the optimizer's state is on `device` only during a step."""
 
     def __init__(
         self,

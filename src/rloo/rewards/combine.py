@@ -1,8 +1,4 @@
-"""Calls reward functions in TRL's convention and sums what they return.
-
-A `RewardSet` has the names, the weights and the rules of a valid reward. One call takes flat lists
-with one entry per completion.
-"""
+"""Calls reward functions in TRL's convention and sums what they return."""
 
 from __future__ import annotations
 
@@ -22,12 +18,9 @@ from rloo.types import Text
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The rewards of N completions; every list has N entries.
-
-    `totals` are weighted sums over the functions that returned a number, None where none did.
-    `extras` are the columns logged with `log_extra`, `metrics` the means of values logged with
-    `log_metric`.
-    """
+    """The rewards of N completions; every list has N entries. `totals` are weighted sums over the
+    functions that returned a number, None where none did. `extras` are the columns logged with
+    `log_extra`, `metrics` the means of values logged with `log_metric`."""
 
     totals: list[float | None]
     by_function: dict[str, list[float | None]]
@@ -41,8 +34,7 @@ class RewardSet:
     A function gets the arguments that its signature names: `prompts`, `completions`,
     `completion_ids`, any dataset column, `trainer_state`, `log_extra(column, values)`,
     `log_metric(name, value)`; with `**kwargs` it gets all of them. It returns one number per
-    completion, None or nan where it does not apply. Coroutine functions run together in one event
-    loop that lives as long as the set.
+    completion, None or nan where it does not apply. Coroutine functions run together in one loop.
     """
 
     def __init__(
@@ -75,11 +67,8 @@ class RewardSet:
         return [reward.name for reward in self._rewards]
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raise ValueError for anything that would fail at the first call.
-
-        Checked are required parameters, which must be columns or standard arguments, and columns
-        with reserved names. A function may add its own `check_columns(columns)`.
-        """
+        """Raise ValueError for what would fail at the first call: required parameters that are no
+        columns, columns with reserved names, and a function's own `check_columns(columns)`."""
         columns = list(columns)
         for column in columns:
             if column in RESERVED:
@@ -113,32 +102,25 @@ class RewardSet:
 
         Every function gets its own copies of the lists and of lists and dictionaries within them.
         With `learn`, a function's own `normalize(scores)` puts its scores on a running scale.
-        Without it, as in evaluation, scores are left as they are and no state changes, so that they
-        can be compared over the whole run.
+        Without it, as in evaluation, no state changes, so that scores can be compared over the run.
         Raises ValueError with function, row and value for a wrong number of rewards or for a reward
         that is not finite. Exceptions of a function are passed on with a note that names it.
         """
         self.check(columns)
-        given: dict[str, list[Any]] = {
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            **columns,
-        }
+        given: dict[str, list[Any]] = {"prompts": prompts, "completions": completions}
+        given |= {"completion_ids": completion_ids, **columns}
+        count = len(completions)
         for name, values in given.items():
-            if len(values) != len(completions):
-                raise ValueError(
-                    f"{name!r} has {len(values)} rows for {len(completions)} completions"
-                )
+            if len(values) != count:
+                raise ValueError(f"{name!r} has {len(values)} rows for {count} completions")
         logs = {reward.name: Log() for reward in self._rewards}
-        arguments = {
-            reward.name: calling.make_arguments(reward, given, trainer_state, logs[reward.name])
-            for reward in self._rewards
-        }
-        results = self._call(arguments)
-        by_function = {
-            name: calling.read_rewards(results[name], name, len(completions)) for name in self.names
-        }
+        results = self._call(
+            {
+                reward.name: calling.make_arguments(reward, given, trainer_state, logs[reward.name])
+                for reward in self._rewards
+            }
+        )
+        by_function = {n: calling.read_rewards(results[n], n, count) for n in self.names}
         for name, function in self._having("normalize") if learn else ():
             for raw in by_function[name]:
                 if raw is not None:
@@ -146,7 +128,7 @@ class RewardSet:
             by_function[name] = function.normalize(by_function[name])
         weights = [reward.weight for reward in self._rewards]
         totals = [_sum_weighted(row, weights) for row in zip(*by_function.values(), strict=True)]
-        return Scores(totals, by_function, _merge_extras(logs, len(completions)), _mean(logs))
+        return Scores(totals, by_function, _merge_extras(logs, count), _mean(logs))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all functions that have one, by name, as JSON values."""
@@ -184,11 +166,8 @@ class RewardSet:
 
 
 class _LoopThread:
-    """An event loop in a thread of its own, kept between calls.
-
-    It has its own thread because the caller may already run a loop (in a notebook), and it is kept
-    because the clients of a coroutine function are bound to the loop in which they were first used.
-    """
+    """An event loop in a thread of its own, as the caller may already run a loop (in a notebook);
+    kept between calls, as the clients of a coroutine function are bound to their first loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

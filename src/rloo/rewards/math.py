@@ -1,8 +1,5 @@
-r"""The reward of mathematical equivalence, judged by math-verify in a process of its own.
-
-This module decides which part of a completion is the answer, and survives hangs, crashes and
-excessive memory use of math-verify.
-"""
+"""The reward of mathematical equivalence, judged by math-verify in a process of its own, whose
+hangs, crashes and excessive memory use this module survives."""
 
 from __future__ import annotations
 
@@ -48,9 +45,8 @@ class MathReward:
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise ValueError when the dataset has neither `answer` nor `solution`."""
         if not {"answer", "solution"} & set(columns):
-            raise ValueError(
-                f"{_NO_REFERENCE}; the dataset has: {', '.join(columns) or 'no column'}"
-            )
+            given = ", ".join(columns) or "no column"
+            raise ValueError(f"{_NO_REFERENCE}; the dataset has: {given}")
 
     def __call__(
         self,

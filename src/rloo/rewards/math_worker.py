@@ -1,8 +1,7 @@
 """The process in which math-verify reads hostile text, so that a hang or crash costs only this one.
 
-It is run by path and imports nothing from the package. It reads one JSON pair per line, the
-reference and the candidate texts, and replies `true`, `false` or `null` (the reference cannot be
-read). It kills itself when one pair takes longer than the deadline, even if its parent is gone.
+Run by path, it reads one JSON pair per line, reference and candidate texts, and replies `true`,
+`false` or `null` (the reference cannot be read). It kills itself when a pair misses the deadline.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Reading a completion: its text, its last box, its number.
-
-Hostile text is read with linear-time patterns and exact fractions, and never evaluated.
-"""
+"""Reading a completion: its text, its last box, its number. Hostile text is read with linear-time
+patterns and exact fractions, and never evaluated."""
 
 from __future__ import annotations
 
@@ -24,11 +22,8 @@ _MAX_DIGITS = 40
 
 
 def text_of(completion: Text) -> str:
-    """The text of a completion: the string itself, or the content of the last assistant message.
-
-    The text parts of content in parts are joined. Messages without an assistant turn, or with an
-    empty one (a tool call), give the empty string.
-    """
+    """The text of a completion: the string itself, or the last assistant message's content, its
+    text parts joined; empty without such a message, and for one without text (a tool call)."""
     if isinstance(completion, str):
         return completion
     for message in reversed(completion):
