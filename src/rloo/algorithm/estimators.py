@@ -4,7 +4,6 @@ An estimator is a function of `Returns` that gives one advantage for each comple
 for each token, (T,). It is given the completions of one group, and so cannot look at others, unless
 it says `batch_scope`: then it is given those of the whole rollout, however that is cut into
 micro-batches. What is here and looks at groups takes all of them at once, which is the same.
-Knows nothing of models or options.
 """
 
 from __future__ import annotations
