@@ -36,8 +36,7 @@ class Events:
     """Sends a run's events to its callbacks, in Trainer's order and with Trainer's arguments.
 
     Trainer's own DefaultFlowCallback comes first: it sets the flags of `control` (log, evaluate,
-    save, stop) from the intervals in `state`. The other callbacks may change the flags, and the
-    training loop follows them.
+    save, stop) from the intervals in `state`. Others may change the flags; training follows them.
     """
 
     def __init__(
@@ -53,16 +52,14 @@ class Events:
 
         from rloo.config.arguments import to_training_arguments
 
-        self.state = state
-        self.control = control
-        self._optimizer = policy.stepper.optimizer
-        self._arguments = to_training_arguments(config)
+        self.state, self.control = state, control
+        self._arguments, stepper = to_training_arguments(config), policy.stepper
         self.handler = CallbackHandler(
             [DefaultFlowCallback, *callbacks],
             policy.model,
             policy.processing_class,
-            policy.stepper.optimizer,
-            policy.stepper.scheduler,
+            stepper.optimizer,
+            stepper.scheduler,
         )
 
     def send(self, event: str, **details: Any) -> None:
@@ -72,7 +69,7 @@ class Events:
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:
         """Inside, send events before (gradients are clipped) and after every optimizer step."""
-        optimizer = self._optimizer
+        optimizer = self.handler.optimizer
         with (
             optimizer.register_step_pre_hook(lambda *_: self.send("on_pre_optimizer_step")),
             optimizer.register_step_post_hook(lambda *_: self.send("on_optimizer_step")),

@@ -16,8 +16,7 @@ Z = 1.959963984540054
 
 
 def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """The mean of each metric over parts of a rollout, weighted by their sizes. Parts without the
-    metric are left out of its mean."""
+    """The mean of each metric over the parts of a rollout that have it, weighted by their sizes."""
     names = dict.fromkeys(name for _, metrics in parts for name in metrics)
     having = {name: [(n, m[name]) for n, m in parts if name in m] for name in names}
     return {

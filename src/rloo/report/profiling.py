@@ -61,8 +61,7 @@ class StepProfile:
 
     def write(self, folder: Path, *, title: str, slowdown: float | None) -> list[str]:
         """Write the trace and the report; return the report's lines. `slowdown` is the time per
-        token relative to the previous rollout, which was not profiled (None: unknown).
-        """
+        token relative to the previous rollout, which was not profiled (None: unknown)."""
         folder.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(folder / TRACE))
         averages = list(self._profiler.key_averages())
@@ -114,12 +113,11 @@ class StepProfile:
 
         operators = [
             event
-            for event in averages
+            for event in sorted(averages, key=own, reverse=True)
             if event.device_type == torch.autograd.DeviceType.CPU
             and not event.is_user_annotation
             and not event.key.startswith((_PREFIX, "[memory]"))
         ]
-        operators.sort(key=own, reverse=True)
         rows = [("operator", "own time", "share", "calls")]
         for event in operators[:NUM_OPERATORS]:
             seconds, share = self._shown(own(event))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from rloo.algorithm.train import note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.rendering import render_resolved
 from rloo.report.hub import Hub
-from rloo.report.model_card import has_other_card
+from rloo.report.model_card import has_other_card, write_card
 from rloo.report.monitor import versions
 from rloo.report.profiling import StepProfile
 from rloo.report.records import write_text
@@ -31,14 +30,13 @@ PROFILED_ROLLOUT = 3
 
 @dataclass
 class Session:
-    """Trains once. `sets` are the evaluation sets; `write_card` writes a model card."""
+    """Trains once. `sets` are the evaluation sets."""
 
     parts: Parts
     state: RunState
     evaluator: Evaluator
     sets: Sets
     hub: Hub
-    write_card: Callable[[], None]
     _status: str = "failed"
     _start: dict[str, Any] = field(default_factory=dict)
     _last: tuple[int, dict[str, Any]] = (-1, {})
@@ -50,16 +48,17 @@ class Session:
         self._folder = Path(self.config.output_dir)
 
     def train(self, checkpoint: Path | None) -> dict[str, float]:
-        """Train, from a checkpoint or from the beginning; return Trainer's figures of the run.
-
-        If Ctrl-C or an error ends it early, a checkpoint is saved and the error raised.
-        """
+        """Train, from a checkpoint or from the beginning; return Trainer's figures of the run. If
+        Ctrl-C or an error ends it early, a checkpoint is saved and the error raised."""
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
         if self.config.push_to_hub:
             self.hub.create()
         if checkpoint is not None:
-            self._resume(checkpoint)
+            saved = restore(parts, state, checkpoint)
+            self._start, self._seconds_before = saved["start"], saved["seconds"]
+            monitor.truncate_after(state.step)
+            monitor.note(f"resumed from {checkpoint} at step {state.step}")
         rehearse(parts, state)
         again = {"resume_from_checkpoint": None, "overwrite_output_dir": False}
         shown = render_resolved(self._resolved().with_values(**again))
@@ -83,14 +82,9 @@ class Session:
             monitor.finish(self._summary())
         return totals
 
-    # -- the loop --------------------------------------------------------------------------------
-
     def _train_to_the_end(self) -> None:
-        """Train until `max_steps`, or until a callback asks to stop.
-
-        Checkpoints and evaluations that fall due among the steps of a rollout are made at its end,
-        so that a resumed run repeats nothing.
-        """
+        """Train until `max_steps`, or until a callback asks to stop. Checkpoints and evaluations
+        due among the steps of a rollout are made at its end, so that a resumed run repeats none."""
         parts, state = self.parts, self.state
         rollouts, pace, epoch = 0, None, -1
         while not state.is_over:
@@ -131,8 +125,6 @@ class Session:
         title = f"Profile of rollout {number}, optimizer steps {first} to {state.step}"
         for line in profile.write(self._folder / "profile", title=title, slowdown=slowdown):
             parts.monitor.say(line)
-
-    # -- evaluating ------------------------------------------------------------------------------
 
     def _evaluate_if_due(self) -> None:
         state = self.state
@@ -202,8 +194,6 @@ class Session:
         results = self._measure("best", step)
         self._last = state.global_step, next(iter(results.values()))
 
-    # -- what is written -------------------------------------------------------------------------
-
     def _save_model(self) -> None:
         other_card = has_other_card(self._folder)
         with uninterrupted():
@@ -213,7 +203,7 @@ class Session:
                 "README.md in output_dir is not this program's and was left as it is"
             )
         else:
-            self.write_card()
+            write_card(self.parts.policy, self.evaluator.rewards.names)
         self._saved_at = self.state.step
 
     @uninterrupted()
@@ -239,19 +229,10 @@ class Session:
             self.hub.push_checkpoint(self._folder, path, state.global_step)
 
     def _save_what_is_done(self, error: BaseException) -> None:
-        """Save a checkpoint after an error. The weights are those of the last finished step, unless
-        a second Ctrl-C interrupted a step."""
+        """Save a checkpoint of the last finished step, unless a second Ctrl-C interrupted one."""
         self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if self.state.step > self._first_step and not isinstance(error, ForcedInterrupt):
             self._save_checkpoint(push=False)
-
-    def _resume(self, path: Path) -> None:
-        saved = restore(self.parts, self.state, path)
-        self._start, self._seconds_before = saved["start"], saved["seconds"]
-        self.parts.monitor.truncate_after(self.state.step)
-        self.parts.monitor.note(f"resumed from {path} at step {self.state.step}")
-
-    # -- what is said ----------------------------------------------------------------------------
 
     def _resolved(self) -> RLOOConfig:
         """The options, including everything that was chosen automatically."""
