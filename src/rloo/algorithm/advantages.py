@@ -133,12 +133,10 @@ Credit = Stored | FromThisPass
 
 
 def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
-    """Compute the advantages and log-probs that must be known before the first step.
-
-    Without a KL penalty in the reward, advantages follow from the rewards alone. With one they need
-    log-probs: of a pass of its own if the first step is on a part of the rollout, a statistic runs
-    over the batch, or a group exceeds the token budget, else of the update's.
-    """
+    """Compute the advantages and log-probs that must be known before the first step. Without a KL
+    penalty in the reward, advantages follow from the rewards alone. With one they need log-probs:
+    from a pass of their own if the first step is on a part of the rollout, a statistic runs over
+    the batch, or a group exceeds the token budget, else from the update's."""
     if not samples:
         return Stored({})
     in_parts = terms.batches.parts_per_rollout > 1
@@ -177,8 +175,7 @@ def _first_seen(seen: dict[Key, Tensor], batch: MicroBatch, now: Tensor) -> Tens
 
 
 def batch_advantages(batch: MicroBatch, now: Tensor, reference: Tensor, terms: Terms) -> Tensor:
-    """The advantages of a micro-batch of whole groups from log-probs (T,) of its own forward pass:
-    (N,), or (T,) with token ratios."""
+    """Those of a micro-batch of whole groups, from its own forward pass: (N,), or (T,) by token."""
     penalty = token_penalty(now, reference, terms)
     returns = Returns(batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N)
     return terms.advantages(returns).to(now.dtype)

@@ -25,7 +25,7 @@ def centred(
     The default is leave-one-out, `r_i - mean of the other r_j of the group`, which equals
     `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) is left out of its siblings' baseline.
     Missing values and those without siblings get exactly 0, as do all members of a group with equal
-    values (sums are relative to the group's minimum). A mean of the element too is biased.
+    values (sums are relative to the group's minimum). A mean that includes the element is biased.
     """
     if mean_level == "none":
         return torch.where(values.isnan(), 0.0, values)
@@ -67,8 +67,7 @@ def _group_sum(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Values minus the mean over their bin, without themselves if `leave_one_out`. NaN is left out
-    and becomes 0, as does a value alone in its bin."""
+    """Values less their bin's mean. NaN is left out and becomes 0, as does a value alone in it."""
     valid = ~values.isnan()
     counts = _group_sum(valid.to(values.dtype), index)
     floor = torch.full_like(counts, torch.inf).scatter_reduce(

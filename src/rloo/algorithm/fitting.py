@@ -39,8 +39,7 @@ def rehearse(parts: Parts, state: RunState) -> None:
 
 
 def check_first(parts: Parts, state: RunState, samples: Sequence[Sample]) -> None:
-    """Compare training's forward passes with the model's own, on a run's first samples, at most
-    four and two of each group."""
+    """Compare training's forward passes with the model's own, on a run's first few samples."""
     policy = parts.policy
     if not samples or policy.checked:
         return
@@ -125,14 +124,12 @@ def _attempt(
     return None
 
 
-def _lower_budget(
-    parts: Parts, state: RunState, max_tokens: int, reason: str, *, cause: str
-) -> None:
+def _lower_budget(parts: Parts, state: RunState, size: int, reason: str, *, cause: str) -> None:
     """Make micro-batches smaller from the next step on, and record it."""
     step, before = state.step + 1, parts.policy.max_tokens
-    parts.policy.max_tokens = max_tokens
-    state.budget_changes.append({"step": step, "from": before, "to": max_tokens, "cause": cause})
+    parts.policy.max_tokens = size
+    state.budget_changes.append({"step": step, "from": before, "to": size, "cause": cause})
     parts.policy.notes.append(
-        f"from step {step} on a micro-batch has at most {max_tokens:,} tokens, not "
+        f"from step {step} on a micro-batch has at most {size:,} tokens, not "
         f"{before:,}: {reason} (max_tokens_per_micro_batch)"
     )

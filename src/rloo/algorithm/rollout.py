@@ -58,9 +58,9 @@ class SyncRollouts:
     def next(self) -> Rollout:
         """One rollout and the metrics of everything that was sampled for it.
 
-        With `dynamic_sample` groups without signal are replaced by those of further prompts, which
-        are drawn at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2); what is
-        then still missing is filled up with groups without signal.
+        With `dynamic_sample` groups without signal are replaced by those of further prompts, drawn
+        at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2); what
+        is missing even then is made up by groups without signal.
         """
         wanted = self.batches.prompts_per_rollout
         groups, logged = self._collect(wanted)

@@ -15,9 +15,8 @@ from rloo.types import Completion, Group, Rollout, Sample
 
 
 def shape(rollout: Rollout, config: RLOOConfig, past: Adaptive | None = None) -> list[Sample]:
-    """The completions that the loss counts, with shaped rewards: those that were scored, and if
-    there is a group statistic, only those in groups with at least two scores. `past` is needed for
-    a mean or deviation over earlier rollouts."""
+    """The completions that the loss counts, with shaped rewards: those scored, in groups of enough
+    scores for the estimator. `past` is needed for a mean or deviation over earlier rollouts."""
     smallest = chosen_estimator(config).smallest_group
     found: list[tuple[Sample, Completion]] = []
     begin = 0

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rloo.algorithm.fitting import check_first, credit_that_fits, update_that_fits
 from rloo.algorithm.interrupts import uninterrupted
 from rloo.algorithm.parts import Parts, RunState
@@ -35,17 +33,11 @@ def train_on_rollout(parts: Parts, state: RunState) -> None:
 
 
 def record(
-    parts: Parts,
-    state: RunState,
-    rollout: Rollout,
-    samples: Sequence[Sample],
-    stats: dict[str, float],
+    parts: Parts, state: RunState, rollout: Rollout, samples: list[Sample], stats: dict[str, float]
 ) -> None:
-    """Count an optimizer step, write it down, and ask the callbacks what is due.
-
-    The first step on a rollout makes it count: should one of the callbacks fail, the checkpoint
-    goes on after the rollout. All its advantages are known by then.
-    """
+    """Count an optimizer step, write it down, and ask the callbacks what is due. The first step on
+    a rollout makes it count, since all its advantages are known by then: should one of the
+    callbacks fail, the checkpoint goes on after the rollout."""
     first, config, adaptive = not state.has_learned_from(rollout), parts.config, state.adaptive
     if first:
         adaptive.see_rewards(shaped_rewards(rollout.groups, config), config.running_decay)
@@ -78,8 +70,7 @@ def record(
 
 
 def note_what_is_due(state: RunState) -> None:
-    """Note what the callbacks want; the next event takes it off the flags. Raises ValueError for
-    the one wish that cannot be met."""
+    """Note what callbacks want, before the next event. Raises ValueError for what cannot be met."""
     control = state.control
     state.evaluation_due |= control.should_evaluate and state.evaluated_at != state.step
     state.save_due |= control.should_save

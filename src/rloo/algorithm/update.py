@@ -13,6 +13,7 @@ from rloo.algorithm.advantages import Credit, Terms
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, split
+from rloo.model.logprobs import TokenScores
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
@@ -29,11 +30,8 @@ def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sa
 def update(
     policy: Policy, samples: Sequence[Sample], credit: Credit, terms: Terms
 ) -> dict[str, float]:
-    """One optimizer step on `samples`: micro-batches forward and backward, then the step.
-
-    The divisor of the loss counts all samples, including those without signal; a sample whose
-    advantage is known to be exactly 0 is counted but not computed.
-    """
+    """One optimizer step on `samples`: micro-batches forward and backward, then the step. One whose
+    advantage is known to be exactly 0 is not computed, but counts in the divisor of the loss."""
     config = terms.config
     unscored_count = config.loss_form.count_unscored
     denominator = objective.loss_denominator(
@@ -72,8 +70,8 @@ def micro_loss(
     """The loss of one micro-batch (a scalar with gradient), and sums for the metrics.
     `input_tokens` is the total over all micro-batches, by default of this one."""
     config = terms.config
-    logprobs, entropy, aux_loss = policy.logprobs(batch)
-    now = logprobs.detach()
+    scores = policy.logprobs(batch)
+    now = scores.logprobs.detach()
     sums: dict[str, float] = {}
     reference = None
     if terms.kl_in_loss or credit.from_update:
@@ -84,19 +82,19 @@ def micro_loss(
     completions = objective.Completions(batch.sequence_T, batch.size)
     weights = _correction(batch, old, completions, config, sums)
     result = objective.policy_loss(
-        logprobs, old, advantages, completions, _surrogate(config), weights
+        scores.logprobs, old, advantages, completions, _surrogate(config), weights
     )
     others: Tensor | float = 0.0
     if _has_other_terms(terms):
-        others_T = _other_terms(logprobs, old, entropy, reference, batch, terms)
+        others_T = _other_terms(scores, old, reference, batch, terms)
         others = objective.aggregate(others_T, completions, config.loss_aggregation)
     loss = result.loss / denominator + others / denominator
-    if aux_loss is not None:
-        loss = loss + policy.aux_loss_weight * _share(aux_loss, batch, input_tokens, sums)
+    if scores.balance is not None:
+        loss = loss + policy.aux_loss_weight * _share(scores.balance, batch, input_tokens, sums)
     mismatch = (now - batch.policy_T).abs()
     sums |= {
         "loss": loss.item(),
-        "entropy": entropy.sum().item(),
+        "entropy": scores.entropy.sum().item(),
         "tokens": float(len(now)),
         "sequences": float(batch.size),
         "ratios": float(result.clipped_low.numel()),
@@ -135,24 +133,19 @@ def _has_other_terms(terms: Terms) -> bool:
 
 
 def _other_terms(
-    logprobs: Tensor,
-    old: Tensor,
-    entropy: Tensor,
-    reference: Tensor | None,
-    batch: MicroBatch,
-    terms: Terms,
+    scores: TokenScores, old: Tensor, reference: Tensor | None, batch: MicroBatch, terms: Terms
 ) -> Tensor:
     """The KL in the loss and the entropy bonus, (T,); masked as truncated, a token has neither."""
-    config, total_T = terms.config, torch.zeros_like(logprobs)
+    config, total_T = terms.config, torch.zeros_like(scores.logprobs)
     if config.entropy_coef != 0:  # its backward costs passes over the vocabulary
-        total_T = total_T - config.entropy_coef * entropy
+        total_T = total_T - config.entropy_coef * scores.entropy
     if terms.kl_in_loss:
         assert reference is not None
         kl = objective.kl_estimate(
-            logprobs, reference, estimator=config.kl_estimator, clip=config.kl_clip
+            scores.logprobs, reference, estimator=config.kl_estimator, clip=config.kl_clip
         )
         if config.use_bias_correction_kl:
-            kl = kl * objective.ratio_of(logprobs - old)
+            kl = kl * objective.ratio_of(scores.logprobs - old)
         total_T = total_T + terms.beta * kl
     if config.mask_truncated_completions:
         total_T = torch.where(batch.truncated_N[batch.sequence_T], 0.0, total_T)

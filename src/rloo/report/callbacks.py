@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+
+from rloo.config.arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
+from rloo.model.policy import Policy
 
-if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainerControl, TrainerState
-
-    from rloo.model.policy import Policy
-
-    Callback = TrainerCallback | type[TrainerCallback]
+Callback = TrainerCallback | type[TrainerCallback]
 
 
 def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
-    """Create the loggers named by `report_to`. Raises ValueError for one that transformers does not
-    know or that cannot be used."""
+    """The loggers named by `report_to`. Raises ValueError for one that is unknown or unusable."""
     if config.report_to in ("none", [], ["none"]):
         return []
     from transformers.integrations import get_reporting_integration_callbacks
@@ -48,10 +47,6 @@ class Events:
         state: TrainerState,
         control: TrainerControl,
     ) -> None:
-        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
-
-        from rloo.config.arguments import to_training_arguments
-
         self.state, self.control = state, control
         self._arguments, stepper = to_training_arguments(config), policy.stepper
         self.handler = CallbackHandler(
@@ -77,8 +72,7 @@ class Events:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of callbacks that can be saved, by class name: for example the number of
-        evaluations without improvement that EarlyStoppingCallback counts."""
+        """The state of callbacks that have one, as EarlyStoppingCallback has, by class name."""
         return {type(c).__name__: c.state()["attributes"] for c in self._exportable()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -88,6 +82,4 @@ class Events:
                 setattr(callback, name, value)
 
     def _exportable(self) -> list[Any]:
-        from transformers.trainer_callback import ExportableState
-
         return [c for c in self.handler.callbacks if isinstance(c, ExportableState)]

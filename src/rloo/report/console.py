@@ -25,12 +25,10 @@ from rloo.types import Group, Text
 # The number of steps over which the progress line and the verdict average.
 WINDOW = 8
 
-Estimate = tuple[float, float]
 Row = Mapping[str, float]
 
 _MAX_CHARACTERS = 600
 _MAX_LINES = 12
-_BAR_WIDTH = 20
 
 
 def inert(text: str, encoding: str = "utf-8") -> str:
@@ -81,7 +79,7 @@ def _describe(value: Any) -> str:
     return str(value)
 
 
-def mean_reward(rows: Sequence[Row]) -> Estimate:
+def mean_reward(rows: Sequence[Row]) -> tuple[float, float]:
     """Mean reward of the rows and its standard error, taking steps as independent; if one has no
     error of its own (one prompt), from the spread over steps. NaN if unknown."""
     known = [row for row in rows if math.isfinite(row.get("reward", math.nan))]
@@ -129,7 +127,7 @@ class LiveProgress(Progress):
 
     def __init__(self, console: Console, max_steps: int) -> None:
         self._below: list[RichText] = []
-        columns = BarColumn(_BAR_WIDTH), TextColumn("{task.description}", markup=False)
+        columns = BarColumn(20), TextColumn("{task.description}", markup=False)
         super().__init__(*columns, console=console, auto_refresh=False)
         self._steps = self.add_task("", total=max_steps)
 

@@ -56,8 +56,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def standard_error(rewards: Sequence[Sequence[float]]) -> float:
-    """Standard error of the mean reward. Completions of one prompt are not independent, so the
-    observations are the prompts' means."""
+    """That of the mean reward, by the prompts' means: completions of one are not independent."""
     means = [fmean(group) for group in rewards if group]
     return deviation(means) / math.sqrt(len(means)) if len(means) >= 2 else math.nan
 

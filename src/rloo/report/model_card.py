@@ -35,11 +35,9 @@ def write_card(
     datasets: str | Sequence[str] | None = None,
     tags: str | Sequence[str] | None = None,
 ) -> None:
-    """Write README.md in `output_dir`, replacing any other: metadata for the hub, then text.
-
-    `name` is by default the hub repository's or the folder's, `datasets` the options'. Local
-    folders appear by their last part in the text, and not in the metadata of hub ids.
-    """
+    """Write README.md in `output_dir`, replacing any other: metadata for the hub, then text. `name`
+    is by default the hub repository's or the folder's, `datasets` the options'. Local folders stand
+    in the text with their last part, and not in the metadata, where names are hub ids."""
     from huggingface_hub import ModelCardData
 
     config, folder = policy.config, Path(policy.config.output_dir)

@@ -46,7 +46,7 @@ LAST_VALUE = ("num_tokens", "learning_rate")
 
 
 class Monitor:
-    """The console and the files of one run. `output_dir` must exist before the first step.
+    """The console and the files, in `folder`, of one run; it must exist before the first step.
 
     Steps count finished optimizer steps, from 1. The order of calls is: `truncate_after` when
     resuming, then `start`, `attach`, those of the loop, and `finish`. `finish` also restores the
@@ -54,16 +54,9 @@ class Monitor:
     """
 
     def __init__(
-        self,
-        config: RLOOConfig,
-        output_dir: Path,
-        *,
-        max_steps: int,
-        console: Console | None = None,
+        self, config: RLOOConfig, folder: Path, *, max_steps: int, console: Console | None = None
     ) -> None:
-        self.config = config
-        self.output_dir = output_dir
-        self.max_steps = max_steps
+        self.config, self.output_dir, self.max_steps = config, folder, max_steps
         self.notes: list[str] = []
         self._console = console or Console()
         self._every = resolve_interval(config.logging_steps, max_steps)

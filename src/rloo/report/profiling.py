@@ -1,7 +1,4 @@
-"""One rollout and its updates under torch's profiler: a Chrome trace and a readable report.
-
-Profiling does not change what is computed.
-"""
+"""One rollout and its updates under torch's profiler: a Chrome trace and a readable report."""
 
 from __future__ import annotations
 
@@ -65,6 +62,13 @@ class StepProfile:
         folder.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(folder / TRACE))
         averages = list(self._profiler.key_averages())
+        cost = "The profiler's own cost is unknown: no rollout came before this one."
+        if slowdown is not None:
+            cost = (
+                f"This rollout took {slowdown:.2f} times as long per token as the previous one, "
+                "which was not profiled. The profiler slows short operators most, so trust shares "
+                "more than seconds."
+            )
         lines = [
             f"# {title}",
             "",
@@ -72,7 +76,7 @@ class StepProfile:
             "",
             *self._operator_table(averages),
             "",
-            _describe_slowdown(slowdown),
+            cost,
             f"To see every operator in order, open {folder / TRACE} in https://ui.perfetto.dev or "
             "chrome://tracing.",
         ]
@@ -140,15 +144,6 @@ class StepProfile:
             peak = peak_between(times, totals, start, start + event.duration_ns())
             peaks[name] = max(peaks[name], peak)
         return peaks
-
-
-def _describe_slowdown(slowdown: float | None) -> str:
-    if slowdown is None:
-        return "The profiler's own cost is unknown: no rollout came before this one."
-    return (
-        f"This rollout took {slowdown:.2f} times as long per token as the previous one, which was "
-        "not profiled. The profiler slows short operators most, so trust shares more than seconds."
-    )
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

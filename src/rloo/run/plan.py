@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -30,7 +30,7 @@ from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
 from rloo.report.console import duration, write_line
 from rloo.run.trainer import RLOOTrainer
-from rloo.types import Engine, Prompt, Sample
+from rloo.types import Engine, Prompt
 
 # Positions sampled to find the cost of one, and the most tokens of context computed for that.
 _POSITIONS = 5
@@ -103,7 +103,8 @@ def make_plan(config: RLOOConfig) -> Plan:
 
     def count(prompt: int, completion: int) -> int:
         samples = memory.make_samples(prompt, completion, config.num_generations, groups)
-        return len(_split(policy, samples, whole_groups))
+        how = {"whole_groups": whole_groups, "packed": policy.packed}
+        return len(split(samples, policy.max_tokens, **how))
 
     return Plan(
         parameters=count_parameters(policy.model),
@@ -195,10 +196,6 @@ def _sized(plan: Plan, name: str, size: int) -> str:
     return f"{gigabytes(size)}, {size / plan.parameters:.2f} bytes per parameter"
 
 
-def _split(policy: Policy, samples: Sequence[Sample], whole_groups: bool) -> list[list[Sample]]:
-    return split(samples, policy.max_tokens, whole_groups=whole_groups, packed=policy.packed)
-
-
 def _rows_at_once(parts: Parts, longest: int) -> int:
     """The number of completions that the engine samples at the same time in the worst case."""
     rows, tokens = parts.batches.completions_per_rollout, parts.config.max_completion_length
@@ -218,7 +215,7 @@ def _measure_time(
     credits: list[Credit] = []
     once = _seconds(parts, lambda: credits.append(assign(samples[:size], policy, terms)))
     whole_groups = credits[0].from_update
-    part = _split(policy, samples, whole_groups)[0]
+    part = split(samples, policy.max_tokens, whole_groups=whole_groups, packed=policy.packed)[0]
     share = memory.count_tokens(policy, samples) / memory.count_tokens(policy, part)
 
     def learn() -> None:

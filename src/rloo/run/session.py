@@ -71,7 +71,7 @@ class Session:
             with parts.events.of_optimizer():
                 parts.events.send("on_train_begin")
                 if checkpoint is None and self.config.eval_on_start:
-                    self._evaluate("start")
+                    self._evaluate(first=True)
                 self._train_to_the_end()
             totals = self._finish()
             self._status = "finished"
@@ -86,7 +86,8 @@ class Session:
         """Train until `max_steps`, or until a callback asks to stop. Checkpoints and evaluations
         due among the steps of a rollout are made at its end, so that a resumed run repeats none."""
         parts, state = self.parts, self.state
-        rollouts, pace, epoch = 0, None, -1
+        rollouts, epoch = 0, -1
+        pace = None  # seconds per token of the last rollout that was not profiled
         while not state.is_over:
             if int(parts.rollouts.epoch) != epoch:
                 epoch = int(parts.rollouts.epoch)
@@ -98,7 +99,9 @@ class Session:
             if self.config.profile and due:
                 self._profile_rollout(rollouts, pace)
             else:
-                pace = self._measure_rollout()
+                start, tokens = time.perf_counter(), state.num_tokens
+                train_on_rollout(parts, state)
+                pace = (time.perf_counter() - start) / max(1, state.num_tokens - tokens)
             self._evaluate_if_due()
             if state.is_over or int(parts.rollouts.epoch) != epoch:
                 parts.events.send("on_epoch_end")
@@ -107,12 +110,6 @@ class Session:
             if state.save_due:
                 self._save_checkpoint()
             state.save_due = False
-
-    def _measure_rollout(self) -> float:
-        """Train on a rollout; return the seconds per token."""
-        start, tokens = time.perf_counter(), self.state.num_tokens
-        train_on_rollout(self.parts, self.state)
-        return (time.perf_counter() - start) / max(1, self.state.num_tokens - tokens)
 
     def _profile_rollout(self, number: int, pace: float | None) -> None:
         parts, state = self.parts, self.state
@@ -130,17 +127,14 @@ class Session:
         state = self.state
         if state.evaluation_due:
             state.evaluation_due, state.evaluated_at = False, state.step
-            state.save_due |= self._evaluate_now()
+            state.save_due |= self._evaluate()
             state.save_due |= state.control.should_save
 
-    def _evaluate_now(self) -> bool:
-        """Evaluate if it is due; returns True if a checkpoint must be saved now."""
-        if not self.state.is_over:
-            return self._evaluate("during")
-        self._save_model()  # before an evaluation that may fail
-        return self._evaluate("end")
-
-    def _evaluate(self, name: str) -> bool:
+    def _evaluate(self, *, first: bool = False) -> bool:
+        """Evaluate; returns True if a checkpoint must be saved now."""
+        name = "start" if first else "end" if self.state.is_over else "during"
+        if name == "end":
+            self._save_model()  # before an evaluation that may fail
         if not self.sets:
             raise ValueError(
                 "a callback asked for an evaluation, and there is nothing to evaluate on "
@@ -149,11 +143,11 @@ class Session:
         results = self._measure(name, self.state.step)
         flat = flatten(results, "eval")
         self.parts.monitor.log_evaluation(flat)
-        first = next(iter(results.values()))
-        if name == "start":
-            self._start = first
+        figures = next(iter(results.values()))
+        if first:
+            self._start = figures
             return False
-        self._last = self.state.step, first
+        self._last = self.state.step, figures
         return is_better(self.state.trainer, flat, self.config) and self.config.compares_evaluations
 
     def _measure(self, name: str, step: int) -> dict[str, dict[str, Any]]:
@@ -166,7 +160,7 @@ class Session:
     def _finish(self) -> dict[str, float]:
         state, config, step = self.state, self.config, self.state.step
         evaluates = config.eval_on_start or config.eval_strategy != "no"
-        if evaluates and state.evaluated_at != step and self._evaluate_now():
+        if evaluates and state.evaluated_at != step and self._evaluate():
             self._save_checkpoint()
         if config.load_best_model_at_end:
             self._load_best()

@@ -30,6 +30,7 @@ from rloo.rewards.model import as_reward
 from rloo.types import Engine, Sampling
 
 Rows: TypeAlias = Given | str
+RowSets: TypeAlias = Rows | Mapping[str, Rows]
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -108,7 +109,7 @@ def make_source(
     return StreamSource(rows, source_of, seed=seed) if streaming else source_of(rows, seed)
 
 
-def eval_sets(given: Rows | Mapping[str, Rows] | None, args: RLOOConfig) -> dict[str, Rows]:
+def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
     """The evaluation sets by name; the name of a single one is "". `eval_size` rows of a stream are
     read. Every split is a set, unless `eval_split` names one."""
     if given is None:

@@ -1,7 +1,4 @@
-"""RLOOTrainer: the parts of a run behind the interface of TRL's trainer.
-
-Everything static is checked when the trainer is created, before the first sample.
-"""
+"""RLOOTrainer: the parts of a run behind the interface of TRL's trainer."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from rloo.model.budget import workload_of
 from rloo.model.loading import obtain_config, obtain_model
 from rloo.model.optimizers import Given
 from rloo.model.policy import Policy
-from rloo.report.callbacks import Events, make_loggers
+from rloo.report.callbacks import Callback, Events, make_loggers
 from rloo.report.hub import Hub
 from rloo.report.model_card import write_card
 from rloo.report.monitor import Monitor, numbers_of
@@ -40,11 +37,10 @@ from rloo.run import setup
 from rloo.run.checkpoint import claim_output_dir
 from rloo.run.evaluate import Evaluator, flatten
 from rloo.run.session import Session
-from rloo.run.setup import RewardFunction, Rows, Tokenizers
+from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
 from rloo.types import Prompt
 
 Rewards = RewardFunction | Sequence[RewardFunction]
-Callback = TrainerCallback | type[TrainerCallback]
 
 
 class RLOOTrainer:
@@ -63,7 +59,7 @@ class RLOOTrainer:
         reward_funcs: Rewards | None = None,
         args: RLOOConfig | RLOOArguments | None = None,
         train_dataset: Rows | None = None,
-        eval_dataset: Rows | Mapping[str, Rows] | None = None,
+        eval_dataset: RowSets | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: Tokenizers = None,
         callbacks: Sequence[TrainerCallback] | None = None,
@@ -119,10 +115,7 @@ class RLOOTrainer:
         return TrainOutput(self.state.global_step, totals["train_loss"], totals)
 
     def evaluate(
-        self,
-        eval_dataset: Rows | Mapping[str, Rows] | None = None,
-        *,
-        metric_key_prefix: str = "eval",
+        self, eval_dataset: RowSets | None = None, *, metric_key_prefix: str = "eval"
     ) -> dict[str, Any]:
         """Evaluate on `eval_dataset`, on the trainer's set of that name, or on all of its sets.
         Metrics have transformers' names (eval_reward, or eval_math_reward for a set `math`). They
@@ -281,7 +274,7 @@ class RLOOTrainer:
             longest=setup.prompt_limit(self.model, self.args, evaluation=evaluation),
         )
 
-    def _prompts_of_sets(self, given: Rows | Mapping[str, Rows] | None) -> dict[str, list[Prompt]]:
+    def _prompts_of_sets(self, given: RowSets | None) -> dict[str, list[Prompt]]:
         prompts = {}
         for name, rows in setup.eval_sets(given, self.args).items():
             split = self.args.eval_split if isinstance(rows, str) else None
