@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rloo.algorithm.advantages import token_penalty
-from rloo.algorithm.chosen import advantages
 from rloo.algorithm.estimators import Returns
 from rloo.algorithm.shaping import shape
 from rloo.config.composed import ARGUMENTS, PAPER, composition_of
@@ -32,7 +31,7 @@ from rloo.config.presets import (
 from rloo.config.rendering import render_resolved
 from rloo.types import Completion, Group, Prompt
 from support.presets import PRESET_FORMS
-from support.terms import rollout_of, terms_of
+from support.terms import advantages, rollout_of, terms_of
 
 
 def form(preset: str, **options) -> RLOOConfig:

@@ -86,8 +86,7 @@ class RunState:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned. The number of steps and the intervals stay those
-        of this session."""
+        """Go on from what `state_dict` returned, but with this session's steps and intervals."""
         self.trainer.global_step = saved["state"]["global_step"]
         self.trainer.log_history = saved["state"]["log_history"]
         self.position = {name: saved[name] for name in self.position}

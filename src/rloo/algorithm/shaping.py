@@ -15,9 +15,8 @@ from rloo.types import Completion, Group, Rollout, Sample
 
 
 def shape(rollout: Rollout, config: RLOOConfig, past: Adaptive | None = None) -> list[Sample]:
-    """The completions that the loss counts, with shaped rewards: those that were scored, and if
-    there is a group statistic, only those in groups with at least two scores. `past` is needed for
-    a mean or deviation over earlier rollouts."""
+    """The completions that the loss counts, with shaped rewards: those scored, in groups of enough
+    scores for the estimator. `past` is needed for a mean or deviation over earlier rollouts."""
     smallest = chosen_estimator(config).smallest_group
     found: list[tuple[Sample, Completion]] = []
     begin = 0
@@ -34,9 +33,8 @@ def _scored(
     group: Group, number: int, begin: int, version: int
 ) -> Iterator[tuple[Sample, Completion]]:
     """The scored completions of group `number`, whose first one has place `begin`."""
-    for index, (completion, reward) in enumerate(
-        zip(group.completions, group.rewards, strict=True)
-    ):
+    both = zip(group.completions, group.rewards, strict=True)
+    for index, (completion, reward) in enumerate(both):
         if reward is not None:
             sample = Sample(
                 key=(number, index),
@@ -75,8 +73,7 @@ def _shape(reward: float, completion: Completion, config: RLOOConfig) -> float:
 
 
 def _relate(rewards: list[float], config: RLOOConfig, past: Adaptive | None) -> list[float]:
-    """Normalise rewards by their rollout or by earlier ones (`normalize_rewards`), or subtract the
-    running mean (`mean_level` running)."""
+    """Rewards over their rollout's or earlier ones' deviation, or less the running mean."""
     if config.normalize_rewards == "batch":
         values = torch.tensor(rewards, dtype=torch.float64)
         return standardise(values, epsilon=config.advantage_epsilon).tolist()

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rloo.algorithm.fitting import check_first, credit_that_fits, update_that_fits
 from rloo.algorithm.interrupts import uninterrupted
 from rloo.algorithm.parts import Parts, RunState
@@ -35,25 +33,21 @@ def train_on_rollout(parts: Parts, state: RunState) -> None:
 
 
 def record(
-    parts: Parts,
-    state: RunState,
-    rollout: Rollout,
-    samples: Sequence[Sample],
-    stats: dict[str, float],
+    parts: Parts, state: RunState, rollout: Rollout, samples: list[Sample], stats: dict[str, float]
 ) -> None:
-    """Count an optimizer step, write it down, and ask the callbacks what is due.
-
-    The first step on a rollout makes it count: should one of the callbacks fail, the checkpoint
-    goes on after the rollout. All its advantages are known by then.
-    """
-    first = not state.has_learned_from(rollout)
+    """Count an optimizer step, write it down, and ask the callbacks what is due. The first step on
+    a rollout makes it count, since all its advantages are known by then: should one of the
+    callbacks fail, the checkpoint goes on after the rollout."""
+    first, config, adaptive = not state.has_learned_from(rollout), parts.config, state.adaptive
     if first:
-        _adapt(parts, state, rollout, samples, stats)
+        adaptive.see_rewards(shaped_rewards(rollout.groups, config), config.running_decay)
+        adaptive.see_kl(stats.get("kl", config.kl_target or 0.0), len(samples), config)
         stats = rollout.metrics | stats
-    if parts.config.kl_target is not None:
-        stats["kl/coef"] = state.adaptive.used_beta
-    _follow_policy(parts, state)
-    _count(parts, state, rollout, refused=bool(stats.get("update/nonfinite")))
+    if config.kl_target is not None:
+        stats["kl/coef"] = adaptive.used_beta
+    if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
+        parts.policy.reference.move(config.ref_model_mixup_alpha)
+    _count(state, rollout, refused=bool(stats.get("update/nonfinite")))
     times = parts.clock.take()
     lowered = [c["to"] for c in state.budget_changes if c["step"] == state.step]
     if lowered:
@@ -76,8 +70,7 @@ def record(
 
 
 def note_what_is_due(state: RunState) -> None:
-    """Note what the callbacks want; the next event takes it off the flags. Raises ValueError for
-    the one wish that cannot be met."""
+    """Note what callbacks want, before the next event. Raises ValueError for what cannot be met."""
     control = state.control
     state.evaluation_due |= control.should_evaluate and state.evaluated_at != state.step
     state.save_due |= control.should_save
@@ -88,27 +81,7 @@ def note_what_is_due(state: RunState) -> None:
         )
 
 
-def _adapt(
-    parts: Parts,
-    state: RunState,
-    rollout: Rollout,
-    samples: Sequence[Sample],
-    stats: dict[str, float],
-) -> None:
-    """What the run learns from a rollout about itself, once no advantage of it can change."""
-    config = parts.config
-    state.adaptive.see_rewards(shaped_rewards(rollout.groups, config), config.running_decay)
-    state.adaptive.see_kl(stats.get("kl", config.kl_target or 0.0), len(samples), config)
-
-
-def _follow_policy(parts: Parts, state: RunState) -> None:
-    """Every `ref_model_sync_steps` steps, move the reference towards the policy."""
-    config = parts.config
-    if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
-        parts.policy.reference.move(config.ref_model_mixup_alpha)
-
-
-def _count(parts: Parts, state: RunState, rollout: Rollout, *, refused: bool) -> None:
+def _count(state: RunState, rollout: Rollout, *, refused: bool) -> None:
     state.trainer.global_step += 1
     if not state.has_learned_from(rollout):
         state.position = rollout.position

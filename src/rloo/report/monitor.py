@@ -1,7 +1,7 @@
 """Shows and records a run: console, JSON files, and the callbacks and loggers of transformers.
 
-Watching does not change training, except that a callback may set flags on the `TrainerControl` that
-the loop reads. The text of the lines is in `console.py` and `verdict.py`.
+It does not change training, except that callbacks may set flags on the `TrainerControl` that the
+loop reads. The text of the lines is in `console.py` and `verdict.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import platform
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
@@ -47,7 +46,7 @@ LAST_VALUE = ("num_tokens", "learning_rate")
 
 
 class Monitor:
-    """The console and the files of one run. `output_dir` must exist before the first step.
+    """The console and the files, in `folder`, of one run; it must exist before the first step.
 
     Steps count finished optimizer steps, from 1. The order of calls is: `truncate_after` when
     resuming, then `start`, `attach`, those of the loop, and `finish`. `finish` also restores the
@@ -55,16 +54,9 @@ class Monitor:
     """
 
     def __init__(
-        self,
-        config: RLOOConfig,
-        output_dir: Path,
-        *,
-        max_steps: int,
-        console: Console | None = None,
+        self, config: RLOOConfig, folder: Path, *, max_steps: int, console: Console | None = None
     ) -> None:
-        self.config = config
-        self.output_dir = output_dir
-        self.max_steps = max_steps
+        self.config, self.output_dir, self.max_steps = config, folder, max_steps
         self.notes: list[str] = []
         self._console = console or Console()
         self._every = resolve_interval(config.logging_steps, max_steps)
@@ -78,8 +70,6 @@ class Monitor:
         self._window: list[Mapping[str, float]] = []
         self._losses: list[float] = []
         self._events: Events | None = None
-
-    # -- the console and the files ---------------------------------------------------------------
 
     def start(self, info: Mapping[str, Any], batches: Batches) -> None:
         """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
@@ -102,10 +92,8 @@ class Monitor:
                 self.note(f"{name}: {view.counted(unreadable, 'unreadable line')} dropped")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line to metrics.jsonl and show progress.
-
-        Progress is live on a terminal; elsewhere it is a plain line at every log or after 10 s.
-        """
+        """Append a line to metrics.jsonl and show progress: live on a terminal, elsewhere a plain
+        line at every log or after 10 s."""
         append_rows(self.output_dir / METRICS, [{"step": step, **metrics}])
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
             self._told_of_unscored = True
@@ -139,7 +127,7 @@ class Monitor:
             self._last_table = step
             table = view.completions_table(
                 step,
-                _printable(groups),
+                groups,
                 limit=self.config.num_completions_to_print,
                 encoding=self._console.encoding,
                 unique_prompts=self.config.log_unique_prompts,
@@ -165,8 +153,7 @@ class Monitor:
     def evaluation(
         self, step: int, name: str, metrics: Mapping[str, Any], *, dataset: str = ""
     ) -> None:
-        """Print an evaluation and record it in evaluations.jsonl; `dataset` names the set if there
-        are several."""
+        """Print and record an evaluation; `dataset` names the set if there are several."""
         row = {"step": step, "name": name} | ({"dataset": dataset} if dataset else {})
         append_rows(self.output_dir / EVALUATIONS, [{**row, **metrics}])
         place = f"{name}, {dataset}" if dataset else name
@@ -227,15 +214,12 @@ class Monitor:
         """Print a line."""
         view.write_line(self._console, text)
 
-    # -- transformers' callbacks and loggers -----------------------------------------------------
-
     def attach(self, events: Events) -> None:
         """From now on, send events to these callbacks and log to the history in their state."""
         self._events = events
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Tell the callbacks that a step ended. At a log, also send them the mean of each metric
-        since the last log and append it to `state.log_history`."""
+        """Tell the callbacks that a step ended; at a log, also of the means since the last one."""
         assert self._events is not None
         self._window.append(dict(metrics))
         self._events.send("on_step_end")
@@ -243,8 +227,7 @@ class Monitor:
             self._flush()
 
     def log_evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Log an evaluation's numbers under Trainer's names. Intervals are in evaluations.jsonl
-        only, since loggers accept only numbers."""
+        """Log an evaluation's numbers under Trainer's names; loggers accept no intervals."""
         assert self._events is not None
         numbers = numbers_of(metrics)
         self.log_numbers(numbers)
@@ -285,10 +268,3 @@ def versions() -> dict[str, str]:
     """The versions of the libraries that determine a result."""
     libraries = {name: version(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), **libraries, "rloo": __version__}
-
-
-def _printable(groups: Sequence[Group]) -> list[Group]:
-    return [
-        replace(g, prompt=replace(g.prompt, content=without_images(g.prompt.content)))
-        for g in groups
-    ]

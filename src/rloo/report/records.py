@@ -34,8 +34,7 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def truncate_rows(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
-    """Rewrite the file without the rows after `step` and without unreadable lines; return the rows
-    kept and the number of unreadable lines."""
+    """Drop rows after `step` and unreadable lines; return the rows kept, and how many lines."""
     if not path.exists():
         return [], 0
     rows, unreadable = [], 0

@@ -36,11 +36,9 @@ RUN_FILES = (METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, "config.yaml", *PROFILE
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a run after `step` optimizer steps, without the weights.
-
-    `optimizer` comes from `optimizer_tensors`, `scheduler` from a scheduler's `state_dict`, `rng`
-    from `capture_rng`; `trainer_state` holds everything else as plain JSON values.
-    """
+    """The state of a run after `step` optimizer steps, without the weights: `optimizer` and
+    `scheduler` are of `Stepper.state`, `rng` of `capture_rng`; `trainer_state` is everything else
+    as plain JSON values."""
 
     step: int
     optimizer: Flat
@@ -58,11 +56,8 @@ def save_checkpoint(
     best: Path | None = None,
 ) -> Path:
     """Write `directory/checkpoint-{step}` and return its path. Then keep only the newest `keep`
-    checkpoints up to this step (None: all), and always `best`.
-
-    `write_model(folder)` writes the model and the tokenizer. If anything fails, nothing is left
-    behind and earlier checkpoints are unchanged.
-    """
+    checkpoints up to this step (None: all), and always `best`. `write_model(folder)` writes model
+    and tokenizer. If anything fails, nothing is left and earlier checkpoints are unchanged."""
     if keep is not None and keep < 1:
         raise ValueError(
             f"save_total_limit is {keep}; the newest checkpoint always stays (save_total_limit)"
@@ -93,11 +88,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Verify a checkpoint and read its state; `from_pretrained` reads the weights.
-
-    Raises a ValueError that names the file if one is missing or differs in any bit from what was
-    written, and if the folder is not a checkpoint of this program.
-    """
+    """Verify a checkpoint and read its state; `from_pretrained` reads the weights. Raises a
+    ValueError that names the file if one is missing or differs in any bit from what was written,
+    and if the folder is not a checkpoint of this program."""
     step = verify_checkpoint(path)
     optimizer, *others = (_read_tensors(path, name) for name in PARTS)
     scheduler, rng = (unflatten(meta, tensors) for tensors, meta in others)
@@ -146,11 +139,8 @@ def verify_checkpoint(path: Path) -> int:
 
 
 def find_checkpoint(directory: Path) -> Path | None:
-    """The newest undamaged checkpoint in `directory`, or None if there are no checkpoints.
-
-    Warns about every damaged one that it skips. Raises ValueError if all are damaged, since a run
-    must not silently start from the beginning.
-    """
+    """The newest undamaged checkpoint in `directory`, or None if there are no checkpoints. Warns of
+    every damaged one. Raises ValueError if all are, since no run must silently begin anew."""
     checkpoints = _list_checkpoints(directory)
     for _, path in reversed(checkpoints):
         try:
@@ -169,10 +159,8 @@ def find_checkpoint(directory: Path) -> Path | None:
 
 def resume_path(resume_from_checkpoint: str | bool | None, output_dir: Path) -> Path | None:
     """The checkpoint to resume from: the one named, for True the newest in `output_dir`, else None.
-
-    Raises ValueError if it does not exist. Warns if `output_dir` has newer ones than the one named,
-    because True would choose one of them later.
-    """
+    Raises ValueError if it does not exist. Warns of newer ones than the one named, because True
+    would choose one of them later."""
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
         return None
     if resume_from_checkpoint is True:
@@ -193,9 +181,8 @@ def resume_path(resume_from_checkpoint: str | bool | None, output_dir: Path) -> 
 
 
 def claim_output_dir(args: RLOOConfig, resume_from_checkpoint: str | bool | None) -> Path | None:
-    """Make `args.output_dir` the folder of this run; return the checkpoint to go on from: the one
-    given, or that of `args`. Raises ValueError for the model's own folder, and as `claim_folder`.
-    """
+    """Make `args.output_dir` the run's folder; return the checkpoint to go on from, the one given
+    or that of `args`. Raises ValueError for the model's own folder, and as `claim_folder`."""
     folder = Path(args.output_dir)
     path = resume_path(resume_from_checkpoint or args.resume_from_checkpoint, folder)
     if args.model is not None and folder.resolve() == Path(args.model).resolve():
@@ -208,11 +195,9 @@ def claim_output_dir(args: RLOOConfig, resume_from_checkpoint: str | bool | None
 
 
 def claim_folder(path: Path, *, overwrite: bool, resuming: bool) -> None:
-    """Make `path` the folder of a run: create it, remove unfinished checkpoints.
-
-    Raises ValueError if it contains another run and is neither overwritten nor resumed.
-    `overwrite` removes what this program wrote there, and nothing else.
-    """
+    """Make `path` the folder of a run: create it, remove unfinished checkpoints, with `overwrite`
+    all that this program wrote there and nothing else. Raises ValueError if it contains another run
+    and is neither overwritten nor resumed."""
     if overwrite and resuming:
         raise ValueError(
             "overwrite_output_dir removes what resume_from_checkpoint needs; give only one of the "
@@ -259,8 +244,7 @@ def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     separate = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage().data_ptr()
-        own = tensor.clone() if storage in seen else tensor
-        separate[name] = own.contiguous()
+        separate[name] = (tensor.clone() if storage in seen else tensor).contiguous()
         seen.add(storage)
     return separate
 

@@ -49,11 +49,9 @@ def snapshot(
 
 
 def restore(parts: Parts, state: RunState, path: Path) -> dict[str, Any]:
-    """Restore a run from a checkpoint; return the checkpoint's trainer_state.
-
-    Raises ValueError for a checkpoint of another model, for one that started from other weights,
-    and for changed options that a restored optimizer would ignore. Other differences are noted.
-    """
+    """Restore a run from a checkpoint; return the checkpoint's trainer_state. Raises ValueError for
+    one of another model, or that started from other weights, and for changed options that a
+    restored optimizer would ignore. Other differences are noted."""
     checkpoint, policy = load_checkpoint(path), parts.policy
     saved = checkpoint.trainer_state
     require_same_shapes(saved["shapes"], parameter_shapes(policy.model))

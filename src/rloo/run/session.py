@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from rloo.algorithm.train import note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.rendering import render_resolved
 from rloo.report.hub import Hub
-from rloo.report.model_card import has_other_card
+from rloo.report.model_card import has_other_card, write_card
 from rloo.report.monitor import versions
 from rloo.report.profiling import StepProfile
 from rloo.report.records import write_text
@@ -31,14 +30,13 @@ PROFILED_ROLLOUT = 3
 
 @dataclass
 class Session:
-    """Trains once. `sets` are the evaluation sets; `write_card` writes a model card."""
+    """Trains once. `sets` are the evaluation sets."""
 
     parts: Parts
     state: RunState
     evaluator: Evaluator
     sets: Sets
     hub: Hub
-    write_card: Callable[[], None]
     _status: str = "failed"
     _start: dict[str, Any] = field(default_factory=dict)
     _last: tuple[int, dict[str, Any]] = (-1, {})
@@ -50,16 +48,17 @@ class Session:
         self._folder = Path(self.config.output_dir)
 
     def train(self, checkpoint: Path | None) -> dict[str, float]:
-        """Train, from a checkpoint or from the beginning; return Trainer's figures of the run.
-
-        If Ctrl-C or an error ends it early, a checkpoint is saved and the error raised.
-        """
+        """Train, from a checkpoint or from the beginning; return Trainer's figures of the run. If
+        Ctrl-C or an error ends it early, a checkpoint is saved and the error raised."""
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
         if self.config.push_to_hub:
             self.hub.create()
         if checkpoint is not None:
-            self._resume(checkpoint)
+            saved = restore(parts, state, checkpoint)
+            self._start, self._seconds_before = saved["start"], saved["seconds"]
+            monitor.truncate_after(state.step)
+            monitor.note(f"resumed from {checkpoint} at step {state.step}")
         rehearse(parts, state)
         again = {"resume_from_checkpoint": None, "overwrite_output_dir": False}
         shown = render_resolved(self._resolved().with_values(**again))
@@ -72,7 +71,7 @@ class Session:
             with parts.events.of_optimizer():
                 parts.events.send("on_train_begin")
                 if checkpoint is None and self.config.eval_on_start:
-                    self._evaluate("start")
+                    self._evaluate(first=True)
                 self._train_to_the_end()
             totals = self._finish()
             self._status = "finished"
@@ -83,16 +82,12 @@ class Session:
             monitor.finish(self._summary())
         return totals
 
-    # -- the loop --------------------------------------------------------------------------------
-
     def _train_to_the_end(self) -> None:
-        """Train until `max_steps`, or until a callback asks to stop.
-
-        Checkpoints and evaluations that fall due among the steps of a rollout are made at its end,
-        so that a resumed run repeats nothing.
-        """
+        """Train until `max_steps`, or until a callback asks to stop. Checkpoints and evaluations
+        due among the steps of a rollout are made at its end, so that a resumed run repeats none."""
         parts, state = self.parts, self.state
-        rollouts, pace, epoch = 0, None, -1
+        rollouts, epoch = 0, -1
+        pace = None  # seconds per token of the last rollout that was not profiled
         while not state.is_over:
             if int(parts.rollouts.epoch) != epoch:
                 epoch = int(parts.rollouts.epoch)
@@ -104,7 +99,9 @@ class Session:
             if self.config.profile and due:
                 self._profile_rollout(rollouts, pace)
             else:
-                pace = self._measure_rollout()
+                start, tokens = time.perf_counter(), state.num_tokens
+                train_on_rollout(parts, state)
+                pace = (time.perf_counter() - start) / max(1, state.num_tokens - tokens)
             self._evaluate_if_due()
             if state.is_over or int(parts.rollouts.epoch) != epoch:
                 parts.events.send("on_epoch_end")
@@ -113,12 +110,6 @@ class Session:
             if state.save_due:
                 self._save_checkpoint()
             state.save_due = False
-
-    def _measure_rollout(self) -> float:
-        """Train on a rollout; return the seconds per token."""
-        start, tokens = time.perf_counter(), self.state.num_tokens
-        train_on_rollout(self.parts, self.state)
-        return (time.perf_counter() - start) / max(1, self.state.num_tokens - tokens)
 
     def _profile_rollout(self, number: int, pace: float | None) -> None:
         parts, state = self.parts, self.state
@@ -132,23 +123,18 @@ class Session:
         for line in profile.write(self._folder / "profile", title=title, slowdown=slowdown):
             parts.monitor.say(line)
 
-    # -- evaluating ------------------------------------------------------------------------------
-
     def _evaluate_if_due(self) -> None:
         state = self.state
         if state.evaluation_due:
             state.evaluation_due, state.evaluated_at = False, state.step
-            state.save_due |= self._evaluate_now()
+            state.save_due |= self._evaluate()
             state.save_due |= state.control.should_save
 
-    def _evaluate_now(self) -> bool:
-        """Evaluate if it is due; returns True if a checkpoint must be saved now."""
-        if not self.state.is_over:
-            return self._evaluate("during")
-        self._save_model()  # before an evaluation that may fail
-        return self._evaluate("end")
-
-    def _evaluate(self, name: str) -> bool:
+    def _evaluate(self, *, first: bool = False) -> bool:
+        """Evaluate; returns True if a checkpoint must be saved now."""
+        name = "start" if first else "end" if self.state.is_over else "during"
+        if name == "end":
+            self._save_model()  # before an evaluation that may fail
         if not self.sets:
             raise ValueError(
                 "a callback asked for an evaluation, and there is nothing to evaluate on "
@@ -157,11 +143,11 @@ class Session:
         results = self._measure(name, self.state.step)
         flat = flatten(results, "eval")
         self.parts.monitor.log_evaluation(flat)
-        first = next(iter(results.values()))
-        if name == "start":
-            self._start = first
+        figures = next(iter(results.values()))
+        if first:
+            self._start = figures
             return False
-        self._last = self.state.step, first
+        self._last = self.state.step, figures
         return is_better(self.state.trainer, flat, self.config) and self.config.compares_evaluations
 
     def _measure(self, name: str, step: int) -> dict[str, dict[str, Any]]:
@@ -174,7 +160,7 @@ class Session:
     def _finish(self) -> dict[str, float]:
         state, config, step = self.state, self.config, self.state.step
         evaluates = config.eval_on_start or config.eval_strategy != "no"
-        if evaluates and state.evaluated_at != step and self._evaluate_now():
+        if evaluates and state.evaluated_at != step and self._evaluate():
             self._save_checkpoint()
         if config.load_best_model_at_end:
             self._load_best()
@@ -202,8 +188,6 @@ class Session:
         results = self._measure("best", step)
         self._last = state.global_step, next(iter(results.values()))
 
-    # -- what is written -------------------------------------------------------------------------
-
     def _save_model(self) -> None:
         other_card = has_other_card(self._folder)
         with uninterrupted():
@@ -213,7 +197,7 @@ class Session:
                 "README.md in output_dir is not this program's and was left as it is"
             )
         else:
-            self.write_card()
+            write_card(self.parts.policy, self.evaluator.rewards.names)
         self._saved_at = self.state.step
 
     @uninterrupted()
@@ -239,19 +223,10 @@ class Session:
             self.hub.push_checkpoint(self._folder, path, state.global_step)
 
     def _save_what_is_done(self, error: BaseException) -> None:
-        """Save a checkpoint after an error. The weights are those of the last finished step, unless
-        a second Ctrl-C interrupted a step."""
+        """Save a checkpoint of the last finished step, unless a second Ctrl-C interrupted one."""
         self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if self.state.step > self._first_step and not isinstance(error, ForcedInterrupt):
             self._save_checkpoint(push=False)
-
-    def _resume(self, path: Path) -> None:
-        saved = restore(self.parts, self.state, path)
-        self._start, self._seconds_before = saved["start"], saved["seconds"]
-        self.parts.monitor.truncate_after(self.state.step)
-        self.parts.monitor.note(f"resumed from {path} at step {self.state.step}")
-
-    # -- what is said ----------------------------------------------------------------------------
 
     def _resolved(self) -> RLOOConfig:
         """The options, including everything that was chosen automatically."""
