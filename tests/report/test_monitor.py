@@ -260,7 +260,8 @@ def test_resuming_drops_later_steps_and_the_torn_line(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
     resumed, screen = make_monitor(tmp_path)
-    resumed.truncate_after(2)
+    logs = {"waiting": {}, "window": 1, "last_table": 0}
+    resumed.load_state_dict(logs, step=2, evaluated_at=2)
     resumed.step(3, make_metrics(0.9))
     for name in ("completions.jsonl", "evaluations.jsonl"):
         assert max(row["step"] for row in read_rows(tmp_path / name)) == 2

@@ -75,7 +75,9 @@ def update_that_fits(
 
     def work() -> tuple[Credit, dict[str, float]]:
         with parts.clock.phase("update"):
-            metrics = update(parts.policy, minibatch, credit, state.terms(parts))
+            metrics = update(
+                parts.policy, minibatch, credit, state.terms(parts), before_step=parts.stop.hold
+            )
         return credit.after_first_step(metrics), metrics
 
     result = _attempt(parts, state, minibatch, work)

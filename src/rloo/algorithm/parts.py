@@ -9,6 +9,7 @@ from transformers import TrainerControl, TrainerState
 
 from rloo.algorithm.adaptive import Adaptive
 from rloo.algorithm.advantages import Terms
+from rloo.algorithm.interrupts import Stop
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.dist import World
@@ -18,6 +19,10 @@ from rloo.report.callbacks import Events
 from rloo.report.monitor import Monitor
 from rloo.report.profiling import Clock
 from rloo.types import Engine, Rollout, Rollouts
+
+DUE = (
+    "evaluation_due", "save_due", "evaluated_at", "open_epoch", "step_open", "refused_in_a_row"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Parts:
     monitor: Monitor
     events: Events
     clock: Clock
+    stop: Stop
 
 
 @dataclass(slots=True)
@@ -43,7 +49,9 @@ class RunState:
 
     `position` is where the data must go on from: after the last rollout that a step was made on.
     `budget_changes` tell from which step on micro-batches were smaller, which orders sums anew.
-    What callbacks ask for in the middle of a rollout waits in `evaluation_due` and `save_due`.
+    What callbacks ask for in the middle of a rollout waits in `evaluation_due` and `save_due`. They
+    are told of the end of a step (`step_open`) and of `open_epoch` also where a run was stopped in
+    between.
     """
 
     trainer: TrainerState
@@ -56,6 +64,8 @@ class RunState:
     evaluation_due: bool = False
     save_due: bool = False
     evaluated_at: int = -1
+    open_epoch: int | None = None
+    step_open: bool = False
 
     @property
     def step(self) -> int:
@@ -83,6 +93,7 @@ class RunState:
             "num_tokens": self.num_tokens,
             "budget_changes": self.budget_changes,
             "adaptive": self.adaptive.state_dict(),
+            "due": {name: getattr(self, name) for name in DUE},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -93,3 +104,5 @@ class RunState:
         self.num_tokens = saved["num_tokens"]
         self.budget_changes = saved["budget_changes"]
         self.adaptive.load_state_dict(saved["adaptive"])
+        for name in DUE:
+            setattr(self, name, saved["due"][name])

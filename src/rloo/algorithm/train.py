@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from rloo.algorithm.fitting import check_first, credit_that_fits, update_that_fits
-from rloo.algorithm.interrupts import uninterrupted
 from rloo.algorithm.parts import Parts, RunState
 from rloo.algorithm.shaping import shape, shaped_rewards
 from rloo.algorithm.update import minibatches
@@ -22,7 +21,8 @@ def train_on_rollout(parts: Parts, state: RunState) -> None:
     samples = shape(rollout, parts.config, state.adaptive)
     check_first(parts, state, samples)
     credit = credit_that_fits(parts, state, samples)
-    with uninterrupted():
+    # From the first optimizer step on, a signal waits until nothing is left of the rollout.
+    with parts.stop.released():
         for minibatch in minibatches(samples, parts.batches):
             if state.has_learned_from(rollout):
                 parts.events.send("on_step_begin")
@@ -60,13 +60,21 @@ def record(
     parts.monitor.step(state.step, stats)
     if first:
         parts.monitor.completions(state.step, rollout.groups)
-    parts.monitor.log(stats)
-    note_what_is_due(state)
+    finish_step(parts, state, stats)
     if state.refused_in_a_row >= MAX_REFUSED_STEPS:
         raise FloatingPointError(
             f"the gradient was not finite in {MAX_REFUSED_STEPS} steps in a row, the last one step "
             f"{state.step}; no such step changed the weights (learning_rate, max_grad_norm)"
         )
+
+
+def finish_step(parts: Parts, state: RunState, stats: dict[str, float] | None = None) -> None:
+    """Log a step's metrics, tell the callbacks that it ended, and note what they want. A run that
+    one of them ended tells them again when it goes on, without metrics (None)."""
+    state.step_open = True
+    parts.monitor.log(stats)
+    note_what_is_due(state)
+    state.step_open = False
 
 
 def note_what_is_due(state: RunState) -> None:

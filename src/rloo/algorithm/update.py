@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,10 +28,15 @@ def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sa
 
 
 def update(
-    policy: Policy, samples: Sequence[Sample], credit: Credit, terms: Terms
+    policy: Policy,
+    samples: Sequence[Sample],
+    credit: Credit,
+    terms: Terms,
+    before_step: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """One optimizer step on `samples`: micro-batches forward and backward, then the step. One whose
-    advantage is known to be exactly 0 is not computed, but counts in the divisor of the loss."""
+    """One optimizer step on `samples`: micro-batches forward and backward, then the step, before
+    which nothing of the policy has changed. A sample whose advantage is known to be exactly 0 is
+    not computed, but counts in the divisor of the loss."""
     config = terms.config
     unscored_count = config.loss_form.count_unscored
     denominator = objective.loss_denominator(
@@ -53,6 +58,7 @@ def update(
             tally[name] = max(tally[name], value) if name.endswith("max") else tally[name] + value
     share = len(live) / len(samples) if samples else 0.0
     computed = credit.stats | {"update/computed_share": share}
+    before_step()
     if not live:
         policy.stepper.advance_schedule()
         return computed | {"update/no_signal": 1.0}

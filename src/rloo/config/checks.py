@@ -81,9 +81,9 @@ def _check_rewards(config: Options) -> None:
 
 
 def _check_run(config: Options) -> None:
-    if config.overwrite_output_dir and config.resume_from_checkpoint is True:
+    if config.overwrite_output_dir and config.resume_from_checkpoint in (True, "auto"):
         raise ValueError(
-            "overwrite_output_dir and resume_from_checkpoint are both true; overwriting would "
+            "overwrite_output_dir and resume_from_checkpoint are both given; overwriting would "
             "delete the checkpoint to resume from, so set only one"
         )
     if config.bf16 and config.fp16:

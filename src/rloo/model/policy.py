@@ -64,10 +64,11 @@ class Policy:
         self.reference = make_reference(self.scorer, self.adapter, config)
         if config.gradient_checkpointing:
             preparation.enable_checkpointing(self.model, config.gradient_checkpointing_kwargs)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.parameters = list(trained.values())
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
         self._version = Version(self.model, optimizer)
-        self.stepper = Stepper(self.parameters, optimizer, scheduler, config, self.device)
+        self.stepper = Stepper(trained, optimizer, scheduler, config, self.device)
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
         self.max_tokens = config.max_tokens_per_micro_batch or preparation.token_budget(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,20 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor],
                     continue
                 if loaded is saved or loaded.dtype != saved.dtype:
                     optimizer.state[parameter][key] = saved.to(loaded.device, copy=True)
+
+
+class NotFinite(FloatingPointError):
+    """Weights, or what the optimizer keeps of them, are not finite: nothing of it may be saved."""
+
+
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first tensor with a value that is not finite, None if all are finite."""
+    named = [(n, t.detach()) for n, t in tensors if t.is_floating_point() and t.numel()]
+    # One number a tensor, and one comparison for all.
+    norms = torch._foreach_norm([t for _, t in named], torch.inf) if named else []
+    if not norms or bool(torch.stack([n.float().cpu() for n in norms]).isfinite().all()):
+        return None
+    return next(name for (name, _), norm in zip(named, norms, strict=True) if not norm.isfinite())
 
 
 def capture_rng() -> dict[str, Any]:

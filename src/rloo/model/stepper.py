@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,14 @@ from torch import Tensor
 from rloo.config.config import RLOOConfig
 from rloo.model.offload import ParkedState
 from rloo.model.optimizers import Scheduler
-from rloo.model.state import Flat, load_optimizer, optimizer_tensors, probe
+from rloo.model.state import (
+    Flat,
+    NotFinite,
+    first_not_finite,
+    load_optimizer,
+    optimizer_tensors,
+    probe,
+)
 
 
 class Stepper:
@@ -23,7 +30,7 @@ class Stepper:
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler,
         config: RLOOConfig,
@@ -32,7 +39,10 @@ class Stepper:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.parked = ParkedState(optimizer, device) if config.offload_optimizer else None
-        self._parameters = parameters
+        # Callbacks; the first may change the gradients.
+        self.before_step: Callable[[], object] = lambda: None
+        self.after_step: Callable[[], object] = lambda: None
+        self._named, self._parameters = parameters, list(parameters.values())
         self._limit = config.max_grad_norm or math.inf
         # Where it is not enabled, it does nothing and its scale is 1.
         self._scaler = torch.amp.GradScaler("cuda", enabled=config.fp16)
@@ -43,12 +53,17 @@ class Stepper:
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the gradients gathered so far. A gradient that is not finite is
-        refused: the weights stay as they are, and `update/nonfinite` is 1."""
+        refused: the weights stay as they are, and `update/nonfinite` is 1. Raises NotFinite if a
+        finite gradient makes a weight that is not."""
         self._scaler.unscale_(self.optimizer)
         # With fp16, overflows are expected while the loss scale is adapted.
         searching = self._scaler.get_scale() > 1
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
         finite = bool(norm.isfinite())
+        if finite:
+            self.before_step()
+            gradients = ((n, p.grad) for n, p in self._named.items())
+            finite = first_not_finite((n, g) for n, g in gradients if g is not None) is None
         stats: dict[str, float] = {
             "grad_norm": norm.item(),
             "learning_rate": float(self.scheduler.get_last_lr()[0]),
@@ -60,6 +75,8 @@ class Stepper:
             before = probe(self._parameters)
             with self.parked.fetched() if self.parked else nullcontext():
                 self._scaler.step(self.optimizer)
+            self.after_step()
+            self.require_finite()
             changed = probe(self._parameters) != before
             stats["update/changed_share"] = changed.float().mean().item()
         self._scaler.update()
@@ -73,6 +90,19 @@ class Stepper:
             # torch warns if the very first step was such a step.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
+
+    def require_finite(self, *, moments: bool = False) -> None:
+        """Raise NotFinite if a trained weight is not finite, with `moments` also for the state of
+        the optimizer and the loss scale."""
+        state = optimizer_tensors(self.optimizer)[0] if moments else {}
+        name = first_not_finite([*self._named.items(), *state.items()])
+        if name is None and not math.isfinite(self._scaler.get_scale()):
+            name = "the loss scale"
+        if name is not None:
+            raise NotFinite(
+                f"{name} is not finite: the run has diverged and nothing of this step is saved; go "
+                "on from the last checkpoint with smaller steps (learning_rate, max_grad_norm)"
+            )
 
     def state(self) -> tuple[Flat, dict[str, Any], dict[str, Any] | None]:
         """The state of optimizer (its live tensors, not copies), schedule and loss scaling, of

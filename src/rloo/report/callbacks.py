@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -48,13 +49,13 @@ class Events:
         control: TrainerControl,
     ) -> None:
         self.state, self.control = state, control
-        self._arguments, stepper = to_training_arguments(config), policy.stepper
+        self._arguments, self._stepper = to_training_arguments(config), policy.stepper
         self.handler = CallbackHandler(
             [DefaultFlowCallback, *callbacks],
             policy.model,
             policy.processing_class,
-            stepper.optimizer,
-            stepper.scheduler,
+            self._stepper.optimizer,
+            self._stepper.scheduler,
         )
 
     def send(self, event: str, **details: Any) -> None:
@@ -64,12 +65,14 @@ class Events:
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:
         """Inside, send events before (gradients are clipped) and after every optimizer step."""
-        optimizer = self.handler.optimizer
-        with (
-            optimizer.register_step_pre_hook(lambda *_: self.send("on_pre_optimizer_step")),
-            optimizer.register_step_post_hook(lambda *_: self.send("on_optimizer_step")),
-        ):
+        stepper = self._stepper
+        before = stepper.before_step, stepper.after_step
+        stepper.before_step = partial(self.send, "on_pre_optimizer_step")
+        stepper.after_step = partial(self.send, "on_optimizer_step")
+        try:
             yield
+        finally:
+            stepper.before_step, stepper.after_step = before
 
     def state_dict(self) -> dict[str, Any]:
         """The state of callbacks that have one, as EarlyStoppingCallback has, by class name."""

@@ -14,6 +14,7 @@ from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.adaptive import Adaptive
 from rloo.algorithm.chosen import chosen_estimator
+from rloo.algorithm.interrupts import Stop
 from rloo.algorithm.parts import Parts, RunState
 from rloo.algorithm.rollout import SyncRollouts
 from rloo.config.arguments import RLOOArguments
@@ -34,8 +35,8 @@ from rloo.report.monitor import Monitor, numbers_of
 from rloo.report.profiling import Clock
 from rloo.report.records import strict
 from rloo.run import setup
-from rloo.run.checkpoint import claim_output_dir
 from rloo.run.evaluate import Evaluator, flatten
+from rloo.run.folder import claimed
 from rloo.run.session import Session
 from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
 from rloo.types import Prompt
@@ -101,12 +102,19 @@ class RLOOTrainer:
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train and write everything to `args.output_dir`. Returns the number of steps, the mean
-        loss and Trainer's figures of the run; summary.json has what was learned. If Ctrl-C or an
-        error ends it early, a checkpoint is saved and the error raised."""
+        loss and Trainer's figures of the run; summary.json has what was learned. A signal that
+        asks to stop, or an error, saves a checkpoint: then KeyboardInterrupt (Ctrl-C), `Stopped`
+        (other signals, handled in the main thread only) or the error is raised.
+        `resume_from_checkpoint` "auto" goes on with an unfinished run with the same options, loads
+        the result of a finished one, and else starts."""
         parts, state = self.make_parts()
-        path = claim_output_dir(self.args, resume_from_checkpoint)
         session = Session(parts, state, self.evaluator, self._eval_prompts, self.hub)
-        totals = session.train(path)
+        with parts.stop.listening(), claimed(self.args, resume_from_checkpoint) as start:
+            if start.finished and session.has_finished(start):
+                self.policy.load_pretrained(self.args.output_dir)
+                totals = start.finished["totals"]
+                return TrainOutput(start.finished["steps"], totals["train_loss"], totals)
+            totals = session.train(start)
         if self.args.push_to_hub:
             self.push_to_hub()
         if self.args.dataset is not None:
@@ -257,7 +265,7 @@ class RLOOTrainer:
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
         )
-        folder = Path(self.args.output_dir)
+        folder = Path(self.args.output_dir).absolute()  # a reward may change the current folder
         self.monitor = Monitor(self.args, folder, max_steps=self.state.max_steps)
         self.monitor.attach(self.events)
         self.callback_handler = self.events.handler
@@ -300,8 +308,19 @@ class RLOOTrainer:
         rollouts = SyncRollouts(
             args, batches, engine, source, self.rewards, sampling, tokenizer, self.state, clock
         )
+        stop = Stop(usr1_saves=args.on_sigusr1 == "save")
         parts = Parts(
-            args, world, batches, workload, policy, engine, rollouts, self.monitor, events, clock
+            args,
+            world,
+            batches,
+            workload,
+            policy,
+            engine,
+            rollouts,
+            self.monitor,
+            events,
+            clock,
+            stop,
         )
         state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
         return parts, state
