@@ -79,11 +79,14 @@ PHASES = {
     "backward": (lambda t: t.policy.stepper, "backward", 4, 3),
     "optimizer": (lambda t: t.policy.stepper, "step", 3, 3),
     "evaluating": (lambda t: t.rewards, "score", 5, 2),
+    "recording an evaluation": (lambda t: t.monitor, "log_evaluation", 2, 2),
     "saving": (lambda t: t.policy, "save_checkpoint", 1, 2),
 }
 
 
-@pytest.mark.parametrize(("phase", "kind"), list(zip(PHASES, (*KINDS, "SIGTERM"), strict=True)))
+@pytest.mark.parametrize(
+    ("phase", "kind"), list(zip(PHASES, (*KINDS, "SIGTERM", "SIGHUP"), strict=True))
+)
 def test_a_signal_saves_the_last_step_and_the_run_goes_on_exactly(whole, tmp_path, phase, kind):
     number = getattr(signal, kind)
     handlers = [signal.getsignal(getattr(signal, name)) for name in KINDS]

@@ -1,5 +1,6 @@
 """Whose an output folder is, and where the run in it goes on."""
 
+import contextlib
 import json
 import os
 import socket
@@ -128,7 +129,9 @@ def test_a_second_run_is_told_who_holds_the_folder_until_that_is_gone(tmp_path):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
-    with holder:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(holder)
+        stack.callback(holder.kill)
         assert holder.stdout.readline() == "locked\n"
         for _ in range(2):
             who = rf"going on \(host {socket.gethostname()} process {holder.pid} since 20"
