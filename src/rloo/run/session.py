@@ -15,13 +15,14 @@ from rloo.algorithm.parts import Parts, RunState
 from rloo.algorithm.train import finish_step, note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.rendering import render_resolved
+from rloo.model import adapters
 from rloo.model.state import NotFinite, capture_rng, restore_rng
 from rloo.report.hub import Hub
 from rloo.report.model_card import has_other_card, write_card
 from rloo.report.monitor import versions
 from rloo.report.profiling import StepProfile
 from rloo.report.records import write_text
-from rloo.run.checkpoint import save_checkpoint, verify_checkpoint
+from rloo.run.checkpoint import save_checkpoint, save_model, verify_checkpoint
 from rloo.run.evaluate import Evaluator, Sets, flatten, is_better
 from rloo.run.folder import CONFIG, MARK, Start
 from rloo.run.resume import changed_options, restore, snapshot
@@ -239,7 +240,9 @@ class Session:
     def _save_model(self) -> None:
         other_card = has_other_card(self._folder)
         with self.parts.stop.held():
-            self.parts.policy.save_pretrained(self._folder)
+            save_model(self._folder, self.parts.policy.save_pretrained)
+            if self.parts.policy.adapter is None:
+                adapters.remove(self._folder)
         if other_card:
             self.parts.monitor.note(
                 "README.md in output_dir is not this program's and was left as it is"
