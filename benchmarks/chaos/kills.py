@@ -62,7 +62,7 @@ def count_operations(rig: Rig, config: str, mode: int = operations.KILL) -> int:
         file = folder / "count"
 
         def action() -> int:
-            rig.operations.chaos_arm(str(folder / "run").encode(), None, mode, -1, 0)
+            operations.arm(rig.operations, folder / "run", mode)
             status = command(rig.arguments(config, folder), None)()
             file.write_text(str(rig.operations.chaos_count()))
             return status
@@ -74,12 +74,8 @@ def count_operations(rig: Rig, config: str, mode: int = operations.KILL) -> int:
 def kill_at_operation(rig: Rig, config: str, number: int) -> str:
     """Kill a run at an operation, of a write after its first half, and go on."""
     with rig.folder() as folder:
-        below = str(folder / "run").encode()
-
-        def arm() -> None:
-            rig.operations.chaos_arm(below, None, operations.KILL, number, 0)
-
-        ended = rig.train(config, folder, arm)
+        kill = partial(operations.arm, rig.operations, folder / "run", operations.KILL, number)
+        ended = rig.train(config, folder, kill)
         if ended.status != -9:
             return f"was not hit: status {ended.status}: {ended.output[-300:]}"
         return rig.goes_on(config, folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shutil
 import struct
@@ -9,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 OFF, LOG, KILL, FAIL, FAIL_ON = range(5)
 OPEN, WRITE, TRUNCATE, RENAME, UNLINK, MKDIR, RMDIR, SYNC, SYNC_FOLDER, _READ, MARK = range(11)
@@ -42,6 +45,46 @@ def build(folder: Path) -> Path | str:
         text=True,
     )
     return library if made.returncode == 0 else f"{compiler} fails: {made.stderr[:300]}"
+
+
+def arm(
+    library: ctypes.CDLL,
+    below: Path,
+    mode: int,
+    at: int = -1,
+    *,
+    error: int = 0,
+    log: Path | None = None,
+) -> None:
+    """From now on count what this process does in the folder `below`, and act at number `at`."""
+    import safetensors.torch
+
+    safetensors.torch.serialize_file = _serialize_file
+    to = None if log is None else str(log).encode()
+    library.chaos_arm(str(below).encode(), to, mode, at, error)
+
+
+def _serialize_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
+    """What safetensors does, with its names and its error, but through the C library: it renames by
+    a system call of its own, which no preloaded library sees."""
+    from safetensors import SafetensorError, serialize
+
+    path = Path(filename)
+    temporary = path.with_name(f".tmp{os.urandom(3).hex()}")
+    try:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            data = serialize(tensors, metadata)
+            os.ftruncate(descriptor, len(data))
+            while data:
+                data = data[os.write(descriptor, data) :]
+        finally:
+            os.close(descriptor)
+        os.rename(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise SafetensorError(f"Error while serializing: I/O error: {error}") from error
 
 
 def read_log(path: Path) -> Iterator[Operation]:

@@ -248,7 +248,7 @@ def log(rig: Rig, config: str, killed_at: int) -> Session:
 
 
 def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
-    """Cuts at random operations; each is tried on every disk."""
+    """Cuts at the end of each session and at random operations; each is tried on every disk."""
     if rig.operations is None:
         return []
     rng = random.Random(seed)
@@ -256,7 +256,7 @@ def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
     cache: dict[tuple[str, int], Session] = {}
     for number in range(count or PROMISED):
         config, killed_at = SESSIONS[number % len(SESSIONS)]
-        share = rng.random()
+        share = 1.0 if number < len(SESSIONS) else rng.random()
         name = f"{seed}.{number} {config} after {killed_at} at {share:.4f}"
         run = partial(cut, rig, (config, killed_at), share, cache)
         found.append(Trial(name, config, run))
