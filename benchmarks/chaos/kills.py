@@ -56,13 +56,13 @@ def each_operation(rig: Rig, count: int | None, seed: int) -> list[Trial]:
     return trials
 
 
-def count_operations(rig: Rig, config: str, mode: int = operations.KILL) -> int:
+def count_operations(rig: Rig, config: str, mode: int = operations.KILL, error: int = 0) -> int:
     """How many operations a run makes in its folder, of those that a mode counts."""
     with rig.folder() as folder:
         file = folder / "count"
 
         def action() -> int:
-            operations.arm(rig.operations, folder / "run", mode)
+            operations.arm(rig.operations, folder / "run", mode, error=error)
             status = command(rig.arguments(config, folder), None)()
             file.write_text(str(rig.operations.chaos_count()))
             return status

@@ -104,9 +104,12 @@ static int concerns_file(int fd, char *path, struct stat *facts) {
     return yes;
 }
 
+enum { READS, CHANGES, REMOVES };
+
 /* Count an operation; returns whether it fails. `torn` is what to do of it before a kill. */
-static int trip(int changes, int fd, const void *torn, size_t size) {
-    if ((mode == KILL || mode == LOG || mode == FAIL_ON) && !changes) return 0;
+static int trip(int kind, int fd, const void *torn, size_t size) {
+    if (mode != FAIL && kind == READS) return 0;
+    if (kind == REMOVES && error_number == ENOSPC) return 0; /* which works on a full disk */
     count++;
     if (mode == KILL && count == at) {
         if (torn) real_write(fd, torn, size / 2);
@@ -134,8 +137,8 @@ static int opened(int (*how)(int, const char *, int, ...), int fd, const char *n
     if (existed && !(flags & O_TRUNC) && (flags & O_CREAT)) changes = 0;
     ENTER;
     /* On a read-only disk opening for writing fails, on a full one it does not. */
-    int writes = changes || ((flags & O_ACCMODE) != O_RDONLY && error_number == EROFS);
-    int result = trip(writes, -1, NULL, 0) ? -1 : how(fd, name, flags, bits);
+    int kind = changes || ((flags & O_ACCMODE) != O_RDONLY && error_number == EROFS) ? CHANGES : READS;
+    int result = trip(kind, -1, NULL, 0) ? -1 : how(fd, name, flags, bits);
     if (result >= 0 && changes && !fstat(result, &facts)) {
         int what = (existed ? 0 : CREATED) | (flags & O_TRUNC ? EMPTIED : 0);
         record((struct header){.operation = OPEN, .flags = what, .inode = facts.st_ino}, path, NULL,
@@ -175,7 +178,7 @@ ssize_t write(int fd, const void *data, size_t size) {
     if (mode == OFF || !concerns_file(fd, path, &facts)) return real_write(fd, data, size);
     ENTER;
     ssize_t result = -1;
-    if (!trip(1, fd, data, size)) result = real_write(fd, data, size);
+    if (!trip(CHANGES, fd, data, size)) result = real_write(fd, data, size);
     else if (mode == FAIL_ON && count == at && size > 1) result = real_write(fd, data, size / 2);
     if (result > 0) {
         int64_t end = lseek(fd, 0, SEEK_CUR);
@@ -205,7 +208,7 @@ static ssize_t written_at(int fd, const void *data, size_t size, off64_t offset)
     struct stat facts;
     if (mode == OFF || !concerns_file(fd, path, &facts)) return real(fd, data, size, offset);
     ENTER;
-    ssize_t result = trip(1, -1, NULL, 0) ? -1 : real(fd, data, size, offset);
+    ssize_t result = trip(CHANGES, -1, NULL, 0) ? -1 : real(fd, data, size, offset);
     if (result > 0)
         record((struct header){.operation = WRITE, .inode = facts.st_ino, .offset = offset,
                                .data = result}, path, NULL, data);
@@ -221,7 +224,7 @@ static int cut(int fd, off64_t size) {
     struct stat facts;
     if (mode == OFF || !concerns_file(fd, path, &facts)) return real(fd, size);
     ENTER;
-    int result = trip(1, -1, NULL, 0) ? -1 : real(fd, size);
+    int result = trip(CHANGES, -1, NULL, 0) ? -1 : real(fd, size);
     if (!result)
         record((struct header){.operation = TRUNCATE, .inode = facts.st_ino, .offset = size}, path,
                NULL, NULL);
@@ -237,7 +240,7 @@ int truncate64(const char *name, off64_t size) {
     if (!concerns(AT_FDCWD, name, path)) return real(name, size);
     struct stat facts = {0};
     ENTER;
-    int result = trip(1, -1, NULL, 0) ? -1 : real(name, size);
+    int result = trip(CHANGES, -1, NULL, 0) ? -1 : real(name, size);
     if (!result && !stat(path, &facts))
         record((struct header){.operation = TRUNCATE, .inode = facts.st_ino, .offset = size}, path,
                NULL, NULL);
@@ -251,7 +254,7 @@ int renameat(int from, const char *old, int to, const char *new) {
     char path[PATH_MAX], other[PATH_MAX];
     if (!concerns(from, old, path) || !concerns(to, new, other)) return real(from, old, to, new);
     ENTER;
-    int result = trip(1, -1, NULL, 0) ? -1 : real(from, old, to, new);
+    int result = trip(CHANGES, -1, NULL, 0) ? -1 : real(from, old, to, new);
     if (!result) record((struct header){.operation = RENAME}, path, other, NULL);
     LEAVE;
     return result;
@@ -263,7 +266,7 @@ int unlinkat(int fd, const char *name, int flags) {
     char path[PATH_MAX];
     if (!concerns(fd, name, path)) return real(fd, name, flags);
     ENTER;
-    int result = trip(1, -1, NULL, 0) ? -1 : real(fd, name, flags);
+    int result = trip(REMOVES, -1, NULL, 0) ? -1 : real(fd, name, flags);
     if (!result)
         record((struct header){.operation = flags & AT_REMOVEDIR ? RMDIR : UNLINK}, path, NULL, NULL);
     LEAVE;
@@ -282,7 +285,7 @@ int mkdirat(int fd, const char *name, mode_t bits) {
     struct stat facts = {0};
     if (!concerns(fd, name, path)) return real(fd, name, bits);
     ENTER;
-    int result = trip(1, -1, NULL, 0) ? -1 : real(fd, name, bits);
+    int result = trip(CHANGES, -1, NULL, 0) ? -1 : real(fd, name, bits);
     if (!result && !stat(path, &facts))
         record((struct header){.operation = MKDIR, .inode = facts.st_ino}, path, NULL, NULL);
     LEAVE;
@@ -295,7 +298,7 @@ static int synced(int (*how)(int), int fd) {
     struct stat facts;
     if (mode == OFF || !concerns_file(fd, path, &facts)) return how(fd);
     ENTER;
-    int result = trip(1, -1, NULL, 0) ? -1 : how(fd);
+    int result = trip(CHANGES, -1, NULL, 0) ? -1 : how(fd);
     if (!result && mode == LOG) {
         struct header h = {.operation = SYNC_FOLDER, .inode = facts.st_ino};
         char *data = NULL;

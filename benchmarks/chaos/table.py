@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.chaos import kills, power
+from benchmarks.chaos import faults, kills, nonfinite, power
 from benchmarks.chaos.results import Trial
 from benchmarks.chaos.rig import Rig
 
@@ -13,6 +13,5 @@ def plan(part: str, rig: Rig, count: int | None, seed: int) -> tuple[str, str, l
         return kills.FIGURE, "all", kills.moments(rig, count or kills.PROMISED, seed)
     if part == "operations":
         return kills.OPERATIONS_FIGURE, "all", kills.each_operation(rig, count, seed)
-    if part == "power":
-        return power.FIGURE, "all", power.trials(rig, count, seed)
-    raise ValueError(part)
+    modules = {"power": power, "faults": faults, "nonfinite": nonfinite}
+    return modules[part].FIGURE, "all", modules[part].trials(rig, count, seed)
