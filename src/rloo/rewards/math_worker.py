@@ -1,55 +1,183 @@
 """The process in which math-verify reads hostile text, so that a hang or crash costs only this one.
 
-It is run by path and imports nothing from the package. It reads one JSON pair per line, the
-reference and the candidate texts, and replies `true`, `false` or `null` (the reference cannot be
-read). It kills itself when one pair takes longer than the deadline, even if its parent is gone.
+It is run by path and imports nothing from the package. It reads one JSON line per call,
+`{"budget": seconds, "workers": n, "pairs": [[reference, answer], ...]}`, and replies with one line
+`[index, verdict]` per pair, in any order, then with an empty line. A verdict is true, false or null.
+
+It imports math-verify once and forks judges, who work side by side. Each expression has a share of
+the budget, measured as processor time of its judge: the kernel ends the judge (SIGPROF) whatever it
+does, and a busy machine takes nothing from it. An answer that needs more than that, or more memory,
+or that is too deep, is false; null is what is no fault of the answer: a reference that cannot be
+read, a judge that died otherwise, and pairs that the budget did not reach.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
+import multiprocessing
 import os
+import signal
 import sys
+import time
+from collections import deque
+from functools import lru_cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 _MEMORY_BYTES = 2 << 30
+# What an honest answer takes is 5 to 50 ms; `python -m benchmarks.chaos verifiers` has the figures.
+_SHARE_SECONDS = (0.25, 1.0)
+_FORK = multiprocessing.get_context("fork")
+_TOO_MUCH = (MemoryError, RecursionError, OverflowError)
 
 
-def serve(seconds: float) -> None:
-    """Reply until the input ends. `seconds` is the deadline for one pair."""
+class Judge:
+    """A forked process that judges one pair at a time."""
+
+    def __init__(self, others: list[Judge]) -> None:
+        self.connection, theirs = _FORK.Pipe()
+        ends = [self.connection, *(other.connection for other in others)]
+        self.process: BaseProcess = _FORK.Process(target=_judge_all, args=(theirs, ends))
+        self.process.start()
+        theirs.close()
+        self.index: int | None = None
+        self.at_answer = False
+
+    def give(self, index: int, pair: list[str], seconds: float) -> None:
+        """Begin with a pair, which may take `seconds` of processor time."""
+        self.index, self.at_answer = index, False
+        _send(self.connection, [seconds, *pair])
+
+    def hear(self) -> tuple[bool, bool | None]:
+        """What the judge has to say: whether it is done with its pair, and the verdict."""
+        try:
+            message = _receive(self.connection)
+        except (EOFError, OSError):
+            self.end()
+            # Null where the reference was being read, or where something else than its share of
+            # time ended it.
+            return True, False if self._used_its_share() else None
+        if message == "answer":
+            self.at_answer = True
+            return False, None
+        return True, message
+
+    def end(self) -> None:
+        """Kill the process, if it is not dead."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    def _used_its_share(self) -> bool:
+        return self.at_answer and self.process.exitcode == -signal.SIGPROF
+
+
+def judge_pairs(pairs: list[list[str]], budget: float, workers: int, judges: list[Judge]) -> Any:
+    """Yield (index, verdict) of each pair that is decided before `budget` seconds are over.
+    `judges` are those of earlier calls; it is left with those of this one that live."""
+    end = time.monotonic() + budget
+    workers = min(workers, len(pairs))
+    low, high = _SHARE_SECONDS
+    share = min(high, max(low, budget * workers / len(pairs)))
+    waiting = deque(enumerate(pairs))
+    while waiting or any(judge.index is not None for judge in judges):
+        for judge in [j for j in judges if j.index is None and not j.process.is_alive()]:
+            judge.end()
+            judges.remove(judge)
+        while waiting and len(judges) < workers:
+            judges.append(Judge(judges))
+        for judge in judges:
+            if judge.index is None and waiting:
+                judge.give(*waiting.popleft(), share)
+        busy = {judge.connection: judge for judge in judges if judge.index is not None}
+        ready = wait(list(busy), max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        for judge in (busy[connection] for connection in ready):  # type: ignore[index]
+            done, verdict = judge.hear()
+            if done:
+                yield judge.index, verdict
+                judge.index = None
+            if judge.connection.closed:
+                judges.remove(judge)
+    for judge in [judge for judge in judges if judge.index is not None]:
+        judge.end()
+        judges.remove(judge)
+
+
+def _send(connection: Connection, message: Any) -> None:
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def _receive(connection: Connection) -> Any:
+    return json.loads(connection.recv_bytes())
+
+
+def _judge_all(connection: Connection, inherited: list[Connection]) -> None:
+    """What a judge does until its pipe is closed."""
     from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import Integer
 
+    # Else a pipe would stay open, and its judge alive, when the process that serves is gone.
+    for other in inherited:
+        other.close()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # LaTeX only: math-verify evaluates plain expressions with sympy's parse_expr: eval.
     latex = [LatexExtractionConfig(boxed_match_priority=0)]
 
     def read(text: str) -> list[Any]:
         return parse(text, latex, extraction_mode="first_match", parsing_timeout=None)
 
-    def judge(reference: str, candidates: list[str]) -> bool | None:
-        gold = read(reference)
-        answer = next(filter(None, map(read, candidates)), [])
-        return bool(verify(gold, answer, timeout_seconds=None)) if gold else None
+    @lru_cache(maxsize=16)
+    def read_gold(text: str) -> list[Any]:
+        gold = read(text)
+        # Most is done when it is compared: what is too hard then is no fault of an answer.
+        verify(gold, [Integer(0)], timeout_seconds=None)
+        return gold
+
+    while True:
+        try:
+            seconds, reference, answer = _receive(connection)
+        except (EOFError, OSError):
+            return
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        verdict, at_answer = None, False
+        try:
+            gold = read_gold(reference)
+            if gold:
+                _send(connection, "answer")
+                at_answer = True
+                verdict = bool(verify(gold, read(answer), timeout_seconds=None))
+        except _TOO_MUCH:
+            verdict = False if at_answer else None
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(connection, verdict)
+
+
+def serve() -> None:
+    """Reply until the input ends."""
+    import math_verify  # noqa: F401 (before the first fork)
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     answers.write("ready\n")
+    judges: list[Judge] = []
     with open(os.devnull, "w") as silence:
         os.dup2(silence.fileno(), 1)
         os.dup2(silence.fileno(), 2)
         for line in sys.stdin:
-            # faulthandler's thread needs no interpreter lock, so it also ends one enormous power.
-            faulthandler.dump_traceback_later(seconds, exit=True, file=silence)
-            verdict = judge(*json.loads(line))
-            faulthandler.cancel_dump_traceback_later()
-            answers.write(json.dumps(verdict) + "\n")
+            request = json.loads(line)
+            for verdict in judge_pairs(**request, judges=judges):
+                answers.write(json.dumps(verdict) + "\n")
+            answers.write("\n")
+    for judge in judges:
+        judge.end()
 
 
 def _limit_memory() -> None:
-    try:
-        import resource
-    except ImportError:  # not a POSIX system: only the deadline protects
-        return
+    import resource
+
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
@@ -58,4 +186,4 @@ def _limit_memory() -> None:
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
     _limit_memory()
-    serve(float(sys.argv[1]))
+    serve()
