@@ -449,7 +449,11 @@ def main(names: list[str] | None = None) -> int:
     """Run cases, all by default; print how many are named, and what the others say."""
     chosen = names or list(CASES)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        failures = {name: said for name, said in zip(chosen, pool.map(try_case, chosen)) if said}
+        failures = {
+            name: said
+            for name, said in zip(chosen, pool.map(try_case, chosen), strict=True)
+            if said
+        }
     for name, said in failures.items():
         print(f"{name}: {said}")
     print(

@@ -13,7 +13,7 @@ _DEGREE = re.compile(r"degree|angle|\u00b0|\\circ")
 _ASKING = re.compile(r"[^.?!]*\?")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"\(?\s*[A-Za-z](?:[A-Za-z' -]{0,40})\s*\)?")
-_NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z]\))?"
+_NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\(\w+\))?"
 _LABEL = re.compile(
     rf"(?P<before>^|,|;|\\text\s*\{{\s*(?:or|and),?\s*\}})\s*"
     rf"(?:{_NAME}|\([a-z](?:,\s*[a-z])+\)|\\text\s*\{{[A-Za-z' ]*\}})\s*"
@@ -59,8 +59,8 @@ class Reference:
         return self._text.replace("%", "\\%")
 
     def latex_of(self, answer: str) -> str:
-        """`answer` for a judge: without the name that it is given, as in `x = ...` or `x \\in ...`, unless the
-        reference has such a relation itself."""
+        """`answer` for a judge: without the name that it is given, as in `x = ...` or `x \\in ...`,
+        unless the reference has such a relation itself."""
         return _LABEL.sub(
             lambda label: label.group() if label["relation"] in self._text else label["before"],
             clean(answer).replace("%", "\\%"),

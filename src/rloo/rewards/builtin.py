@@ -49,8 +49,8 @@ def make_format(
     """1.0 if the whole completion matches the regular expression, else 0.0.
 
     A dot also matches a line break. The default pattern is one `<think>...</think>` followed by one
-    `<answer>...</answer>`, neither of them blank. A completion of more than `max_characters` does not match, which bounds
-    the time that a pattern of quadratic cost can take on hostile text.
+    `<answer>...</answer>`, neither of them blank. A completion of more than `max_characters` does
+    not match, which bounds the time that a pattern of quadratic cost can take on hostile text.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)

@@ -1,4 +1,4 @@
-r"""Which operations an answer leaves to be done, found by parsing it: plain or LaTeX, in linear time.
+r"""Which operations an answer leaves to be done, found by parsing it, plain or LaTeX.
 
 An answer may have the form of its reference, and be further worked out, but leave no more to do:
 where the reference is $2\sqrt2$, $\sqrt{8}$ is an answer and $\sqrt{4+4}$ is not, nor is an
@@ -8,7 +8,9 @@ integral, a maximum, a chain or a condition.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rloo.rewards.numerals import clean, is_unit
 
@@ -21,9 +23,9 @@ _TOKEN = re.compile(
     r"|(?P<mark>%|\^\\circ|')|(?P<sign>[-+*/^_=<>()\[\]{}|,;:!&])|\s+|(?P<other>.)",
     re.DOTALL,
 )
-_RELATIONS = {"=", "<", ">", ":", "\\le", "\\ge", "\\ne", "\\lt", "\\gt", "\\in", "\\approx", "\\sim",
-              "\\equiv", "\\cong", "\\to", "\\mid", "\\Rightarrow", "\\implies", "\\iff"}  # fmt: skip
-_INEQUALITIES = {"<", ">", "\\le", "\\ge", "\\lt", "\\gt", "\\in"}
+_RELATIONS = {"=", "<", ">", ":", "\\le", "\\ge", "\\ne", "\\in", "\\approx", "\\sim", "\\equiv",
+              "\\cong", "\\to", "\\mid", "\\Rightarrow", "\\implies", "\\iff"}  # fmt: skip
+_INEQUALITIES = {"<", ">", "\\le", "\\ge", "\\in"}
 _SUMS = {"+", "-", "\\pm", "\\mp", "\\cup", "\\cap", "\\setminus"}
 _PRODUCTS = {
     "*": "product",
@@ -32,15 +34,15 @@ _PRODUCTS = {
     "/": "quotient",
     "\\div": "quotient",
 }
-_OPENING = {"(": ")", "[": "]", "\\{": "\\}", "|": "|", "\\lvert": "\\rvert", "\\langle": "\\rangle",
+_OPENING = {"(": ")", "[": "]", "\\{": "\\}", "|": "|", "\\langle": "\\rangle",
             "\\lfloor": "\\rfloor", "\\lceil": "\\rceil", "\\|": "\\|"}  # fmt: skip
 _CLOSING = set(_OPENING.values()) | {"}", "&", "\\\\", ",", ";"}
 _FUNCTIONS = (
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp det gcd lcm max min"
 )
 _NAMES = (
-    "pi infty alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu xi"
-    " rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+    "pi infty alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu"
+    " xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
     " emptyset ell hbar imath"
 )
 _KNOWN_NAMES = {f"\\{name}" for name in _NAMES.split()}
@@ -49,7 +51,7 @@ _KNOWN_FUNCTIONS = {f"\\{name}" for name in _FUNCTIONS.split()} | {
     "\\mathbb",
     "\\overline",
 }
-_SAME = {"\\lt": "<", "\\gt": ">", "\\rvert": "|"}
+_SAME = {"\\lt": "<", "\\gt": ">", "\\lvert": "|", "\\rvert": "|"}
 _ALWAYS = {"\\sqrt"}
 
 
@@ -97,6 +99,19 @@ def read_form(text: str) -> Form:
     if parser.kind != "end":
         raise NoForm(parser.token)
     return parser.form
+
+
+class _Operand(NamedTuple):
+    is_rational: bool
+    text: str
+
+
+def _is_numeral(operands: list[_Operand], operation: str) -> bool:
+    """Whether two operands are one number, as in 3/4 and 1\\frac{3}{4}."""
+    (_, first), (rational, second) = operands
+    if operation == "beside":
+        return first.isdecimal() and rational and second.startswith("\\frac")
+    return operation == "quotient" and first.isdecimal() and second.isdecimal()
 
 
 class _Parser:
@@ -148,64 +163,47 @@ class _Parser:
     def _read_sum(self) -> bool:
         if self.token in _SUMS:
             self._take_sum_sign()
-        rationals = [self._read_product()]
+        operands = [self._read_operand(self._read_product)]
         while self.token in _SUMS:
             self._take_sum_sign()
-            rationals.append(self._read_product())
-        return self._combine(rationals, "sum")
+            operands.append(self._read_operand(self._read_product))
+        return self._combine(operands, "sum")
 
     def _take_sum_sign(self) -> None:
         sign = self._take()
         if sign not in "+-":
             self.form.parts.add("\\pm" if sign == "\\mp" else sign)
 
-    def _combine(self, rationals: list[bool], operation: str) -> bool:
-        if sum(rationals) > 1:
-            self.form.pending.add(operation)
-        return all(rationals)
-
     def _read_product(self) -> bool:
-        start = self._at
-        rationals, plain = [self._read_power()], self._is_integer(start)
-        operation = "product"
-        while True:
-            begin = self._at
-            if self.token in _PRODUCTS:
+        operands, operation = [self._read_operand(self._read_power)], "product"
+        while self.token in _PRODUCTS or self._begins_factor():
+            beside = self.token not in _PRODUCTS
+            if not beside:
                 operation = _PRODUCTS[self._take()]
                 if self.token in ("+", "-"):
                     self._take()
-                begin = self._at
                 if self._is_ten_to_a_power():
                     self._skip_power()
                     continue
-                rationals.append(self._read_power())
-                if (
-                    operation == "quotient"
-                    and plain
-                    and self._is_integer(begin)
-                    and len(rationals) == 2
-                ):
-                    rationals.pop()  # 3/4 is a number
-                plain = False
-            elif self._begins_factor():
-                if self.kind == "number":
-                    raise NoForm("two numbers beside each other")
-                mixed = plain and self.token == "\\frac"
-                rationals.append(self._read_power())
-                if mixed and rationals[-1]:
-                    rationals.pop()  # 1\frac{3}{4} is a number
-                plain = False
-            else:
-                break
+            elif self.kind == "number":
+                raise NoForm("two numbers beside each other")
+            operands.append(self._read_operand(self._read_power))
+            if len(operands) == 2 and _is_numeral(operands, "beside" if beside else operation):
+                operands.pop()
         self._read_unit()
-        return self._combine(rationals, operation)
+        return self._combine(operands, operation)
 
-    def _is_integer(self, start: int) -> bool:
-        return (
-            self._at == start + 1
-            and self._tokens[start][0] == "number"
-            and "." not in self._tokens[start][1]
-        )
+    def _read_operand(self, read: Callable[[], bool]) -> _Operand:
+        start = self._at
+        rational = read()
+        return _Operand(rational, "".join(token for _, token in self._tokens[start : self._at]))
+
+    def _combine(self, operands: list[_Operand], operation: str) -> bool:
+        rationals = [operand.is_rational for operand in operands]
+        idle = {"0"} if operation == "sum" else {"0", "1"}
+        if sum(rationals) > 1 or (len(operands) > 1 and idle & {o.text for o in operands[1:]}):
+            self.form.pending.add(operation)
+        return all(rationals)
 
     def _is_ten_to_a_power(self) -> bool:
         return self.token == "10" and self._tokens[self._at + 1][1] == "^"
@@ -307,13 +305,9 @@ class _Parser:
     def _read_command(self) -> bool:
         command = self._take()
         if command == "\\frac":
-            start = self._at
-            rationals = [self._read_group(), self._read_group()]
-            simple = all(
-                (kind == "number" and "." not in t) or t in "{}-"
-                for kind, t in self._tokens[start : self._at]
-            )
-            return all(rationals) if simple else self._combine(rationals, "quotient")
+            operands = [self._read_operand(self._read_group) for _ in range(2)]
+            simple = all(operand.text.strip("{}-").isdecimal() for operand in operands)
+            return simple or self._combine(operands, "quotient")
         self.form.parts.add(command)
         if command == "\\sqrt":
             if self.token == "[":

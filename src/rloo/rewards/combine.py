@@ -252,7 +252,7 @@ def _make_distinct(names: Sequence[str]) -> list[str]:
 
 
 def _read(name: str, result: Any, count: int, state: tuple[Any, Any]) -> list[float | None]:
-    """The rewards of one call; `state` is the trainer's as the function has left it, and its own."""
+    """The rewards of one call. `state`: the trainer's as the function has left it, and its own."""
     if isinstance(result, Exception):
         raise result
     calling.check_state(name, *state)

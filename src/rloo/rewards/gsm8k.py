@@ -40,7 +40,9 @@ def gsm8k_reward(
     references = [_read_reference(reference, row) for row, reference in enumerate(answer)]
     questions = [""] * len(completions) if prompts is None else map(question_of, prompts)
     return [
-        None if wanted is None else float(_is_right(_final_number(text_of(text)), wanted, question))
+        None
+        if wanted is None
+        else float(_is_right(_final_number(text_of(text), question), wanted, question))
         for text, wanted, question in zip(completions, references, questions, strict=True)
     ]
 
@@ -56,7 +58,7 @@ def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
     return [float(_ends_with_answer(text_of(completion))) for completion in completions]
 
 
-def _final_number(text: str) -> Numeral | None:
+def _final_number(text: str, question: str) -> Numeral | None:
     if _MARK in text:
         return read_numeral(text.rpartition(_MARK)[2])
     boxed = last_boxed(text)
@@ -65,9 +67,9 @@ def _final_number(text: str) -> Numeral | None:
     *_, after = _ANSWER_IS.split(text)
     if after != text:
         sentence = _SENTENCE_END.split(after.lstrip(" :*\n\t"), maxsplit=1)[0]
-        said = last_numeral_said(sentence, only=True)
+        said = last_numeral_said(sentence, question, only=True)
         return read_numeral(sentence) or (None if said is None else said.numeral)
-    said = last_numeral_said(text[-_LAST_CHARACTERS:])
+    said = last_numeral_said(text[-_LAST_CHARACTERS:], question)
     return None if said is None else said.numeral
 
 

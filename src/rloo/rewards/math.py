@@ -39,8 +39,8 @@ def make_math(*, seconds: float = 10.0) -> MathReward:
     """A `MathReward` that gives one call about `seconds` for all its completions together."""
     if not 0 < seconds <= 3600:
         raise ValueError(
-            f"seconds is {seconds}; the time of a call needs to be above 0 and at most 3600 (option "
-            "of math)"
+            f"seconds is {seconds}; the time of a call needs to be above 0 and at most 3600 "
+            "(option of math)"
         )
     if not hasattr(os, "fork"):
         raise ValueError("the reward 'math' needs os.fork, which this system does not have")

@@ -2,7 +2,7 @@
 
 It is run by path and imports nothing from the package. It reads one JSON line per call,
 `{"budget": seconds, "workers": n, "pairs": [[reference, answer], ...]}`, and replies with one line
-`[index, verdict]` per pair, in any order, then with an empty line. A verdict is true, false or null.
+`[index, verdict]` per pair, in any order, then with an empty line. A verdict is true, false, null.
 
 It imports math-verify once and forks judges, who work side by side. Each expression has a share of
 the budget, measured as processor time of its judge: the kernel ends the judge (SIGPROF) whatever it

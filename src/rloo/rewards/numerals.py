@@ -4,10 +4,11 @@ The grammar, of plain text and LaTeX alike, is
 
     answer  := [label] [sign] [currency] [sign] value [unit]
     label   := a name, or a few words, before `=` or `:`; or `the (final) answer is`
-    value   := 1,234.5 | 3/4 | \frac{3}{4} | 1\frac{3}{4} | 1.2 \times 10^{3} | 10^{3} | 0.\overline{3}
+    value   := 1,234.5 | 3/4 | \frac{3}{4} | 1\frac{3}{4} | 1.2 \times 10^{3} | 10^{3}
+             | 0.\overline{3}
     unit    := [currency] [% | ^\circ | '] | up to five words: eggs, \text{ m}^2, miles/hour
 
-No word of a label or a unit may change the value (not, about, at least, twice, minus, thousand, ...).
+No word of a label or a unit may change the value (not, about, at least, twice, thousand, ...).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ _POWER = rf"(?:(?P<factor>{_NUM})\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*" + _GRO
 _PERIODIC = r"(?P<before>[0-9]*)\.(?P<start>[0-9]*)\\overline\s*\{\s*(?P<period>[0-9]+)\s*\}"
 _CURRENCY = r"(?:\\?\$|\u00a3|\u20ac)"
 _LABEL = (
-    r"(?:(?P<name>[A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z]\))?)\s*[=:]"
+    r"(?:(?P<name>[A-Za-z](?:_\{?\w+\}?)?(?:\(\w+\))?)\s*[=:]"
     r"|(?P<words>[A-Za-z][A-Za-z' ]{0,60}|\\text\s*\{[A-Za-z' ]{1,60}:?\s*\})\s*[=:]"
     r"|(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+|total\s+)?"
     r"(?:answer|result|total|value)\s+is\s*:?)"
@@ -116,7 +117,7 @@ _ALTERING = _set(
     quadruple hundred hundreds thousand thousands million millions billion billions trillion
     dozen score percent percentage permille hundredth hundredths thousandth base binary hex
     octal wrong incorrect false invalid untrue error erroneous mistake mistaken impossible
-    unknown undefined undetermined bad fake trick question equals equal differs different
+    unknown undefined undetermined bad fake trick question differs different
     differ distinct"""
 )
 # Verbs that make a sentence of a number: what follows is a statement, no unit.
@@ -133,10 +134,15 @@ _SAID = re.compile(
     rf"(?:(?:{_INT})(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:\s?/\s?[0-9]+)?",
     re.ASCII,
 )
-_CLAUSE = re.compile(r"[,;:.!?\n]|[0-9]")
+_CLAUSE = re.compile(r"[,;:=.!?\n]|[0-9]")
 _JOINED_BEFORE = re.compile(r"(?:[-\u2212+*/^<>~!|(\[\u2248\u2260\u2264\u2265]|\\[a-z]+)\s*\{?\s*$")
 _JOINED_AFTER = re.compile(
-    r"[\d_^!'\u00b2\u00b3,.][\d]|[_^!'\u00b2\u00b3]|\s*(?:[-+*/^=<>]\s*[\w\\]|\\[a-z])"
+    r"[,.]?[0-9]|[_^!'\u00b2\u00b3]|\s*(?:[+*^=<>]\s*[\w\\]|[-/]\s*(?:[0-9\\(]|[A-Za-z](?![a-z]))|\\[a-z])"
+)
+# Words right after a number in prose that make another one, or another answer, of it.
+_SCALING = _set(
+    """hundred thousand million billion trillion percent squared cubed factorial or wrong incorrect
+    false not"""
 )
 
 
@@ -239,7 +245,7 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[a-z]+", text.lower().replace("'", ""))
 
 
-def last_numeral_said(text: str, only: bool = False) -> Said | None:
+def last_numeral_said(text: str, question: str = "", only: bool = False) -> Said | None:
     """The last number of a sentence; None if there is none or what stands beside it says that the
     answer is another one, and with `only` if there are several."""
     matches = list(_SAID.finditer(text))
@@ -254,7 +260,9 @@ def last_numeral_said(text: str, only: bool = False) -> Said | None:
     assert following is not None
     if _JOINED_BEFORE.search(before) or _JOINED_AFTER.match(after):
         return None
-    if _says_something_else(" ".join(clause.split()[-5:]) + " " + following.group()):
+    if _says_something_else(" ".join(clause.split()[-4:])):
+        return None
+    if _SCALING & (set(_words(following.group())) - set(_words(question))):
         return None
     attached = re.match(r"[A-Za-z]+", after)
     if attached is not None and not is_unit(attached.group(), attached=True):
