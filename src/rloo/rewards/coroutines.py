@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent import futures
 from contextlib import AbstractContextManager
 from typing import Any
 
 _RESPONSE_SECONDS = 1.0
+_TURN_SECONDS = 0.2
 
 
 class LoopThread:
@@ -43,7 +46,7 @@ class LoopThread:
             for name, call in calls.items()
         }
         try:
-            futures.wait(running.values(), seconds or None, until)
+            _wait(running.values(), seconds, until)
             done = {name: future for name, future in running.items() if future.done()}
             task = asyncio.current_task(self._loop)
             blocking = task.get_name() if task is not None else None
@@ -61,13 +64,10 @@ class LoopThread:
 
     def close(self) -> None:
         """End the loop; a coroutine that blocks it is left behind with the thread, a daemon."""
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_RESPONSE_SECONDS)
-        if not self._thread.is_alive():
-            self._loop.close()
+        if not self._closed:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_RESPONSE_SECONDS)
 
     def _run(self) -> None:
         while not self._closed:
@@ -75,6 +75,20 @@ class LoopThread:
                 self._loop.run_forever()
             except BaseException:  # SystemExit of a task, which keeps it; asyncio lets it through
                 continue
+        cancelled = asyncio.all_tasks(self._loop)
+        if cancelled:
+            self._loop.run_until_complete(asyncio.wait(cancelled, timeout=_RESPONSE_SECONDS))
+        self._loop.close()
+
+
+def _wait(running: Collection[futures.Future[Any]], seconds: float | None, until: str) -> None:
+    end = time.monotonic() + (seconds or math.inf)
+    while (left := end - time.monotonic()) > 0:
+        # In short turns: a signal that another thread was given is handled at the end of one.
+        done, pending = futures.wait(running, min(left, _TURN_SECONDS), until)
+        failed = any(future.cancelled() or future.exception() for future in done)
+        if not pending or (failed and until == futures.FIRST_EXCEPTION):
+            return
 
 
 async def _within(

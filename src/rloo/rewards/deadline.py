@@ -4,8 +4,8 @@ The function runs in the caller's own thread if that is the main one: the deadli
 and of others are SIGALRM, which only the main thread can use, and a thread that hangs could not be
 ended. So that theirs stay in use, ours is a signal which is ignored by default (SIGURG), sent by a
 thread that waits; it also ends a sleep, a lock or a read from a socket. What ignores it (a C call,
-`except BaseException` in a loop) is ended with the process, `GRACE_SECONDS` later, by faulthandler,
-whose thread needs no interpreter lock: it writes where the function was, and the status is 1.
+`except BaseException` in a loop) is ended with the process, up to 5 s later, by faulthandler, whose
+thread needs no interpreter lock: it writes where the function was, and the status is 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-GRACE_SECONDS = 5.0
+_MAX_GRACE_SECONDS = 5.0
 _REPEAT_SECONDS = 0.5
 _SIGNAL = getattr(signal, "SIGURG", None)  # None on Windows
 
@@ -41,8 +41,8 @@ def call_within_reward_timeout(seconds: float | None, function: Callable[[], Any
 
 @contextmanager
 def process_ends_after(seconds: float | None) -> Iterator[None]:
-    """End the process, with the traceback of every thread, `GRACE_SECONDS` after the deadline of
-    the block (None or 0: never)."""
+    """End the process, with the traceback of every thread, if the block goes on for up to 5 s after
+    its deadline (None or 0: never)."""
     if not seconds:
         yield
         return
@@ -50,7 +50,8 @@ def process_ends_after(seconds: float | None) -> Iterator[None]:
     if not faulthandler.is_enabled():
         faulthandler.enable(errors)  # a crash in C shows where the function was, too
     # There is one such timer in a process: one that was set before is lost.
-    faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=errors)
+    grace = min(_MAX_GRACE_SECONDS, 1.0 + seconds)
+    faulthandler.dump_traceback_later(seconds + grace, exit=True, file=errors)
     try:
         yield
     finally:

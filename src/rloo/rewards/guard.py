@@ -82,9 +82,9 @@ def describe_timeout(name: str, seconds: float | None) -> str:
 
 
 def _comes_from_outside(error: BaseException) -> bool:
-    # Ctrl-C, what the run's own signal handlers raise, and a coroutine that is no longer needed.
-    outside = isinstance(error, (KeyboardInterrupt, asyncio.CancelledError))
-    return outside or type(error).__module__.startswith("rloo.")
+    # Ctrl-C, what the run's own signal handlers raise, and the end of a coroutine.
+    outside = (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit)
+    return isinstance(error, outside) or type(error).__module__.startswith("rloo.")
 
 
 def _list_states() -> list[_State]:

@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -28,18 +29,32 @@ from typing import Any
 
 _MEMORY_BYTES = 2 << 30
 # What an honest answer takes is 5 to 50 ms; `python -m benchmarks.chaos verifiers` has the figures.
-_SHARE_SECONDS = (0.25, 1.0)
+_SHARE_SECONDS = (0.25, 0.5)
 _FORK = multiprocessing.get_context("fork")
+# One of every kind, so that all that is loaded when it is needed is there before the first fork.
+_EXAMPLES = (
+    (r"2\sqrt{2}+\frac{\pi}{4}", r"\sqrt{8}+0.25\pi"),
+    (r"x^2+2x\sin(x)+\log_2 3", r"(x+1)^2-\ln 5"),
+    (r"(1,\frac{1}{2})", "(1,0.6)"),
+    (r"[0,1)\cup(2,\infty)", r"[0,1]\cup(2,3)"),
+    (r"\{1,2\}", r"\{2,3\}"),
+    (r"y=2x+3", "y=3x-1"),
+    (r"x \le 2", "x > 2"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
+    ("3+4i", r"e^{i\pi/3}"),
+    (r"\binom{5}{2}x+3!", r"10x+7"),
+    (r"50\%", r"90^\circ"),
+)
 _TOO_MUCH = (MemoryError, RecursionError, OverflowError)
 
 
 class Judge:
     """A forked process that judges one pair at a time."""
 
-    def __init__(self, others: list[Judge]) -> None:
+    def __init__(self, verifier: Verifier, others: list[Judge]) -> None:
         self.connection, theirs = _FORK.Pipe()
         ends = [self.connection, *(other.connection for other in others)]
-        self.process: BaseProcess = _FORK.Process(target=_judge_all, args=(theirs, ends))
+        self.process: BaseProcess = _FORK.Process(target=_judge_all, args=(verifier, theirs, ends))
         self.process.start()
         theirs.close()
         self.index: int | None = None
@@ -74,20 +89,23 @@ class Judge:
         return self.at_answer and self.process.exitcode == -signal.SIGPROF
 
 
-def judge_pairs(pairs: list[list[str]], budget: float, workers: int, judges: list[Judge]) -> Any:
+def judge_pairs(
+    pairs: list[list[str]], budget: float, workers: int, verifier: Verifier, judges: list[Judge]
+) -> Iterator[tuple[int, bool | None]]:
     """Yield (index, verdict) of each pair that is decided before `budget` seconds are over.
     `judges` are those of earlier calls; it is left with those of this one that live."""
     end = time.monotonic() + budget
     workers = min(workers, len(pairs))
     low, high = _SHARE_SECONDS
-    share = min(high, max(low, budget * workers / len(pairs)))
+    # Of half the budget: a machine may be busy, and a judge that is ended is forked anew.
+    share = min(high, max(low, 0.5 * budget * workers / len(pairs)))
     waiting = deque(enumerate(pairs))
     while waiting or any(judge.index is not None for judge in judges):
         for judge in [j for j in judges if j.index is None and not j.process.is_alive()]:
             judge.end()
             judges.remove(judge)
         while waiting and len(judges) < workers:
-            judges.append(Judge(judges))
+            judges.append(Judge(verifier, judges))
         for judge in judges:
             if judge.index is None and waiting:
                 judge.give(*waiting.popleft(), share)
@@ -115,28 +133,41 @@ def _receive(connection: Connection) -> Any:
     return json.loads(connection.recv_bytes())
 
 
-def _judge_all(connection: Connection, inherited: list[Connection]) -> None:
-    """What a judge does until its pipe is closed."""
-    from math_verify import LatexExtractionConfig, parse, verify
-    from sympy import Integer
+class Verifier:
+    """math-verify, imported and warm: its first parse takes as long as 50 others."""
 
+    def __init__(self) -> None:
+        import math_verify
+        import sympy
+
+        # LaTeX only: math-verify evaluates plain expressions with sympy's parse_expr: eval.
+        self._latex = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+        self._parse, self._verify = math_verify.parse, math_verify.verify
+        self._zero = [sympy.Integer(0)]
+        self.read_gold = lru_cache(maxsize=16)(self._read_gold)
+        for gold, answer in _EXAMPLES:
+            self.is_equal(self.read_gold(f"${gold}$"), f"${answer}$")
+
+    def is_equal(self, gold: list[Any], answer: str) -> bool:
+        """Whether an answer equals a reference that was read."""
+        return bool(self._verify(gold, self._read(answer), timeout_seconds=None))
+
+    def _read_gold(self, text: str) -> list[Any]:
+        gold = self._read(text)
+        # Most is done when it is compared: what is too hard then is no fault of an answer.
+        self._verify(gold, self._zero, timeout_seconds=None)
+        return gold
+
+    def _read(self, text: str) -> list[Any]:
+        return self._parse(text, self._latex, extraction_mode="first_match", parsing_timeout=None)
+
+
+def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Connection]) -> None:
+    """What a judge does until its pipe is closed."""
     # Else a pipe would stay open, and its judge alive, when the process that serves is gone.
     for other in inherited:
         other.close()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    # LaTeX only: math-verify evaluates plain expressions with sympy's parse_expr: eval.
-    latex = [LatexExtractionConfig(boxed_match_priority=0)]
-
-    def read(text: str) -> list[Any]:
-        return parse(text, latex, extraction_mode="first_match", parsing_timeout=None)
-
-    @lru_cache(maxsize=16)
-    def read_gold(text: str) -> list[Any]:
-        gold = read(text)
-        # Most is done when it is compared: what is too hard then is no fault of an answer.
-        verify(gold, [Integer(0)], timeout_seconds=None)
-        return gold
-
     while True:
         try:
             seconds, reference, answer = _receive(connection)
@@ -145,11 +176,11 @@ def _judge_all(connection: Connection, inherited: list[Connection]) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         verdict, at_answer = None, False
         try:
-            gold = read_gold(reference)
+            gold = verifier.read_gold(reference)
             if gold:
                 _send(connection, "answer")
                 at_answer = True
-                verdict = bool(verify(gold, read(answer), timeout_seconds=None))
+                verdict = verifier.is_equal(gold, answer)
         except _TOO_MUCH:
             verdict = False if at_answer else None
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -158,8 +189,7 @@ def _judge_all(connection: Connection, inherited: list[Connection]) -> None:
 
 def serve() -> None:
     """Reply until the input ends."""
-    import math_verify  # noqa: F401 (before the first fork)
-
+    verifier = Verifier()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     answers.write("ready\n")
     judges: list[Judge] = []
@@ -168,7 +198,7 @@ def serve() -> None:
         os.dup2(silence.fileno(), 2)
         for line in sys.stdin:
             request = json.loads(line)
-            for verdict in judge_pairs(**request, judges=judges):
+            for verdict in judge_pairs(**request, verifier=verifier, judges=judges):
                 answers.write(json.dumps(verdict) + "\n")
             answers.write("\n")
     for judge in judges:
