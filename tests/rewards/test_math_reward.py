@@ -91,8 +91,8 @@ def test_long_and_deep_texts_are_wrong_and_not_judged(math_reward, monkeypatch):
         assert math_reward(hostile, answer=[reference] * len(hostile)) == [0.0] * len(hostile)
 
 
-def test_after_an_interrupt_no_verdict_is_taken_for_the_next_one(monkeypatch):
-    reward = make_math(seconds=20.0)
+def test_after_an_interrupt_no_verdict_is_taken_for_the_next_one(math_reward, monkeypatch):
+    reward = math_reward
     first, second = r"\boxed{x+x}", r"\boxed{3x}"
     assert reward([first], answer=["2x"]) == [1.0]
 
@@ -103,7 +103,6 @@ def test_after_an_interrupt_no_verdict_is_taken_for_the_next_one(monkeypatch):
         patch.setattr("rloo.rewards.math._read", interrupt)
         reward([first], answer=["2x"])
     assert reward([second, first], answer=["2x", "2x"]) == [0.0, 1.0]
-    reward.close()
 
 
 # Their references have such operations, so that their form says nothing against them.
@@ -115,16 +114,13 @@ BOMBS = [
 ]
 
 
-def test_many_bombs_take_one_budget_and_score_nothing():
-    reward = make_math(seconds=2.0)
-    reward([r"\boxed{2x}"], answer=["x"])  # the worker is there
+def test_many_bombs_take_one_budget_and_score_nothing(math_reward, monkeypatch):
+    monkeypatch.setattr(math_reward, "_seconds", 2.0)
     texts = [rf"\boxed{{{bomb}+{n}}}" for n in range(3) for bomb, _ in BOMBS]
     answers = [f"{reference}+{n}" for n in range(3) for _, reference in BOMBS]
-    started, logged = time.monotonic(), {}
-    rewards = reward(
-        [*texts, r"\boxed{x+x}"], answer=[*answers, "2x"], log_metric=logged.__setitem__
-    )
-    reward.close()
+    answers, logged = [*answers, "2x"], {}
+    started = time.monotonic()
+    rewards = math_reward([*texts, r"\boxed{x+x}"], answer=answers, log_metric=logged.__setitem__)
     # 3.3 s is the budget; a busy machine may leave some of them missing.
     assert time.monotonic() - started < 30
     assert 1.0 not in rewards[:-1] and 0.0 in rewards
@@ -132,22 +128,20 @@ def test_many_bombs_take_one_budget_and_score_nothing():
     assert logged["rewards/math_reward/unjudged"] == rewards.count(None) / len(rewards)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_worker_that_is_stopped_is_missing_once_and_replaced(whole):
-    reward = make_math(seconds=0.3)
-    assert reward([r"\boxed{2x}"], answer=["2x"]) == [1.0]
-    process = reward._process.pid
-    if whole:
-        os.kill(process, signal.SIGSTOP)
-    else:
+def test_a_judge_or_worker_that_is_stopped_is_missing_once_and_replaced(math_reward, monkeypatch):
+    def stop_judges(process):
         for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
             os.kill(int(child), signal.SIGSTOP)
-    assert reward([r"\boxed{x+x}"], answer=["2x"]) == [None]
-    assert reward([r"\boxed{x+x}"], answer=["2x"]) == [1.0]
-    reward.close()
+
+    for stop in (stop_judges, lambda process: os.kill(process, signal.SIGSTOP)):
+        assert math_reward([r"\boxed{2x}"], answer=["3x-x"]) == [1.0]
+        stop(math_reward._process.pid)
+        with monkeypatch.context() as patch:
+            patch.setattr(math_reward, "_seconds", 0.1)
+            assert math_reward([r"\boxed{x+x}"], answer=["2x"]) == [None]
+        assert math_reward([r"\boxed{x+x}"], answer=["2x"]) == [1.0]
 
 
-def test_a_reference_that_is_too_hard_or_unreadable_is_missing_and_no_fault_of_the_answer():
-    reward = make_math(seconds=2.0)
-    assert reward([r"\boxed{7x}"] * 2, answer=["9^{9^{9^{9}}}x", "x +* y"]) == [None, None]
-    reward.close()
+def test_a_reference_that_is_too_hard_or_unreadable_is_no_fault_of_the_answer(math_reward):
+    references = ["9^{9^{9^{9}}}x", "x +* y", "(", "9" * 2000]
+    assert math_reward([r"\boxed{7x}"] * 4, answer=references) == [None] * 4

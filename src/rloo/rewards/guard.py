@@ -95,7 +95,7 @@ def _list_states() -> list[_State]:
             number = getattr(signal, name, None)
             if number is not None:
                 states.append((f"the handler of {name}", *_handler_of(number)))
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if hasattr(torch, "set_num_threads"):  # whole, not just being imported
         states += [
             ("torch's gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),

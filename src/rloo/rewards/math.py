@@ -30,7 +30,7 @@ from rloo.types import Text
 _MAX_CHARACTERS = 1000
 _MAX_WORKERS = 8
 _SECONDS_PER_ANSWER = 0.1
-_START_SECONDS, _REPLY_SECONDS = 120.0, 2.0
+_START_SECONDS, _REPLY_SECONDS = 120.0, 1.0
 _NO_REFERENCE = "the reward 'math' needs the reference in a column 'answer' or 'solution'"
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 
@@ -56,8 +56,9 @@ class MathReward:
     It must be a number or a closed form of the kind that the reference is (docs/rewards.md). Two
     numbers are compared exactly; other forms are equal where math-verify finds them so, by up to
     `os.cpu_count()` judges (at most 8) side by side, within `seconds` for the whole call and 0.1 s
-    more for each answer of a judge. An expression that takes a judge more than its share of the
-    time (0.25 to 1 s of processor time) or too much memory scores 0.
+    more for each answer of a judge. An expression that takes a judge more than 0.5 s
+    of processor time (0.25 s at first, the rest when all others are judged and time is left), or
+    too much memory, scores 0.
 
     The reward is None where the reference is None or cannot be read, and where a judge was killed,
     stopped, or out of time before it had its share; the metric `rewards/math_reward/unjudged` is

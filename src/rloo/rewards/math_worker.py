@@ -4,11 +4,11 @@ It is run by path and imports nothing from the package. It reads one JSON line p
 `{"budget": seconds, "workers": n, "pairs": [[reference, answer], ...]}`, and replies with one line
 `[index, verdict]` per pair, in any order, then with an empty line. A verdict is true, false, null.
 
-It imports math-verify once and forks judges, who work side by side. Each expression has a share of
-the budget, measured as processor time of its judge: the kernel ends the judge (SIGPROF) whatever it
-does, and a busy machine takes nothing from it. An answer that needs more than that, or more memory,
-or that is too deep, is false; null is what is no fault of the answer: a reference that cannot be
-read, a judge that died otherwise, and pairs that the budget did not reach.
+It imports math-verify once and forks judges, who work side by side. Time is measured as processor
+time of a judge: the kernel ends the judge (SIGPROF) whatever it does, and a busy machine takes
+nothing from it. An answer that is not judged in that time or needs too much memory is false; null
+is what is no fault of the answer: a reference that cannot be read, a judge that died otherwise or
+was stopped, and pairs that the budget did not reach.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _MEMORY_BYTES = 2 << 30
-# What an honest answer takes is 5 to 50 ms; `python -m benchmarks.chaos verifiers` has the figures.
-_SHARE_SECONDS = (0.25, 0.5)
+# Of processor time. Right answers take 0.02 to 0.15 s; what has not ended at the first try is tried
+# again when all others are done.
+_FIRST_SECONDS, _SECOND_SECONDS = 0.25, 0.5
 _FORK = multiprocessing.get_context("fork")
 # One of every kind, so that all that is loaded when it is needed is there before the first fork.
 _EXAMPLES = (
@@ -58,35 +59,30 @@ class Judge:
         self.process.start()
         theirs.close()
         self.index: int | None = None
+        self.seconds = 0.0
         self.at_answer = False
 
     def give(self, index: int, pair: list[str], seconds: float) -> None:
         """Begin with a pair, which may take `seconds` of processor time."""
-        self.index, self.at_answer = index, False
+        self.index, self.seconds, self.at_answer = index, seconds, False
         _send(self.connection, [seconds, *pair])
 
-    def hear(self) -> tuple[bool, bool | None]:
-        """What the judge has to say: whether it is done with its pair, and the verdict."""
+    def hear(self) -> str | bool | None:
+        """What the judge has to say: the verdict, "answer" where the reference was read, or "slow"
+        where the pair has taken its time."""
         try:
             message = _receive(self.connection)
         except (EOFError, OSError):
             self.end()
-            # Null where the reference was being read, or where something else than its share of
-            # time ended it.
-            return True, False if self._used_its_share() else None
-        if message == "answer":
-            self.at_answer = True
-            return False, None
-        return True, message
+            return "slow" if self.process.exitcode == -signal.SIGPROF else None
+        self.at_answer = self.at_answer or message == "answer"
+        return message
 
     def end(self) -> None:
         """Kill the process, if it is not dead."""
         self.process.kill()
         self.process.join()
         self.connection.close()
-
-    def _used_its_share(self) -> bool:
-        return self.at_answer and self.process.exitcode == -signal.SIGPROF
 
 
 def judge_pairs(
@@ -95,34 +91,40 @@ def judge_pairs(
     """Yield (index, verdict) of each pair that is decided before `budget` seconds are over.
     `judges` are those of earlier calls; it is left with those of this one that live."""
     end = time.monotonic() + budget
-    workers = min(workers, len(pairs))
-    low, high = _SHARE_SECONDS
-    # Of half the budget: a machine may be busy, and a judge that is ended is forked anew.
-    share = min(high, max(low, 0.5 * budget * workers / len(pairs)))
-    waiting = deque(enumerate(pairs))
+    waiting = deque((index, _FIRST_SECONDS) for index in range(len(pairs)))
+    slow: dict[int, bool | None] = {}  # once; the verdict if nothing better is found
     while waiting or any(judge.index is not None for judge in judges):
         for judge in [j for j in judges if j.index is None and not j.process.is_alive()]:
             judge.end()
             judges.remove(judge)
-        while waiting and len(judges) < workers:
+        while waiting and len(judges) < min(workers, len(pairs)):
             judges.append(Judge(verifier, judges))
         for judge in judges:
             if judge.index is None and waiting:
-                judge.give(*waiting.popleft(), share)
-        busy = {judge.connection: judge for judge in judges if judge.index is not None}
+                number, seconds = waiting.popleft()
+                judge.give(number, pairs[number], seconds)
+        busy: dict[Any, Judge] = {j.connection: j for j in judges if j.index is not None}
         ready = wait(list(busy), max(0.0, end - time.monotonic()))
         if not ready:
             break
-        for judge in (busy[connection] for connection in ready):  # type: ignore[index]
-            done, verdict = judge.hear()
-            if done:
-                yield judge.index, verdict
-                judge.index = None
+        for judge in map(busy.__getitem__, ready):
+            said, index = judge.hear(), judge.index
+            if said == "answer" or index is None:
+                continue
+            judge.index = None
+            if said == "slow":
+                slow[index] = False if judge.at_answer else None
+                if judge.seconds == _FIRST_SECONDS:
+                    waiting.append((index, _SECOND_SECONDS))
+            else:
+                slow.pop(index, None)
+                yield index, said if isinstance(said, bool) else None
             if judge.connection.closed:
                 judges.remove(judge)
     for judge in [judge for judge in judges if judge.index is not None]:
         judge.end()
         judges.remove(judge)
+    yield from slow.items()
 
 
 def _send(connection: Connection, message: Any) -> None:
@@ -146,7 +148,7 @@ class Verifier:
         self._zero = [sympy.Integer(0)]
         self.read_gold = lru_cache(maxsize=16)(self._read_gold)
         for gold, answer in _EXAMPLES:
-            self.is_equal(self.read_gold(f"${gold}$"), f"${answer}$")
+            self.is_equal(self._read_gold(f"${gold}$"), f"${answer}$")
 
     def is_equal(self, gold: list[Any], answer: str) -> bool:
         """Whether an answer equals a reference that was read."""
