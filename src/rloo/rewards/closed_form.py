@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rloo.rewards.numerals import clean, is_unit
 
 _MAX_DEPTH = 24
-_MAX_DIGITS = 60
+_MAX_DIGITS, _MAX_DECIMALS = 60, 4
 _TOKEN = re.compile(
     r"(?P<number>[0-9]{1,3}(?:\{,\}[0-9]{3})+|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
     r"|(?P<text>\\text\s*\{[^{}]*\})|(?P<begin>\\(?:begin|end)\s*\{[a-z]+\*?\}(?:\{[a-z|]*\})?)"
@@ -81,24 +81,26 @@ class Form:
 
 def read_form(text: str) -> Form:
     """The form of an expression. Raises NoForm if it cannot be parsed."""
-    tokens = []
+    tokens, form = [], Form()
     for match in _TOKEN.finditer(clean(text)):
         kind = match.lastgroup
         if kind == "other":
             raise NoForm(match.group())
         if kind == "number" and len(match.group()) > _MAX_DIGITS:
             raise NoForm("a number of so many digits")
+        if kind == "number" and len(match.group().partition(".")[2]) > _MAX_DECIMALS:
+            form.parts.add("decimals")  # math-verify takes six of them for a root or a third
         if kind == "word" and f"\\{match.group()}" not in _KNOWN_FUNCTIONS | {"\\pi", "\\sqrt"}:
             tokens += [("name", letter) for letter in match.group()]
         elif kind == "word":
             tokens.append(("command", f"\\{match.group()}"))
         elif kind is not None:
             tokens.append((kind, _SAME.get(match.group(), match.group())))
-    parser = _Parser(tokens)
+    parser = _Parser(tokens, form)
     parser.read_list()
     if parser.kind != "end":
         raise NoForm(parser.token)
-    return parser.form
+    return form
 
 
 class _Operand(NamedTuple):
@@ -117,11 +119,11 @@ def _is_numeral(operands: list[_Operand], operation: str) -> bool:
 class _Parser:
     """Recursive descent; what a method returns is whether it has read a rational number."""
 
-    def __init__(self, tokens: list[tuple[str, str]]) -> None:
+    def __init__(self, tokens: list[tuple[str, str]], form: Form) -> None:
         self._tokens = [*tokens, ("end", "")]
         self._at = 0
         self._depth = 0
-        self.form = Form()
+        self.form = form
 
     @property
     def kind(self) -> str:

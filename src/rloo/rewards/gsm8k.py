@@ -16,7 +16,7 @@ from rloo.types import Text
 
 _MARK = "####"
 _LAST_CHARACTERS = 1000
-_ANSWER_IS = re.compile(r"answer is", re.IGNORECASE)
+_ANSWER_IS = re.compile(r"answer is\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|\.(?:\s|$)")
 _FINAL_LINE = re.compile(r" -?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?\s*")
 

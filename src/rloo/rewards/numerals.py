@@ -135,7 +135,9 @@ _SAID = re.compile(
     re.ASCII,
 )
 _CLAUSE = re.compile(r"[,;:=.!?\n]|[0-9]")
-_JOINED_BEFORE = re.compile(r"(?:[-\u2212+*/^<>~!|(\[\u2248\u2260\u2264\u2265]|\\[a-z]+)\s*\{?\s*$")
+_JOINED_BEFORE = re.compile(
+    r"(?:[-\u2212+/^<>~!|(\[\u2248\u2260\u2264\u2265]|(?<!\*)\*|\\[a-z]+)\s*\{?\s*$"
+)
 _JOINED_AFTER = re.compile(
     r"[,.]?[0-9]|[_^!'\u00b2\u00b3]|\s*(?:[+*^=<>]\s*[\w\\]|[-/]\s*(?:[0-9\\(]|[A-Za-z](?![a-z]))|\\[a-z])"
 )
