@@ -41,6 +41,13 @@ def spins(completions):
             continue
 
 
+def survives_the_first_signal(completions):
+    try:
+        time.sleep(60)
+    except BaseException:
+        time.sleep(60)
+
+
 def waits_for_a_lock(completions):
     lock = threading.Lock()
     lock.acquire()
@@ -55,14 +62,17 @@ async def blocks_its_loop(completions):
     time.sleep(3)
 
 
-@pytest.mark.parametrize("hangs", [sleeps, spins, waits_for_a_lock, awaits])
+@pytest.mark.parametrize(
+    "hangs", [sleeps, spins, survives_the_first_signal, waits_for_a_lock, awaits]
+)
 def test_a_reward_that_hangs_is_an_error_with_name_deadline_and_knob(hangs):
     message = rf"'{hangs.__name__}' did not return within 0.2 s; .*\(reward_timeout; reward_on_err"
     with pytest.raises(TimeoutError, match=message):
         score(lengths, hangs, timeout=0.2)
 
 
-def test_the_coroutine_that_blocks_the_loop_is_blamed_and_not_those_that_wait():
+def test_the_coroutine_that_blocks_the_loop_is_blamed_and_not_those_that_wait(monkeypatch):
+    monkeypatch.setattr("rloo.rewards.coroutines._RESPONSE_SECONDS", 0.1)
     with pytest.raises(TimeoutError, match="'blocks_its_loop' did not"):
         score(awaits, blocks_its_loop, timeout=0.2)
 
@@ -147,10 +157,6 @@ def exits(completions):
     raise SystemExit(0)
 
 
-def exits_at_once(completions):
-    os._exit(0)
-
-
 async def exits_in_a_task(completions):
     async def work():
         raise SystemExit(0)
@@ -158,7 +164,7 @@ async def exits_in_a_task(completions):
     await asyncio.create_task(work())
 
 
-@pytest.mark.parametrize("function", [exits, exits_at_once, exits_in_a_task])
+@pytest.mark.parametrize("function", [exits, exits_in_a_task])
 def test_a_reward_cannot_end_the_run_as_if_it_were_finished(function):
     with pytest.raises(RuntimeError, match=rf"'{function.__name__}' raised exit\(0\), which would"):
         score(function, timeout=30)
@@ -260,8 +266,8 @@ def test_the_options_reach_the_rewards():
         RLOOConfig(reward_timeout=-1.0)
 
 
-@pytest.mark.parametrize("name", ["crashes", "sleeps_in_c_with_the_lock"])
-def test_what_only_ends_with_the_process_says_where_it_was(name):
+@pytest.mark.parametrize("name", ["crashes", "sleeps_in_c_with_the_lock", "exits_at_once"])
+def test_what_would_end_this_process_too_is_named(name):
     assert try_case(name) is None
 
 

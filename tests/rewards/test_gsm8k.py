@@ -194,7 +194,10 @@ def test_a_percent_sign_counts_where_it_is_asked_for():
     completions = ["#### 25%"] * 4
     prompts = [
         "There are 8 birds, 2 fly away. What percentage flew away?",
-        [{"role": "user", "content": "There are 8 birds. How many % flew away?"}],
+        [
+            {"role": "user", "content": "There are 8 birds. How many % flew away?"},
+            {"role": "assistant", "content": "Is it 2?"},
+        ],
         "25 birds are 50% of all. How many are they?",
         "It fell by 25%. What is left?",
     ]

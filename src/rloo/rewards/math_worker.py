@@ -46,7 +46,6 @@ _EXAMPLES = (
     (r"\binom{5}{2}x+3!", r"10x+7"),
     (r"50\%", r"90^\circ"),
 )
-_TOO_MUCH = (MemoryError, RecursionError, OverflowError)
 
 
 class Judge:
@@ -176,15 +175,11 @@ def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Conne
         except (EOFError, OSError):
             return
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        verdict, at_answer = None, False
-        try:
-            gold = verifier.read_gold(reference)
-            if gold:
-                _send(connection, "answer")
-                at_answer = True
-                verdict = verifier.is_equal(gold, answer)
-        except _TOO_MUCH:
-            verdict = False if at_answer else None
+        # Too little memory and too deep a recursion are false for math-verify, too.
+        gold, verdict = verifier.read_gold(reference), None
+        if gold:
+            _send(connection, "answer")
+            verdict = verifier.is_equal(gold, answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(connection, verdict)
 
