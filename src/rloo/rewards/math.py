@@ -35,7 +35,7 @@ _NO_REFERENCE = "the reward 'math' needs the reference in a column 'answer' or '
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 
 
-def make_math(*, seconds: float = 10.0) -> MathReward:
+def make_math(*, seconds: float = 5.0) -> MathReward:
     """A `MathReward` that gives one call about `seconds` for all its completions together."""
     if not 0 < seconds <= 3600:
         raise ValueError(
