@@ -171,7 +171,7 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
 
 def _first_seen(seen: dict[Key, Tensor], batch: MicroBatch, now: Tensor) -> Tensor:
     parts = zip(batch.keys, now.split(batch.lengths), strict=True)
-    return torch.cat([seen.setdefault(key, part) for key, part in parts])
+    return torch.cat([seen.setdefault(key, part).to(now.device) for key, part in parts])
 
 
 def batch_advantages(batch: MicroBatch, now: Tensor, reference: Tensor, terms: Terms) -> Tensor:
