@@ -366,7 +366,7 @@ def test_the_summary_is_strict_json_with_everything_that_the_monitor_saw(tmp_pat
     assert summary["training"]["start"]["reward"] == [0.1, 0.03]
     assert summary["training"]["end"]["completions/mean_length"] == 12.0
     assert summary["verdict"] in shown(screen)
-    assert f"Results in {tmp_path}: summary.json, metrics.jsonl" in shown(screen)
+    assert "Results in rloo_output: summary.json, metrics.jsonl" in shown(screen)
     assert not list(tmp_path.glob("*.tmp"))
 
 
