@@ -152,7 +152,8 @@ def value_loss(critic: Policy, samples: Sequence[Sample]) -> Tensor:
     """PPO's clipped squared error of the values of the same tokens (Schulman et al. 2017, as in
     TRL and verl)."""
     batch = critic.batch(samples)
-    values = critic.scorer.head(hidden_states(critic.model, batch))[:, 0].float()
+    outputs = critic.model.base_model(**batch.inputs, use_cache=False)
+    values = critic.scorer.head(hidden_states(outputs, batch))[:, 0].float()
     before, returns = values.detach(), torch.ones_like(values)
     clipped = before + (values - before).clamp(-0.2, 0.2)
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2).mean()

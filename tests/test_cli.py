@@ -319,10 +319,11 @@ def test_overlong_prompts_are_refused_with_rows_and_lengths_or_dropped_or_cut(fo
 
 def test_another_run_in_the_folder_is_refused_and_left_as_it_was(folder, capsys):
     train("--max_steps", "1")
-    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    files = [path for path in Path("run").rglob("*") if path.name != ".lock"]
+    before = {path: path.stat().st_mtime_ns for path in files}
     error = refusal(capsys, "train", "run.yaml")
     assert "--overwrite_output_dir" in error and "--resume_from_checkpoint" in error
-    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in files} == before
     train("--overwrite_output_dir")
     assert [row["step"] for row in read_lines("run/metrics.jsonl")] == [1, 2]
 
@@ -486,8 +487,8 @@ def test_eval_passes_the_configuration_of_a_hub_dataset_on(folder, model, capsys
     assert "cannot be loaded from the hub" in error
 
 
-def test_ctrl_c_ends_with_130_and_a_checkpoint_from_which_the_run_goes_on(folder):
-    """From outside: a process that is interrupted after it has printed its second step."""
+def test_sigterm_ends_with_143_and_a_checkpoint_from_which_the_run_goes_on(folder, capsys):
+    """From outside: a process that is asked to end after it has printed its second step."""
     options = ["--max_steps", "2000", "--logging_steps", "1", "--save_strategy", "no"]
     process = subprocess.Popen(
         [sys.executable, "-m", "rloo.cli", "train", "run.yaml", *options],
@@ -498,16 +499,18 @@ def test_ctrl_c_ends_with_130_and_a_checkpoint_from_which_the_run_goes_on(folder
     with process:
         for line in process.stdout:
             if line.startswith("step 2/"):
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGTERM)
                 break
         _, errors = process.communicate()
-    assert process.returncode == 130
-    assert errors.rstrip().endswith("rloo: interrupted")
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors.rstrip().endswith("rloo: stopped by SIGTERM")
     assert "Traceback" not in errors
     (checkpoint,) = Path("run").glob("checkpoint-*")
     step = int(checkpoint.name.partition("-")[2])
     assert json.loads(Path("run/summary.json").read_text())["status"] == "interrupted"
-    train("--max_steps", str(step + 2), "--resume_from_checkpoint")
+    for _ in range(2):  # as a scheduler starts it again, until it has finished
+        train("--max_steps", str(step + 2), "--resume_from_checkpoint", "auto")
+    assert f"has finished: {step + 2} steps" in capsys.readouterr().out
     assert [row["step"] for row in read_lines("run/metrics.jsonl")] == list(range(1, step + 3))
     assert json.loads(Path("run/summary.json").read_text())["status"] == "finished"
 

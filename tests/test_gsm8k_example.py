@@ -14,7 +14,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 import rloo
 from rloo import RLOOTrainer
-from rloo.algorithm import advantages as credit
+from rloo.algorithm.advantages import Terms
 from rloo.cli import main
 from rloo.config.batches import batches_of
 from rloo.config.parsing import parse_command_line
@@ -163,14 +163,14 @@ def result(request, tokenizer, tmp_path_factory) -> Result:
     folder = tmp_path_factory.mktemp(request.param)
     model = save_random_model(request.param, tokenizer, folder / "model")
     advantages = []
-    original = credit.advantages
+    original = Terms.advantages
 
     def watched(*args, **options):
         advantages.append(original(*args, **options))
         return advantages[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(credit, "advantages", watched)
+        patch.setattr(Terms, "advantages", watched)
         output = train(folder, model, "packed", packing="true")
     return Result(model, output, weights_in(model), advantages)
 

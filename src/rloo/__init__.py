@@ -6,12 +6,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rloo.algorithm.interrupts import Stopped
     from rloo.config.arguments import RLOOArguments
     from rloo.config.config import RLOOConfig
     from rloo.run.trainer import RLOOTrainer
 
 __version__ = "0.1.0"
-__all__ = ["RLOOArguments", "RLOOConfig", "RLOOTrainer", "__version__"]
+__all__ = ["RLOOArguments", "RLOOConfig", "RLOOTrainer", "Stopped", "__version__"]
 
 # Where bitsandbytes is installed, peft makes transformers import it, and it warns on stderr that an
 # operation that is not used here has no fast kernel.
@@ -21,6 +22,7 @@ _HOMES = {
     "RLOOArguments": "rloo.config.arguments",
     "RLOOConfig": "rloo.config.config",
     "RLOOTrainer": "rloo.run.trainer",
+    "Stopped": "rloo.algorithm.interrupts",
 }
 
 

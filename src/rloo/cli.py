@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rloo import __version__
+from rloo.algorithm.interrupts import Stop, Stopped
 from rloo.config.aliases import our_name
 from rloo.config.config import without_adapter
 from rloo.config.imports import IMPORTERS, import_config, render_imported
@@ -47,15 +48,13 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
+    """Run a command; returns the exit status: 0, 1 for a run that failed, 2 for bad input, and 128
+    and its number for a signal that stopped it (130: Ctrl-C)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
-        "train": _train,
-        "plan": _plan,
-        "eval": _evaluate,
-        "config": _config,
+        "train": _train, "plan": _plan, "eval": _evaluate, "config": _config,
         "check-estimator": _check_estimator,
-    }
+    }  # fmt: skip
     if not given or given[0] in ("-h", "--help", "help") or "--help" in given:
         print(__doc__, end="")
         return 0
@@ -63,25 +62,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rloo {__version__}")
         return 0
     if given[0] not in commands:
-        print(
-            f"rloo: {given[0]} is not a command; there are {', '.join(commands)}", file=sys.stderr
-        )
+        known = ", ".join(commands)
+        print(f"rloo: {given[0]} is not a command; there are {known}", file=sys.stderr)
         return 2
+    status, said = 0, ""
     try:
-        status = commands[given[0]](given[1:])
-        sys.stdout.flush()
-        return status
-    except ValueError as error:
+        with Stop().listening():
+            status = commands[given[0]](given[1:])
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        pass
+    except (ValueError, OSError, FloatingPointError) as error:
         if getattr(error, "__notes__", None):  # raised in a user's reward: show where
             raise
-        print(f"rloo: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        status, said = (2 if isinstance(error, ValueError) else 1), str(error)
     except KeyboardInterrupt:
-        print("rloo: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        status, said = INTERRUPTED, "interrupted"
+    except Stopped as stop:
+        status, said = stop.status, str(stop)
+    _say(said)
+    return status
+
+
+def _say(text: str) -> None:
+    """Print a last line on stderr. Streams that nobody reads must not change the status."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if text and stream is sys.stderr:
+                print(f"rloo: {text}", file=stream)
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _train(arguments: list[str]) -> int:

@@ -1,8 +1,5 @@
-"""World: the processes of a run and the device of this one. The identity when alone.
-
-Made once, by the trainer, and handed down: no other module asks for a device or a rank. Importing
-it needs no torch.
-"""
+"""World: the processes of a run and the device of this one. Made once, by the trainer, and handed
+down: no other module asks for a device or a rank."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class World:
     """Process `rank` of `size`, which computes on `device`.
 
     Every method is a collective: all processes call it at the same point, with values of the same
-    form, and get the same result. With one process each returns what it was given.
+    form, and get the same result; one alone gets what it gave.
     """
 
     device: torch.device

@@ -1,7 +1,4 @@
-"""The data that travels between the stages, and the protocol of the engines that sample.
-
-Token ids are lists, rewards are floats or `None`. This module imports nothing from the package.
-"""
+"""The data that travels between the stages, and the protocol of the engines that sample."""
 
 from __future__ import annotations
 
@@ -22,11 +19,10 @@ Weights = Callable[[], Iterable[tuple[str, Any]]]
 class Prompt:
     """One row of the dataset, tokenised.
 
-    `id` is the row's number in its dataset: stable over epochs, ranks and resumes. `epoch` is the
-    pass over the dataset in which it was drawn, so that a row drawn twice in one rollout gets
-    different samples. `content` is the prompt as the reward functions see it (a string or
-    messages), `columns` every other column. `pixels()` computes the tensors that a forward pass
-    needs for the prompt's images, by argument name; it is None for a prompt without images.
+    `id` is the row's number in its dataset, `epoch` the pass over it in which the row was drawn:
+    drawn twice in one rollout it gets different samples. `content` is the prompt as the reward
+    functions see it, `columns` every other column. `pixels()` computes the tensors that a forward
+    pass needs for the prompt's images, by argument name; it is None for a prompt without images.
     """
 
     id: int
@@ -63,10 +59,9 @@ class Sampling:
     """How to draw tokens. Order, as in transformers: penalty, temperature, top-k, top-p, min-p.
 
     `greedy` takes the most likely token and ignores temperature and filters; `policy_logprobs` are
-    then those at temperature 1, and `behavior_logprobs` are 0. `stop_token_ids` are all tokens that
-    end a completion, `stop_strings` the texts that do. Stop strings are searched for in the text
-    that `decode` returns for the completion's tokens (one text per list of ids), special tokens
-    included; the prompt is not searched.
+    then those at temperature 1, and `behavior_logprobs` are 0. `stop_token_ids` and `stop_strings`
+    end a completion; the strings are searched for in the text that `decode` returns for the
+    completion's tokens (one text per list of ids), special tokens included.
     """
 
     max_tokens: int
@@ -111,7 +106,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A completion to train on. `key` is (group, index in it); `reward` is never missing here.
+    """A completion to train on. `key` is (group, index in it); `reward` is NaN where none counts.
 
     `place` is its number among the rollout's completions, scored or not: optimizer steps are cut by
     it. `version` is that of the weights that sampled it. `trained` tells for each token whether the
@@ -155,16 +150,15 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
 class EngineFacts:
     """What others need to know of an engine, so that none asks which one it is.
 
-    `name` is what `rollout_engine` calls it, and what a run records. `copies_weights`: it holds a
-    copy of weights, if only of some, which nothing but `load` renews. `shares_memory`: it reads
-    weights where the policy has them, so they must not change while it samples, nor, if it copies
-    others, between `load` and that. `exact_noise`: `noise` determines every draw, as
-    `Engine.sample` says; without it, equal calls may differ. `filters`: it can sample with top-k,
-    top-p, min-p and a repetition penalty, and return both log-probabilities.
+    `name` is what `rollout_engine` calls it. `copies_weights`: it holds a copy of weights, if only
+    of some, which nothing but `load` renews. `shares_memory`: it reads weights where the policy has
+    them, so they must not change while it samples, nor, if it copies others, between `load` and
+    that. `exact_noise`: `noise` determines every draw; without it, equal calls may differ.
+    `filters`: it can sample with top-k, top-p, min-p and a repetition penalty.
 
-    The rest is the memory of this process that a completion may occupy while it is sampled: for
-    each token of its prompt, for each that may follow, and once. What needs more than `cache_bytes`
-    is not sampled at the same time (None: no limit).
+    The rest is the memory that a completion may occupy while it is sampled: for each token of its
+    prompt, for each that may follow, and once. What needs more than `cache_bytes` is not sampled
+    at the same time (None: no limit).
     """
 
     name: str
@@ -198,9 +192,7 @@ class Engine(Protocol):
 
     def load(self, weights: Weights, version: int) -> None:
         """Have `sample` draw from these weights; nothing is done, and `weights` not called, where
-        the version is that of the last load. Whoever calls sees to it that a version never stands
-        for two states of the weights."""
-        ...
+        the version, which never stands for two states of the weights, is that of the last load."""
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
@@ -211,7 +203,6 @@ class Engine(Protocol):
         and epoch, the sample's index and the token's position it determines every random draw,
         whatever else is in the batch.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,20 +228,15 @@ class Rollouts(Protocol):
     @property
     def epoch(self) -> float:
         """Passes over the dataset."""
-        ...
 
     def next(self) -> Rollout:
         """The next one; waits until it is there."""
-        ...
 
     def describe(self) -> dict[str, Any]:
         """What it draws from and scores with, by name, for the header of a run."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the data now, as JSON values."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
         """Go on from a position, with the rollout whose first optimizer step is number `step`."""
-        ...

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rloo.algorithm.advantages import assign
-from rloo.algorithm.chosen import advantages, chosen_estimator
+from rloo.algorithm.chosen import chosen_estimator
 from rloo.algorithm.estimators import (
     Returns,
     composed,
@@ -25,7 +25,7 @@ from rloo.config.config import RLOOConfig
 from rloo.types import Completion, Group, Prompt
 from support.models import make_samples
 from support.policies import make_policy_config, make_policy_of
-from support.terms import rollout_of, terms_of
+from support.terms import advantages, rollout_of, terms_of
 
 
 def double(values: list[float]) -> torch.Tensor:

@@ -11,17 +11,17 @@ import pytest
 import torch
 import yaml
 
-from rloo.algorithm.chosen import advantages
 from rloo.algorithm.estimators import Returns
 from rloo.cli import main
 from rloo.config.batches import batches_of
 from rloo.config.composed import composition_of
 from rloo.config.config import RLOOConfig
 from rloo.config.imports import import_config, render_imported
-from rloo.config.imports.command_line import parse_script
+from rloo.config.imports.ms_swift import parse_script
 from rloo.config.imports.source import follow_references
 from rloo.config.parsing import parse_command_line
 from rloo.config.presets import preset_options
+from support.terms import advantages
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 AREAL = EXAMPLES / "gsm8k_areal.yaml"

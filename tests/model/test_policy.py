@@ -103,7 +103,8 @@ def test_micro_batches_do_not_change_the_gradient():
         parts = split(samples, policy.max_tokens, whole_groups=False)
         for part in parts:
             batch = policy.batch(part)
-            assert batch.num_input_tokens <= max(budget, max(len(s.token_ids) + 11 for s in part))
+            limit = max(budget, max(len(s.token_ids) + 11 for s in part))
+            assert batch.multiplicity.numel() <= limit
             logprobs = policy.logprobs(batch).logprobs
             (logprobs * batch.reward_N.float()[batch.sequence_T]).sum().backward()
         results.append((len(parts), gradients(model)))

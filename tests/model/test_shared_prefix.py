@@ -133,7 +133,7 @@ def test_no_array_grows_with_tokens_squared(name, monkeypatch):
     model = make_model(name)
     attention.install(model)
     batch = pack(make_samples(100, [700, 650]), CPU)
-    tokens = batch.num_input_tokens
+    tokens = batch.multiplicity.numel()
 
     with LargestTensor() as largest:
         hidden = model.base_model(**batch.inputs, use_cache=False).last_hidden_state

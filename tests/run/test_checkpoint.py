@@ -3,6 +3,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 
 import numpy as np
@@ -18,42 +19,15 @@ from rloo.model.state import (
 from rloo.run import checkpoint as module
 from rloo.run.checkpoint import (
     Checkpoint,
-    claim_folder,
     find_checkpoint,
     load_checkpoint,
-    resume_path,
     save_checkpoint,
     verify_checkpoint,
 )
+from rloo.run.folder import Start, clear
+from support.checkpoints import make_checkpoint, names, save, write_model
 from support.optimizers import make_optimizer, take_step
 from support.training import identical
-
-
-def write_model(folder):
-    (folder / "model.safetensors").write_bytes(b"weights" * 100)
-    (folder / "adapter").mkdir()
-    (folder / "adapter" / "config.json").write_text("{}")
-
-
-def make_checkpoint(step=1, **changes):
-    model, optimizer = make_optimizer()
-    take_step(model, optimizer)
-    parts = {
-        "optimizer": optimizer_tensors(optimizer),
-        "scheduler": {"last_epoch": step, "_last_lr": [0.1]},
-        "rng": capture_rng(),
-        "trainer_state": {"step": step, "log": [{"loss": 0.1 + 0.2}]},
-    }
-    return Checkpoint(step=step, **{**parts, **changes})
-
-
-def save(directory, step=1, *, keep=None, write=write_model):
-    return save_checkpoint(directory, make_checkpoint(step), write_model=write, keep=keep)
-
-
-def names(directory):
-    return sorted(path.name for path in directory.iterdir())
-
 
 # State
 
@@ -165,7 +139,7 @@ def test_a_save_that_fails_leaves_no_trace_and_the_previous_checkpoint_valid(tmp
     with pytest.raises(type(failure)):
         save(tmp_path, 2, write=fail, keep=1)
     assert names(tmp_path) == ["checkpoint-1"]
-    assert find_checkpoint(tmp_path) == first
+    assert find_checkpoint(tmp_path) == (first, [])
 
 
 class KilledError(BaseException):
@@ -211,14 +185,14 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path, monkey
                 finished = True
             except KilledError:
                 finished = False
-        found = find_checkpoint(directory)
+        found, _ = find_checkpoint(directory)
         assert found is not None, fatal
         survivors.append(load_checkpoint(found).step)
         for path in directory.glob("checkpoint-*"):
             verify_checkpoint(path)
-        claim_folder(directory, overwrite=False, resuming=True)
+        clear(directory, overwrite=False, start=Start(found), resume=True)
         assert not list(directory.glob("tmp-*"))
-        assert save(directory, 2, keep=1) == find_checkpoint(directory)
+        assert (save(directory, 2, keep=1), []) == find_checkpoint(directory)
         assert names(directory) == ["checkpoint-2"]
         if finished:
             break
@@ -290,8 +264,9 @@ def test_damage_is_detected_named_and_passed_over(tmp_path, name, damage):
     DAMAGE[damage](newer / name)
     with pytest.raises(ValueError, match=f"checkpoint-2.*{name}"):
         load_checkpoint(newer)
-    with pytest.warns(UserWarning, match=f"checkpoint-2.*{name}.*trying the one before"):
-        assert find_checkpoint(tmp_path) == older
+    found, (damaged,) = find_checkpoint(tmp_path)
+    assert found == older
+    assert re.search(f"checkpoint-2.*{name}.*the one before is taken", damaged)
 
 
 def test_a_flipped_bit_anywhere_in_the_manifest_is_detected(tmp_path):
@@ -333,90 +308,18 @@ def test_a_checkpoint_without_state_or_of_another_format_is_refused(tmp_path):
 
 
 def test_the_newest_is_by_number_and_none_is_none(tmp_path):
-    assert find_checkpoint(tmp_path / "absent") is None
-    assert find_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path / "absent") == (None, [])
+    assert find_checkpoint(tmp_path) == (None, [])
     for step in (9, 10):
         save(tmp_path, step)
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-99").write_text("a file")
     (tmp_path / "tmp-checkpoint-11-1").mkdir()
-    assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    assert find_checkpoint(tmp_path) == (tmp_path / "checkpoint-10", [])
 
 
 def test_a_run_never_silently_starts_again(tmp_path):
     (save(tmp_path, 1) / "manifest.json").unlink()
     (tmp_path / "checkpoint-2").mkdir()
-    with (
-        pytest.warns(UserWarning, match="trying the one before"),
-        pytest.raises(ValueError, match=r"all 2 checkpoints in .* are damaged"),
-    ):
+    with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are damaged"):
         find_checkpoint(tmp_path)
-
-
-def test_what_to_resume_from(tmp_path):
-    assert resume_path(None, tmp_path) is None
-    assert resume_path(False, tmp_path) is None
-    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
-        resume_path(True, tmp_path)
-    one, two = save(tmp_path, 1), save(tmp_path, 2)
-    assert resume_path(True, tmp_path) == two
-    assert resume_path(str(two), tmp_path) == two
-    with pytest.warns(UserWarning, match="resuming from step 1, but .* has checkpoint-2:"):
-        assert resume_path(str(one), tmp_path) == one
-    with pytest.raises(ValueError, match="checkpoint-3 does not exist"):
-        resume_path(str(tmp_path / "checkpoint-3"), tmp_path)
-    with pytest.raises(ValueError, match=r"has no manifest\.json"):
-        resume_path(str(tmp_path), tmp_path)
-
-
-# Whose folder it is
-
-
-def test_a_fresh_folder_is_made_and_other_files_are_no_concern(tmp_path):
-    claim_folder(tmp_path / "a" / "b", overwrite=False, resuming=False)
-    (tmp_path / "a" / "b" / "notes.txt").write_text("mine")
-    claim_folder(tmp_path / "a" / "b", overwrite=False, resuming=False)
-    assert names(tmp_path / "a" / "b") == ["notes.txt"]
-    with pytest.raises(ValueError, match=r"notes\.txt is a file"):
-        claim_folder(tmp_path / "a" / "b" / "notes.txt", overwrite=False, resuming=False)
-
-
-def test_what_a_run_without_a_step_left_is_in_nobodys_way(tmp_path):
-    for name in ("summary.json", "evaluations.jsonl", "config.yaml"):
-        (tmp_path / name).write_text("{}")
-    claim_folder(tmp_path, overwrite=False, resuming=False)
-    assert names(tmp_path) == []
-
-
-def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path):
-    marker = "metrics.jsonl"
-    (tmp_path / marker).write_text("{}")
-    with pytest.raises(ValueError, match=rf"{marker}.*--overwrite_output_dir.*--resume_from_check"):
-        claim_folder(tmp_path, overwrite=False, resuming=False)
-    claim_folder(tmp_path, overwrite=False, resuming=True)
-    assert names(tmp_path) == [marker]
-    claim_folder(tmp_path, overwrite=True, resuming=False)
-    assert names(tmp_path) == []
-    with pytest.raises(ValueError, match="give only one of the two"):
-        claim_folder(tmp_path, overwrite=True, resuming=True)
-
-
-def test_overwriting_removes_what_is_ours_alone(tmp_path):
-    save(tmp_path, 1)
-    (tmp_path / "tmp-checkpoint-2-123").mkdir()
-    (tmp_path / "metrics.jsonl").write_text("{}")
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "checkpoint-best").mkdir()
-    with pytest.raises(ValueError, match="checkpoint-1"):
-        claim_folder(tmp_path, overwrite=False, resuming=False)
-    assert "tmp-checkpoint-2-123" in names(tmp_path)
-    claim_folder(tmp_path, overwrite=True, resuming=False)
-    assert names(tmp_path) == ["checkpoint-best", "notes.txt"]
-
-
-def test_overwriting_does_not_touch_a_checkpoint_of_another_program(tmp_path):
-    (tmp_path / "checkpoint-500").mkdir()
-    (tmp_path / "metrics.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match="checkpoint-500, which this program did not write"):
-        claim_folder(tmp_path, overwrite=True, resuming=False)
-    assert names(tmp_path) == ["checkpoint-500", "metrics.jsonl"]

@@ -17,6 +17,7 @@ from rloo.algorithm.shaping import shape
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import pack
+from rloo.model.logprobs import TokenScores
 from rloo.types import Completion, Group, Prompt
 from support.terms import rollout_of, terms_of
 
@@ -111,7 +112,7 @@ class GivenPolicy:
 
     def logprobs(self, batch):
         values = self._of(self.current, batch)
-        return values, torch.zeros_like(values), None
+        return TokenScores(values, torch.zeros_like(values), None)
 
     def backward(self, loss):
         if loss.requires_grad:

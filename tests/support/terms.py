@@ -9,5 +9,9 @@ def terms_of(config):
     return Terms(config, batches_of(config, world_size=1), config.beta)
 
 
+def advantages(returns, config):
+    return terms_of(config).advantages(returns)
+
+
 def rollout_of(groups):
     return Rollout(groups, metrics={}, num_tokens=0, version=0, position={}, epoch=0.0)

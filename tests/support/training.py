@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
+from rloo.algorithm.interrupts import ForcedInterrupt
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -84,7 +85,7 @@ def without_times(rows: list[dict]) -> list[dict]:
     ]
 
 
-class PowerCut(BaseException):
+class PowerCut(ForcedInterrupt):
     """Nothing can be saved any more."""
 
 

@@ -1,7 +1,4 @@
-"""Quantities that adapt during a run: statistics of past rewards, and the KL coefficient.
-
-They are plain numbers with a state that goes into checkpoints.
-"""
+"""Quantities that adapt during a run: statistics of past rewards, and the KL coefficient."""
 
 from __future__ import annotations
 
@@ -29,20 +26,18 @@ class Adaptive:
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as JSON values."""
-        return {
-            "beta": self.beta,
-            "decayed_mean": self.decayed_mean,
-            "past": self.past.state_dict(),
-        }
+        past = self.past.state_dict()
+        beta = {"beta": self.beta, "used_beta": self.used_beta}
+        return {**beta, "decayed_mean": self.decayed_mean, "past": past}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.beta, self.decayed_mean = state["beta"], state["decayed_mean"]
+        self.beta, self.used_beta = state["beta"], state["used_beta"]
+        self.decayed_mean = state["decayed_mean"]
         self.past.load_state_dict(state["past"])
 
     def see_rewards(self, rewards: Sequence[float], decay: float) -> None:
-        """Add a rollout's rewards to the past. Call it after they have been used, so that no reward
-        is part of its own baseline."""
+        """Add a rollout's rewards, once they were used: none is part of its own baseline."""
         if rewards:
             average = fmean(rewards)
             before = average if self.decayed_mean is None else self.decayed_mean

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rloo.algorithm import objective
-from rloo.algorithm.chosen import advantages, chosen_estimator
+from rloo.algorithm.chosen import Chosen, chosen_estimator
 from rloo.algorithm.estimators import Returns
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
@@ -26,7 +27,7 @@ from rloo.types import Sample
 Key = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Terms:
     """The inputs of a rollout's loss: the options, the batch arithmetic, and `beta`, the present KL
     coefficient (which `kl_target` adapts)."""
@@ -38,34 +39,66 @@ class Terms:
     @property
     def kl_in_reward(self) -> bool:
         """Whether advantages depend on the reference."""
-        return self.beta != 0 and self.config.kl_placement != "loss"
+        return self.beta != 0 and not self.kl_in_loss
 
     @property
     def kl_in_loss(self) -> bool:
         """Whether the loss has a KL term of its own."""
         return self.beta != 0 and self.config.kl_placement == "loss"
 
+    @cached_property
+    def estimator(self) -> Chosen:
+        """Looked up once, since it may be a user's. Raises ValueError as `chosen_estimator`."""
+        return chosen_estimator(self.config)
+
+    def watched(self, truncated_N: Tensor) -> Tensor:
+        """bool (N,): which completions the metrics kl and entropy are means over. All, but where
+        those masked as truncated pay no KL (as in TRL), these are left out."""
+        pay = (self.config.estimator_kwargs or {}).get("kl_of_truncated", True)
+        return ~truncated_N | (pay or not self.config.mask_truncated_completions)
+
+    def advantages(self, returns: Returns) -> Tensor:
+        """(N,), or (T,) with token ratios; 0 for completions that are masked as truncated and for
+        those without a reward (NaN), which no estimator sees. Groups are whole. Raises ValueError
+        for an estimator that is not there, fails, or returns what is no advantage."""
+        level, scored_N = self.config.importance_sampling_level, ~returns.reward_N.isnan()
+        if not scored_N.all():
+            scored = scored_N[returns.sequence_T] if level == "token" else scored_N
+            found = torch.zeros(scored.shape, dtype=torch.float64, device=scored.device)
+            if scored.any():
+                found[scored] = self.advantages(returns.only(scored_N))
+            return found
+        values = self.estimator(returns)
+        masked = returns.truncated_N & self.config.mask_truncated_completions
+        if level == "token":
+            values, masked = returns.per_token(values), masked[returns.sequence_T]
+        elif len(values) != returns.num_completions:
+            raise ValueError(
+                f"{self.estimator} returned one advantage for each of {len(values)} tokens, and "
+                f"importance_sampling_level is {level}, one ratio for all tokens of a completion "
+                "(importance_sampling_level token)"
+            )
+        return torch.where(masked, 0.0, values)
+
 
 @dataclass(slots=True)
 class Stored:
     """Advantages that are known before the update: of each completion one number, or with token
-    ratios one for each token. What a pass of its own has scored is in `old_logprobs` from the
-    start; `stats` are that pass's metrics."""
+    ratios one for each token. `old_logprobs` and `stats`, metrics, are at first those of a pass of
+    its own, if any."""
 
     known: dict[Key, Tensor]
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)
-    # What the update must do for it: micro-batches of whole groups, log-probs of the reference.
-    needs_groups: ClassVar[bool] = False
-    needs_reference: ClassVar[bool] = False
+    # Whether the update gives it micro-batches of whole groups, and log-probs of the reference.
+    from_update: ClassVar[bool] = False
 
     def has_signal(self, key: Key) -> bool:
         """False where the advantages are exactly 0."""
         return bool(self.known[key].any())
 
     def advantages(self, batch: MicroBatch, now: Tensor, reference: Tensor | None) -> Tensor:
-        """Those of the batch's completions, (N,) or (T,), on the device and in the dtype of its
-        log-probs `now` (T,)."""
+        """Those of a batch, (N,) or (T,), with device and dtype of its log-probs `now` (T,)."""
         return torch.cat([self.known[key] for key in batch.keys]).to(now.device, now.dtype)
 
     def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
@@ -86,8 +119,7 @@ class FromThisPass:
     known: dict[Key, Tensor] = field(default_factory=dict)
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)
-    needs_groups: ClassVar[bool] = True
-    needs_reference: ClassVar[bool] = True
+    from_update: ClassVar[bool] = True
 
     def has_signal(self, key: Key) -> bool:
         """True: nothing is known yet."""
@@ -95,7 +127,7 @@ class FromThisPass:
 
     def advantages(self, batch: MicroBatch, now: Tensor, reference: Tensor | None) -> Tensor:
         """As `Stored.advantages`, made of `now` and `reference` (T,)."""
-        assert reference is not None, "needs_reference"
+        assert reference is not None, "from_update"
         values = batch_advantages(batch, now, reference, self.terms)
         self.known.update(_by_key(batch.keys, batch.lengths, values))
         return values
@@ -114,20 +146,18 @@ Credit = Stored | FromThisPass
 
 
 def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
-    """Compute the advantages and log-probs that must be known before the first step.
-
-    Without a KL penalty in the reward, advantages follow from the rewards alone. With one they need
-    log-probs, for which there is a separate pass only if the first step is on a part of the
-    rollout, if a statistic runs over the batch, or if a group exceeds the token budget.
-    """
+    """Compute the advantages and log-probs that must be known before the first step. Without a KL
+    penalty in the reward, advantages follow from the rewards alone. With one they need log-probs:
+    from a pass of their own if the first step is on a part of the rollout, a statistic runs over
+    the batch, or a group exceeds the token budget, else from the update's."""
     if not samples:
         return Stored({})
     in_parts = terms.batches.parts_per_rollout > 1
     if not terms.kl_in_reward and not in_parts:
-        return Stored(_sample_advantages(samples, {}, terms.config))
+        return Stored(_sample_advantages(samples, {}, terms))
     needs_pass = (
         in_parts
-        or chosen_estimator(terms.config).over_rollout
+        or terms.estimator.over_rollout
         or exceeds(samples, policy.max_tokens, packed=policy.packed)
     )
     return _from_own_pass(samples, policy, terms) if needs_pass else FromThisPass(terms)
@@ -136,36 +166,34 @@ def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
 def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Stored:
     old: dict[Key, Tensor] = {}
     penalties: dict[Key, Tensor] = {}
-    total = 0.0
+    total, tokens, completions, stats = 0.0, 0, 0, {}
     for part in split(samples, policy.max_tokens, whole_groups=False, packed=policy.packed):
         batch = policy.batch(part)
         logprobs = policy.score(batch)
         old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
         if terms.kl_in_reward:
             reference = policy.reference_logprobs(batch)
-            total += (logprobs - reference).sum().item()
+            watched_N = terms.watched(batch.truncated_N)
+            watched_T = watched_N[batch.sequence_T]
+            total += (logprobs - reference)[watched_T].sum().item()
+            tokens, completions = tokens + int(watched_T.sum()), completions + int(watched_N.sum())
             penalty = token_penalty(logprobs, reference, terms).cpu()
             penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
-    stats = {}
     if terms.kl_in_reward:
-        num_tokens = sum(s.num_trained for s in samples)
-        stats = {"kl": total / num_tokens, "kl/sequence": total / len(samples)}
-    return Stored(_sample_advantages(samples, penalties, terms.config), old, stats)
+        stats = {"kl": total / max(tokens, 1), "kl/sequence": total / max(completions, 1)}
+    return Stored(_sample_advantages(samples, penalties, terms), old, stats)
 
 
 def _first_seen(seen: dict[Key, Tensor], batch: MicroBatch, now: Tensor) -> Tensor:
     parts = zip(batch.keys, now.split(batch.lengths), strict=True)
-    return torch.cat([seen.setdefault(key, part) for key, part in parts])
+    return torch.cat([seen.setdefault(key, part).to(now.device) for key, part in parts])
 
 
-def batch_advantages(
-    batch: MicroBatch, logprobs: Tensor, reference: Tensor, terms: Terms
-) -> Tensor:
-    """The advantages of a micro-batch of whole groups, from its own forward pass: (N,), or (T,)
-    with token ratios."""
-    penalty = token_penalty(logprobs, reference, terms)
+def batch_advantages(batch: MicroBatch, now: Tensor, reference: Tensor, terms: Terms) -> Tensor:
+    """Those of a micro-batch of whole groups, from its own forward pass: (N,), or (T,) by token."""
+    penalty = token_penalty(now, reference, terms)
     returns = Returns(batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N)
-    return advantages(returns, terms.config).to(logprobs.dtype)
+    return terms.advantages(returns).to(now.dtype)
 
 
 def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
@@ -180,15 +208,13 @@ def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
 
 
 def _sample_advantages(
-    samples: Sequence[Sample], penalties: Mapping[Key, Tensor], config: RLOOConfig
+    samples: Sequence[Sample], penalties: Mapping[Key, Tensor], terms: Terms
 ) -> dict[Key, Tensor]:
     """The advantages of a whole rollout; without `penalties` there is no KL penalty."""
-    lengths = [s.num_trained for s in samples]
-    keys = [s.key for s in samples]
+    keys, lengths = [s.key for s in samples], [s.num_trained for s in samples]
+    penalty = torch.zeros(sum(lengths), dtype=torch.float64)
     if penalties:
         penalty = torch.cat([penalties[key] for key in keys])
-    else:
-        penalty = torch.zeros(sum(lengths), dtype=torch.float64)
     returns = Returns(
         torch.tensor([s.reward for s in samples], dtype=torch.float64),
         penalty,
@@ -196,7 +222,7 @@ def _sample_advantages(
         torch.tensor([s.key[0] for s in samples]),
         torch.tensor([s.truncated for s in samples]),
     )
-    return _by_key(keys, lengths, advantages(returns, config))
+    return _by_key(keys, lengths, terms.advantages(returns))
 
 
 def _by_key(keys: Sequence[Key], lengths: Sequence[int], values: Tensor) -> dict[Key, Tensor]:

@@ -25,9 +25,7 @@ def centred(
     The default is leave-one-out, `r_i - mean of the other r_j of the group`, which equals
     `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) is left out of its siblings' baseline.
     Missing values and those without siblings get exactly 0, as do all members of a group with equal
-    values (sums are relative to the group's minimum). A mean that includes the element itself is
-    biased. Elements are completions, or tokens (AReaL's documented `adv_norm`, which leaves out one
-    token).
+    values (sums are relative to the group's minimum). A mean that includes the element is biased.
     """
     if mean_level == "none":
         return torch.where(values.isnan(), 0.0, values)
@@ -44,19 +42,13 @@ def scale(
     epsilon: float = 1e-4,
     epsilon_in_variance: bool = False,
 ) -> Tensor:
-    """The factor of the advantages: 1 / (standard deviation + epsilon), (N,).
-
-    The deviation is that of the group or of the batch, with Bessel's correction, and without the
-    element itself if `std_leave1out` (NeMo-RL). The factor is 1 where the deviation is 0. With
-    `epsilon_in_variance` it is 1 / sqrt(variance + epsilon) (verl).
-    """
+    """The factor of the advantages, (N,): 1 / (standard deviation + epsilon), with
+    `epsilon_in_variance` 1 / sqrt(variance + epsilon) (verl); 1 where the deviation is 0. That is
+    of the group or batch, of the others if `std_leave1out` (NeMo-RL), with Bessel's correction."""
     if std_level == "none":
         return torch.ones_like(rewards_N)
     index = group_N if std_level == "group" else torch.zeros_like(group_N)
-    if std_leave1out:
-        variance = _variance_of_others(rewards_N, index)
-    else:
-        variance = _variance(rewards_N, index)[index]
+    variance = (_variance_of_others if std_leave1out else _variance)(rewards_N, index)
     return _inverse_deviation(variance, epsilon, epsilon_in_variance)
 
 
@@ -67,17 +59,15 @@ def standardise(
     AReaL's `adv_norm` and verl's `masked_whiten`). NaN is left out and becomes 0."""
     whole = torch.zeros(values.shape, dtype=torch.long, device=values.device)
     factor = _inverse_deviation(_variance(values, whole), epsilon, epsilon_in_variance)
-    return _centre(values, whole, leave_one_out=False) * (factor[0] if len(factor) else 1.0)
+    return _centre(values, whole, leave_one_out=False) * factor
 
 
 def _group_sum(values: Tensor, index: Tensor) -> Tensor:
-    size = int(index.max()) + 1 if index.numel() else 0
-    return sum_by(values, index, size)
+    return sum_by(values, index, int(index.max()) + 1 if index.numel() else 0)
 
 
 def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Values minus the mean over their bin, without themselves if `leave_one_out`. NaN is left out
-    and becomes 0, as does a value alone in its bin."""
+    """Values less their bin's mean. NaN is left out and becomes 0, as does a value alone in it."""
     valid = ~values.isnan()
     counts = _group_sum(valid.to(values.dtype), index)
     floor = torch.full_like(counts, torch.inf).scatter_reduce(
@@ -94,11 +84,10 @@ def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
 
 
 def _variance(values: Tensor, index: Tensor) -> Tensor:
-    """Variance over each bin with Bessel's correction, ignoring NaN; 0 for fewer than two
-    values."""
+    """Of each value's bin, with Bessel's correction, ignoring NaN; 0 for fewer than two values."""
     deviations = _centre(values, index, leave_one_out=False)
     counts = _group_sum((~values.isnan()).to(values.dtype), index)
-    return _group_sum(deviations**2, index) / (counts - 1).clamp(min=1)
+    return (_group_sum(deviations**2, index) / (counts - 1).clamp(min=1))[index]
 
 
 def _variance_of_others(values: Tensor, index: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """The estimator that the options choose: found, given what it may look at, and its result checked.
 
-The estimators of the package are trusted; what a user's returns is not. Every refusal names the
-user's file and line.
+Those of the package are trusted, a user's is not; every refusal names the user's file and line.
 """
 
 from __future__ import annotations
@@ -23,31 +22,10 @@ from rloo.config.functions import load_function
 from rloo.config.reading import suggest
 
 
-def advantages(returns: Returns, config: RLOOConfig) -> Tensor:
-    """(N,), or (T,) with token ratios; 0 for completions that are masked as truncated. All of
-    `returns` count, and their groups are whole. Raises ValueError for an estimator that is not
-    there, fails, or returns what is no advantage."""
-    estimator = chosen_estimator(config)
-    values = estimator(returns)
-    masked = returns.truncated_N & config.mask_truncated_completions
-    if config.importance_sampling_level == "token":
-        values, masked = returns.per_token(values), masked[returns.sequence_T]
-    elif len(values) != returns.num_completions:
-        raise ValueError(
-            f"{estimator} returned one advantage for each of {len(values)} tokens, and "
-            f"importance_sampling_level is {config.importance_sampling_level}, one ratio for all "
-            "tokens of a completion (importance_sampling_level token)"
-        )
-    return torch.where(masked, 0.0, values)
-
-
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """An estimator with its arguments.
-
-    `over_rollout` says whether it is given the whole rollout or one group at a time,
-    `smallest_group` how many scored completions a group must have to count.
-    """
+    """An estimator with its arguments. `over_rollout` says whether it is given the whole rollout or
+    one group at a time, `smallest_group` how many scored completions a group must have to count."""
 
     name: str
     function: Estimator
@@ -55,8 +33,7 @@ class Chosen:
     smallest_group: int
 
     def __call__(self, returns: Returns) -> Tensor:
-        """Advantages, (N,) or (T,). Raises ValueError where a user's function fails, or for what it
-        returns."""
+        """Advantages, (N,) or (T,). Raises ValueError if a user's function or its result fails."""
         if self.name in ESTIMATORS:
             return self.function(returns)
         parts = [returns] if self.over_rollout else returns.groups()
@@ -106,8 +83,7 @@ def chosen_estimator(config: RLOOConfig) -> Chosen:
     name, arguments = config.estimator, config.estimator_kwargs or {}
     if name == "composed":
         form = composition_of(config)
-        made = partial(composed, form=form)
-        return Chosen(name, made, form.over_rollout, form.smallest_group)
+        return Chosen(name, partial(composed, form=form), form.over_rollout, form.smallest_group)
     function = ESTIMATORS[name] if name in ESTIMATORS else _load(name)
     _check_arguments(name, function, arguments)
     scope = getattr(function, "scope", "group")
@@ -149,8 +125,7 @@ def _check_arguments(name: str, function: Estimator, arguments: dict[str, Any]) 
 
 
 def _code_of(function: Callable[..., Any]) -> Any:
-    function = function.func if isinstance(function, partial) else function
-    function = inspect.unwrap(function)
+    function = inspect.unwrap(function.func if isinstance(function, partial) else function)
     return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
 

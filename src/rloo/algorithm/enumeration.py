@@ -1,7 +1,5 @@
-"""Every rollout that a small policy can sample, with its probability: what an estimator gives on
-average, beside the exact gradient.
-
-Knows nothing of models: the policy of a prompt is a table of logits in float64.
+"""Every rollout that a small policy (a table of logits in float64) can sample, and its probability:
+what an estimator gives on average, beside the exact gradient.
 """
 
 from __future__ import annotations
@@ -63,9 +61,8 @@ class Bandit:
 
     def logprob_S(self, logits: Tensor) -> Tensor:
         """Of whole sequences under `logits`."""
-        size = len(self.sequences)
-        index = torch.arange(size).repeat_interleave(self.length_S)
-        return sum_by(self.token_logprobs(logits), index, size)
+        index = torch.arange(len(self.sequences)).repeat_interleave(self.length_S)
+        return sum_by(self.token_logprobs(logits), index, len(self.sequences))
 
     def exact_gradient(self, beta: float) -> Tensor:
         """That of E[reward] - beta KL(policy || reference) by the logits."""
@@ -80,7 +77,7 @@ class Bandit:
 class Found:
     """The expected gradient of an estimator at one prompt, beside the exact one: its length along
     that, its cosine with it, the norm of the difference over the exact norm; and the trace of the
-    gradient's covariance over the squared scale, which is how much noise is in a unit of signal."""
+    gradient's covariance over the squared scale: how much noise is in a unit of signal."""
 
     scale: float
     cosine: float

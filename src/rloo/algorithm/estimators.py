@@ -4,7 +4,6 @@ An estimator is a function of `Returns` that gives one advantage for each comple
 for each token, (T,). It is given the completions of one group, and so cannot look at others, unless
 it says `batch_scope`: then it is given those of the whole rollout, however that is cut into
 micro-batches. What is here and looks at groups takes all of them at once, which is the same.
-Knows nothing of models or options.
 """
 
 from __future__ import annotations
@@ -67,6 +66,17 @@ class Returns:
         # If the sizes are equal, every completion is a single token.
         return values if len(values) == len(self.sequence_T) else values[self.sequence_T]
 
+    def only(self, kept_N: Tensor) -> Returns:
+        """Those of the completions that are to be kept, bool (N,)."""
+        kept_T = kept_N[self.sequence_T]
+        return Returns(
+            self.reward_N[kept_N],
+            self.penalty_T[kept_T],
+            (kept_N.cumsum(0) - 1)[self.sequence_T[kept_T]],
+            self.group_N[kept_N],
+            self.truncated_N[kept_N],
+        )
+
     def groups(self) -> list[Returns]:
         """Each group alone."""
         return self.split(self.group_N.unique_consecutive(return_counts=True)[1].tolist())
@@ -76,6 +86,7 @@ class Returns:
         lengths = self.length_N.long().split(sizes)
         penalties = self.penalty_T.split([int(length.sum()) for length in lengths])
         columns = [x.split(sizes) for x in (self.reward_N, self.group_N, self.truncated_N)]
+        parts = zip(penalties, lengths, *columns, strict=True)
         return [
             Returns(
                 reward.clone(),
@@ -84,9 +95,7 @@ class Returns:
                 group - group[0],
                 truncated.clone(),
             )
-            for penalty, length, reward, group, truncated in zip(
-                penalties, lengths, *columns, strict=True
-            )
+            for penalty, length, reward, group, truncated in parts
         ]
 
 
@@ -146,8 +155,7 @@ def composed(returns: Returns, form: Composition = PAPER) -> Tensor:
 
 
 def _above_baseline(returns: Returns, paid_T: Tensor, form: Composition) -> Tensor:
-    """(return - baseline) / deviation: (N,), or (T,) if it differs by token.
-    `paid_T` is what tokens pay from themselves on."""
+    """(return - baseline) / deviation, (N,) or (T,). `paid_T`: what tokens pay from there on."""
     level: Level = "none" if form.mean_level == "running" else form.mean_level
     mean: dict[str, Any] = {"mean_level": level, "mean_leave1out": form.mean_leave1out}
     group_N, sequence_T = returns.group_N, returns.sequence_T

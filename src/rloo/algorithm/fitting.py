@@ -4,26 +4,24 @@ lowered before the first sample, or once while training."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby, islice
 from typing import TypeVar
 
 import torch
 
 from rloo.algorithm.advantages import Credit, assign
-from rloo.algorithm.parts import Parts, RunState
+from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.algorithm.update import update
 from rloo.model.budget import fitting_budget
 from rloo.model.memory import count_tokens
-from rloo.types import Rollout, Sample
+from rloo.types import Sample
 
 T = TypeVar("T")
 
 
 def rehearse(parts: Parts, state: RunState) -> None:
-    """Before the first sample, check that the largest micro-batch fits into memory, and lower the
-    token budget if it does not. Raises ValueError if no budget suffices.
-
-    A resumed run keeps its earlier budget.
-    """
+    """Before the first sample, lower the token budget if the largest micro-batch does not fit into
+    memory. A resumed run keeps its earlier budget. Raises ValueError if none suffices."""
     changes, policy = state.budget_changes, parts.policy
     if changes and changes[-1]["to"] == policy.max_tokens:
         return
@@ -41,13 +39,13 @@ def rehearse(parts: Parts, state: RunState) -> None:
 
 
 def check_first(parts: Parts, state: RunState, samples: Sequence[Sample]) -> None:
-    """Compare the forward passes of training with the model's own, on the first samples of a run:
-    two of each group, of at most two groups."""
+    """Compare training's forward passes with the model's own, on a run's first few samples."""
     policy = parts.policy
     if not samples or policy.checked:
         return
     packed = policy.packed
-    policy.check_forward(_first_of_each_group(samples)[:4])
+    groups = groupby(samples, key=lambda sample: sample.key[0])
+    policy.check_forward([s for _, members in groups for s in islice(members, 2)][:4])
     if policy.packed != packed:  # other sizes fit now
         rehearse(parts, state)
     tell_notes(parts)
@@ -64,29 +62,23 @@ def credit_that_fits(parts: Parts, state: RunState, samples: Sequence[Sample]) -
 
 
 def update_that_fits(
-    parts: Parts,
-    state: RunState,
-    rollout: Rollout,
-    samples: Sequence[Sample],
-    minibatch: Sequence[Sample],
-    credit: Credit,
-) -> tuple[Credit, dict[str, float]]:
-    """One optimizer step on a part of the rollout's `samples`, again with smaller micro-batches
+    parts: Parts, state: RunState, hand: InHand, minibatch: Sequence[Sample]
+) -> dict[str, float]:
+    """One optimizer step on a part of the rollout's samples, again with smaller micro-batches
     where memory did not suffice; then the credit is assigned for these, too, unless the weights
-    have moved since it was. Returns the credit for the steps that follow, and the metrics.
-    """
+    have moved since it was. Keeps the credit for the steps that follow; returns the metrics."""
 
-    def work() -> tuple[Credit, dict[str, float]]:
+    def work() -> dict[str, float]:
         with parts.clock.phase("update"):
-            metrics = update(parts.policy, minibatch, credit, state.terms(parts))
-        return credit.after_first_step(metrics), metrics
+            return update(parts.policy, minibatch, hand.credit, state.terms(parts), parts.stop.hold)
 
-    result = _attempt(parts, state, minibatch, work)
-    if result is None:
-        if not state.has_learned_from(rollout):
-            credit = credit_that_fits(parts, state, samples)
-        result = work()
-    return result
+    metrics = _attempt(parts, state, minibatch, work)
+    if metrics is None:
+        if hand.done == 0:
+            hand.credit = credit_that_fits(parts, state, hand.samples)
+        metrics = work()
+    hand.credit = hand.credit.after_first_step(metrics)
+    return metrics
 
 
 def tell_notes(parts: Parts) -> None:
@@ -100,10 +92,8 @@ def _attempt(
     parts: Parts, state: RunState, samples: Sequence[Sample], work: Callable[[], T]
 ) -> T | None:
     """Run `work` on `samples`. Where memory does not suffice, halve the token budget, clear the
-    gradients and return None, so that the caller tries again: once in a run.
-
-    Raises torch.OutOfMemoryError the second time, and if the weights may have changed.
-    """
+    gradients and return None, so that the caller tries again: once in a run. Raises
+    torch.OutOfMemoryError the second time, and if the weights may have changed."""
     moved: list[bool] = []
     policy = parts.policy
     watch = policy.stepper.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
@@ -129,23 +119,12 @@ def _attempt(
     return None
 
 
-def _lower_budget(
-    parts: Parts, state: RunState, max_tokens: int, reason: str, *, cause: str
-) -> None:
+def _lower_budget(parts: Parts, state: RunState, size: int, reason: str, *, cause: str) -> None:
     """Make micro-batches smaller from the next step on, and record it."""
     step, before = state.step + 1, parts.policy.max_tokens
-    parts.policy.max_tokens = max_tokens
-    state.budget_changes.append({"step": step, "from": before, "to": max_tokens, "cause": cause})
+    parts.policy.max_tokens = size
+    state.budget_changes.append({"step": step, "from": before, "to": size, "cause": cause})
     parts.policy.notes.append(
-        f"from step {step} on a micro-batch has at most {max_tokens:,} tokens, not "
+        f"from step {step} on a micro-batch has at most {size:,} tokens, not "
         f"{before:,}: {reason} (max_tokens_per_micro_batch)"
     )
-
-
-def _first_of_each_group(samples: Sequence[Sample]) -> list[Sample]:
-    chosen: dict[int, list[Sample]] = {}
-    for sample in samples:
-        members = chosen.setdefault(sample.key[0], [])
-        if len(members) < 2:
-            members.append(sample)
-    return [s for members in chosen.values() for s in members]

@@ -1,37 +1,112 @@
-"""Delaying Ctrl-C while something must not be interrupted."""
+"""Signals that ask a run to stop: obeyed at once where nothing is half done, else held back."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+
+# With these people, shells, schedulers and limits ask a process to end. Not all systems have all.
+ASKING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+
+
+class Stopped(SystemExit):
+    """A signal other than Ctrl-C has ended a run, after it was saved. A script that does not catch
+    it exits with 128 + the signal's number, which no scheduler takes for success."""
+
+    def __init__(self, number: int) -> None:
+        self.status, self.signal = 128 + number, signal.Signals(number)
+        super().__init__(self.status)
+
+    def __str__(self) -> str:
+        return f"stopped by {self.signal.name}"
 
 
 class ForcedInterrupt(KeyboardInterrupt):
-    """A second Ctrl-C, which does interrupt: the half-finished state must not be saved."""
+    """A second Ctrl-C, which nothing holds back: what is half done must not be saved."""
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the block is finished; a second Ctrl-C raises ForcedInterrupt."""
-    pending: list[Any] = []
+class Stop:
+    """Receives the signals that ask to stop while `listening`, in the main thread only, as Python
+    allows; a signal that is ignored (nohup, a background job) stays ignored.
 
-    def hold_back(*_: Any) -> None:
-        if pending:
+    The first one raises KeyboardInterrupt or `Stopped` wherever the run is, unless it is in a part
+    that is `held`: then at the end of that part. A second one of the same kind ends at once. With
+    `usr1_saves`, SIGUSR1 sets `save_wanted` instead.
+    """
+
+    def __init__(self, *, usr1_saves: bool = False) -> None:
+        self.save_wanted = False
+        self.received: int | None = None
+        self._usr1_saves = usr1_saves
+        self._held = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[Stop]:
+        """Install the handlers; on leaving, put the previous ones back."""
+        previous: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            numbers = [getattr(signal, name) for name in ASKING if hasattr(signal, name)]
+            for number in numbers:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    previous[number] = signal.signal(number, self._receive)
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold signals back in this block, and raise at its end what came in it."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self._held -= 1
+        self.check()
+
+    def hold(self) -> None:
+        """Hold signals back from now on; `release` ends it."""
+        self._held += 1
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """At the end of this block, end every `hold` of it and raise what came since."""
+        before = self._held
+        try:
+            yield
+        finally:
+            self._held = before
+        self.check()
+
+    def check(self) -> None:
+        """Raise what was held back, also where user code swallowed it when it was first raised."""
+        if self.received is not None and not self._held:
+            raise self._error(self.received)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._usr1_saves and number == signal.SIGUSR1:
+            self.save_wanted = True
+        elif number == self.received:
+            self._end_now(number)
+        else:
+            self.received = self.received or number
+            self.check()
+
+    def _end_now(self, number: int) -> None:
+        if number == signal.SIGINT:
             raise ForcedInterrupt
-        pending.append(True)
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # a live display has hidden the cursor
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
-    # Only the main thread receives signals, and a background job may ignore SIGINT.
-    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, hold_back)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if pending:
-        raise KeyboardInterrupt
+    @staticmethod
+    def _error(number: int) -> BaseException:
+        return KeyboardInterrupt() if number == signal.SIGINT else Stopped(number)

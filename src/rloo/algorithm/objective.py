@@ -1,9 +1,8 @@
 """The mathematics of REINFORCE Leave-One-Out as pure functions on tensors.
 
-It knows nothing of models, devices, options or logging. Sequences are ragged and flat: per-token
-tensors have one entry for each completion token (`_T`), per-completion tensors one for each
-completion (`_N`); `sequence_T` maps a token to its completion and `group_N` a completion to its
-group. All functions keep the dtype of their inputs, float64 included.
+Sequences are ragged and flat: per-token tensors have one entry for each completion token (`_T`),
+per-completion tensors one for each completion (`_N`); `sequence_T` maps a token to its completion.
+All functions keep the dtype of their inputs, float64 included.
 
     reward -> clip -> minus beta * KL -> minus the mean of the other rewards -> (scale) -> loss
 
@@ -47,26 +46,22 @@ def kl_estimate(
     2020). All are differentiable; `clip` bounds them on both sides. Raises ValueError for an
     unknown name.
     """
-    x = policy_T - reference_T
-    if estimator == "k1":
-        estimate = x
-    elif estimator == "k2":
+    estimate = x = policy_T - reference_T
+    if estimator == "k2":
         estimate = x**2 / 2
     elif estimator == "k3":
         # x is bounded in both terms: otherwise the linear one would pull away from the reference.
         x = x.clamp(min=-MAX_LOG_RATIO)
         # expm1 keeps the digits that exp(-x) - 1 loses for small x.
         estimate = torch.expm1(-x) + x
-    else:
+    elif estimator != "k1":
         raise ValueError(f"kl_estimator is {estimator!r}; it must be k1, k2 or k3")
     return estimate if clip is None else estimate.clamp(-clip, clip)
 
 
 def return_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
     """The sum of each token's value and the values of all later tokens of its completion: (T,).
-
-    Completions lie one after another, with their tokens in order.
-    """
+    Completions lie one after another, with their tokens in order."""
     summed = values_T.double().cumsum(0)
     ends = sum_by(torch.ones_like(sequence_T), sequence_T, size).cumsum(0) - 1
     return (summed[ends][sequence_T] - summed + values_T).to(values_T.dtype)
@@ -89,11 +84,10 @@ def importance_weights(
 ) -> Tensor:
     """Weights (T,), detached, that correct for sampling from a distribution other than the policy.
 
-    `log_ratio_T` is log policy - log behavior, the first by the trainer, the second as it sampled.
+    `log_ratio_T` is log policy, by the trainer before the rollout's first update, - log behavior.
     The weight is the ratio of each token, or of its whole completion (the product). Truncating
     bounds it by `upper` (Espeholt et al. 2018); masking drops what is above it or below `lower`
-    (IcePop). The trainer is the policy before the rollout's first update: with token_mask this is
-    AReaL's decoupled objective (arXiv 2505.24298, equation 5).
+    (IcePop; token_mask is AReaL's decoupled objective, arXiv 2505.24298, equation 5).
     """
     log_ratio = log_ratio_T.detach()
     if mode.startswith("sequence"):
@@ -131,11 +125,9 @@ class PolicyLoss(NamedTuple):
 def loss_denominator(
     aggregation: Aggregation, *, num_sequences: int, num_tokens: int, constant: float | None
 ) -> float:
-    """The divisor of the summed loss of one optimizer step, over all ranks and micro-batches.
-
-    sequence and sequence_token_mean: the number of completions that count; token_mean: the number
-    of their tokens; constant: completions times `constant` (Dr. GRPO).
-    """
+    """The divisor of the summed loss of one optimizer step, over all ranks and micro-batches: the
+    number of completions that count; with token_mean that of their tokens; with constant that of
+    completions times `constant` (Dr. GRPO). Raises ValueError if that is None."""
     if aggregation == "token_mean":
         return float(max(num_tokens, 1))
     if aggregation == "constant":
@@ -155,15 +147,14 @@ def policy_loss(
 ) -> PolicyLoss:
     """The clipped surrogate, to be minimised, as a sum over this micro-batch.
 
-    `advantages` are (N,), or (T,) with level "token". `old_T` are the trainer's own
-    log-probs before the first update on these completions (pass `logprobs_T.detach()` when there is
-    one update: the ratio is then 1 and the gradient that of REINFORCE). Ratio of level "sequence":
-    product over the completion (TRL, the paper), one term; "sequence_mean": their geometric mean,
-    as the ratio of each of its tokens (GSPO, arXiv 2507.18071); "token": each token its own (AReaL,
-    ms-swift, verl). While the policy is "old", all three have one gradient. `delta` bounds the
-    ratio where the advantage is negative (dual clip, arXiv 1912.09729). `weights_T` multiply the
-    tokens' terms; those of a whole completion are equal for all of its tokens. Terms are then
-    summed by `aggregate`.
+    `advantages` are (N,), or (T,) with level "token". `old_T` are the trainer's log-probs before
+    the first update on these completions (with one update `logprobs_T.detach()`: the ratio is 1 and
+    the gradient that of REINFORCE). Ratio of level "sequence": product over the completion (TRL,
+    the paper), one term; "sequence_mean": their geometric mean, as the ratio of each of its tokens
+    (GSPO, arXiv 2507.18071); "token": each token its own (AReaL, ms-swift, verl). While the policy
+    is "old", all three have one gradient. `delta` bounds the ratio where the advantage is negative
+    (dual clip, arXiv 1912.09729). `weights_T` multiply the tokens' terms; those of a whole
+    completion are equal for all of its tokens. Terms are then summed by `aggregate`.
     """
     sequence_T, size = completions
     level, aggregation = form.ratio_level, form.aggregation

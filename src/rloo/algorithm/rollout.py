@@ -13,7 +13,7 @@ from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.data.stream import Prompts, StreamSource
 from rloo.engines.noise import noise_key
-from rloo.report.metrics import mean_of_parts, rollout_metrics
+from rloo.report.metrics import mean_of_parts, rollout_metrics, sampled_entropy
 from rloo.report.profiling import Clock
 from rloo.rewards import RewardSet
 from rloo.types import Completion, Engine, Group, Prompt, Rollout, Sampling, Text, text_of
@@ -22,11 +22,8 @@ from rloo.types import Completion, Engine, Group, Prompt, Rollout, Sampling, Tex
 @dataclass(slots=True)
 class SyncRollouts:
     """Samples and scores in this process, when it is asked to: no rollout is older than the weights
-    that the engine has.
-
-    `trainer` is what reward functions see of the run; `step` is the number of the next rollout's
-    first optimizer step, which its noise is a function of.
-    """
+    that the engine has. `trainer` is what reward functions see of the run; `step` is the number of
+    the next rollout's first optimizer step, which its noise is a function of."""
 
     config: RLOOConfig
     batches: Batches
@@ -41,7 +38,6 @@ class SyncRollouts:
 
     @property
     def epoch(self) -> float:
-        """Passes over the dataset."""
         return self.prompts.epoch
 
     def describe(self) -> dict[str, Any]:
@@ -55,7 +51,6 @@ class SyncRollouts:
         return {"prompts": self.prompts.state_dict(), "rewards": self.rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
-        """Go on from a position, with the rollout whose first optimizer step is number `step`."""
         self.prompts.load_state_dict(state["prompts"])
         self.rewards.load_state_dict(state["rewards"])
         self.step = step
@@ -63,9 +58,9 @@ class SyncRollouts:
     def next(self) -> Rollout:
         """One rollout and the metrics of everything that was sampled for it.
 
-        With `dynamic_sample` groups without signal are replaced by those of further prompts, which
-        are drawn at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2); what is
-        then still missing is filled up with groups without signal.
+        With `dynamic_sample` groups without signal are replaced by those of further prompts, drawn
+        at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2); what
+        is missing even then is made up by groups without signal.
         """
         wanted = self.batches.prompts_per_rollout
         groups, logged = self._collect(wanted)
@@ -86,9 +81,12 @@ class SyncRollouts:
         read = sum(len(g.prompt.token_ids) * len(g.completions) for g in everything)
         speed = {"tokens_per_second/sample": sampled / self.clock.seconds["time/sample"]}
         self.step += self.batches.steps_per_rollout
+        metrics = rollout_metrics(everything) | logged | speed
+        if not self.sampling.filtered:  # else of what an update computes
+            metrics |= sampled_entropy(c.policy_logprobs for g in everything for c in g.completions)
         return Rollout(
-            groups=groups,
-            metrics=rollout_metrics(everything) | logged | speed,
+            groups,
+            metrics,
             num_tokens=sampled + read,
             version=self.engine.version,
             position=self.state_dict(),
@@ -116,8 +114,8 @@ def score(
     trainer_state: Any = None,
     learn: bool = True,
 ) -> tuple[list[Group], dict[str, float]]:
-    """Score all completions of a rollout, with one call of each reward function. `learn`: see
-    `RewardSet.score`. Returns the groups and the metrics that rewards logged."""
+    """Score all completions of a rollout, with one call of each reward function; return the groups
+    and the metrics that rewards logged. `learn`: see `RewardSet.score`."""
     repeated = [p for p, completions in zip(prompts, sampled, strict=True) for _ in completions]
     flat = [c for completions in sampled for c in completions]
     decoded = tokenizer.batch_decode([c.token_ids for c in flat], skip_special_tokens=True)
@@ -149,8 +147,7 @@ def score(
 
 
 def _as_text(prompt: Prompt, text: str) -> Text:
-    """The completion as rewards see it, as in TRL: a string for a string, else an assistant
-    message."""
+    """As rewards see it and as in TRL: a string for a string, else an assistant message."""
     if isinstance(prompt.content, str):
         return text
     last = prompt.content[-1]

@@ -5,55 +5,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import islice
 
 from rloo.algorithm.fitting import check_first, credit_that_fits, update_that_fits
-from rloo.algorithm.interrupts import uninterrupted
-from rloo.algorithm.parts import Parts, RunState
+from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.algorithm.shaping import shape, shaped_rewards
 from rloo.algorithm.update import minibatches
-from rloo.types import Rollout, Sample
+from rloo.model.state import capture_rng
 
 MAX_REFUSED_STEPS = 3
 
 
 def train_on_rollout(parts: Parts, state: RunState) -> None:
-    """Sample a rollout, score it, and make all of its optimizer steps."""
+    """Sample a rollout, score it, and make all of its optimizer steps, or those that are left."""
+    hand = state.in_hand or sample(parts, state)
+    left = islice(minibatches(hand.samples, parts.batches), hand.done, None)
+    for number, minibatch in enumerate(left):
+        if number:
+            parts.events.send("on_step_begin")
+        # From before the optimizer's step on, a signal waits until it is recorded.
+        with parts.stop.released():
+            stats = update_that_fits(parts, state, hand, minibatch)
+            record(parts, state, hand, stats)
+        if state.is_over:
+            break
+    state.in_hand = None
+
+
+def sample(parts: Parts, state: RunState) -> InHand:
+    """A rollout of the present weights, its samples and their credit."""
     parts.engine.load(parts.policy.weights, parts.policy.version)
     rollout = parts.rollouts.next()
     samples = shape(rollout, parts.config, state.adaptive)
     check_first(parts, state, samples)
-    credit = credit_that_fits(parts, state, samples)
-    with uninterrupted():
-        for minibatch in minibatches(samples, parts.batches):
-            if state.has_learned_from(rollout):
-                parts.events.send("on_step_begin")
-            credit, stats = update_that_fits(parts, state, rollout, samples, minibatch, credit)
-            record(parts, state, rollout, samples, stats)
-            if state.is_over:
-                break
+    return InHand(rollout, samples, credit_that_fits(parts, state, samples))
 
 
-def record(
-    parts: Parts,
-    state: RunState,
-    rollout: Rollout,
-    samples: Sequence[Sample],
-    stats: dict[str, float],
-) -> None:
-    """Count an optimizer step, write it down, and ask the callbacks what is due.
-
-    The first step on a rollout makes it count: should one of the callbacks fail, the checkpoint
-    goes on after the rollout. All its advantages are known by then.
-    """
-    first = not state.has_learned_from(rollout)
+def record(parts: Parts, state: RunState, hand: InHand, stats: dict[str, float]) -> None:
+    """Count an optimizer step, write it down, and ask the callbacks what is due. The first step on
+    a rollout makes it count, since all its advantages are known by then."""
+    first, config, adaptive, rollout = not hand.done, parts.config, state.adaptive, hand.rollout
     if first:
-        _adapt(parts, state, rollout, samples, stats)
+        adaptive.see_rewards(shaped_rewards(rollout.groups, config), config.running_decay)
+        adaptive.see_kl(stats.get("kl", config.kl_target or 0.0), len(hand.samples), config)
         stats = rollout.metrics | stats
-    if parts.config.kl_target is not None:
-        stats["kl/coef"] = state.adaptive.used_beta
-    _follow_policy(parts, state)
-    _count(parts, state, rollout, refused=bool(stats.get("update/nonfinite")))
+    if config.kl_target is not None:
+        stats["kl/coef"] = adaptive.used_beta
+    if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
+        parts.policy.reference.move(config.ref_model_mixup_alpha)
+    _count(parts, state, hand, refused=bool(stats.get("update/nonfinite")))
     times = parts.clock.take()
     lowered = [c["to"] for c in state.budget_changes if c["step"] == state.step]
     if lowered:
@@ -66,8 +66,8 @@ def record(
     parts.monitor.step(state.step, stats)
     if first:
         parts.monitor.completions(state.step, rollout.groups)
-    parts.monitor.log(stats)
-    note_what_is_due(state)
+    state.generators = capture_rng()
+    finish_step(parts, state, stats)
     if state.refused_in_a_row >= MAX_REFUSED_STEPS:
         raise FloatingPointError(
             f"the gradient was not finite in {MAX_REFUSED_STEPS} steps in a row, the last one step "
@@ -75,9 +75,17 @@ def record(
         )
 
 
+def finish_step(parts: Parts, state: RunState, stats: dict[str, float] | None = None) -> None:
+    """Log a step's metrics, tell the callbacks that it ended, and note what they want. A run that
+    one of them ended tells them again when it goes on, without metrics (None)."""
+    state.step_open = True
+    parts.monitor.log(stats)
+    note_what_is_due(state)
+    state.step_open, state.generators = False, capture_rng()
+
+
 def note_what_is_due(state: RunState) -> None:
-    """Note what the callbacks want; the next event takes it off the flags. Raises ValueError for
-    the one wish that cannot be met."""
+    """Note what callbacks want, before the next event. Raises ValueError for what cannot be met."""
     control = state.control
     state.evaluation_due |= control.should_evaluate and state.evaluated_at != state.step
     state.save_due |= control.should_save
@@ -88,30 +96,12 @@ def note_what_is_due(state: RunState) -> None:
         )
 
 
-def _adapt(
-    parts: Parts,
-    state: RunState,
-    rollout: Rollout,
-    samples: Sequence[Sample],
-    stats: dict[str, float],
-) -> None:
-    """What the run learns from a rollout about itself, once no advantage of it can change."""
-    config = parts.config
-    state.adaptive.see_rewards(shaped_rewards(rollout.groups, config), config.running_decay)
-    state.adaptive.see_kl(stats.get("kl", config.kl_target or 0.0), len(samples), config)
-
-
-def _follow_policy(parts: Parts, state: RunState) -> None:
-    """Every `ref_model_sync_steps` steps, move the reference towards the policy."""
-    config = parts.config
-    if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
-        parts.policy.reference.move(config.ref_model_mixup_alpha)
-
-
-def _count(parts: Parts, state: RunState, rollout: Rollout, *, refused: bool) -> None:
+def _count(parts: Parts, state: RunState, hand: InHand, *, refused: bool) -> None:
     state.trainer.global_step += 1
-    if not state.has_learned_from(rollout):
-        state.position = rollout.position
-        state.num_tokens += rollout.num_tokens
-    state.trainer.epoch = rollout.epoch
+    if not hand.done:
+        state.position = hand.rollout.position
+        state.num_tokens += hand.rollout.num_tokens
+    hand.done += 1
+    state.in_hand = hand if hand.done < parts.batches.steps_per_rollout else None
+    state.trainer.epoch = hand.rollout.epoch
     state.refused_in_a_row = state.refused_in_a_row + 1 if refused else 0

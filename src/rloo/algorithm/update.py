@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,16 +13,15 @@ from rloo.algorithm.advantages import Credit, Terms
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, split
+from rloo.model.logprobs import TokenScores
 from rloo.model.policy import Policy
+from rloo.report.metrics import sampled_entropy
 from rloo.types import Sample
 
 
 def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sample]]:
-    """Divide the rollout into optimizer steps of `completions_per_step`, `num_iterations` times.
-
-    The division is by place in the rollout, so a completion that could not be scored does not move
-    any other.
-    """
+    """Divide the rollout into optimizer steps of `completions_per_step`, `num_iterations` times:
+    by place in the rollout, so that a completion that could not be scored moves no other."""
     size = batches.completions_per_step
     for _ in range(batches.num_iterations):
         for part in range(batches.parts_per_rollout):
@@ -30,39 +29,42 @@ def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sa
 
 
 def update(
-    policy: Policy, samples: Sequence[Sample], credit: Credit, terms: Terms
+    policy: Policy,
+    samples: Sequence[Sample],
+    credit: Credit,
+    terms: Terms,
+    before_step: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """One optimizer step on `samples`: micro-batches forward and backward, then the step.
-
-    The divisor of the loss counts all samples, including those without signal; a sample whose
-    advantage is known to be exactly 0 is counted but not computed.
-    """
+    """One optimizer step on `samples`: micro-batches forward and backward, then the step, before
+    which nothing of the policy has changed. Where nothing but its advantage counts, a sample of
+    which that is known to be exactly 0 is not computed, but counts in the divisor of the loss;
+    where no sample is computed, there is no step."""
     config = terms.config
     denominator = objective.loss_denominator(
         config.loss_aggregation,
-        num_sequences=terms.batches.completions_per_step
-        if config.loss_form.count_unscored
-        else len(samples),
+        num_sequences=len(samples),
         num_tokens=sum(s.num_trained for s in samples),
         constant=config.loss_constant,
     )
-    all_count = _has_other_terms(terms) or policy.aux_loss_weight != 0
-    live = [s for s in samples if all_count or credit.has_signal(s.key)]
+    computes_all = _computes_all(policy, samples, terms)
+    live = [s for s in samples if computes_all or credit.has_signal(s.key)]
     input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
     tally: dict[str, float] = defaultdict(float)
-    cut = {"whole_groups": credit.needs_groups, "packed": policy.packed}
+    cut = {"whole_groups": credit.from_update, "packed": policy.packed}
     for part in split(live, policy.max_tokens, **cut):
         batch = policy.batch(part)
         loss, parts = micro_loss(policy, batch, credit, terms, denominator, input_tokens)
         policy.stepper.backward(loss)
         for name, value in parts.items():
             tally[name] = max(tally[name], value) if name.endswith("max") else tally[name] + value
-    share = len(live) / len(samples) if samples else 0.0
-    computed = credit.stats | {"update/computed_share": share}
-    if not live:
-        policy.stepper.advance_schedule()
-        return computed | {"update/no_signal": 1.0}
-    return computed | _averages(tally) | policy.stepper.step()
+    metrics = credit.stats | _averages(tally, samples, config)
+    if not computes_all:  # the entropy of those computed is that of completions with signal
+        metrics.pop("entropy", None)
+        metrics |= sampled_entropy(s.of_trained(s.policy_logprobs) for s in samples)
+    before_step()
+    if live:
+        return metrics | policy.stepper.step()
+    return metrics | {"update/no_signal": 1.0} | policy.stepper.skip()
 
 
 def micro_loss(
@@ -76,31 +78,37 @@ def micro_loss(
     """The loss of one micro-batch (a scalar with gradient), and sums for the metrics.
     `input_tokens` is the total over all micro-batches, by default of this one."""
     config = terms.config
-    logprobs, entropy, aux_loss = policy.logprobs(batch)
-    now = logprobs.detach()
+    scores = policy.logprobs(batch)
+    now = scores.logprobs.detach()
+    watched_N = terms.watched(batch.truncated_N)
+    watched_T = watched_N[batch.sequence_T]
     sums: dict[str, float] = {}
     reference = None
-    if terms.kl_in_loss or credit.needs_reference:
+    if terms.kl_in_loss or credit.from_update:
         reference = policy.reference_logprobs(batch)
-        sums["kl"] = (now - reference).sum().item()
+        sums["kl"] = (now - reference)[watched_T].sum().item()
     advantages = credit.advantages(batch, now, reference)
     old = credit.old(batch, now)
-    weights = _correction(batch, old, config, sums)
     completions = objective.Completions(batch.sequence_T, batch.size)
+    weights = _correction(batch, old, completions, config, sums)
     result = objective.policy_loss(
-        logprobs, old, advantages, completions, _surrogate(config), weights
+        scores.logprobs, old, advantages, completions, _surrogate(config), weights
     )
-    others = _other_terms(logprobs, old, entropy, reference, batch, terms)
+    others: Tensor | float = 0.0
+    if _has_other_terms(terms):
+        others_T = _other_terms(scores, old, reference, batch, terms)
+        others = objective.aggregate(others_T, completions, config.loss_aggregation)
     loss = result.loss / denominator + others / denominator
-    if aux_loss is not None:
-        loss = loss + policy.aux_loss_weight * _share(aux_loss, batch, input_tokens, sums)
+    if scores.balance is not None:
+        loss = loss + policy.aux_loss_weight * _share(scores.balance, batch, input_tokens, sums)
     mismatch = (now - batch.policy_T).abs()
     sums |= {
         "loss": loss.item(),
-        "entropy": entropy.sum().item(),
+        "entropy": scores.entropy[watched_T].sum().item(),
         "tokens": float(len(now)),
         "sequences": float(batch.size),
-        "ratios": float(result.clipped_low.numel()),
+        "watched_tokens": watched_T.sum().item(),
+        "watched_sequences": watched_N.sum().item(),
         "clipped_low": result.clipped_low.sum().item(),
         "clipped_high": result.clipped_high.sum().item(),
         "mismatch": mismatch.sum().item(),
@@ -122,8 +130,8 @@ def _surrogate(config: RLOOConfig) -> objective.Surrogate:
 def _share(
     aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: dict[str, float]
 ) -> Tensor:
-    """A micro-batch's share of the mean balancing loss over all tokens. The loss is a product of
-    means, so its mean over micro-batches is only approximately that of all tokens together."""
+    """A micro-batch's share of the mean balancing loss over all tokens: approximately, since the
+    loss is a product of means."""
     here = batch.multiplicity.sum()
     part: Tensor = aux_loss * (here / (input_tokens or here))
     sums["aux_loss"] = part.item()
@@ -135,44 +143,48 @@ def _has_other_terms(terms: Terms) -> bool:
     return terms.kl_in_loss or terms.config.entropy_coef != 0
 
 
+def _computes_all(policy: Policy, samples: Sequence[Sample], terms: Terms) -> bool:
+    """Whether samples without signal are computed, too: where their KL, entropy or experts count,
+    where the preset does it, and where tokens were drawn from another distribution than the
+    policy's, so that nothing is known of its entropy."""
+    filtered = any(s.behavior_logprobs not in (None, s.policy_logprobs) for s in samples)
+    adds = terms.beta != 0 or _has_other_terms(terms) or policy.aux_loss_weight != 0
+    return adds or terms.config.loss_form.all_completions or filtered
+
+
 def _other_terms(
-    logprobs: Tensor,
-    old: Tensor,
-    entropy: Tensor,
-    reference: Tensor | None,
-    batch: MicroBatch,
-    terms: Terms,
-) -> Tensor | float:
-    """The KL in the loss and the entropy bonus, summed like the policy's terms. Completions masked
-    as truncated have neither."""
-    if not _has_other_terms(terms):
-        return 0.0
-    config, total_T = terms.config, torch.zeros_like(logprobs)
+    scores: TokenScores, old: Tensor, reference: Tensor | None, batch: MicroBatch, terms: Terms
+) -> Tensor:
+    """The KL in the loss and the entropy bonus, (T,); masked as truncated, a token has neither."""
+    config, total_T = terms.config, torch.zeros_like(scores.logprobs)
     if config.entropy_coef != 0:  # its backward costs passes over the vocabulary
-        total_T = total_T - config.entropy_coef * entropy
+        total_T = total_T - config.entropy_coef * scores.entropy
     if terms.kl_in_loss:
         assert reference is not None
         kl = objective.kl_estimate(
-            logprobs, reference, estimator=config.kl_estimator, clip=config.kl_clip
+            scores.logprobs, reference, estimator=config.kl_estimator, clip=config.kl_clip
         )
         if config.use_bias_correction_kl:
-            kl = kl * objective.ratio_of(logprobs - old)
+            kl = kl * objective.ratio_of(scores.logprobs - old)
         total_T = total_T + terms.beta * kl
     if config.mask_truncated_completions:
         total_T = torch.where(batch.truncated_N[batch.sequence_T], 0.0, total_T)
-    completions = objective.Completions(batch.sequence_T, batch.size)
-    return objective.aggregate(total_T, completions, config.loss_aggregation)
+    return total_T
 
 
 def _correction(
-    batch: MicroBatch, old: Tensor, config: RLOOConfig, sums: dict[str, float]
+    batch: MicroBatch,
+    old: Tensor,
+    completions: objective.Completions,
+    config: RLOOConfig,
+    sums: dict[str, float],
 ) -> Tensor | None:
     """The weights of the off-policy correction, if any; their sums are added to `sums`."""
     if config.rollout_importance_sampling_mode is None:
         return None
     weights = objective.importance_weights(
         old - batch.behavior_T,
-        objective.Completions(batch.sequence_T, batch.size),
+        completions,
         mode=config.rollout_importance_sampling_mode,
         upper=config.rollout_importance_sampling_threshold,
         lower=config.rollout_importance_sampling_min,
@@ -183,22 +195,34 @@ def _correction(
     return weights
 
 
-def _averages(tally: dict[str, float]) -> dict[str, float]:
-    tokens, sequences, ratios = tally["tokens"], tally["sequences"], tally["ratios"]
-    low, high = tally["clipped_low"] / ratios, tally["clipped_high"] / ratios
+def _averages(
+    tally: Mapping[str, float], samples: Sequence[Sample], config: RLOOConfig
+) -> dict[str, float]:
+    """The metrics of a step, of `samples`, from the sums over those that were computed."""
+    by_token = config.importance_sampling_level == "token"
+    ratios = sum(s.num_trained for s in samples) if by_token else len(samples)
+    # What is not computed has no advantage, and so is not clipped.
+    low, high = (tally.get(f"clipped_{side}", 0.0) / max(ratios, 1) for side in ("low", "high"))
     metrics = {
-        "loss": tally["loss"],
-        "entropy": tally["entropy"] / tokens,
+        "loss": tally.get("loss", 0.0),
         "clip_ratio/low_mean": low,
         "clip_ratio/high_mean": high,
         "clip_ratio/region_mean": low + high,
+        "update/computed_share": tally.get("sequences", 0.0) / max(len(samples), 1),
+    }
+    if not tally:
+        return metrics
+    tokens = tally["tokens"]
+    watched, sequences = (max(tally[f"watched_{of}"], 1.0) for of in ("tokens", "sequences"))
+    metrics |= {
+        "entropy": tally["entropy"] / watched,
         "mismatch/mean": tally["mismatch"] / tokens,
         "mismatch/max": tally["mismatch/max"],
     }
     if "aux_loss" in tally:
         metrics["aux_loss"] = tally["aux_loss"]
     if "kl" in tally:
-        metrics |= {"kl": tally["kl"] / tokens, "kl/sequence": tally["kl"] / sequences}
+        metrics |= {"kl": tally["kl"] / watched, "kl/sequence": tally["kl"] / sequences}
     if "weight" in tally:
         name = "sampling/importance_sampling_ratio"
         squares = tally["weight_squares"] or 1.0

@@ -1,7 +1,4 @@
-"""Other people's names for our options, and the way from any given name to ours.
-
-Knows nothing of files, command lines or what an option does.
-"""
+"""Other people's names for our options, and the way from any given name to ours."""
 
 from __future__ import annotations
 
@@ -135,22 +132,18 @@ CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
 def resolve(
     options: Mapping[str, Any], hints: Mapping[str, Any], *, where: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """`options` under our own names, each value of its type in `hints`.
-
-    `where` says where an option was written, for messages. Raises ValueError listing every unknown
-    option with the nearest known one; for a refused option; for a wrong value; and when two names
-    of one option differ in value.
-    """
+    """`options` under our own names, each value of its type in `hints`; `where` says where one was
+    written. Raises ValueError listing every unknown option with the nearest known one; for a
+    refused option; for a wrong value; and when two names of one option differ in value."""
     where = where or {}
     known = [*hints, *ALIASES, *REFUSED, *WITHOUT_EFFECT]
-    unknown = [name for name in options if name not in known]
+    unknown = [
+        f"{where.get(name, '')}unknown option {name}{suggest(name, known)}"
+        for name in options
+        if name not in known
+    ]
     if unknown:
-        raise ValueError(
-            "\n".join(
-                f"{where.get(name, '')}unknown option {name}{suggest(name, known)}"
-                for name in unknown
-            )
-        )
+        raise ValueError("\n".join(unknown))
     resolved: dict[str, Any] = {}
     source: dict[str, str] = {}
     for name, value in options.items():

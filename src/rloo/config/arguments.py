@@ -1,9 +1,6 @@
 """The options in others' forms: TRL's as a plain dataclass, for scripts that parse them with
 transformers' HfArgumentParser or TRL's TrlParser; and as transformers' TrainingArguments, for its
-factories and callbacks.
-
-Importing it needs neither torch nor transformers.
-"""
+factories and callbacks."""
 
 from __future__ import annotations
 
@@ -27,8 +24,6 @@ ELSEWHERE = {
     "dtype", "model_revision", "attn_implementation", "lora_task_type", "bnb_4bit_quant_storage",
     "dataset_streaming", "advantage_estimator", "token_level_kl", "loss_type", "clip_ratio_against",
 }  # fmt: skip
-
-
 # option that is refused or idle here -> (its default, help)
 _OTHERS: dict[str, tuple[Any, str]] = {
     **{n: (values[0], f"Refused: {why}.") for n, (values, why) in REFUSED.items() if values},
@@ -77,10 +72,9 @@ _Fields: Any = make_dataclass(
 class RLOOArguments(_Fields):
     """Every option of TRL's RLOOConfig with the default that it has here, by keyword.
 
-    A dataclass that HfArgumentParser and TrlParser take beside ModelConfig and ScriptArguments,
-    and RLOOTrainer as `args`. A subclass may add further options of RLOOConfig (`preset`) and
-    change defaults. Raises ValueError for a value of another type; everything else is checked by
-    `to_config`.
+    HfArgumentParser and TrlParser take it beside ModelConfig and ScriptArguments, and RLOOTrainer
+    as `args`. A subclass may add options of RLOOConfig (`preset`) and change defaults. Raises
+    ValueError for a value of another type; everything else is checked by `to_config`.
     """
 
     def __post_init__(self) -> None:
@@ -93,17 +87,11 @@ class RLOOArguments(_Fields):
 
     def to_config(self) -> RLOOConfig:
         """The options that are not at RLOOConfig's default, as a RLOOConfig. Raises its errors.
-
         Fields that a subclass adds and that are no option are the script's own and left out."""
         known = known_names()
         values = {o.name: getattr(self, o.name) for o in fields(self) if o.name in known}
-        return RLOOConfig(
-            **{
-                name: deepcopy(value)
-                for name, value in values.items()
-                if name not in _DEFAULTS or value != _DEFAULTS[name]
-            }
-        )
+        changed = {n: v for n, v in values.items() if n not in _DEFAULTS or v != _DEFAULTS[n]}
+        return RLOOConfig(**deepcopy(changed))
 
 
 # -- transformers' own ---------------------------------------------------------------------------
@@ -118,9 +106,7 @@ SET_AFTERWARDS = (
 def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
     """The arguments that optimizer and scheduler factories and callbacks are given. Every option of
     ours is among them, so that a logger records it and a callback reads `args.beta`, as with TRL.
-
-    Raises ValueError when transformers knows no optimizer or schedule of that name.
-    """
+    Raises ValueError when transformers knows no optimizer or schedule of that name."""
     kind = _arguments_type()
     known = {field.name for field in fields(kind)}
     values = {name: value for name, value in config.to_dict().items() if name in known}

@@ -1,7 +1,6 @@
 """What makes a configuration wrong although every value has its type: ranges and contradictions.
 
-Each message names the fact, the rule and the option to change. Knows nothing of models or data, so
-whatever depends on them is checked where they are known.
+What depends on models or data is checked where they are known.
 """
 
 from __future__ import annotations
@@ -64,8 +63,6 @@ def check(config: Options) -> None:
     _check_evaluation(config)
     _check_batches(config)
     _check_model(config)
-    _check_adapter(config)
-    _check_quantization(config)
 
 
 def _check_rewards(config: Options) -> None:
@@ -84,9 +81,9 @@ def _check_rewards(config: Options) -> None:
 
 
 def _check_run(config: Options) -> None:
-    if config.overwrite_output_dir and config.resume_from_checkpoint is True:
+    if config.overwrite_output_dir and config.resume_from_checkpoint in (True, "auto"):
         raise ValueError(
-            "overwrite_output_dir and resume_from_checkpoint are both true; overwriting would "
+            "overwrite_output_dir and resume_from_checkpoint are both given; overwriting would "
             "delete the checkpoint to resume from, so set only one"
         )
     if config.bf16 and config.fp16:
@@ -114,8 +111,7 @@ def _check_evaluation(config: Options) -> None:
             )
     if config.compares_evaluations:
         _check_best(config)
-    named = config.dataset or config.eval_dataset
-    if named is None and config.dataset_config is not None:
+    if (config.dataset or config.eval_dataset) is None and config.dataset_config is not None:
         raise ValueError(
             f"dataset_config is {config.dataset_config} but no dataset is named; it selects a "
             "configuration of a hub dataset, so name one (dataset)"
@@ -123,13 +119,12 @@ def _check_evaluation(config: Options) -> None:
 
 
 def _check_best(config: Options) -> None:
-    evaluates, saves = config.eval_strategy, config.save_strategy
-    if evaluates == "no":
+    if config.eval_strategy == "no":
         raise ValueError(
             "load_best_model_at_end and save_strategy best need evaluations to compare, but "
             "eval_strategy is no; set it to steps or epoch"
         )
-    if saves == "no":
+    if config.save_strategy == "no":
         raise ValueError(
             "load_best_model_at_end is true and save_strategy is no; there would be no "
             "checkpoint to load, so set save_strategy to steps, epoch or best"
@@ -162,16 +157,10 @@ def _check_model(config: Options) -> None:
             "model_init_kwargs has torch_dtype, which has no effect: weights are float32, and bf16 "
             "or fp16 sets the precision of the computation; remove it"
         )
-
-
-def _check_quantization(config: Options) -> None:
+    _check_alone(config, "use_peft", [field.name for field in LORA.fields_of(config)])
     if config.load_in_4bit and config.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both true; choose one")
     _check_alone(config, "load_in_4bit", ("bnb_4bit_quant_type", "use_bnb_nested_quant"))
-
-
-def _check_adapter(config: Options) -> None:
-    _check_alone(config, "use_peft", [field.name for field in LORA.fields_of(config)])
 
 
 def _check_alone(config: Options, switch: str, names: Sequence[str]) -> None:

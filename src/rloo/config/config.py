@@ -1,7 +1,4 @@
-"""RLOOConfig: the options of a run as one value.
-
-Knows nothing of tensors: importing it needs neither torch nor transformers.
-"""
+"""RLOOConfig: the options of a run as one value."""
 
 from __future__ import annotations
 
@@ -24,11 +21,9 @@ from rloo.dist import process_count
 # Shared options whose default is not TRL's: name -> (TRL's, ours, reason).
 DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
     "output_dir": (
-        None,
-        "rloo_output",
-        "TRL resolves null to trainer_output; ours says what made it",
+        None, "rloo_output", "TRL resolves null to trainer_output; ours says what made it",
     )
-}
+}  # fmt: skip
 # What TrainingArguments says of where it runs, here always the same.
 ONE_PROCESS = {
     "world_size": process_count(), "process_index": 0, "local_process_index": 0,
@@ -53,8 +48,7 @@ class RLOOConfig(Options):
     def __init__(self, output_dir: str | None = None, **options: Any) -> None:
         if output_dir is not None:
             options["output_dir"] = output_dir
-        values = resolve(options, option_types())
-        values = over_preset(values)
+        values = over_preset(resolve(options, option_types()))
         values |= sampling_options(values.get("generation_kwargs"))
         own = vars(self)  # past __setattr__, which reads every value
         own.update({field.name: default_of(field) for field in fields(self)} | values)
@@ -126,11 +120,8 @@ class RLOOConfig(Options):
     def to_dict(self) -> dict[str, Any]:
         """The resolved options as JSON types; `RLOOConfig(**config.to_dict()) == config`, but for
         `hub_token`, which is null here: what is written down holds no secret."""
-        return {
-            field.name: list(value) if isinstance(value, tuple) else deepcopy(value)
-            for field in fields(self)
-            for value in [None if field.name == "hub_token" else getattr(self, field.name)]
-        }
+        values = self._values() | {"hub_token": None}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
 
 @cache

@@ -1,8 +1,5 @@
-"""The functions that a user names: a module's or a file's, as text in options.
-
-The text comes from the user's own command line or configuration, and the file it names is run;
-never pass it text from a model or a dataset.
-"""
+"""The functions that a user names in options: a module's or a file's, which is run. Never pass text
+from a model or a dataset."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
     `kind` is what it is for, in messages: reward, estimator.
 
     Raises ValueError for a file or module that is not there, and for an attribute that is missing
-    (with the nearest one) or not callable. What the module raises when it is imported is passed on.
+    or not callable. What the module raises when it is imported is passed on.
     """
     source, _, attribute = spec.rpartition(":")
     load = _import_file if source.endswith(".py") else _import_module

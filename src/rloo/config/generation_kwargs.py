@@ -1,7 +1,7 @@
 """`generation_kwargs`: sampling options under the names of transformers' GenerationConfig.
 
 They win over our options (TRL's rule), and so become them: whatever takes a temperature or a length
-from the configuration takes the one that is sampled with. Knows nothing of engines.
+from the configuration takes the one that is sampled with.
 """
 
 from __future__ import annotations
@@ -78,11 +78,8 @@ _KNOWN = (*_OURS, "eos_token_id", *_REASON_OF, *_IDLE_OF)
 
 
 def sampling_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Our options that `generation_kwargs` set; `eos_token_id` is not one (`stop_tokens`).
-
-    Raises ValueError for a name that transformers does not have, and for a setting that is not
-    implemented, with the reason. Warns of one that cannot matter here.
-    """
+    """Our options that `generation_kwargs` set; `eos_token_id` is not one (`stop_tokens`). Raises
+    ValueError for an unknown name and a setting that is not implemented."""
     options: dict[str, Any] = {}
     for name, value in (given or {}).items():
         where = f"generation_kwargs.{name}"

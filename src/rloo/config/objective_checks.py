@@ -1,13 +1,12 @@
-"""Which parts of the objective make no sense together, and which have a wrong gradient.
-
-Each message names the fact, the rule and the option to change. Knows nothing of tensors.
-"""
+"""Which parts of the objective make no sense together, and which have a wrong gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
 
-from rloo.config.composed import contradictions, in_vain
+from rloo.config.composed import Composition, composition_of
 from rloo.config.options import Options
 from rloo.config.presets import PRESETS, kl_fault, loss_form, preset_options
 
@@ -26,11 +25,9 @@ def check_objective(config: Options) -> None:
 
 
 def _in_vain(config: Options) -> Iterator[str]:
-    """Options that were changed although what they act on is off. What a preset sets for the case
-    that it is on may stay."""
     composed = config.estimator == "composed"
     of_composed = f"estimator composed (estimator is {config.estimator})"
-    to_go = config.kl_placement == "reward_to_go"
+    mode = "rollout_importance_sampling_mode"
     rules = (
         ("mean_level", composed, of_composed),
         ("mean_leave1out", composed, of_composed),
@@ -38,17 +35,13 @@ def _in_vain(config: Options) -> Iterator[str]:
         ("advantage_epsilon", composed or config.normalize_rewards == "batch", of_composed),
         ("advantage_clip_range", composed, of_composed),
         ("normalize_advantages", composed, of_composed),
-        ("kl_placement", composed or not to_go, of_composed),
+        ("kl_placement", composed or config.kl_placement != "reward_to_go", of_composed),
         ("running_decay", config.mean_level == "running", "mean_level running"),
         ("kl_horizon", config.kl_target is not None, "kl_target"),
         ("max_resample_times", config.dynamic_sample, "dynamic_sample"),
-        (
-            "rollout_importance_sampling_threshold",
-            config.rollout_importance_sampling_mode is not None,
-            "rollout_importance_sampling_mode",
-        ),
+        ("rollout_importance_sampling_threshold", getattr(config, mode) is not None, mode),
     )
-    yield from in_vain(config, rules, preset_options(config.preset))
+    yield from _without_effect(config, rules, preset_options(config.preset))
 
 
 def _in_group(config: Options) -> Iterator[str]:
@@ -70,9 +63,60 @@ def _in_group(config: Options) -> Iterator[str]:
         )
 
 
+def _without_effect(
+    values: Any, rules: Iterable[tuple[str, bool, str]], usual: Mapping[str, Any], where: str = ""
+) -> Iterator[str]:
+    """What was changed in `values`, a dataclass, although nothing acts on it: `rules` are (name,
+    whether something does, what does). What is `usual`, since the preset sets it, may stay."""
+    defaults = {field.name: field.default for field in fields(values)}
+    for name, acts, other in rules:
+        value, default = getattr(values, name), defaults[name]
+        if not acts and value not in (default, usual.get(name, default)):
+            yield (
+                f"{where}{name} is {value} but has no effect without {other}; "
+                f"set that or remove {name}"
+            )
+
+
 def _in_composed(config: Options) -> Iterator[str]:
-    usual = preset_options(config.preset).get("estimator_kwargs")
-    yield from contradictions(config, usual or {})
+    if config.estimator != "composed":
+        return
+    form = composition_of(config)
+    divided = form.std_level != "none" or form.normalize_advantages
+    rules = (
+        ("kl_in_baseline", form.kl_placement != "loss", "a KL in the reward"),
+        ("kl_of_truncated", form.mask_truncated_completions, "mask_truncated_completions"),
+        ("std_leave1out", form.std_level != "none", "std_level"),
+        ("epsilon_in_variance", divided, "std_level or normalize_advantages"),
+        ("normalize_over", form.normalize_advantages, "normalize_advantages"),
+    )
+    usual = preset_options(config.preset).get("estimator_kwargs") or {}
+    yield from _without_effect(form, rules, usual, "estimator_kwargs.")
+    yield from _in_tokens(form, config.importance_sampling_level)
+
+
+def _in_tokens(form: Composition, ratio_level: str) -> Iterator[str]:
+    over_tokens = form.normalize_advantages and form.normalize_over == "tokens"
+    per_token = {
+        "kl_placement reward_to_go": form.kl_placement == "reward_to_go",
+        "mean_over tokens": form.mean_over == "tokens",
+    }
+    for name, chosen in {**per_token, "normalize_over tokens": over_tokens}.items():
+        if chosen and ratio_level != "token":
+            yield (
+                f"{name} gives every token an advantage of its own, and importance_sampling_level "
+                f"is {ratio_level}, one ratio for all of them (importance_sampling_level token)"
+            )
+    for name, chosen in per_token.items():
+        if chosen and form.normalize_advantages and not over_tokens:
+            yield (
+                f"normalize_advantages is true and {name} gives every token an advantage of its "
+                "own; standardise over them (estimator_kwargs.normalize_over tokens)"
+            )
+    if form.mean_over == "tokens" and form.std_level != "none":
+        yield "mean_over tokens has no deviation of its own (std_level none, normalize_advantages)"
+    if form.mean_over == "tokens" and form.mean_level != "group":
+        yield f"mean_over is tokens and mean_level is {form.mean_level}; it must be group"
 
 
 def _in_kl(config: Options) -> Iterator[str]:
@@ -108,12 +152,6 @@ def _in_kl(config: Options) -> Iterator[str]:
 
 
 def _in_loss(config: Options) -> Iterator[str]:
-    if loss_form(config.preset).count_unscored and config.loss_aggregation == "token_mean":
-        yield (
-            f"preset {config.preset} counts completions that were not scored, and "
-            "loss_aggregation is token_mean, in which they have no tokens (preset, or "
-            "loss_aggregation)"
-        )
     if config.loss_aggregation != "constant" and config.loss_constant is not None:
         yield (
             f"loss_constant is {config.loss_constant} but loss_aggregation is "

@@ -1,8 +1,5 @@
-"""Every option: type, default, what it is about, one sentence of help. What follows from them is in
-`config.py`.
-
-Names and defaults are those of TRL 1.16 and transformers where they have the option
-(`config.DEVIATIONS` lists the exceptions). Needs neither torch nor transformers.
+"""Every option: type, default, what it is about, one sentence of help. Names and defaults are those
+of TRL 1.16 and transformers where they have the option (`config.DEVIATIONS` lists the exceptions).
 """
 
 from __future__ import annotations
@@ -294,7 +291,10 @@ class Options:
         "Folder for the model, metrics and checkpoints.", basic=True)
     overwrite_output_dir: bool = SAVING.own(False, "Replace another run in `output_dir`.")
     resume_from_checkpoint: str | bool | None = SAVING.shared(None,
-        "Checkpoint folder to continue from; true takes the newest in `output_dir`.", basic=True)
+        "Checkpoint folder to continue from; true takes the newest in `output_dir`, auto too if it "
+        "is of an unfinished run with these options, and starts if there is no run.", basic=True)
+    on_sigusr1: Literal["stop", "save"] = SAVING.own("stop",
+        "SIGUSR1 saves a checkpoint and stops the run, or saves and goes on (save).")
     save_strategy: Literal["no", "steps", "epoch", "best"] = SAVING.shared("steps",
         "Save checkpoints never (no), every `save_steps` (steps), each epoch, or at a new best.")
     save_steps: float = SAVING.shared(500.0,

@@ -1,7 +1,4 @@
-"""Configurations as people write them: a YAML file and a command line, the latter winning.
-
-Turns text into options and says where each came from; what an option means is not known here.
-"""
+"""Configurations as people write them: a YAML file and a command line, the latter winning."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 # Options whose value may be a file's function, and those that may be a file or folder.
 FUNCTION_OPTIONS = ("reward", "estimator")
+YAML_SUFFIXES = (".yaml", ".yml")
 PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", *FUNCTION_OPTIONS)
 
 
@@ -48,8 +46,7 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
 
 
 def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The options in a YAML file, nested names joined by dots, and `file, line n: ` for each.
-    Raises what `read_yaml` does."""
+    """What `read_yaml` does, with our options that are mappings as whole values."""
     return read_yaml(path, known_names().__contains__)
 
 
@@ -78,10 +75,6 @@ def _is_entry(name: str) -> bool:
     return bool(dot) and option in option_types() and dict in _kinds(option)
 
 
-def _is_option(name: str) -> bool:
-    return name in known_names() or _is_entry(name)
-
-
 def _as_value(text: str) -> Any:
     """What a shell gives for an entry, whose type nothing declares: JSON where it is that."""
     try:
@@ -99,7 +92,7 @@ def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any]]:
         token = remaining.pop(0)
         key, equals, text = token.removeprefix("--").partition("=")
         if not token.startswith("--") and not equals:
-            if not _is_yaml(token):
+            if not token.endswith(YAML_SUFFIXES):
                 raise ValueError(
                     f"{token} is not an option; write --option value, option=value or the path of "
                     f"a .yaml file{suggest(token, known_names())}"
@@ -108,7 +101,9 @@ def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any]]:
                 raise ValueError(f"two configuration files, {path} and {token}; give only one")
             path = token
             continue
-        name = _option_name(key)
+        name = _normal(key)
+        if name != "config" and not _is_option(name):
+            raise ValueError(f"unknown option --{name}{suggest(name, known_names())}")
         values = [text] if equals else _take(name, remaining)
         if name == "config":
             if path is not None or len(values) != 1:
@@ -152,7 +147,8 @@ def _take(name: str, remaining: list[str]) -> list[str]:
     values: list[str] = []
     while remaining and (many or not values):
         token = remaining[0]
-        if token.startswith("--") or (_is_yaml(token) and (values or bool in kinds)):
+        is_yaml = token.endswith(YAML_SUFFIXES)
+        if token.startswith("--") or (is_yaml and (values or bool in kinds)):
             break
         if "=" in token and _is_option(_normal(token.partition("=")[0])):
             break
@@ -166,12 +162,5 @@ def _normal(key: str) -> str:
     return key.strip().removeprefix("--").replace("-", "_")
 
 
-def _option_name(key: str) -> str:
-    name = _normal(key)
-    if name != "config" and not _is_option(name):
-        raise ValueError(f"unknown option --{name}{suggest(name, known_names())}")
-    return name
-
-
-def _is_yaml(token: str) -> bool:
-    return token.endswith((".yaml", ".yml"))
+def _is_option(name: str) -> bool:
+    return name in known_names() or _is_entry(name)

@@ -1,7 +1,6 @@
 """YAML 1.2 that holds plain data: read with the line of every value, and written.
 
-Nothing in a file can run code, and aliases cannot make it much larger than it looks. Knows nothing
-of options.
+Nothing in a file can run code, and aliases cannot make it much larger than it looks.
 """
 
 from __future__ import annotations
@@ -25,11 +24,8 @@ _PREFIX = "tag:yaml.org,2002:"
 
 def read_yaml(path: str, is_whole: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, str]]:
     """The values in a YAML file, nested names joined by dots, and `file, line n: ` for each name.
-    A mapping whose name `is_whole` is one value.
-
-    Raises ValueError, with the line, for YAML that is broken, empty, no mapping, tagged, too large
-    once its aliases are followed, or has a key twice.
-    """
+    A mapping whose name `is_whole` is one value. Raises ValueError, with the line, for YAML that is
+    broken, empty, no mapping, tagged, too large with its aliases followed, or has a key twice."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:

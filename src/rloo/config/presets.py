@@ -9,7 +9,7 @@ systems' own functions in `tests/peers/`; openrlhf and nemo_rl with their formul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rloo.config.composed import ARGUMENTS
@@ -21,16 +21,16 @@ from rloo.config.reading import suggest
 class LossForm:
     """What only some systems do to the loss. Presets set it, and no option does."""
 
-    # Completions that were not scored count in the mean over completions.
-    count_unscored: bool = False
+    # All completions count in the mean and are computed, also those without score or signal, so
+    # that the optimizer steps where the gradient is 0, too.
+    all_completions: bool = False
     # kl_estimator may be one that has another gradient than a KL's where kl_placement puts it.
     any_kl: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """`formula` is for people; `options` are what it sets, `arguments` those of the estimator
-    composed; `source` is where it was read."""
+    """`options` are what it sets, `arguments` those of the estimator composed."""
 
     formula: str
     source: str
@@ -42,34 +42,21 @@ class Preset:
 
 # The paper's form, which all others are differences from.
 BASE: dict[str, Any] = {
-    "reward_bias": 0.0,
-    "reward_scaling": 1.0,
-    "reward_clip_range": None,
-    "estimator": "composed",
-    "estimator_kwargs": None,
-    "beta": 0.05,
-    "kl_placement": "reward",
-    "kl_estimator": "k1",
-    "use_bias_correction_kl": False,
+    "reward_bias": 0.0, "reward_scaling": 1.0, "reward_clip_range": None,
+    "estimator": "composed", "estimator_kwargs": None,
+    "beta": 0.05, "kl_placement": "reward", "kl_estimator": "k1", "use_bias_correction_kl": False,
     "kl_clip": None,
-    "mean_level": "group",
-    "mean_leave1out": True,
-    "std_level": "none",
-    "advantage_epsilon": 1e-4,
-    "advantage_clip_range": None,
-    "normalize_advantages": False,
-    "importance_sampling_level": "sequence",
-    "epsilon": 0.2,
-    "epsilon_high": None,
-    "delta": None,
-    "loss_aggregation": "sequence",
-    "rollout_importance_sampling_mode": None,
+    "mean_level": "group", "mean_leave1out": True, "std_level": "none", "advantage_epsilon": 1e-4,
+    "advantage_clip_range": None, "normalize_advantages": False,
+    "importance_sampling_level": "sequence", "epsilon": 0.2, "epsilon_high": None, "delta": None,
+    "loss_aggregation": "sequence", "rollout_importance_sampling_mode": None,
     "rollout_importance_sampling_threshold": 2.0,
-}
+}  # fmt: skip
 _TOKEN = {"importance_sampling_level": "token"}
 _TOKEN_MEAN = {**_TOKEN, "loss_aggregation": "token_mean"}
 _KL_TO_GO = {"kl_placement": "reward_to_go", "kl_clip": 10.0}
 _KL_APART = {"kl_in_baseline": False}
+_K3_IN_LOSS = {"kl_placement": "loss", "kl_estimator": "k3"}
 _OVER_TOKENS = {"normalize_over": "tokens"}
 _VERL = {**_TOKEN_MEAN, "beta": 0.001, "delta": 3.0}
 _WHITENED = {"normalize_advantages": True, "advantage_epsilon": 1e-8}
@@ -83,12 +70,12 @@ PRESETS: dict[str, Preset] = {
         {},
     ),
     "trl": Preset(
-        "the paper's; completions without a reward still count in the mean, and those masked as "
-        "truncated pay no KL",
+        "the paper's; completions without a reward still count in the mean, those masked as "
+        "truncated pay no KL, and without any signal the optimizer steps on a gradient of 0",
         "TRL 1.16, trainer/rloo_trainer.py",
         {},
         {"kl_of_truncated": False},
-        LossForm(count_unscored=True),
+        LossForm(all_completions=True),
     ),
     "areal": Preset(
         "r = clip(10 * (r - 0.5)), leave-one-out over answers, then whitened over all tokens; "
@@ -96,15 +83,9 @@ PRESETS: dict[str, Preset] = {
         "all tokens",
         "AReaL 1.0.4, examples/math/gsm8k_rloo.yaml",
         {
-            **_TOKEN_MEAN,
-            **_KL_TO_GO,
-            "beta": 0.0,
-            "reward_bias": -0.5,
-            "reward_scaling": 10.0,
-            "reward_clip_range": (-20.0, 20.0),
-            "normalize_advantages": True,
-            "advantage_epsilon": 1e-5,
-            "epsilon": 0.4,
+            **_TOKEN_MEAN, **_KL_TO_GO, "beta": 0.0,
+            "reward_bias": -0.5, "reward_scaling": 10.0, "reward_clip_range": (-20.0, 20.0),
+            "normalize_advantages": True, "advantage_epsilon": 1e-5, "epsilon": 0.4,
             "rollout_importance_sampling_mode": "token_mask",
             "rollout_importance_sampling_threshold": 5.0,
         },
@@ -116,17 +97,20 @@ PRESETS: dict[str, Preset] = {
         "come; token ratios; mean over all tokens",
         "AReaL 1.0.4, its RLOO page (actor.adv_norm.mean_leave1out)",
         {
-            **_TOKEN_MEAN,
-            **_KL_TO_GO,
-            "beta": 0.1,
-            "reward_clip_range": (-20.0, 20.0),
-            "advantage_epsilon": 1e-5,
+            **_TOKEN_MEAN, **_KL_TO_GO, "beta": 0.1,
+            "reward_clip_range": (-20.0, 20.0), "advantage_epsilon": 1e-5,
         },
         {"mean_over": "tokens"},
         LossForm(any_kl=True),
         "preset areal_docs is the recipe of AReaL's RLOO page: its adv_norm.mean_leave1out leaves "
         "out one token, not one answer, so that the rest of an answer stays in its own baseline: "
         "that is not REINFORCE Leave-One-Out, and biased (preset areal, or paper)",
+    ),
+    "areal_page": Preset(
+        "A_i = r_i - mean of the other r_j, no KL; token ratios, clipped; each answer's mean over "
+        "its tokens, then the mean over answers",
+        "AReaL's RLOO page of 28 September 2025, the objective as it is printed",
+        {**_TOKEN, "loss_aggregation": "sequence_token_mean", "beta": 0.0},
     ),
     "ms_swift": Preset(
         "A_i as in the paper; token ratios; each answer's mean over its tokens, then the mean over "
@@ -151,13 +135,8 @@ PRESETS: dict[str, Preset] = {
         "ratios; mean over all tokens",
         "NeMo-RL 0.6, grpo.use_leave_one_out_baseline=true",
         {
-            **_TOKEN_MEAN,
-            "beta": 0.01,
-            "kl_placement": "loss",
-            "kl_estimator": "k3",
-            "kl_clip": 10.0,
-            "std_level": "group",
-            "advantage_epsilon": 1e-6,
+            **_TOKEN_MEAN, **_K3_IN_LOSS, "beta": 0.01, "kl_clip": 10.0,
+            "std_level": "group", "advantage_epsilon": 1e-6,
         },
         {"std_leave1out": True},
     ),
@@ -180,13 +159,8 @@ PRESETS: dict[str, Preset] = {
         "ratios; each answer's mean over its tokens, then the mean over answers",
         "Shao et al. 2024, arXiv 2402.03300, equations 3 and 4",
         {
-            **_TOKEN,
-            "loss_aggregation": "sequence_token_mean",
-            "beta": 0.04,
-            "kl_placement": "loss",
-            "kl_estimator": "k3",
-            "mean_leave1out": False,
-            "std_level": "group",
+            **_TOKEN, **_K3_IN_LOSS, "loss_aggregation": "sequence_token_mean", "beta": 0.04,
+            "mean_leave1out": False, "std_level": "group",
         },
     ),
     "dr_grpo": Preset(
@@ -194,22 +168,16 @@ PRESETS: dict[str, Preset] = {
         "longest length allowed",
         "Liu et al. 2025, arXiv 2503.20783",
         {
-            **_TOKEN,
-            "loss_aggregation": "constant",
-            "beta": 0.0,
-            "kl_placement": "loss",
-            "kl_estimator": "k3",
+            **_TOKEN, **_K3_IN_LOSS, "loss_aggregation": "constant", "beta": 0.0,
             "mean_leave1out": False,
         },
     ),
-}
+}  # fmt: skip
 
 
 def preset_options(name: str | None) -> dict[str, Any]:
-    """Every part of the objective under the preset `name`; nothing without one.
-
-    Raises ValueError for an unknown name, with the nearest known one.
-    """
+    """Every part of the objective under the preset `name`; nothing without one. Raises ValueError
+    for an unknown name, with the nearest known one."""
     if name is None:
         return {}
     if name not in PRESETS:
@@ -236,13 +204,13 @@ def loss_form(name: str | None) -> LossForm:
 
 
 def parts_of(options: Mapping[str, Any], form: LossForm) -> dict[str, Any]:
-    """The parts of an objective by name: `options`, which are those in BASE, arguments of the
-    estimator, and what a preset does to the loss."""
+    """The parts of an objective by name: `options` (those in BASE), the estimator's arguments, and
+    what a preset does to the loss."""
     parts = dict(options)
     defaults = ARGUMENTS if parts["estimator"] == "composed" else {}
     arguments = defaults | (parts.pop("estimator_kwargs") or {})
     parts |= {f"estimator_kwargs.{name}": value for name, value in arguments.items()}
-    return parts | {"count_unscored": form.count_unscored}
+    return parts | {"all_completions": form.all_completions}
 
 
 def preset_parts(name: str) -> dict[str, Any]:
@@ -252,8 +220,41 @@ def preset_parts(name: str) -> dict[str, Any]:
 
 def differences(ours: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
     """The parts of `ours` that are not as usual, each with its value."""
-    unlike = [f"{name} {value}" for name, value in ours.items() if value != usual.get(name)]
-    return ", ".join(unlike)
+    return ", ".join(f"{name} {value}" for name, value in ours.items() if value != usual.get(name))
+
+
+# What changes the objective and is no part of a preset.
+_OTHERS = (
+    "missing_eos_penalty", "normalize_rewards", "mask_truncated_completions", "entropy_coef",
+    "loss_constant",
+)  # fmt: skip
+
+
+def objective_line(config: Options) -> str:
+    """The formula of the preset, or else the gradient of the paper with beta; and then every part
+    of the objective that is unlike it, by its option."""
+    preset = config.preset or "paper"
+    ours = parts_of({name: getattr(config, name) for name in BASE}, loss_form(config.preset))
+    usual = preset_parts(preset) | {"beta": 0.0}
+    for option in fields(config):
+        if option.name in _OTHERS:
+            ours[option.name], usual[option.name] = getattr(config, option.name), option.default
+    formula = PRESETS[preset].formula
+    if preset == "paper":
+        formula = f"gradient = mean over answers of {_advantage(config)} * grad log p(answer_i)"
+        if config.estimator == "composed" and config.kl_placement == "reward":
+            del ours["beta"]  # the formula has it
+    unlike = differences(ours, usual)
+    return f"{formula}; with {unlike}" if unlike else formula
+
+
+def _advantage(config: Options) -> str:
+    if config.estimator != "composed":
+        return "A_i"
+    if not config.beta or config.kl_placement != "reward":
+        return "(r_i - mean of the other r_j)"
+    kl = f"{config.beta:g} KL"
+    return f"(r_i - {kl}_i - mean of the other (r_j - {kl}_j))"
 
 
 def describe_preset(name: str) -> list[str]:
@@ -272,17 +273,15 @@ def describe_preset(name: str) -> list[str]:
 
 def kl_fault(config: Options) -> str | None:
     """What is wrong with the gradient of the KL where kl_placement puts it; None if it is right."""
-    estimator, in_loss = config.kl_estimator, config.kl_placement == "loss"
-    if config.beta == 0 or (in_loss and config.use_bias_correction_kl):
+    in_loss, is_k1 = config.kl_placement == "loss", config.kl_estimator == "k1"
+    corrected = in_loss and config.use_bias_correction_kl
+    if config.beta == 0 or corrected or in_loss != is_k1:
         return None
-    if in_loss:
-        return "zero gradient" if estimator == "k1" else None
-    return None if estimator == "k1" else "wrong gradient"
+    return "zero gradient" if in_loss else "wrong gradient"
 
 
 def remarks(config: Options) -> list[str]:
-    """What a user must know of a chosen form whose gradient is not that of its name, and of options
-    that wait for another."""
+    """What a user must know: a gradient that is not that of its name, options without effect."""
     found = []
     over_tokens = (config.estimator_kwargs or {}).get("mean_over") == "tokens"
     if config.preset is not None and PRESETS[config.preset].warning:

@@ -1,7 +1,4 @@
-"""How one option is declared and how a value for it is read: fields with help, values by type.
-
-Knows nothing of what any option means, nor of files and command lines.
-"""
+"""How one option is declared and how a value for it is read: fields with help, values by type."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum
@@ -26,8 +24,7 @@ NULL_WORDS = ("none", "null")
 
 @dataclass(frozen=True)
 class Subject:
-    """What some options are about. Declares them: `basic` ones are those that most runs set, a
-    `secret` one is not shown."""
+    """What some options are about. Most runs set `basic` ones; a `secret` one is not shown."""
 
     name: str
 
@@ -92,7 +89,8 @@ def coerce(name: str, hint: Any, value: Any) -> Any:
     kinds = kinds_of(hint)
     nullable = type(None) in kinds
     kinds = [kind for kind in kinds if kind is not type(None)]
-    choices = [choice for kind in kinds for choice in _choices(kind)]
+    literals = [kind for kind in kinds if typing.get_origin(kind) is typing.Literal]
+    choices = [choice for kind in literals for choice in typing.get_args(kind)]
     if nullable and (value is None or _is_word(value, NULL_WORDS)):
         return None
     if choices:
@@ -123,10 +121,6 @@ def _is_word(value: Any, words: tuple[str, ...]) -> bool:
     return isinstance(value, str) and value.strip().lower() in words
 
 
-def _choices(kind: Any) -> tuple[str, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-
-
 def _choose(name: str, choices: list[str], value: Any) -> str:
     if value is None and "none" in choices:
         return "none"
@@ -134,33 +128,24 @@ def _choose(name: str, choices: list[str], value: Any) -> str:
         return "no"
     if value in choices:
         return value
-    shown = ", ".join(choices)
     near = suggest(value, choices) if isinstance(value, str) else ""
-    raise ValueError(f"{name} is {value!r}; it must be one of {shown}{near}")
+    raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}{near}")
 
 
 def _describe(kinds: list[Any]) -> str:
     words = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text (in quotes where YAML reads a number)",
-        dict: "a mapping",
-        list: "a list",
+        bool: "true or false", int: "a whole number", float: "a number", dict: "a mapping",
+        str: "text (in quotes where YAML reads a number)", list: "a list",
         tuple: "a pair of numbers",
-    }
+    }  # fmt: skip
     return " or ".join(words[typing.get_origin(kind) or kind] for kind in kinds)
 
 
 def _read(name: str, kind: Any, value: Any) -> Any:
     """`value` as `kind`, or None when it is no such thing."""
     container = typing.get_origin(kind)
-    if container is list:
-        return _read_list(name, typing.get_args(kind)[0], value)
-    if container is tuple:
-        return _read_pair(name, value)
-    if container is dict:
-        return _read_mapping(name, value)
+    if container in (list, tuple, dict):
+        return _read_container(name, container, typing.get_args(kind)[0], value)
     if kind is bool:
         return _read_switch(value)
     if kind in (int, float):
@@ -191,33 +176,17 @@ def _read_number(name: str, kind: Any, value: Any) -> Any:
     return number
 
 
-def _from_json(value: Any, opening: str) -> Any:
+def _read_container(name: str, container: Any, kind: Any, value: Any) -> Any:
+    opening = "{" if container is dict else "["
     if isinstance(value, str) and value.lstrip().startswith(opening):
-        try:
-            return json.loads(value)
-        except json.JSONDecodeError:
-            return value
-    return value
-
-
-def _read_list(name: str, kind: Any, value: Any) -> list[Any] | None:
-    value = _from_json(value, "[")
-    if isinstance(value, Mapping):
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
+    if container is dict:
+        return _plain(name, value) if isinstance(value, Mapping) else None
+    several = isinstance(value, list | tuple)
+    if isinstance(value, Mapping) or (container is tuple and not (several and len(value) == 2)):
         return None
-    values = value if isinstance(value, list | tuple) else [value]
-    return [coerce(name, kind, item) for item in values]
-
-
-def _read_pair(name: str, value: Any) -> tuple[float, float] | None:
-    value = _from_json(value, "[")
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        return None
-    return coerce(name, float, value[0]), coerce(name, float, value[1])
-
-
-def _read_mapping(name: str, value: Any) -> dict[str, Any] | None:
-    value = _from_json(value, "{")
-    return _plain(name, value) if isinstance(value, Mapping) else None
+    return container(coerce(name, kind, item) for item in (value if several else [value]))
 
 
 def _plain(path: str, value: Any) -> Any:

@@ -1,8 +1,7 @@
 """The options of TRL, transformers and others that this version does not implement, and why.
 
 Setting one to a value at which it changes nothing is accepted; anything else is refused with the
-reason, because an option that is silently ignored is worse than none. The few that cannot change a
-result here whatever their value are accepted with a warning that says so.
+reason. The few that cannot change a result here whatever their value are accepted with a warning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Images in prompts: from a row's columns into its messages, and from there to model inputs.
 
-The model's own processor turns images into tensors. This happens when a forward pass needs them,
-and they are dropped afterwards, so that a dataset's pixels are never all in memory.
+The model's own processor makes tensors of them when a forward pass needs them, and they are dropped
+afterwards, so that a dataset's pixels are never all in memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,15 +44,10 @@ def tokenizer_of(processing_class: Any) -> Any:
     return processing_class.tokenizer if processes else processing_class
 
 
-# -- messages ------------------------------------------------------------------------------------
-
-
 def with_images(content: Text, images: Sequence[Any]) -> list[Message]:
-    """The messages with contents as lists of parts, and each image in its part, as in TRL.
-
-    Parts `{"type": "image"}` are filled in order. Without such parts the images go before the text
-    of the first user message. Raises ValueError if the numbers of images and parts differ.
-    """
+    """The messages with contents as lists of parts, and each image in its part, as in TRL: parts
+    `{"type": "image"}` are filled in order; without any, the images go before the text of the
+    first user message. Raises ValueError if the numbers of images and parts differ."""
     if isinstance(content, str):
         raise ValueError(
             "the row has images and its prompt is a string; with images it must be a list of "
@@ -130,16 +124,11 @@ def without_images(content: Text) -> Text:
     return _with_parts(content, lambda p: {"type": "image"} if p["type"] == "image" else p)
 
 
-# -- rows ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    """Turns the rows of a dataset into prompts for a model that reads images.
-
-    `columns` are the columns that hold images. `process` applies the processor, chat template
-    included, to messages and returns a batch of one as tensors. Without either, rows are text.
-    """
+    """Turns rows, whose `columns` hold images, into prompts for a model that reads them. `process`
+    applies the processor, chat template included, to messages and returns a batch of one as
+    tensors. Without either, rows are text."""
 
     columns: tuple[str, ...] = ()
     process: Callable[[list[Message]], Mapping[str, Any]] | None = None
@@ -162,13 +151,8 @@ class ImageReader:
         """A function that computes the model inputs for the images in `content`, if any."""
         if self.process is None or isinstance(content, str) or not images_of(content):
             return None
-        return partial(_beside_text, self.process, content)
-
-
-def _beside_text(
-    process: Callable[[list[Message]], Mapping[str, Any]], content: list[Message]
-) -> dict[str, Tensor]:
-    return {name: value for name, value in process(content).items() if name not in _TEXT}
+        process = self.process
+        return lambda: {n: value for n, value in process(content).items() if n not in _TEXT}
 
 
 def image_columns(names: Sequence[str]) -> tuple[str, ...]:
@@ -200,9 +184,6 @@ def in_colour(messages: list[Message]) -> list[Message]:
         with_images(messages, []),
         lambda p: {**p, "image": p["image"].convert("RGB")} if p["type"] == "image" else p,
     )
-
-
-# -- files ---------------------------------------------------------------------------------------
 
 
 def save_images(content: Text, folder: Path) -> list[str]:

@@ -1,7 +1,4 @@
-"""Joining a processor's outputs for the images of several prompts into those of one forward pass.
-
-`Policy.check_forward` compares the result with each prompt alone.
-"""
+"""The image inputs of several prompts, joined into those of one forward pass."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def join_inputs(
 
     `prompts` has for each row a number of its prompt and its `Prompt.pixels`, which is called once
     per number. Rows have `width` tokens; `starts` says where in its row each prompt begins.
-    Per-token inputs are placed along the rows, with 0 (text) elsewhere. Per-image inputs are
+    Inputs per token are placed along the rows, with 0 (text) elsewhere. Those per image are
     concatenated; smaller images are padded with zeros, which models cut off again.
     """
     inputs = {number: make and make() for number, make in dict(prompts).items()}

@@ -1,7 +1,4 @@
-"""From rows to prompts: templates, tokenising, and the cursor that draws them.
-
-Every column but `prompt` is passed on to the rewards unread.
-"""
+"""From rows to prompts: templates, tokenising, and the cursor that draws them."""
 
 from __future__ import annotations
 
@@ -69,12 +66,10 @@ def encode_prompt(
 ) -> list[int]:
     """Token ids of a prompt, at least one.
 
-    A string is tokenised with the special tokens that the tokenizer adds, but without a second
-    beginning-of-sequence token if the string already has one. Messages go through the chat
-    template, which opens the assistant's turn; if the last message is the assistant's, it is left
-    open and continued.
-
-    Raises ValueError for other content, and for messages that the chat template refuses.
+    A string gets the special tokens that the tokenizer adds, but no second beginning of sequence.
+    Messages go through the chat template, which opens the assistant's turn, or continues it if the
+    last message is the assistant's. Raises ValueError for other content, and for messages that the
+    chat template refuses.
     """
     if isinstance(content, str):
         tokenizer = tokenizer_of(processing_class)
@@ -96,8 +91,7 @@ def encode_prompt(
 def image_reader(
     rows: Dataset, processing_class: ProcessingClass, *, chat_template_kwargs: dict[str, Any]
 ) -> ImageReader:
-    """The reader of the images in `rows`. Raises ValueError if there are images and the model has
-    only a tokenizer, and so would not see them."""
+    """The reader of the images in `rows`. Raises ValueError if the model would not see them."""
     columns = image_columns(rows.column_names)
     if not isinstance(processing_class, ProcessorMixin):
         if any(_holds_images(rows.features[name]) for name in columns):
@@ -131,9 +125,8 @@ class PromptSource:
     """A cursor over the prompts of a dataset, in an order determined by (seed, epoch, index).
 
     The constructor tokenises all rows, so that a faulty or overlong prompt is reported before the
-    first sample. `dropped` and `truncated` count what the `limit` has left out and cut. `images`
-    reads the rows' images; prompts of a dataset with images are never truncated. Raises ValueError
-    for prompts that the limit refuses.
+    first sample, by a ValueError. `dropped` and `truncated` count what the `limit` has left out and
+    cut; prompts of a dataset with images are never cut.
     """
 
     def __init__(
@@ -170,12 +163,10 @@ class PromptSource:
                 f"all {len(rows)} prompts have more than {max_prompt_length} tokens and were "
                 "dropped; training needs at least 1 (max_prompt_length, overlong_prompts)"
             )
-        self._rows = rows
-        self._images = images
+        self._rows, self._images = rows, images
         self._tokens = [ids[-max_prompt_length:] for ids in tokens]
         self._numbers = [i for i in range(len(rows)) if not (self.dropped and i in too_long)]
-        self._seed = seed
-        self._shuffle = shuffle
+        self._seed, self._shuffle = seed, shuffle
         self._order: tuple[int, np.ndarray] | None = None
         self._drawn = 0
         self._identity = {
@@ -210,8 +201,7 @@ class PromptSource:
         return prompts
 
     def all_prompts(self, limit: int | None = None) -> list[Prompt]:
-        """The first `limit` prompts (all by default) in the order of the dataset. Does not move
-        the cursor."""
+        """The first `limit` prompts in the order of the dataset; the cursor stays where it is."""
         return [self._prompt(number) for number in self._numbers[:limit]]
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""From a dataset's name to its rows: files of several kinds, folders, the hub.
-
-Datasets are data, never code: files are parsed here, hub datasets by `datasets`, which runs no
-scripts.
-"""
+"""From a dataset's name to its rows: files, folders, the hub. None of them can run code."""
 
 from __future__ import annotations
 
@@ -28,13 +24,12 @@ def load_rows(
 ) -> Dataset | IterableDataset:
     """Load the rows of a dataset, at least one; a stream is returned as it is.
 
-    `spec` is a `Dataset` or `IterableDataset` (returned unchanged), a dict of splits, a .jsonl,
-    .json, .parquet or .csv file, a folder of such files, a folder written by `save_to_disk`, or a
-    hub id. `split` chooses among several splits; in a folder, among files named `train.jsonl`,
+    `spec` is a `Dataset` or `IterableDataset`, a dict of splits, a .jsonl, .json, .parquet or .csv
+    file, a folder of such files or one written by `save_to_disk`, or a hub id. `split` chooses
+    among several splits; in a folder, among files named `train.jsonl`,
     `train-00000-of-00002.parquet` and so on. A dataset without splits counts as "train".
-    `config_name` applies to hub datasets only.
-
-    Raises ValueError for anything that cannot be read, naming the file and line where possible.
+    `config_name` applies to hub datasets only. Raises ValueError for anything that cannot be read,
+    naming the file and line where possible.
     """
     if isinstance(spec, IterableDataset):
         return spec
@@ -68,8 +63,7 @@ def _load_by_name(name: str, split: str, config_name: str | None) -> Dataset:
         return _read_file(path)
     if any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
         return _choose_split(datasets.load_from_disk(path), split, name)
-    files = _files_of_split(path, split)
-    return datasets.concatenate_datasets([_read_file(file) for file in files])
+    return datasets.concatenate_datasets([_read_file(f) for f in _files_of_split(path, split)])
 
 
 def _load_from_hub(name: str, split: str, config_name: str | None) -> Dataset:
@@ -95,8 +89,7 @@ def _choose_split(rows: Dataset | Mapping[str, Any], split: str, name: str) -> A
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """The data files directly in `folder` whose names begin with the split's name. If no file is
-    named after a split, all of them are "train"."""
+    """The data files in `folder` named after the split; if none is after any, all are "train"."""
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
     if not files:
         raise ValueError(f"dataset {folder} has no {', '.join(SUFFIXES)} file (dataset)")

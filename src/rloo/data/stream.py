@@ -20,11 +20,10 @@ BLOCK = 1000
 class StreamSource:
     """A cursor over the prompts of a stream; where the stream ends, the next pass begins.
 
-    The stream is read in blocks of `BLOCK` rows. `make_source(rows, seed)` turns a block into
-    prompts and shuffles within it, since a whole stream cannot be shuffled. A saved position is the
-    stream's own state at the start of the block and the place within the block. If that state does
-    not lead to the same block again (`datasets` does not restore shuffle buffers), the stream is
-    read again from its beginning up to the block.
+    The stream is read in blocks of `BLOCK` rows; `make_source(rows, seed)` makes prompts of one and
+    shuffles within it. A saved position is the stream's own state at the start of the block and the
+    place within it. If that state does not lead to the same block again (`datasets` does not
+    restore shuffle buffers), the stream is read again from its beginning up to the block.
     """
 
     def __init__(
@@ -35,9 +34,7 @@ class StreamSource:
         seed: int,
     ) -> None:
         """Raises ValueError for a stream without rows, and for faulty rows in the first block."""
-        self._given = rows
-        self._make_source = make_source
-        self._seed = seed
+        self._given, self._make_source, self._seed = rows, make_source, seed
         self.dropped = self.truncated = 0
         self._begin_pass(0)
         while len(self._block) == 0:
@@ -84,9 +81,7 @@ class StreamSource:
     def _go_to(self, position: dict[str, Any], state: dict[str, Any] | None, skip: int) -> None:
         self._pass, self._first_row = position["pass"], position["first_row"]
         self._any_prompt = True
-        self._iterator = self._open(state)
-        for _ in islice(self._iterator, skip):
-            pass
+        self._iterator: Iterator[dict[str, Any]] = islice(self._open(state), skip, None)
         self._state = position["stream"]
         self._set_block(self._read())
         self._block.load_state_dict(position["block"])

@@ -14,13 +14,10 @@ from rloo.types import Engine, Weights
 
 @dataclass(frozen=True, slots=True)
 class EngineInputs:
-    """What an engine is made from.
-
-    `weights` gives what `load` will be given (by default the model's parameters). `precision` is
-    that of the autocast that the model computes in, `dtype` that of the fused decoder's matrix
-    products (by default the model's). `no_copy` is the reason, if there is one, why no copy of the
-    weights may be made, as the fused decoder does.
-    """
+    """What an engine is made from. `weights` gives what `load` will be given (by default the
+    model's parameters). `precision` is that of the autocast that the model computes in, `dtype`
+    that of the fused decoder's matrix products (by default the model's). `no_copy` is the reason,
+    if there is one, why no copy of the weights may be made, as the fused decoder does."""
 
     model: PreTrainedModel
     pad_token_id: int
@@ -35,8 +32,7 @@ Made = tuple[Engine, str | None]
 
 
 def build_engine(name: str, inputs: EngineInputs) -> Made:
-    """The engine called `name`; "auto" is native where the model allows it. Raises ValueError for
-    an unknown name."""
+    """The engine `name`; "auto" is native where the model allows it. ValueError if unknown."""
     if name not in MAKERS:
         *others, last = MAKERS
         raise ValueError(f"engine is {name!r}; it must be {', '.join(others)} or {last}")
@@ -54,8 +50,7 @@ def _make_native(inputs: EngineInputs) -> Made:
     )
     if no_copy is None and can_fuse(model) and supports(model, weights=inputs.weights) is None:
         return make(dtype=inputs.dtype), None
-    reason = supports(model, fused=False)
-    if reason is not None:
+    if (reason := supports(model, fused=False)) is not None:
         note = (
             "sampling with transformers' generate, which is slower: the native engine does not "
             f"support this model, {reason}"

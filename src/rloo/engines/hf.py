@@ -1,8 +1,5 @@
-"""The reference engine: transformers' own `generate` and filters, with our noise.
-
-It is slow, and correct for every causal language model that `generate` can run, including those
-that read images.
-"""
+"""The reference engine: transformers' own `generate` and filters, with our noise. It is slow, and
+correct for every causal language model that `generate` can run, also with images."""
 
 from __future__ import annotations
 
@@ -24,12 +21,9 @@ from rloo.types import Sampling, Weights
 
 
 class HFEngine(InProcessEngine):
-    """Samples with `generate` from the policy's own module.
-
-    The placeholder tokens of images are never sampled, since there would be no images for them.
-    `behavior_logprobs` are those of the distribution without these tokens; `policy_logprobs`
-    include them, as in training, so that the difference shows.
-    """
+    """Samples with `generate` from the policy's own module. The placeholder tokens of images are
+    never sampled, since there would be no images for them: `behavior_logprobs` are without these
+    tokens, `policy_logprobs` with them, as in training, so that the difference shows."""
 
     name = "hf"
     default_cache_bytes = 2 << 30
@@ -44,6 +38,7 @@ class HFEngine(InProcessEngine):
         width = input_ids.shape[1]
         pixels = [(prompt.noise_id, prompt.pixels) for prompt, _ in rows]
         drawing = _Drawing(sampling, keys, pads, width, image_token_ids(self._model.config))
+        stopping: Any = [drawing.stop]
         with _no_defaults(self._model):
             self._model.generate(  # type: ignore[operator]
                 input_ids,
@@ -58,7 +53,7 @@ class HFEngine(InProcessEngine):
                     pad_token_id=self._pad_token_id,
                 ),
                 logits_processor=LogitsProcessorList([drawing]),
-                stopping_criteria=transformers.StoppingCriteriaList([_AtStopText(drawing)]),
+                stopping_criteria=transformers.StoppingCriteriaList(stopping),
             )
         lengths = drawing.stop_text.lengths
         return drawing.tokens, drawing.policy_logprobs, drawing.behavior_logprobs, lengths
@@ -76,8 +71,7 @@ def _no_defaults(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _Drawing(LogitsProcessor):
-    """Chooses each token with our noise and makes it the only choice of `generate`, which is
-    greedy."""
+    """Chooses each token with our noise: it leaves the greedy `generate` no other."""
 
     def __init__(
         self, sampling: Sampling, keys: Tensor, pads: Tensor, width: int, never: Sequence[int]
@@ -114,15 +108,9 @@ class _Drawing(LogitsProcessor):
         self.ended = self.ended if ended is None else ended
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
-
-class _AtStopText(transformers.StoppingCriteria):
-    """Ends rows whose last token completed a stop string."""
-
-    def __init__(self, drawing: _Drawing) -> None:
-        self._drawing = drawing
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return self._drawing.ended
+    def stop(self, *_: Any, **__: Any) -> Tensor:
+        """The rows whose last token completed a stop string: a stopping criterion."""
+        return self.ended
 
 
 class _PenaltyBehindPadding(LogitsProcessor):

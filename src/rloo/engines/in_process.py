@@ -1,6 +1,5 @@
 """Engines that run in this process: sampling in waves within bounded memory, with the policy's own
-module, which is given back as it was. Knows nothing of how the tokens of a wave are made.
-"""
+module, which is given back as it was."""
 
 from __future__ import annotations
 
@@ -26,13 +25,10 @@ Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @contextmanager
 def borrowed(model: PreTrainedModel, precision: torch.dtype | None = None) -> Iterator[None]:
-    """Evaluation mode, autocast to `precision` (None: without) and no autograd inside; each
-    submodule's own mode is restored outside.
-
-    Gradient checkpointing is inactive in evaluation mode, and `use_cache` is passed with each
-    forward, so neither setting is changed. Inside, a mixture of experts does not return its
-    router's logits, whatever its configuration says, since a cached forward has no balancing loss.
-    """
+    """Evaluation mode (in which gradient checkpointing is inactive), autocast to `precision` (None:
+    without) and no autograd inside; each submodule's own mode is restored outside. Inside, a
+    mixture of experts does not return its router's logits, whatever its configuration says, since
+    a cached forward has no balancing loss."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     text_config = model.config.get_text_config()

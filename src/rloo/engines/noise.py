@@ -1,8 +1,5 @@
-"""The noise with which tokens are drawn: a function of (seed, purpose, step, prompt, k, position).
-
-It is counter-based, so that no draw depends on another one, and batches, evaluation and resuming
-cannot change it.
-"""
+"""The noise with which tokens are drawn: a function of (seed, purpose, step, prompt, k, position),
+counter-based, so that no draw depends on another, nor on batches, evaluation and resuming."""
 
 from __future__ import annotations
 
@@ -19,19 +16,13 @@ def _signed(number: int) -> int:
 
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
-
-
 _FIRST_MULTIPLIER = _signed(0xBF58476D1CE4E5B9)
-
-
 _SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
 
 
 def noise_key(seed: int, purpose: str, step: int) -> int:
-    """The 64-bit number for the argument `noise` of `Engine.sample`.
-
-    `purpose` separates training and evaluation, which never share a draw, whatever the step.
-    """
+    """The 64-bit number for the argument `noise` of `Engine.sample`. `purpose` separates training
+    and evaluation, which never share a draw, whatever the step."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -43,11 +34,8 @@ def row_keys(noise: int, prompt_ids: Tensor, samples: Tensor) -> Tensor:
 
 
 def uniforms(keys: Tensor, start: int, count: int) -> Tensor:
-    """The noise of positions start .. start + count - 1 of each row: float64 (R, count) in [0, 1).
-
-    The generator is counter-based: the output function of SplitMix64 (Steele, Lea, Flood 2014) of
-    key + position * golden ratio, so that a draw depends only on its row and position.
-    """
+    """The noise of positions start .. start + count - 1 of each row: float64 (R, count) in [0, 1),
+    the output of SplitMix64 (Steele, Lea, Flood 2014) of key + position * golden ratio."""
     positions = torch.arange(start + 1, start + count + 1, device=keys.device)
     bits = _mix(keys[:, None] + positions * _GOLDEN)
     return _shift_right(bits, 11).double() * 2.0**-53

@@ -1,8 +1,5 @@
-"""Drawing tokens: the filters, the inverse CDF, stop strings, and collecting completions.
-
-Every engine that runs in this process draws tokens here, so that two engines choose the same tokens
-from the same logits and noise.
-"""
+"""Drawing tokens: the filters, the inverse CDF, stop strings, and collecting completions; for every
+engine of this process, so that two choose the same tokens from the same logits and noise."""
 
 from __future__ import annotations
 
@@ -32,11 +29,8 @@ class Draw:
 
 
 def draw(logits: Tensor, noise: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Draw:
-    """Choose a token in each row.
-
-    logits (R, V); noise float64 (R,) in [0, 1); seen bool (R, V), True for tokens in the row's
-    prompt or completion (needed only for the repetition penalty).
-    """
+    """Choose a token in each row: logits (R, V); noise float64 (R,) in [0, 1); seen bool (R, V),
+    True for tokens of prompt or completion (needed only for the repetition penalty)."""
     logits = logits.float()
     if sampling.greedy:
         tokens = logits.argmax(dim=-1)
@@ -55,11 +49,9 @@ def gather_logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Scores (R, V) of the behavior distribution; minus infinity for removed tokens.
-
-    Applied are repetition penalty (Keskar et al. 2019), temperature, top-k, top-p (Holtzman et al.
-    2020) and min-p (Nguyen et al. 2024), in the order and with the boundary cases of transformers.
-    """
+    """Scores (R, V) of the behavior distribution, minus infinity for removed tokens: by repetition
+    penalty (Keskar et al. 2019), temperature, top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen
+    et al. 2024), in the order and with the boundary cases of transformers."""
     scores = logits
     if sampling.repetition_penalty != 1.0:
         assert seen is not None, "the repetition penalty needs the tokens seen"
@@ -174,9 +166,8 @@ def collect_completions(
 ) -> list[Completion]:
     """Cut each row after its first stop token or at the end of its first stop string.
 
-    drawn: tokens, policy and behavior log-probs, each (R, max_tokens), and `StopText`'s lengths
-    (R,); values after the end of a row are arbitrary. Raises FloatingPointError if the model's
-    logits were NaN.
+    drawn: tokens, policy and behavior log-probs, each (R, max_tokens), arbitrary after a row's end;
+    and `StopText`'s lengths (R,). Raises FloatingPointError if the model's logits were NaN.
     """
     tokens, policy, behavior, stop_lengths = drawn
     stops = torch.tensor(stop_token_ids, dtype=tokens.dtype, device=tokens.device)

@@ -1,7 +1,4 @@
-"""LoRA adapters: added to a model, trained in place of its weights, saved without them.
-
-The library peft is imported in this file only, inside functions.
-"""
+"""LoRA adapters: added to a model, trained in place of its weights, saved without them."""
 
 from __future__ import annotations
 
@@ -46,11 +43,8 @@ HARMLESS = (
 
 
 class Adapter:
-    """The LoRA adapter of a PeftModel, and the transformers model that contains it.
-
-    `model` computes with the adapter; its own weights are frozen. Raises ValueError for an adapter
-    that could not be trained, separated from its base, or merged into weights of the base.
-    """
+    """The LoRA adapter of a PeftModel, and the transformers `model` that computes with it. Raises
+    ValueError for an adapter that could not be trained, separated from its base, or merged."""
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
@@ -108,8 +102,6 @@ class Adapter:
                 "name its module in modules_to_save (peft_config) or freeze it"
             )
 
-    # -- computing -------------------------------------------------------------------------------
-
     @cached_property
     def has_effect(self) -> bool:
         """Whether the adapted weights differ from the base's; determined at the first access."""
@@ -121,11 +113,8 @@ class Adapter:
         )
 
     def keep_reference(self) -> None:
-        """Make the present model the one that `as_reference` restores.
-
-        If the adapter has no effect yet, the reference is the base alone. Otherwise it is a frozen
-        copy of the adapter, as in TRL.
-        """
+        """Make the present model the one that `as_reference` restores: the base alone if the
+        adapter has no effect yet, otherwise with a frozen copy of the adapter, as in TRL."""
         if not self.has_effect:
             return
         config = copy.deepcopy(self.wrapper.peft_config[TRAINED])
@@ -158,13 +147,9 @@ class Adapter:
                 parameter.requires_grad_(flag)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The base model's parameters by name, with the adapter merged in.
-
-        Merging works on a copy, one layer at a time, in the base's precision.
-        """
+        """The base model's parameters by name, with the adapter merged in: into a copy, one layer
+        at a time, in the base's precision."""
         return _walk(self.model, _merge)
-
-    # -- files -----------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
         """Write only the adapter, as peft does: `adapter_config.json` and the tensors."""
@@ -175,10 +160,7 @@ class Adapter:
             self.wrapper.save_pretrained(str(path), selected_adapters=[TRAINED])
 
     def load(self, path: str | Path) -> None:
-        """Load the weights that `save` wrote, bit for bit.
-
-        Raises ValueError for an adapter with another configuration.
-        """
+        """Load what `save` wrote, bit for bit. Raises ValueError for another configuration."""
         peft = _peft()
         saved = _comparable(peft.PeftConfig.from_pretrained(str(path)))
         current = _comparable(self.wrapper.peft_config[TRAINED])
@@ -200,8 +182,7 @@ def is_adapted(model: Any) -> bool:
 
 
 def refuse_loose_layers(model: nn.Module) -> None:
-    """Raise ValueError for a transformers model that contains adapters but is in no PeftModel: its
-    parameter names and files would not be those of a model."""
+    """Raise ValueError for adapters in no PeftModel: names and files would not be a model's."""
     for name, _ in _adapted_layers(model):
         raise ValueError(
             f"{name} has an adapter and no PeftModel is around the model; give the "
@@ -210,11 +191,8 @@ def refuse_loose_layers(model: nn.Module) -> None:
 
 
 def add_adapter(model: Any, peft_config: Any) -> Any:
-    """Add a new adapter to `model` and return the PeftModel. Raises ValueError for one that cannot
-    be trained.
-
-    As in TRL, `model` is changed and `peft_config` is not.
-    """
+    """The PeftModel of a new adapter in `model`, which is changed; `peft_config` is not, as in TRL.
+    Raises ValueError for an adapter that cannot be trained."""
     peft = _peft()
     if is_adapted(model):
         raise ValueError(
@@ -254,14 +232,12 @@ def lora_config(config: RLOOConfig) -> Any:
 
 
 def find_file(name: str, file: str, revision: str) -> str | None:
-    """The path of a file of `name`, a folder or hub id; None if it has no such file. Raises OSError
-    for an unknown name."""
+    """The path of `file` of a folder or hub id, None without it. OSError for an unknown name."""
     return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
 
 
 def find_base(name: str, revision: str = "main") -> str | None:
-    """The name of the base model of the adapter `name`, a folder or hub id; None if `name` is not
-    an adapter. Raises ValueError for an adapter that names no base."""
+    """The base model's name; None if `name` is no adapter. Raises ValueError if it names none."""
     try:
         found = find_file(name, CONFIG_FILE, revision)
     except OSError:  # no such name: reported when the model itself is loaded
@@ -326,8 +302,7 @@ def _walk(
     prefix: str = "",
     seen: set[int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters as in `named_parameters`, with adapted layers replaced by `unwrap`, and quantised
-    layers by dequantised ones."""
+    """`named_parameters`, of adapted layers after `unwrap`, of quantised ones dequantised."""
     seen = set() if seen is None else seen
     inner = unwrap(module) if isinstance(module, _layer_kinds()) else in_full(module)
     replaced = inner is not module

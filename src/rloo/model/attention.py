@@ -29,7 +29,6 @@ class Layout(Protocol):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """query (B, H, Q, D), key and value (B, H_kv, L, D) to the output (B, Q, H, D)."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -116,9 +115,8 @@ def _attend_eagerly(
 
 
 def round_inputs(states: Tensor) -> Tensor:
-    """Round queries, keys or values to autocast's dtype, if it is on, as a fused attention does,
-    but return at least float32: scores rounded to 16 bits would let sampler and trainer
-    disagree."""
+    """Queries, keys or values, rounded to autocast's dtype as a fused attention does, but as
+    float32 at least: scores rounded to 16 bits would let sampler and trainer disagree."""
     device = states.device.type
     if torch.is_autocast_enabled(device):
         states = states.to(torch.get_autocast_dtype(device))
@@ -163,8 +161,7 @@ def causal_mask(
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A four-dimensional mask, which transformers passes on unread. A layout does not need it, but
-    without it transformers would build a mask of tokens squared."""
+    """A mask that transformers passes on unread, where it would build one of tokens squared."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 

@@ -1,8 +1,5 @@
-"""Completions to micro-batches: token lists become tensors, shifted by one.
-
-A micro-batch is packed (every prompt once, no padding in the linear layers) or padded (the plain
-form, for models that cannot be packed).
-"""
+"""Completions to micro-batches: token lists become tensors, shifted by one; packed (every prompt
+once, no padding in the linear layers) or padded (the plain form, where the model cannot)."""
 
 from __future__ import annotations
 
@@ -26,12 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The inputs of a forward pass: T completion tokens of N completions, flat (see objective.py).
+    """The inputs of a forward pass: T completion tokens of N completions, flat.
 
     `inputs` are keyword arguments of the model; `source_T` says which of its hidden states (batch
     and time flattened) predicts `target_T`. `group_N` numbers the groups of this batch from 0.
-    `multiplicity`, with the shape of the input tokens, is the number of completions that each input
-    token belongs to.
+    `multiplicity` (like the input tokens) counts the completions that each input token belongs to.
     """
 
     keys: list[tuple[int, int]]
@@ -48,11 +44,6 @@ class MicroBatch:
     lengths: list[int]
 
     @property
-    def num_input_tokens(self) -> int:
-        """The number of tokens that the forward pass computes, padding included."""
-        return int(self.inputs["input_ids"].numel())
-
-    @property
     def size(self) -> int:
         return len(self.keys)
 
@@ -63,9 +54,8 @@ def split(
     """Divide samples into micro-batches of at most `max_tokens` input tokens, including padding
     unless they will be `packed`. The result depends on the arguments only.
 
-    With `whole_groups` groups are not cut, and a group that exceeds the budget is a micro-batch of
-    its own (see `exceeds`). Otherwise a group is cut where the budget ends, and its prompt is
-    computed once in each part.
+    With `whole_groups`, a group that exceeds the budget is a micro-batch of its own. Otherwise
+    groups are cut where the budget ends, and their prompt is computed once in each part.
     """
     batches: list[list[Sample]] = []
     for group in _by_group(samples):
@@ -180,8 +170,7 @@ def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def count_input_tokens(samples: Sequence[Sample], packed: bool) -> int:
-    """Input tokens of `samples` as one micro-batch: packed, with each prompt once, or padded to
-    equal rows."""
+    """Input tokens of one micro-batch of `samples`: each prompt once if `packed`, or padded."""
     if not packed:
         return len(samples) * max(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
     prompts = sum(len(group[0].prompt_ids) for group in _by_group(samples))

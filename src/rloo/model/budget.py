@@ -49,14 +49,9 @@ class Fit:
 
 def workload_of(prompts: Prompts, config: RLOOConfig, batches: Batches) -> Workload:
     """The largest step that the dataset and the options allow."""
-    lengths = prompts.lengths
-    return Workload(
-        longest_prompt=max(lengths),
-        shortest_prompt=min(lengths),
-        completion_tokens=config.max_completion_length,
-        num_generations=config.num_generations,
-        num_groups=-(-batches.completions_per_step // config.num_generations),
-    )
+    lengths, size = prompts.lengths, config.num_generations
+    num_groups = -(-batches.completions_per_step // size)
+    return Workload(max(lengths), min(lengths), config.max_completion_length, size, num_groups)
 
 
 def largest_micro_batch(policy: Policy, workload: Workload, max_tokens: int) -> list[Sample]:
@@ -93,17 +88,13 @@ def fitting_budget(policy: Policy, workload: Workload) -> Fit:
     that takes too much, its memory is predicted. Raises ValueError if not even one completion fits.
     """
     asked = policy.max_tokens
+    on_cpu = policy.device.type == "cpu"
     room = available_bytes(policy.device) - missing_bytes(policy)
-    if policy.device.type == "cpu":
-        room = int(CPU_SHARE * room)
+    room = int(CPU_SHARE * room) if on_cpu else room
     largest = largest_micro_batch(policy, workload, asked)
+    certain = on_cpu and generous_peak_bytes(policy, largest) < _CERTAIN_SHARE * room
     # Measuring would end a profile in progress.
-    unmeasured = torch.autograd._profiler_enabled()
-    if unmeasured or (
-        policy.device.type == "cpu" and generous_peak_bytes(policy, largest) < _CERTAIN_SHARE * room
-    ):
-        return Fit(asked)
-    if _fits(policy, largest, room):
+    if certain or torch.autograd._profiler_enabled() or _fits(policy, largest, room):
         return Fit(asked)
     single = make_samples(workload.longest_prompt, workload.completion_tokens, 1)
     least, needed = count_tokens(policy, single), _needed(policy, single, room)
@@ -146,9 +137,8 @@ def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
     row = max(len(s.prompt_ids) + len(s.token_ids) for s in samples)
     numbers = 40 * text.hidden_size + 30 * attention + 12 * inner + 4 * heads * row
     logits = 6 * min(tokens * text.vocab_size, 2 * CHUNK_ELEMENTS)
-    return 4 * (tokens * text.num_hidden_layers * numbers + logits) + 3 * memory.weight_bytes(
-        policy.model
-    )
+    activations = 4 * (tokens * text.num_hidden_layers * numbers + logits)
+    return activations + 3 * memory.weight_bytes(policy.model)
 
 
 def available_bytes(device: torch.device) -> int:

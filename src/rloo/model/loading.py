@@ -22,8 +22,7 @@ from rloo.model.quantization import quantization_of
 
 
 def obtain_config(args: Any, model: str | PreTrainedModel | None) -> RLOOConfig:
-    """The options of a run, which cannot be changed from now on. None means the defaults, with
-    TRL's default name of the output folder. Raises ValueError for other objects."""
+    """The options of a run, fixed from now on; None: the defaults. ValueError for other objects."""
     if isinstance(args, RLOOArguments):
         args = args.to_config()
     if args is None:
@@ -45,9 +44,8 @@ def obtain_model(
     quantization_config: Any = None,
     peft_config: Any = None,
 ) -> tuple[PreTrainedModel, Any, RLOOConfig]:
-    """The model (a PeftModel if an adapter is trained), its tokenizer or processor, and `args` with
-    the model's name if it has one. Raises ValueError for what is not a model, and for two
-    adapters."""
+    """The model (a PeftModel to train an adapter), its tokenizer or processor, and `args` with the
+    model's name if it has one. Raises ValueError for no model, and for two adapters."""
     if peft_config is not None and args.use_peft:
         raise ValueError("peft_config is given and use_peft is true; both add an adapter")
     if isinstance(model, PreTrainedModel) or adapters.is_adapted(model):
@@ -101,10 +99,9 @@ def load_model(
     device: torch.device,
     quantization_config: Any = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
-    """Load the model in float32 and its tokenizer from `config.model`, a hub id or a folder. A
-    model that reads images comes with its processor.
+    """The model in float32 from `config.model`, a hub id or folder (an adapter's gives a PeftModel:
+    its base with the adapter, trainable), and its tokenizer, or processor if it reads images.
 
-    The folder or hub id of an adapter gives a PeftModel: its base with the adapter, trainable.
     `quantization_config` (a BitsAndBytesConfig), or the options, quantise the linear layers.
     Raises ValueError if transformers can load no tokenizer.
     """
@@ -162,8 +159,7 @@ def _loading_options(config: RLOOConfig) -> dict[str, Any]:
 
 
 def _copy_from_file(model: PreTrainedModel) -> None:
-    """Copy what is not quantised: on a CPU it is a view of the mapped file and would keep all of it
-    in memory."""
+    """Copy what is not quantised: a view of the mapped file would keep all of it in memory."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.is_floating_point():
             parameter.data = parameter.data.clone()

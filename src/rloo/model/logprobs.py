@@ -1,7 +1,4 @@
-"""From hidden states to log-probs and entropies, without keeping the logits of all tokens.
-
-The model's output head is a function that is called on one chunk of hidden states at a time.
-"""
+"""From hidden states to log-probs and entropies, without keeping the logits of all tokens."""
 
 from __future__ import annotations
 
@@ -133,10 +130,8 @@ def score_tokens(
 
 
 def _normalize(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of scores (R, V), and their log-sum-exp (R,), in fewer passes than torch's own.
-
-    It is computed from the most likely token's probability, which is never 0.
-    """
+    """Softmax of scores (R, V), and their log-sum-exp (R,), in fewer passes than torch's own: from
+    the most likely token's probability, which is never 0."""
     weights = scores.softmax(dim=-1)
     return weights, scores.amax(dim=-1) - weights.amax(dim=-1).log()
 

@@ -1,8 +1,5 @@
-"""The memory of an update, measured on small micro-batches and extrapolated beforehand.
-
-Bytes are those that torch allocates (on a CPU as recorded by its profiler, on CUDA as counted by
-the caching allocator), not resident pages.
-"""
+"""The memory of an update, measured on small micro-batches and extrapolated beforehand: bytes that
+torch allocates (on a CPU as its profiler, on CUDA as its allocator counts), not resident pages."""
 
 from __future__ import annotations
 
@@ -75,11 +72,10 @@ def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
     """Peak memory in bytes of training on `samples` as one micro-batch, in addition to weights,
     gradients, optimizer and reference.
 
-    It is measured at small shares of the lengths, phase by phase (each layer's forward and
-    backward, the vocabulary head, the reference), with the head's chunks scaled by the same share.
-    Each phase is extrapolated to the full length and the largest one counts, so that a phase which
-    dominates only at full length is not missed. A small micro-batch is measured directly. The
-    policy's gradients are discarded.
+    It is measured at small shares of the lengths, with the head's chunks scaled alike, phase by
+    phase (each layer's forward and backward, the vocabulary head, the reference). Each phase is
+    extrapolated, so that one which dominates only at full length is not missed. A small
+    micro-batch is measured directly. The policy's gradients are discarded.
     """
     longest = max(len(s.token_ids) for s in samples)
     shares = QUADRATIC if _makes_squares(policy) else LINEAR
@@ -107,8 +103,7 @@ def measured_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
 
 
 def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[int]:
-    """Peak of allocated bytes, relative to the start, in each phase of `work`, which calls its
-    argument at the end of each phase."""
+    """Peak bytes above the start in each phase of `work`, which calls its argument to end one."""
     if device.type == "cuda":
         start, peaks = torch.cuda.memory_allocated(device), []
 
@@ -135,8 +130,7 @@ def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[in
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Suspend garbage collection: objects of others freed meanwhile would distort the
-    measurement."""
+    """Suspend garbage collection, since the freed objects of others would distort a measurement."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -147,16 +141,15 @@ def _no_collection() -> Iterator[None]:
 
 
 def allocations(profiler: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The times in nanoseconds at which a profiler saw the CPU's memory change, and the bytes that
-    torch held from then on, relative to the beginning."""
+    """The times (ns) at which a profiler saw the CPU's memory change, and bytes held from then."""
     events = [
         (event.start_ns(), event.nbytes())
         for event in recorded_events(profiler)
         if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
     ]
     events.sort(key=lambda event: event[0])
-    times = np.array([time for time, _ in events], dtype=np.int64)
-    return times, np.cumsum(np.array([size for _, size in events], dtype=np.int64))
+    times, sizes = np.array(events, dtype=np.int64).reshape(-1, 2).T
+    return times, sizes.cumsum()
 
 
 def peak_between(times: np.ndarray, totals: np.ndarray, start: int, end: int) -> int:
@@ -177,8 +170,7 @@ def silence_profiler() -> None:
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of a model's parameters and buffers, and of the scales of quantised ones. Shared
-    tensors count once."""
+    """Bytes of parameters, buffers and the scales of quantised ones; shared ones count once."""
     tensors = (*module.parameters(), *module.buffers(), *statistics(module))
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -186,12 +178,11 @@ def weight_bytes(module: nn.Module) -> int:
 
 def gradient_bytes(policy: Policy) -> int:
     """Bytes of the gradients of all trained parameters."""
-    return sum(p.numel() * p.element_size() for p in policy.parameters)
+    return sum(p.nbytes for p in policy.parameters)
 
 
 def optimizer_bytes(policy: Policy) -> int:
-    """Bytes of the optimizer's state. Before the first step creates it, the state is created for
-    one separate parameter of each shape."""
+    """Bytes of the optimizer's state; before the first step, from one parameter of each shape."""
     present = _tensor_bytes(policy.stepper.optimizer.state.values())
     if present:
         return present
@@ -233,7 +224,7 @@ def _fill_gradients(policy: Policy) -> None:
 
 def _tensor_bytes(states: Any) -> int:
     return sum(
-        value.numel() * value.element_size()
+        value.nbytes
         for state in states
         for name, value in state.items()
         if isinstance(value, Tensor) and not name.startswith(_SHARED_STATE)

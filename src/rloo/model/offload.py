@@ -1,8 +1,5 @@
-"""Offloading to the machine's memory: optimizer state between steps, activations between forward
-and backward.
-
-Values return bit for bit.
-"""
+"""Offloading to the machine's memory, from which values return bit for bit: optimizer state between
+steps, activations between forward and backward."""
 
 from __future__ import annotations
 
@@ -72,10 +69,8 @@ class ParkedState:
 
 @contextmanager
 def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Inside, tensors that a forward saves for the backward are kept off `device` until then.
-
-    `weights` and tensors that share their memory stay where they are.
-    """
+    """Inside, tensors that a forward saves for the backward are kept off `device` until then,
+    except for `weights` and what shares their memory."""
     kept = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def pack(tensor: Tensor) -> Any:

@@ -20,7 +20,6 @@ OTHER_OPTIMIZERS = ("lomo", "galore", "apollo", "schedule_free")
 # Parameters with these names are not decayed, as in transformers' Trainer.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
-
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
 Given: TypeAlias = tuple[torch.optim.Optimizer | None, Scheduler | None]
 
@@ -31,8 +30,7 @@ def make_optimizers(
     """Optimizer and schedule: those passed by the user, the others made from the options.
 
     Raises ValueError for an optimizer that lacks trained parameters or has those of another model
-    (because it was made before an adapter was added, for example), and for a schedule of another
-    optimizer.
+    (or of this one before its adapter was added), and for a schedule of another optimizer.
     """
     optimizer, scheduler = given
     if optimizer is None:
@@ -57,11 +55,10 @@ def make_optimizers(
 
 
 def build_optimizer(model: PreTrainedModel, config: RLOOConfig) -> torch.optim.Optimizer:
-    """The optimizer `config.optim` of the trained parameters, without decay of biases and norms.
+    """The optimizer `config.optim` of the trained parameters, without decay of biases and norms; as
+    in transformers' Trainer, 8-bit ones keep the state of embeddings in 32 bits.
 
-    As in transformers' Trainer, 8-bit optimizers keep the state of embeddings in 32 bits. Raises
-    ValueError for a name unknown to transformers, a library that is not installed, and `optim_args`
-    that the optimizer does not read.
+    Raises ValueError for an unknown name, a library that is not installed, and unread `optim_args`.
     """
     if any(family in config.optim for family in OTHER_OPTIMIZERS):
         raise ValueError(
@@ -139,11 +136,13 @@ def build_scheduler(
 ) -> Scheduler:
     """The schedule `config.lr_scheduler_type`. Raises ValueError for arguments that do not fit."""
     name, options = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
+    steps = config.warmup_steps  # below 1 a share of the run (transformers 5)
+    warmup = math.ceil(steps * num_training_steps) if 0 < steps < 1 else int(steps)
     try:
         return transformers.get_scheduler(
             name,
             optimizer,
-            num_warmup_steps=_warmup_steps(config, num_training_steps),
+            num_warmup_steps=warmup,
             num_training_steps=num_training_steps,
             scheduler_specific_kwargs=options,
         )
@@ -152,9 +151,3 @@ def build_scheduler(
             f"lr_scheduler_type is {name} with lr_scheduler_kwargs {options}, which cannot be "
             f"made: {error} (lr_scheduler_type, lr_scheduler_kwargs)"
         ) from error
-
-
-def _warmup_steps(config: RLOOConfig, num_training_steps: int) -> int:
-    """The number of warm-up steps; a number below 1 is a share of the run (transformers 5)."""
-    steps = config.warmup_steps
-    return math.ceil(steps * num_training_steps) if 0 < steps < 1 else int(steps)

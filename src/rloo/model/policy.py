@@ -1,7 +1,4 @@
-"""The model that is trained: what computes with it, what it learns by, and its files.
-
-Knows nothing of rewards, groups or advantages.
-"""
+"""The model that is trained: what computes with it, what it learns by, and its files."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ from rloo.model.offload import activations_on_host
 from rloo.model.optimizers import Given, make_optimizers
 from rloo.model.reference import make_reference
 from rloo.model.scorer import Scorer, balancing_coefficient
+from rloo.model.state import Version
 from rloo.model.stepper import Stepper
-from rloo.model.version import Version
 from rloo.types import Sample
 
 
@@ -33,13 +30,10 @@ class Policy:
     """A causal language model in training, which may also read images.
 
     Parameters are always float32; `bf16` and `fp16` are the precision of the computation
-    (autocast), since bf16 parameters lose updates at RLOO's learning rates.
-
-    For a PeftModel the adapter is trained, and `model` is the transformers model that contains it.
-    The reference is then the same module, and the base is not copied.
-
-    `scorer` computes, `reference` is what it is compared with, `stepper` is how it learns.
-    `processing_class` is the model's tokenizer, or the processor that contains it.
+    (autocast), since bf16 parameters lose updates at RLOO's learning rates. For a PeftModel the
+    adapter is trained, `model` is the transformers model that contains it, and the reference is the
+    same module. `scorer` computes, `reference` is what it is compared with, `stepper` is how it
+    learns. `processing_class` is the model's tokenizer, or the processor that contains it.
     """
 
     def __init__(
@@ -62,7 +56,7 @@ class Policy:
         self.pad_token_id = self.stop_token_ids[0] if pad_token_id is None else int(pad_token_id)
         self.packed, self.checked = prepared.packed, False
         self.initial_weights = prepared.initial_weights
-        self.notes: list[str] = [*prepared.notes]
+        self.notes = prepared.notes
         self.aux_loss_weight = balancing_coefficient(self.model, config)
         self.scorer = Scorer(
             self.model, temperature=config.temperature, balanced=self.aux_loss_weight != 0
@@ -70,17 +64,16 @@ class Policy:
         self.reference = make_reference(self.scorer, self.adapter, config)
         if config.gradient_checkpointing:
             preparation.enable_checkpointing(self.model, config.gradient_checkpointing_kwargs)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.parameters = list(trained.values())
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
         self._version = Version(self.model, optimizer)
-        self.stepper = Stepper(self.parameters, optimizer, scheduler, config, self.device)
+        self.stepper = Stepper(trained, optimizer, scheduler, config, self.device)
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
         self.max_tokens = config.max_tokens_per_micro_batch or preparation.token_budget(
             self.model, self.device
         )
-
-    # -- computing -------------------------------------------------------------------------------
 
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
         """A micro-batch on the policy's device, packed where its attention can."""
@@ -92,8 +85,7 @@ class Policy:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients if
         they are enabled. `chunk_elements`: see `token_logprobs`."""
         with self._autocast(), self._offloading():
-            scores: TokenScores = self.scorer(batch, chunk_elements=chunk_elements)
-        return scores
+            return self.scorer(batch, chunk_elements=chunk_elements)
 
     def score(self, batch: MicroBatch) -> Tensor:
         """Only the log-probs, without gradients: (T,)."""
@@ -106,7 +98,6 @@ class Policy:
             return self.reference.logprobs(batch)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """The precision of the computation."""
         if self.config.bf16 or self.config.fp16:
             dtype = torch.bfloat16 if self.config.bf16 else torch.float16
             return torch.autocast(self.device.type, dtype=dtype)
@@ -118,11 +109,8 @@ class Policy:
         return nullcontext()
 
     def check_forward(self, samples: Sequence[Sample]) -> None:
-        """Compare our log-probs, padded and packed, with the model's own logits on real samples.
-
-        If packing changes the result, updates fall back to padding, with a note. Raises ValueError
-        if our computation of the output head differs.
-        """
+        """`preparation.check_forward` on real samples. If packing changes the result, updates fall
+        back to padding, with a note. Raises ValueError if our output head differs."""
         self.checked = True
         reason = preparation.check_forward(
             self.scorer, samples, self.device, self.pad_token_id, packed=self.packed
@@ -131,15 +119,11 @@ class Policy:
             self.notes.append(preparation.without_packing(self.config, reason))
             self.packed = False
 
-    # -- weights and tokens ----------------------------------------------------------------------
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values of the model's weights; an adapter is merged into its base."""
         if self.adapter is not None:
-            yield from self.adapter.weights()
-            return
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+            return self.adapter.weights()
+        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     @property
     def version(self) -> int:
@@ -160,11 +144,8 @@ class Policy:
             )
         return tuple(dict.fromkeys(listed))
 
-    # -- files -----------------------------------------------------------------------------------
-
     def save_pretrained(self, path: str | Path) -> None:
-        """Write model and tokenizer in Hugging Face format (safetensors); for an adapted model only
-        the adapter, in peft's format."""
+        """Write the model (of an adapted one the adapter, as peft does) and its tokenizer."""
         if self.adapter is not None:
             self.adapter.save(path)
         else:

@@ -1,7 +1,5 @@
-"""A model made ready to be trained, and the proof that what is computed from it is right.
-
-Precision, few bits, adapter, dropout, attention. Knows nothing of references or optimizers.
-"""
+"""A model made ready to be trained (precision, few bits, adapter, dropout, attention), and the
+proof that what is computed from it is right."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from rloo.model import adapters, attention, offload, quantization
 from rloo.model.adapters import Adapter
 from rloo.model.batch import MicroBatch, pack, pad
 from rloo.model.scorer import Scorer
-from rloo.model.version import digest
+from rloo.model.state import digest
 from rloo.types import Sample
 
 # Module attributes that make a forward random.
@@ -41,14 +39,11 @@ class Prepared:
     adapter: Adapter | None
     packed: bool
     initial_weights: str
-    notes: tuple[str, ...]
+    notes: list[str]
 
 
 def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) -> Prepared:
-    """Make `model` (a PeftModel where an adapter is trained) ready, in place.
-
-    Raises ValueError for options and models that do not go together.
-    """
+    """Make `model` (or PeftModel) ready, in place. Raises ValueError if options do not fit it."""
     if config.fp16 and device.type == "cpu":
         raise ValueError(
             "fp16 is True on a CPU, whose float16 arithmetic is a hundred times "
@@ -76,7 +71,10 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
     packed = config.packing is not False and reason is None
     if packed:
         attention.install(model)
-    return Prepared(model, adapter, packed, _hash(model, adapter), tuple(notes))
+    # An adapter without effect does not tell these weights from others.
+    inert = adapter is not None and not adapter.has_effect
+    initial = digest([p for p in model.parameters() if not (inert and p.requires_grad)])
+    return Prepared(model, adapter, packed, initial, notes)
 
 
 def without_packing(config: RLOOConfig, reason: str) -> str:
@@ -88,11 +86,7 @@ def without_packing(config: RLOOConfig, reason: str) -> str:
 
 def remove_dropout(model: PreTrainedModel) -> float:
     """Remove dropout, with which the ratio would differ from 1 and the KL at step 0 from 0; return
-    the largest dropout probability found.
-
-    The model stays in evaluation mode. Only checkpointed layers are set to training mode, without
-    which transformers does not recompute their activations.
-    """
+    the largest probability found. The model stays in evaluation mode."""
     found = 0.0
     model.eval()
     for module in model.modules():
@@ -106,10 +100,8 @@ def remove_dropout(model: PreTrainedModel) -> float:
 
 
 def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
-    """Convert trained parameters to float32, since 16-bit ones lose updates at these learning
-    rates; return notes. Raises ValueError for 16-bit layers of the base that are trained in full
-    beside an adapter, since the base stays as it was loaded.
-    """
+    """Convert trained parameters to float32; return notes. Raises ValueError for 16-bit layers that
+    are trained in full beside an adapter, since the base stays as it was loaded."""
     trained = ((name, p.dtype) for name, p in model.named_parameters() if p.requires_grad)
     small = [x for x in trained if x[1] not in (torch.float32, torch.float64)]
     if not small:
@@ -129,7 +121,8 @@ def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
 
 
 def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> None:
-    """Recompute the layers' activations in the backward; `options` are those of torch."""
+    """Recompute the layers' activations in the backward; `options` are those of torch. Training
+    mode, without which transformers recomputes nothing, is set for checkpointed layers alone."""
     # transformers 5.2x renamed the argument and warns about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False, **(options or {})})
@@ -139,11 +132,9 @@ def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None)
 
 
 def token_budget(model: PreTrainedModel, device: torch.device) -> int:
-    """Input tokens of a micro-batch for which activations take a quarter of the free memory.
-
-    Per token, a layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al.
-    2022, without the attention scores), and the output head a few per vocabulary entry.
-    """
+    """Input tokens of a micro-batch whose activations take a quarter of the free memory. Per token,
+    a layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022,
+    without the attention scores), and the output head a few per vocabulary entry."""
     text_config = model.config.get_text_config()
     numbers = 34 * text_config.hidden_size * text_config.num_hidden_layers
     if device.type == "cuda":
@@ -163,11 +154,8 @@ def check_forward(
     packed: bool,
 ) -> str | None:
     """Compare the log-probs of `samples`, padded and `packed`, with those from the model's own
-    logits, in float32 whatever the precision of training.
-
-    Returns why packing changes the result, None where it does not. Raises ValueError if the output
-    head is one that we do not compute right.
-    """
+    logits, in float32. Returns why packing changes the result, None where it does not. Raises
+    ValueError if the output head is one that we do not compute right."""
     model = scorer.model
     tolerance = rounding_of(model)
     samples = sorted(samples, key=lambda sample: sample.key)
@@ -201,16 +189,7 @@ def rounding_of(model: PreTrainedModel) -> float:
 
 
 def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
-    """Log-probs (T,) of the batch's completion tokens from the model's own logits, output head
-    included. Our own computation is compared with them."""
+    """Log-probs (T,) of the batch's completion tokens from the model's own logits."""
     logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
     chosen = logits[batch.source_T].float() / temperature
     return chosen.log_softmax(-1).gather(-1, batch.target_T[:, None])[:, 0]
-
-
-def _hash(model: PreTrainedModel, adapter: Adapter | None) -> str:
-    """What tells these weights from others: an adapter without effect is none."""
-    parameters = list(model.parameters())
-    if adapter is not None and not adapter.has_effect:
-        parameters = [p for p in parameters if not p.requires_grad]
-    return digest(parameters)

@@ -1,7 +1,4 @@
-"""A frozen base quantised to 4 or 8 bits: loading, computing and dequantising it.
-
-The library bitsandbytes is imported in this file only, inside functions.
-"""
+"""A frozen base quantised to 4 or 8 bits: loading, computing and dequantising it."""
 
 from __future__ import annotations
 
@@ -22,12 +19,9 @@ from rloo.config.config import RLOOConfig
 
 
 def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
-    """transformers' BitsAndBytesConfig for loading the base, or None to load it unquantised.
-
-    It comes from `given` (the trainer's `quantization_config`), from `load_in_4bit` or
-    `load_in_8bit`, or from `quantization_config` in `model_init_kwargs`. Raises ValueError if there
-    is more than one of them, and for kinds that are not part of this version.
-    """
+    """transformers' BitsAndBytesConfig for loading the base, or None to load it unquantised: of the
+    trainer (`given`), `load_in_4bit`, `load_in_8bit`, or `model_init_kwargs`. Raises ValueError for
+    more than one of them, and for kinds that are not part of this version."""
     named = {
         "quantization_config": given,
         "model_init_kwargs": (config.model_init_kwargs or {}).get("quantization_config"),
@@ -44,11 +38,12 @@ def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
     _bitsandbytes()
     ((name, value),) = chosen.items()
     if name == "load_in_4bit":
+        dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
         value = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=config.bnb_4bit_quant_type,
             bnb_4bit_use_double_quant=config.use_bnb_nested_quant,
-            bnb_4bit_compute_dtype=_precision(config),
+            bnb_4bit_compute_dtype=dtype,
         )
     elif name == "load_in_8bit":
         value = BitsAndBytesConfig(load_in_8bit=True)
@@ -90,17 +85,15 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether this very module has a quantised weight. If bitsandbytes has not been imported, it
-    cannot."""
-    if "bitsandbytes" not in sys.modules:
+    """Whether this very module has a quantised weight."""
+    if "bitsandbytes" not in sys.modules:  # then it cannot
         return False
     kinds = _bitsandbytes().nn
     return isinstance(module, (kinds.Linear4bit, kinds.Linear8bitLt))
 
 
 def prepare(model: Any, config: RLOOConfig, *, adapted: bool) -> list[str]:
-    """Make quantised layers multiply by their dequantised weights, without other rounding; return
-    notes.
+    """Make quantised layers multiply by their dequantised weights; return notes.
 
     bitsandbytes' own products depend on more than the weights: with 8 bits they round activations
     in a way that depends on the other rows of the batch; with 4 bits, on some CPUs, they become
@@ -176,8 +169,7 @@ def full_weight(layer: Any) -> Tensor:
 
 
 def in_full(layer: Any) -> Any:
-    """A new dequantised layer in float32, to which nothing else refers; `layer` itself if it is not
-    quantised."""
+    """A new dequantised layer in float32, the caller's alone; `layer` itself if not quantised."""
     if not is_quantised(layer):
         return layer
     weight = full_weight(layer)
@@ -190,13 +182,8 @@ def in_full(layer: Any) -> Any:
 
 def count_parameters(model: nn.Module) -> int:
     """The number of parameters; two 4-bit parameters in one byte count as two."""
-    packed = {id(layer.weight): layer for _, layer in quantised_layers(model)}
-    return sum(
-        layer.in_features * layer.out_features
-        if (layer := packed.get(id(parameter))) is not None
-        else parameter.numel()
-        for parameter in model.parameters()
-    )
+    sizes = {id(x.weight): x.in_features * x.out_features for _, x in quantised_layers(model)}
+    return sum(sizes.get(id(parameter), parameter.numel()) for parameter in model.parameters())
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
@@ -242,10 +229,6 @@ def _row_scales(layer: Any) -> Tensor:
     # bitsandbytes' forward moves the scales from one attribute to the other.
     scales = getattr(layer.weight, "SCB", None)
     return layer.state.SCB if scales is None else scales
-
-
-def _precision(config: RLOOConfig) -> torch.dtype:
-    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
 
 
 def _bitsandbytes() -> Any:

@@ -20,16 +20,13 @@ FOLDER = "reference"
 
 
 class Reference:
-    """What the KL penalty is measured against; of this class itself, nothing (beta is 0).
-
-    `model` is the reference's own copy of the weights, None where it has none.
-    """
+    """What the KL penalty is measured against; of this class itself, nothing (beta is 0). `model`
+    is the reference's own copy of the weights, None where it has none."""
 
     model: PreTrainedModel | None = None
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """(T,): log-probs of the batch's completion tokens, without gradients. Raises ValueError
-        where there is no reference."""
+        """(T,), without gradients. Raises ValueError where there is no reference."""
         raise ValueError("beta is 0; there is no reference model to compare with (beta)")
 
     def move(self, share: float) -> None:
@@ -57,8 +54,7 @@ class UnderAdapter(Reference):
 
 
 class FrozenCopy(Reference):
-    """A copy of the policy as it is now. It takes no gradients; one that `moves` is saved in
-    checkpoints."""
+    """A copy of the policy as it is now. One that `moves` is saved in checkpoints."""
 
     def __init__(self, policy: Scorer, *, moves: bool) -> None:
         self.model = copy.deepcopy(policy.model).eval().requires_grad_(False)

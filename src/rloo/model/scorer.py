@@ -1,7 +1,5 @@
-"""What one forward pass computes: the log-probs of a micro-batch's completion tokens.
-
-Knows nothing of precision (autocast is the caller's), optimizers or rewards.
-"""
+"""What one forward pass computes: the log-probs of a micro-batch's completion tokens, in the
+caller's precision (autocast)."""
 
 from __future__ import annotations
 
@@ -20,10 +18,9 @@ from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores, score_tokens, token
 class Scorer(nn.Module):
     """A causal language model up to the scores of given tokens at a temperature.
 
-    Hidden states, output head, chunks of the vocabulary and the balancing loss of a mixture of
-    experts are all computed inside `forward`, so that whatever is wrapped around this module sees
-    the whole of a forward pass, and its hooks enclose every use of the weights. With `balanced`,
-    the balancing loss is computed; the model must be a mixture of experts then.
+    Everything from hidden states to the balancing loss is computed inside `forward`, so that what
+    is wrapped around this module sees the whole of a forward pass, and its hooks enclose every use
+    of the weights. `balanced` asks for the balancing loss of a mixture of experts.
     """
 
     def __init__(
@@ -50,12 +47,12 @@ class Scorer(nn.Module):
         """
         options: dict[str, Any] = {"temperature": self.temperature, "vocab_size": self._vocab_size}
         if logprobs_only:
-            hidden = hidden_states(self.model, batch)
+            hidden = hidden_states(self.model.base_model(**batch.inputs, use_cache=False), batch)
             logprobs = score_tokens(self.head, hidden, batch.target_T, **options)
             return TokenScores(logprobs, logprobs.new_empty(0), None)
         routing = {"output_router_logits": True} if self._balanced else {}
         outputs = self.model.base_model(**batch.inputs, use_cache=False, **routing)
-        hidden = _states(outputs, batch)
+        hidden = hidden_states(outputs, batch)
         balance = None
         if self._balanced:
             balance = balancing_loss(self.model, outputs.router_logits, batch.multiplicity)
@@ -67,18 +64,12 @@ class Scorer(nn.Module):
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """(T,): the log-probs alone, without gradients."""
-        scores: TokenScores = self(batch, logprobs_only=True)
-        return scores.logprobs
+        return self(batch, logprobs_only=True).logprobs
 
 
-def hidden_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """The hidden states (T, D) that predict the batch's completion tokens."""
-    return _states(model.base_model(**batch.inputs, use_cache=False), batch)
-
-
-def _states(outputs: Any, batch: MicroBatch) -> Tensor:
-    hidden: Tensor = outputs.last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, batch.source_T)
+def hidden_states(outputs: Any, batch: MicroBatch) -> Tensor:
+    """Those of a base model's `outputs` (T, D) that predict the batch's completion tokens."""
+    return outputs.last_hidden_state.flatten(0, 1).index_select(0, batch.source_T)
 
 
 def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
@@ -102,9 +93,7 @@ def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
     """The weight of the balancing loss: the option's, else the model's own; 0 without such a loss.
-
-    Raises ValueError if the option asks for a loss that the model does not have.
-    """
+    Raises ValueError if the option asks for a loss that the model does not have."""
     asked, settings = config.router_aux_loss_coef, model.config.get_text_config()
     own = getattr(settings, "router_aux_loss_coef", None)
     if own is None or not hasattr(settings, "num_experts_per_tok"):
@@ -123,9 +112,8 @@ def balancing_loss(
     """Number of experts x sum over them of (share of choices) x (mean probability), over all layers
     at once: Switch Transformers (arXiv 2101.03961), equations 4 to 6, by transformers' own code.
 
-    `router_logits`: per layer (tokens, experts). `multiplicity` (B, W) says how often each token
-    counts: 0 for padding, and for a shared prompt the number of its completions. With perfect
-    balance the loss equals k, the number of experts per token.
+    `router_logits`: per layer (tokens, experts). `multiplicity` (B, W): how often each token
+    counts. With perfect balance the loss equals k, the number of experts per token.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

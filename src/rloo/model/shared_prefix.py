@@ -27,8 +27,7 @@ MASK_ELEMENTS = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `start` to `stop` of the packed row. For a completion, `prompt` is the number of its
-    prompt."""
+    """Tokens `start` to `stop` of the packed row; `prompt` numbers the prompt of a completion."""
 
     start: int
     stop: int
@@ -101,11 +100,8 @@ class _Rows:
 
 
 class _ToRows(torch.autograd.Function):
-    """Packed tokens (T, H, D) to one (R, W, H, D) for each set of rows.
-
-    Every token has exactly one place, so the backward is a gather as well. Autograd would add into
-    zeros, which is several times slower.
-    """
+    """Packed tokens (T, H, D) to one (R, W, H, D) for each set of rows. Every token has one place,
+    so the backward is a gather, several times faster than autograd's addition into zeros."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, place: Tensor, *indices: Tensor) -> Any:

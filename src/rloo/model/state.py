@@ -1,13 +1,12 @@
-"""The state of a run as plain tensors and JSON values: optimizers and random number generators.
-
-Nothing is pickled, and what is restored is the same to the last bit.
-"""
+"""The state of a run as plain tensors and JSON values, from which it is restored to the last bit:
+optimizers and random number generators; and the version of its weights."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,41 @@ def probe(parameters: Sequence[Tensor]) -> Tensor:
     return torch.cat([p.detach().flatten()[:1024] for p in parameters])
 
 
+def digest(parameters: Sequence[Tensor]) -> str:
+    """What tells parameters from others, by the numbers of `probe`."""
+    return hashlib.sha256(probe(parameters).float().cpu().numpy().tobytes()).hexdigest()
+
+
+class Version:
+    """Numbers the states of a model's weights, in this process alone: two readings are equal only
+    if nothing changed between them.
+
+    Steps are counted, since kernels of an optimizer's own may leave no trace. All other changes
+    (loading, resuming, planning, a callback) are seen: torch counts those made in place, replaced
+    memory has another address, and what is written past torch (`.data`) shows in the digest. Only
+    such a write that spares the first 1,024 numbers of every parameter goes unseen.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._number = 0
+        self._seen: object = None
+        optimizer.register_step_pre_hook(self._count_step)
+
+    def _count_step(self, *_: object) -> None:
+        self._number += 1
+        self._seen = None
+
+    def read(self) -> int:
+        """The number of the weights as they are now."""
+        parameters = list(self._model.parameters())
+        found = [(p.data_ptr(), p._version) for p in parameters], digest(parameters)
+        if self._seen not in (None, found):
+            self._number += 1
+        self._seen = found
+        return self._number
+
+
 def require_same_shapes(saved: dict[str, list[int]], current: dict[str, list[int]]) -> None:
     """Raise a ValueError that names the first parameter in which two models differ."""
     for name in (*saved, *current):
@@ -40,15 +74,12 @@ def require_same_shapes(saved: dict[str, list[int]], current: dict[str, list[int
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Flat:
     """The state of an optimizer as named tensors (the live ones, not copies) and JSON values."""
-    state = {**optimizer.state_dict(), "shapes": _optimizer_shapes(optimizer)}
-    return flatten(state)
+    return flatten({**optimizer.state_dict(), "shapes": _optimizer_shapes(optimizer)})
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], meta: Any) -> None:
-    """Restore an optimizer's state bit for bit, including learning rates and other settings.
-
-    Raises a ValueError that names the first parameter with another shape.
-    """
+    """Restore an optimizer's state bit for bit, including learning rates and other settings. Raises
+    a ValueError that names the first parameter with another shape."""
     state = unflatten(meta, tensors)
     require_same_shapes(state.pop("shapes"), _optimizer_shapes(optimizer))
     optimizer.load_state_dict(state)
@@ -62,6 +93,20 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor],
                     continue
                 if loaded is saved or loaded.dtype != saved.dtype:
                     optimizer.state[parameter][key] = saved.to(loaded.device, copy=True)
+
+
+class NotFinite(FloatingPointError):
+    """Weights, or what the optimizer keeps of them, are not finite: nothing of it may be saved."""
+
+
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """The name of the first tensor with a value that is not finite, None if all are finite."""
+    named = [(n, t.detach()) for n, t in tensors if t.is_floating_point() and t.numel()]
+    # One number a tensor, and one comparison for all.
+    norms = torch._foreach_norm([t for _, t in named], torch.inf) if named else []
+    if not norms or bool(torch.stack([n.float().cpu() for n in norms]).isfinite().all()):
+        return None
+    return next(name for (name, _), norm in zip(named, norms, strict=True) if not norm.isfinite())
 
 
 def capture_rng() -> dict[str, Any]:
@@ -106,8 +151,8 @@ def _optimizer_shapes(optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
 
 
 def flatten(tree: Any) -> Flat:
-    """Convert nested dicts, lists and tuples to named tensors and JSON values, which `unflatten`
-    converts back. JSON alone would turn tuples into lists and the keys of dicts into strings."""
+    """Nested dicts, lists and tuples as named tensors and JSON values, which `unflatten` converts
+    back. JSON alone would turn tuples into lists and the keys of dicts into strings."""
     tensors: dict[str, Tensor] = {}
 
     def walk(value: Any, path: str) -> Any:

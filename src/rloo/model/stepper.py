@@ -1,13 +1,10 @@
-"""How a policy learns: gradients, clipping, the optimizer's step and its schedule.
-
-Knows nothing of the model but its trained parameters.
-"""
+"""How a policy learns: gradients, clipping, the optimizer's step and its schedule."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,18 +14,23 @@ from torch import Tensor
 from rloo.config.config import RLOOConfig
 from rloo.model.offload import ParkedState
 from rloo.model.optimizers import Scheduler
-from rloo.model.state import Flat, load_optimizer, optimizer_tensors, probe
+from rloo.model.state import (
+    Flat,
+    NotFinite,
+    first_not_finite,
+    load_optimizer,
+    optimizer_tensors,
+    probe,
+)
 
 
 class Stepper:
-    """Optimizer, schedule and (with `fp16`) loss scaling over the trained `parameters`.
-
-    With `offload_optimizer` the optimizer's state is on `device` only during a step.
-    """
+    """Optimizer, schedule and (with `fp16`) loss scaling over the trained `parameters`. With
+    `offload_optimizer` the optimizer's state is on `device` only during a step."""
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
+        parameters: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler,
         config: RLOOConfig,
@@ -37,7 +39,10 @@ class Stepper:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.parked = ParkedState(optimizer, device) if config.offload_optimizer else None
-        self._parameters = parameters
+        # Callbacks; the first may change the gradients.
+        self.before_step: Callable[[], object] = lambda: None
+        self.after_step: Callable[[], object] = lambda: None
+        self._named, self._parameters = parameters, list(parameters.values())
         self._limit = config.max_grad_norm or math.inf
         # Where it is not enabled, it does nothing and its scale is 1.
         self._scaler = torch.amp.GradScaler("cuda", enabled=config.fp16)
@@ -48,15 +53,20 @@ class Stepper:
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the gradients gathered so far. A gradient that is not finite is
-        refused: the weights stay as they are, and `update/nonfinite` is 1."""
+        refused: the weights stay as they are, and `update/nonfinite` is 1. Raises NotFinite if a
+        finite gradient makes a weight that is not."""
         self._scaler.unscale_(self.optimizer)
         # With fp16, overflows are expected while the loss scale is adapted.
         searching = self._scaler.get_scale() > 1
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
         finite = bool(norm.isfinite())
+        if finite:
+            self.before_step()
+            gradients = ((n, p.grad) for n, p in self._named.items())
+            finite = first_not_finite((n, g) for n, g in gradients if g is not None) is None
         stats: dict[str, float] = {
             "grad_norm": norm.item(),
-            "learning_rate": float(self.scheduler.get_last_lr()[0]),
+            "learning_rate": self.learning_rate,
             "update/nonfinite": float(not finite and not searching),
             "update/scale_lowered": float(not finite and searching),
             "update/changed_share": 0.0,
@@ -65,19 +75,45 @@ class Stepper:
             before = probe(self._parameters)
             with self.parked.fetched() if self.parked else nullcontext():
                 self._scaler.step(self.optimizer)
+            self.after_step()
+            self.require_finite()
             changed = probe(self._parameters) != before
             stats["update/changed_share"] = changed.float().mean().item()
         self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.advance_schedule()
+        self._advance_schedule()
         return stats
 
-    def advance_schedule(self) -> None:
+    def skip(self) -> dict[str, float]:
+        """No step, where no gradient was gathered; only the schedule counts it."""
+        stats = {"grad_norm": 0.0, "learning_rate": self.learning_rate, "update/changed_share": 0.0}
+        self._advance_schedule()
+        return stats
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return float(self.scheduler.get_last_lr()[0])
+
+    def _advance_schedule(self) -> None:
         """Advance the schedule, which also counts steps that changed no weight."""
         with warnings.catch_warnings():
             # torch warns if the very first step was such a step.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
+
+    def require_finite(self, *, moments: bool = False) -> None:
+        """Raise NotFinite if a trained weight is not finite, with `moments` also for the state of
+        the optimizer and the loss scale."""
+        state = optimizer_tensors(self.optimizer)[0] if moments else {}
+        name = first_not_finite([*self._named.items(), *state.items()])
+        if name is None and not math.isfinite(self._scaler.get_scale()):
+            name = "the loss scale"
+        if name is not None:
+            raise NotFinite(
+                f"{name} is not finite: the run has diverged and nothing of this step is saved; go "
+                "on from the last checkpoint with smaller steps (learning_rate, max_grad_norm)"
+            )
 
     def state(self) -> tuple[Flat, dict[str, Any], dict[str, Any] | None]:
         """The state of optimizer (its live tensors, not copies), schedule and loss scaling, of

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+
+from rloo.config.arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
+from rloo.model.policy import Policy
 
-if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainerControl, TrainerState
-
-    from rloo.model.policy import Policy
-
-    Callback = TrainerCallback | type[TrainerCallback]
+Callback = TrainerCallback | type[TrainerCallback]
 
 
 def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
-    """Create the loggers named by `report_to`. Raises ValueError for one that transformers does not
-    know or that cannot be used."""
+    """The loggers named by `report_to`. Raises ValueError for one that is unknown or unusable."""
     if config.report_to in ("none", [], ["none"]):
         return []
     from transformers.integrations import get_reporting_integration_callbacks
@@ -36,8 +36,7 @@ class Events:
     """Sends a run's events to its callbacks, in Trainer's order and with Trainer's arguments.
 
     Trainer's own DefaultFlowCallback comes first: it sets the flags of `control` (log, evaluate,
-    save, stop) from the intervals in `state`. The other callbacks may change the flags, and the
-    training loop follows them.
+    save, stop) from the intervals in `state`. Others may change the flags; training follows them.
     """
 
     def __init__(
@@ -49,20 +48,14 @@ class Events:
         state: TrainerState,
         control: TrainerControl,
     ) -> None:
-        from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
-
-        from rloo.config.arguments import to_training_arguments
-
-        self.state = state
-        self.control = control
-        self._optimizer = policy.stepper.optimizer
-        self._arguments = to_training_arguments(config)
+        self.state, self.control = state, control
+        self._arguments, self._stepper = to_training_arguments(config), policy.stepper
         self.handler = CallbackHandler(
             [DefaultFlowCallback, *callbacks],
             policy.model,
             policy.processing_class,
-            policy.stepper.optimizer,
-            policy.stepper.scheduler,
+            self._stepper.optimizer,
+            self._stepper.scheduler,
         )
 
     def send(self, event: str, **details: Any) -> None:
@@ -72,16 +65,17 @@ class Events:
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:
         """Inside, send events before (gradients are clipped) and after every optimizer step."""
-        optimizer = self._optimizer
-        with (
-            optimizer.register_step_pre_hook(lambda *_: self.send("on_pre_optimizer_step")),
-            optimizer.register_step_post_hook(lambda *_: self.send("on_optimizer_step")),
-        ):
+        stepper = self._stepper
+        before = stepper.before_step, stepper.after_step
+        stepper.before_step = partial(self.send, "on_pre_optimizer_step")
+        stepper.after_step = partial(self.send, "on_optimizer_step")
+        try:
             yield
+        finally:
+            stepper.before_step, stepper.after_step = before
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of callbacks that can be saved, by class name: for example the number of
-        evaluations without improvement that EarlyStoppingCallback counts."""
+        """The state of callbacks that have one, as EarlyStoppingCallback has, by class name."""
         return {type(c).__name__: c.state()["attributes"] for c in self._exportable()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -91,6 +85,4 @@ class Events:
                 setattr(callback, name, value)
 
     def _exportable(self) -> list[Any]:
-        from transformers.trainer_callback import ExportableState
-
         return [c for c in self.handler.callbacks if isinstance(c, ExportableState)]

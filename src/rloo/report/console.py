@@ -1,7 +1,6 @@
 """Text and tables for people: header, progress, completions, evaluations.
 
-Prompts and completions are hostile: every character that could control a terminal is shown as an
-escape.
+Prompts and completions are hostile: what could control a terminal is shown as an escape.
 """
 
 from __future__ import annotations
@@ -19,19 +18,17 @@ from rich.text import Text as RichText
 
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
-from rloo.config.formula import objective_line
+from rloo.config.presets import objective_line
 from rloo.report.metrics import deviation
 from rloo.types import Group, Text
 
 # The number of steps over which the progress line and the verdict average.
 WINDOW = 8
 
-Estimate = tuple[float, float]
 Row = Mapping[str, float]
 
 _MAX_CHARACTERS = 600
 _MAX_LINES = 12
-_BAR_WIDTH = 20
 
 
 def inert(text: str, encoding: str = "utf-8") -> str:
@@ -48,8 +45,7 @@ def inert(text: str, encoding: str = "utf-8") -> str:
 
 
 def shorten(text: str) -> str:
-    """Keep the head and tail of a long text, at most 600 characters and 12 lines: the tail mostly
-    holds the answer."""
+    """Keep head and tail, which mostly has the answer: at most 600 characters and 12 lines."""
     if len(text) > _MAX_CHARACTERS:
         half = _MAX_CHARACTERS // 2
         left_out = len(text) - 2 * half
@@ -68,8 +64,7 @@ def header(info: Mapping[str, Any], config: RLOOConfig, batches: Batches) -> lis
     rollout = f"{prompts} prompts x {generations} generations = {prompts * generations} completions"
     if batches.steps_per_rollout > 1:
         rollout += f", used for {batches.steps_per_rollout} steps"
-    objective = objective_line(config)
-    rows = {**info, "precision": precision, "rollout": rollout, "objective": objective}
+    rows = {**info, "precision": precision, "rollout": rollout, "objective": objective_line(config)}
     width = max(map(len, rows))
     return [f"{name:{width}}  {_describe(value)}" for name, value in rows.items()]
 
@@ -84,9 +79,9 @@ def _describe(value: Any) -> str:
     return str(value)
 
 
-def mean_reward(rows: Sequence[Row]) -> Estimate:
-    """Mean reward of the rows and its standard error, taking steps as independent. If a step has no
-    error of its own (one prompt), the error comes from the spread over steps. NaN if unknown."""
+def mean_reward(rows: Sequence[Row]) -> tuple[float, float]:
+    """Mean reward of the rows and its standard error, taking steps as independent; if one has no
+    error of its own (one prompt), from the spread over steps. NaN if unknown."""
     known = [row for row in rows if math.isfinite(row.get("reward", math.nan))]
     if not known:
         return math.nan, math.nan
@@ -132,7 +127,7 @@ class LiveProgress(Progress):
 
     def __init__(self, console: Console, max_steps: int) -> None:
         self._below: list[RichText] = []
-        columns = BarColumn(_BAR_WIDTH), TextColumn("{task.description}", markup=False)
+        columns = BarColumn(20), TextColumn("{task.description}", markup=False)
         super().__init__(*columns, console=console, auto_refresh=False)
         self._steps = self.add_task("", total=max_steps)
 

@@ -44,8 +44,8 @@ class Hub:
         revision: str | None = None,
         wait: bool = True,
     ) -> Any:
-        """Upload a folder to `place` in the repository and return the commit; without `wait` return
-        a future, for which `finish` waits too. Raises what huggingface_hub raises."""
+        """Upload a folder to `place` in the repository and return the commit; without `wait` a
+        future, for which `finish` waits too. Raises what huggingface_hub raises."""
         uploaded = _api(token or self._config.hub_token).upload_folder(
             repo_id=self.repo_id,
             folder_path=folder,

@@ -6,7 +6,7 @@ Metrics that TRL has too have TRL's names; docs/metrics.md explains each of them
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from rloo.types import Group
@@ -16,8 +16,7 @@ Z = 1.959963984540054
 
 
 def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """The mean of each metric over parts of a rollout, weighted by their sizes. Parts without the
-    metric are left out of its mean."""
+    """The mean of each metric over the parts of a rollout that have it, weighted by their sizes."""
     names = dict.fromkeys(name for _, metrics in parts for name in metrics)
     having = {name: [(n, m[name]) for n, m in parts if name in m] for name in names}
     return {
@@ -57,8 +56,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def standard_error(rewards: Sequence[Sequence[float]]) -> float:
-    """Standard error of the mean reward. Completions of one prompt are not independent, so the
-    observations are the prompts' means."""
+    """That of the mean reward, by the prompts' means: completions of one are not independent."""
     means = [fmean(group) for group in rewards if group]
     return deviation(means) / math.sqrt(len(means)) if len(means) >= 2 else math.nan
 
@@ -76,6 +74,13 @@ def window_mean(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for line in lines for name in line)
     means = {n: _mean([x[n] for x in lines if n in x and not math.isnan(x[n])]) for n in names}
     return {name: value for name, value in means.items() if not math.isnan(value)}
+
+
+def sampled_entropy(logprobs: Iterable[Sequence[float]]) -> dict[str, float]:
+    """The mean of -log p over all tokens, which the sampler knows: on average the entropy of a
+    policy that was sampled without filters, and no forward pass."""
+    values = [value for of_completion in logprobs for value in of_completion]
+    return {"entropy": -fmean(values)} if values else {}
 
 
 def _baselines(rewards: Sequence[float]) -> list[float]:

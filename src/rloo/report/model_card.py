@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rloo.config.batches import Batches
-from rloo.config.formula import objective_line
+from rloo.config.presets import objective_line
 from rloo.model.policy import Policy
 from rloo.report.monitor import versions
 from rloo.report.records import write_text
@@ -30,21 +29,19 @@ PAPER = """\
 
 def write_card(
     policy: Policy,
-    batches: Batches,
     rewards: Sequence[str],
     *,
-    name: str | None,
-    datasets: Sequence[str],
-    tags: Sequence[str],
+    name: str | None = None,
+    datasets: str | Sequence[str] | None = None,
+    tags: str | Sequence[str] | None = None,
 ) -> None:
-    """Write README.md in `output_dir`, replacing any other: metadata for the hub, then text.
-
-    `name` is by default the hub repository's or the folder's. Local folders appear by their last
-    part in the text and not in the metadata, where names are hub ids.
-    """
+    """Write README.md in `output_dir`, replacing any other: metadata for the hub, then text. `name`
+    is by default the hub repository's or the folder's, `datasets` the options'. Local folders stand
+    in the text with their last part, and not in the metadata, where names are hub ids."""
     from huggingface_hub import ModelCardData
 
     config, folder = policy.config, Path(policy.config.output_dir)
+    datasets, tags = _as_list(datasets or config.dataset), _as_list(tags)
     adapter = policy.adapter is not None
     base_model = config.model or policy.model.name_or_path or type(policy.model).__name__
     data = ModelCardData(
@@ -83,6 +80,10 @@ def has_other_card(folder: Path) -> bool:
     """Whether the folder has a README.md that this program did not write."""
     path = folder / FILE
     return path.exists() and MARK not in path.read_text(encoding="utf-8")
+
+
+def _as_list(names: str | Sequence[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or [])
 
 
 def _is_hub_name(name: str) -> bool:

@@ -1,17 +1,18 @@
 """Shows and records a run: console, JSON files, and the callbacks and loggers of transformers.
 
-Watching does not change training, except that a callback may set flags on the `TrainerControl` that
-the loop reads. The text of the lines is in `console.py` and `verdict.py`.
+It does not change training, except that callbacks may set flags on the `TrainerControl` that the
+loop reads. The text of the lines is in `console.py` and `verdict.py`.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import platform
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
@@ -26,7 +27,7 @@ from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.data.images import images_of, save_images, without_images
 from rloo.report import console as view
 from rloo.report.metrics import window_mean
-from rloo.report.records import append_rows, truncate_rows, write_json
+from rloo.report.records import Journal, write_json
 from rloo.report.verdict import verdict
 from rloo.types import Group
 
@@ -43,30 +44,24 @@ NUM_RECORDED_COMPLETIONS = 4
 REWARD = ("reward", "reward/standard_error")
 DRIFTS = ("kl", "entropy", "completions/mean_length", "groups/signal")
 # Metrics that are logged as the last value of a window, not as its mean.
-LAST_VALUE = ("num_tokens", "learning_rate")
+LAST_VALUE = ("num_tokens", "learning_rate", "grad_norm")
 
 
 class Monitor:
-    """The console and the files of one run. `output_dir` must exist before the first step.
+    """The console and the files, in `folder`, of one run; it must exist before the first step.
 
-    Steps count finished optimizer steps, from 1. The order of calls is: `truncate_after` when
+    Steps count finished optimizer steps, from 1. The order of calls is: `load_state_dict` when
     resuming, then `start`, `attach`, those of the loop, and `finish`. `finish` also restores the
     terminal, so it must be called when training fails, too.
     """
 
     def __init__(
-        self,
-        config: RLOOConfig,
-        output_dir: Path,
-        *,
-        max_steps: int,
-        console: Console | None = None,
+        self, config: RLOOConfig, folder: Path, *, max_steps: int, console: Console | None = None
     ) -> None:
-        self.config = config
-        self.output_dir = output_dir
-        self.max_steps = max_steps
+        self.config, self.output_dir, self.max_steps = config, folder, max_steps
         self.notes: list[str] = []
         self._console = console or Console()
+        self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS))
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []
         self._recent: deque[Mapping[str, float]] = deque(maxlen=view.WINDOW)
@@ -79,8 +74,6 @@ class Monitor:
         self._losses: list[float] = []
         self._events: Events | None = None
 
-    # -- the console and the files ---------------------------------------------------------------
-
     def start(self, info: Mapping[str, Any], batches: Batches) -> None:
         """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
         for line in view.header(info, self.config, batches):
@@ -91,22 +84,51 @@ class Monitor:
         self.notes.append(text)
         self.say(f"note: {text}")
 
-    def truncate_after(self, step: int) -> None:
-        """Drop rows recorded after `step` and torn lines, so that no step occurs twice."""
-        for name in (METRICS, COMPLETIONS, EVALUATIONS):
-            rows, unreadable = truncate_rows(self.output_dir / name, step)
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: rows that no file has yet, and where logging stands. Has all the
+        other rows on the disk first, since the checkpoint counts them."""
+        self._journal.sync()
+        rows = {name: list(rows) for name, rows in self._journal.waiting.items()}
+        return {"waiting": rows, "window": len(self._window), "last_table": self._last_table}
+
+    def load_state_dict(self, saved: Mapping[str, Any], *, step: int, evaluated_at: int) -> None:
+        """Go on from `step`: drop what the files have of later steps and evaluations, and torn
+        lines, so that nothing occurs twice or is missing."""
+        self._journal.waiting |= saved["waiting"]
+        self._last_table = saved["last_table"]
+        keep: dict[str, Callable[[Any], bool]] = {
+            METRICS: lambda row: row["step"] <= step,
+            COMPLETIONS: lambda row: row["step"] <= step,
+            # The best one is evaluated again at the end of the run.
+            EVALUATIONS: lambda row: row["step"] <= evaluated_at and row["name"] != "best",
+        }
+        for name, belongs in keep.items():
+            rows, unreadable = self._journal.truncate(name, belongs)
             if name == METRICS:
-                for row in rows:
-                    self._remember({n: value for n, value in row.items() if value is not None})
+                steps = [{n: math.nan if v is None else v for n, v in row.items()} for row in rows]
+                for metrics in steps:
+                    del metrics["step"]
+                    self._remember(metrics)
+                self._window = [*steps[len(steps) - saved["window"] :]]
             if unreadable:
                 self.note(f"{name}: {view.counted(unreadable, 'unreadable line')} dropped")
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line to metrics.jsonl and show progress.
+    def check_written(self) -> None:
+        """Raise the OSError because of which rows are still in no file, at the end of a run."""
+        self._journal.sync()
+        for error in self._journal.errors.values():
+            raise error
 
-        Progress is live on a terminal; elsewhere it is a plain line at every log or after 10 s.
-        """
-        append_rows(self.output_dir / METRICS, [{"step": step, **metrics}])
+    def _record(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        told = name in self._journal.errors
+        self._journal.append(name, rows)
+        if (error := self._journal.errors.get(name)) and not told:
+            self.note(f"{name} cannot be written: {error}; its rows are kept for later")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a line to metrics.jsonl and show progress: live on a terminal, elsewhere a plain
+        line at every log or after 10 s."""
+        self._record(METRICS, [{"step": step, **metrics}])
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
             self._told_of_unscored = True
             self.note(
@@ -118,8 +140,9 @@ class Monitor:
             return
         lines = view.progress(step, self.max_steps, scored=self._scored, recent=list(self._recent))
         if self._console.is_interactive:
-            self._live = self._live or view.LiveProgress(self._console, self.max_steps)
-            self._live.show(step, lines)
+            with self._printing():
+                self._live = self._live or view.LiveProgress(self._console, self.max_steps)
+                self._live.show(step, lines)
             return
         last_step, last_time = self._last_line
         waited = time.monotonic() - last_time >= SECONDS_BETWEEN_LINES
@@ -134,19 +157,20 @@ class Monitor:
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
         chosen = list(view.spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
-        append_rows(self.output_dir / COMPLETIONS, [self._record(step, *item) for item in chosen])
+        self._record(COMPLETIONS, [self._completion(step, *item) for item in chosen])
         if due:
             self._last_table = step
             table = view.completions_table(
                 step,
-                _printable(groups),
+                groups,
                 limit=self.config.num_completions_to_print,
                 encoding=self._console.encoding,
                 unique_prompts=self.config.log_unique_prompts,
             )
-            self._console.print(table)
+            with self._printing():
+                self._console.print(table)
 
-    def _record(self, step: int, group: Group, index: int) -> dict[str, Any]:
+    def _completion(self, step: int, group: Group, index: int) -> dict[str, Any]:
         content = group.prompt.content
         record: dict[str, Any] = {
             "step": step,
@@ -165,10 +189,9 @@ class Monitor:
     def evaluation(
         self, step: int, name: str, metrics: Mapping[str, Any], *, dataset: str = ""
     ) -> None:
-        """Print an evaluation and record it in evaluations.jsonl; `dataset` names the set if there
-        are several."""
+        """Print and record an evaluation; `dataset` names the set if there are several."""
         row = {"step": step, "name": name} | ({"dataset": dataset} if dataset else {})
-        append_rows(self.output_dir / EVALUATIONS, [{**row, **metrics}])
+        self._record(EVALUATIONS, [{**row, **metrics}])
         place = f"{name}, {dataset}" if dataset else name
         self.say(f"evaluation ({place}) at step {step}: {view.evaluation_line(metrics)}")
 
@@ -180,7 +203,8 @@ class Monitor:
         refused_steps, training (averages of the first and last steps) and the verdict.
         """
         if self._live is not None:
-            self._live.stop()
+            with self._printing():
+                self._live.stop()
             self._live = None
         whole = {
             **summary,
@@ -195,7 +219,7 @@ class Monitor:
         for line in ("", *whole["verdict"].split("\n")):
             self.say(line)
         files = [n for n in (METRICS, COMPLETIONS, EVALUATIONS) if (self.output_dir / n).exists()]
-        self.say(f"Results in {self.output_dir}: {', '.join([SUMMARY, *files])}")
+        self.say(f"Results in {self.config.output_dir}: {', '.join([SUMMARY, *files])}")
         if self._events is not None:
             self._flush()
             self._events.send("on_train_end")
@@ -203,7 +227,7 @@ class Monitor:
     def _remember(self, metrics: Mapping[str, float]) -> None:
         self._recent.append(metrics)
         self._refused_steps += bool(metrics.get("update/nonfinite"))
-        loss = metrics.get("loss", 0.0)  # a step without signal has no loss
+        loss = metrics.get("loss", 0.0)
         self._losses += [loss] if math.isfinite(loss) else []
         if "reward" in metrics:  # only in the first step on a rollout
             self._scored.append({n: metrics[n] for n in REWARD + DRIFTS if n in metrics})
@@ -225,26 +249,32 @@ class Monitor:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        view.write_line(self._console, text)
+        with self._printing():
+            view.write_line(self._console, text)
 
-    # -- transformers' callbacks and loggers -----------------------------------------------------
+    @contextmanager
+    def _printing(self) -> Iterator[None]:
+        """Printing that fails (terminal or reader are gone) ends the printing, not the run."""
+        try:
+            yield
+        except OSError:
+            self._live, self._console = None, Console(file=io.StringIO())
 
     def attach(self, events: Events) -> None:
         """From now on, send events to these callbacks and log to the history in their state."""
         self._events = events
 
-    def log(self, metrics: Mapping[str, float]) -> None:
-        """Tell the callbacks that a step ended. At a log, also send them the mean of each metric
-        since the last log and append it to `state.log_history`."""
+    def log(self, metrics: Mapping[str, float] | None) -> None:
+        """Tell the callbacks that a step ended; at a log, also of the means since the last one.
+        None: of a step whose metrics are known from before."""
         assert self._events is not None
-        self._window.append(dict(metrics))
+        self._window += [] if metrics is None else [dict(metrics)]
         self._events.send("on_step_end")
         if self._events.control.should_log:
             self._flush()
 
     def log_evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Log an evaluation's numbers under Trainer's names. Intervals are in evaluations.jsonl
-        only, since loggers accept only numbers."""
+        """Log an evaluation's numbers under Trainer's names; loggers accept no intervals."""
         assert self._events is not None
         numbers = numbers_of(metrics)
         self.log_numbers(numbers)
@@ -285,10 +315,3 @@ def versions() -> dict[str, str]:
     """The versions of the libraries that determine a result."""
     libraries = {name: version(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), **libraries, "rloo": __version__}
-
-
-def _printable(groups: Sequence[Group]) -> list[Group]:
-    return [
-        replace(g, prompt=replace(g.prompt, content=without_images(g.prompt.content)))
-        for g in groups
-    ]

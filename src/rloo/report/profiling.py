@@ -1,7 +1,4 @@
-"""One rollout and its updates under torch's profiler: a Chrome trace and a readable report.
-
-Profiling does not change what is computed.
-"""
+"""One rollout and its updates under torch's profiler: a Chrome trace and a readable report."""
 
 from __future__ import annotations
 
@@ -61,11 +58,17 @@ class StepProfile:
 
     def write(self, folder: Path, *, title: str, slowdown: float | None) -> list[str]:
         """Write the trace and the report; return the report's lines. `slowdown` is the time per
-        token relative to the previous rollout, which was not profiled (None: unknown).
-        """
+        token relative to the previous rollout, which was not profiled (None: unknown)."""
         folder.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(folder / TRACE))
         averages = list(self._profiler.key_averages())
+        cost = "The profiler's own cost is unknown: no rollout came before this one."
+        if slowdown is not None:
+            cost = (
+                f"This rollout took {slowdown:.2f} times as long per token as the previous one, "
+                "which was not profiled. The profiler slows short operators most, so trust shares "
+                "more than seconds."
+            )
         lines = [
             f"# {title}",
             "",
@@ -73,7 +76,7 @@ class StepProfile:
             "",
             *self._operator_table(averages),
             "",
-            _describe_slowdown(slowdown),
+            cost,
             f"To see every operator in order, open {folder / TRACE} in https://ui.perfetto.dev or "
             "chrome://tracing.",
         ]
@@ -114,12 +117,11 @@ class StepProfile:
 
         operators = [
             event
-            for event in averages
+            for event in sorted(averages, key=own, reverse=True)
             if event.device_type == torch.autograd.DeviceType.CPU
             and not event.is_user_annotation
             and not event.key.startswith((_PREFIX, "[memory]"))
         ]
-        operators.sort(key=own, reverse=True)
         rows = [("operator", "own time", "share", "calls")]
         for event in operators[:NUM_OPERATORS]:
             seconds, share = self._shown(own(event))
@@ -142,15 +144,6 @@ class StepProfile:
             peak = peak_between(times, totals, start, start + event.duration_ns())
             peaks[name] = max(peaks[name], peak)
         return peaks
-
-
-def _describe_slowdown(slowdown: float | None) -> str:
-    if slowdown is None:
-        return "The profiler's own cost is unknown: no rollout came before this one."
-    return (
-        f"This rollout took {slowdown:.2f} times as long per token as the previous one, which was "
-        "not profiled. The profiler slows short operators most, so trust shares more than seconds."
-    )
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:

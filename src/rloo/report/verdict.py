@@ -1,7 +1,4 @@
-"""The verdict on a run in words: what changed, and whether chance explains it.
-
-All functions are pure functions of the content of summary.json.
-"""
+"""The verdict on a run in words: what changed, and whether chance explains it."""
 
 from __future__ import annotations
 
@@ -17,11 +14,9 @@ FEWEST_STEPS = 3
 
 
 def verdict(summary: Mapping[str, Any]) -> str:
-    """What the run achieved, one sentence per line.
-
-    It compares pass@1 before and after if both were measured, otherwise the training reward of the
-    first and last steps, and says which. `summary` is the content of summary.json; see `Monitor`.
-    """
+    """What the run achieved, one sentence per line: of pass@1 before and after if both were
+    measured, otherwise of the training reward in the first and last steps. `summary` is the content
+    of summary.json; see `Monitor.finish`."""
     start, end = summary.get("start") or {}, summary.get("end") or {}
     measured = "pass@1_interval" in start and "pass@1_interval" in end
     lines = [_accuracy(summary, start, end) if measured else _training_reward(summary)]
@@ -34,12 +29,9 @@ def verdict(summary: Mapping[str, Any]) -> str:
 def direction(
     before: float, before_bounds: Sequence[float], after: float, after_bounds: Sequence[float]
 ) -> int:
-    """1 if `after` is larger than `before` beyond chance, -1 if it is smaller, else 0.
-
-    The test is whether 0 lies outside the 95 % interval of the difference, computed from the two
-    intervals (Newcombe 1998, method 10). It treats the two measurements as independent, which is
-    conservative if they are on the same problems.
-    """
+    """1 if `after` is larger than `before` beyond chance, -1 if it is smaller, else 0: by the 95 %
+    interval of the difference, computed from the two intervals (Newcombe 1998, method 10). It takes
+    them as independent, which is conservative for measurements on the same problems."""
     difference = after - before
     (before_low, before_high), (after_low, after_high) = before_bounds, after_bounds
     if difference - math.hypot(after - after_low, before_high - before) > 0:

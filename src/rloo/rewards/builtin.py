@@ -1,8 +1,5 @@
-"""Built-in rewards about the form of a completion: exact text, pattern, length, repetition.
-
-Each `make_...` checks its options once and returns a reward function in the calling convention of
-`rloo.rewards.combine`.
-"""
+"""Built-in rewards about the form of a completion: exact text, pattern, length, repetition. Each
+`make_...` checks its options once and returns a reward function."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ def make_exact_match(
     *, strip: bool = True, casefold: bool = False
 ) -> Callable[..., list[float | None]]:
     """1.0 if the completion equals the column `answer`, else 0.0; None where `answer` is None.
-
-    `strip` ignores white space at both ends of both texts, `casefold` ignores case.
-    """
+    `strip` ignores white space at both ends of both texts, `casefold` ignores case."""
 
     def normalise(text: str) -> str:
         text = text.strip() if strip else text
@@ -69,33 +64,28 @@ def make_format(
 
 
 def make_length(*, target_min: int = 0, target_max: int) -> Callable[..., list[float]]:
-    """1.0 for a length of `target_min..target_max` tokens, falling linearly outside this band.
-
-    It reaches 0.0 at 0 tokens and at twice `target_max`.
-    """
+    """1.0 for a length of `target_min..target_max` tokens, falling linearly outside this band, to
+    0.0 at 0 tokens and at twice `target_max`."""
     if not 0 <= target_min <= target_max or target_max == 0:
         raise ValueError(
             f"target_min is {target_min} and target_max {target_max}; the band needs "
             "0 <= target_min <= target_max and target_max above 0 (options of length)"
         )
 
+    def score(length: int) -> float:
+        if length < target_min:
+            return length / target_min
+        return min(1.0, max(0.0, 2.0 - length / target_max))
+
     def length_reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        return [_score_length(len(ids), target_min, target_max) for ids in completion_ids]
+        return [score(len(ids)) for ids in completion_ids]
 
     return length_reward
 
 
-def _score_length(length: int, target_min: int, target_max: int) -> float:
-    if length < target_min:
-        return length / target_min
-    return min(1.0, max(0.0, 2.0 - length / target_max))
-
-
 def make_soft_overlong(*, max_tokens: int, cache_tokens: int) -> Callable[..., list[float]]:
-    """0.0 up to `max_tokens - cache_tokens` tokens, then falling linearly to -1.0 at `max_tokens`.
-
-    This is DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13).
-    """
+    """0.0 up to `max_tokens - cache_tokens` tokens, then falling linearly to -1.0 at `max_tokens`:
+    DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13)."""
     if not 0 < cache_tokens <= max_tokens:
         raise ValueError(
             f"cache_tokens is {cache_tokens} and max_tokens {max_tokens}; the penalty needs "
@@ -110,10 +100,8 @@ def make_soft_overlong(*, max_tokens: int, cache_tokens: int) -> Callable[..., l
 
 
 def make_repetition(*, ngram: int = 3, max_penalty: float = 1.0) -> Callable[..., list[float]]:
-    """-`max_penalty` times the share of token n-grams that occurred earlier in the completion.
-
-    It is 0.0 if all n-grams are distinct or the completion has fewer than `ngram` tokens.
-    """
+    """-`max_penalty` times the share of token n-grams that occurred earlier in the completion; 0.0
+    if all n-grams are distinct or the completion has fewer than `ngram` tokens."""
     if ngram < 1 or max_penalty < 0:
         raise ValueError(
             f"ngram is {ngram} and max_penalty {max_penalty}; they need to be at least 1 and at "

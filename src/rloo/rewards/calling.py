@@ -1,7 +1,5 @@
-"""One call of one reward function: the arguments it may get and the values it may return.
-
-The argument names are TRL's.
-"""
+"""One call of one reward function: the arguments it may get (named as in TRL) and the values it may
+return."""
 
 from __future__ import annotations
 
@@ -52,8 +50,7 @@ class Log:
 
 
 def read_signature(function: Callable[..., Any], name: str, weight: float) -> Reward:
-    """Find out which arguments a reward function accepts and requires by name. Raises ValueError
-    if it cannot be called by name."""
+    """Find out what a function takes by name. Raises ValueError if it cannot be called by name."""
     if not callable(function):
         raise ValueError(f"the reward {function!r} is a {type(function).__name__}, not a function")
     try:
@@ -64,20 +61,16 @@ def read_signature(function: Callable[..., Any], name: str, weight: float) -> Re
             "completions"
         ) from error
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for parameter in parameters:
-        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+    for p in parameters:
+        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
             raise ValueError(
-                f"the parameter {parameter.name!r} of the reward function {name!r} is "
-                "positional-only; reward functions are called by name"
+                f"the parameter {p.name!r} of the reward function {name!r} is positional-only; "
+                "reward functions are called by name"
             )
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return Reward(
-        name=name,
-        function=function,
-        weight=weight,
-        requires=tuple(p.name for p in by_name if p.default is p.empty),
-        accepts=None if takes_all else frozenset(p.name for p in by_name),
-    )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    requires = tuple(p.name for p in by_name if p.default is p.empty)
+    accepts = None if takes_all else frozenset(p.name for p in by_name)
+    return Reward(name, function, weight, requires, accepts)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -120,8 +113,7 @@ def _copy_state(state: Any) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """Copy lists and dictionaries, not their leaves. The completions of a group share their
-    prompt's columns, and a reward that pops from one must not affect the next."""
+    """Copy lists and dictionaries, not their leaves: completions of a group share columns."""
     if isinstance(value, list):
         # Test leaves here: one function call per token id would cost more than most rewards.
         return [_copy(v) if isinstance(v, (list, dict)) else v for v in value]

@@ -1,8 +1,4 @@
-"""Calls reward functions in TRL's convention and sums what they return.
-
-A `RewardSet` has the names, the weights and the rules of a valid reward. One call takes flat lists
-with one entry per completion.
-"""
+"""Calls reward functions in TRL's convention and sums what they return."""
 
 from __future__ import annotations
 
@@ -29,12 +25,9 @@ from rloo.types import Text
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The rewards of N completions; every list has N entries.
-
-    `totals` are weighted sums over the functions that returned a number, None where none did.
-    `extras` are the columns logged with `log_extra`, `metrics` the means of values logged with
-    `log_metric`.
-    """
+    """The rewards of N completions; every list has N entries. `totals` are weighted sums over the
+    functions that returned a number, None where none did. `extras` are the columns logged with
+    `log_extra`, `metrics` the means of values logged with `log_metric`."""
 
     totals: list[float | None]
     by_function: dict[str, list[float | None]]
@@ -91,11 +84,8 @@ class RewardSet:
         return [reward.name for reward in self._rewards]
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raise ValueError for anything that would fail at the first call.
-
-        Checked are required parameters, which must be columns or standard arguments, and columns
-        with reserved names. A function may add its own `check_columns(columns)`.
-        """
+        """Raise ValueError for what would fail at the first call: required parameters that are no
+        columns, columns with reserved names, and a function's own `check_columns(columns)`."""
         columns = list(columns)
         for column in columns:
             if column in RESERVED:
@@ -129,8 +119,7 @@ class RewardSet:
 
         Every function gets its own copies of the lists and of lists and dictionaries within them.
         With `learn`, a function's own `normalize(scores)` puts its scores on a running scale.
-        Without it, as in evaluation, scores are left as they are and no state changes, so that they
-        can be compared over the whole run.
+        Without it, as in evaluation, no state changes, so that scores can be compared over the run.
         Raises ValueError with function, row and value for a wrong number of rewards or for a reward
         that is not finite, TimeoutError for a call that misses the deadline, and RuntimeError for
         one that exits or that changes the state of the process or of the trainer. Exceptions of a

@@ -1,8 +1,5 @@
-r"""The verifiable rewards of GSM8K: the final number is correct, and it stands in the right place.
-
-References are GSM8K's own: a worked solution that ends with `#### 42`. Cobbe et al. 2021, "Training
-Verifiers to Solve Math Word Problems".
-"""
+"""The verifiable rewards of GSM8K (Cobbe et al. 2021, "Training Verifiers to Solve Math Word
+Problems"), whose references are worked solutions that end with `#### 42`."""
 
 from __future__ import annotations
 

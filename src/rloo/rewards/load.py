@@ -1,8 +1,5 @@
-"""From a spec to a reward function: a built-in name, or a function of a module or a file.
-
-The spec comes from the user's own command line or configuration, and the file it names is executed:
-never pass it text from a model or a dataset.
-"""
+"""From a spec to a reward function: a built-in name, or a function of a module or a file. The file
+is executed: never pass it text from a model or a dataset."""
 
 from __future__ import annotations
 
@@ -97,11 +94,9 @@ def _parse_call(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse `name(key=literal, ...)` without evaluating it."""
     example = "length(target_min=10, target_max=50)"
     try:
-        call = ast.parse(spec, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            raise ValueError("options are given by name")
-        if any(keyword.arg is None for keyword in call.keywords):
-            raise ValueError("options are given by name")
-        return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        match ast.parse(spec, mode="eval").body:
+            case ast.Call(ast.Name(name), [], given) if all(k.arg for k in given):
+                return name, {str(k.arg): ast.literal_eval(k.value) for k in given}
+        raise ValueError("options are given by name")
     except (ValueError, SyntaxError) as error:
         raise ValueError(f"cannot read the reward {spec!r}: {error}; write {example}") from error

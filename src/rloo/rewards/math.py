@@ -74,9 +74,8 @@ class MathReward:
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise ValueError when the dataset has neither `answer` nor `solution`."""
         if not {"answer", "solution"} & set(columns):
-            raise ValueError(
-                f"{_NO_REFERENCE}; the dataset has: {', '.join(columns) or 'no column'}"
-            )
+            given = ", ".join(columns) or "no column"
+            raise ValueError(f"{_NO_REFERENCE}; the dataset has: {given}")
 
     def __call__(
         self,

@@ -1,8 +1,4 @@
-"""Reward models: sequence classifiers, and objects with `get_rewards`, as reward functions.
-
-This module knows which specs name a model, how it is loaded, and how texts are built, batched and
-scored.
-"""
+"""Reward models: sequence classifiers, and objects with `get_rewards`, as reward functions."""
 
 from __future__ import annotations
 
@@ -45,8 +41,7 @@ class RewardModel:
         batch_tokens: int = BATCH_TOKENS,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ValueError for a model with several labels, a tokenizer without a token to pad
-        with, and a `batch_tokens` below 1."""
+        """Raises ValueError for several labels, no token to pad with, a `batch_tokens` below 1."""
         path = getattr(model.config, "_name_or_path", "")
         self.__name__ = path.rstrip("/").split("/")[-1] or type(model).__name__
         if model.config.num_labels != 1:
@@ -74,11 +69,8 @@ class RewardModel:
         self._template_options = dict(chat_template_kwargs or {})
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
-        """One score per completion, as the model returns it.
-
-        Raises ValueError for a text without tokens or longer than the model's context, and for a
-        score that is not finite.
-        """
+        """One score per completion, as the model returns it. Raises ValueError for a text without
+        tokens or longer than the model's context, and for a score that is not finite."""
         texts = [self._write(p, c) for p, c in zip(prompts, completions, strict=True)]
         encoded: Any = self._tokenizer(texts, add_special_tokens=False)
         rows = encoded["input_ids"]
@@ -155,8 +147,7 @@ def as_reward(
       dtype: bfloat16, batch_tokens: 8192, device: cpu, revision: main}` gives a `RewardModel`,
       loaded to `device` in the dtype in which it was saved, and `Normalized` if asked for. Built-in
       names take precedence over folders.
-    - A sequence classification module gives a `RewardModel` with its present dtype; it stays on its
-      accelerator.
+    - A sequence classification module gives a `RewardModel`, in its present dtype and accelerator.
     - An object with `get_rewards(prompts, completions)` gives a function that calls it.
     - Anything else is passed to `load_reward`.
 
@@ -286,8 +277,7 @@ def _describe_labels(name: str, count: int) -> str:
 
 
 def _batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Group row numbers, longest row first, into batches of at most `budget` tokens with padding; a
-    longer row makes its own batch."""
+    """Row numbers, longest first, in batches of at most `budget` padded tokens, or of one row."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > budget:

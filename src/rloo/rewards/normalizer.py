@@ -1,7 +1,4 @@
-"""A reward whose training scores are standardised by the mean and deviation of earlier scores.
-
-The state is a few plain numbers, which go into checkpoints.
-"""
+"""A reward whose training scores are standardised by the mean and deviation of earlier scores."""
 
 from __future__ import annotations
 
@@ -57,11 +54,8 @@ class Normalized:
         return self._function(prompts, completions)
 
     def normalize(self, scores: Sequence[float | None]) -> list[float | None]:
-        """Standardise scores by the mean and deviation of all earlier ones; None stays None.
-
-        They become part of the past only afterwards, since a score that is part of its own scale is
-        biased. The deviation counts as 1 until two scores differ.
-        """
+        """Standardise scores by the mean and deviation of all earlier ones; None stays None. They
+        become part of the past only afterwards: a score in its own scale is biased."""
         known = [score for score in scores if score is not None]
         scaled = iter(self._past.standardise(known))
         self._past.see(known)

@@ -8,11 +8,8 @@ _BOX = "\\boxed{"
 
 
 def text_of(completion: Text) -> str:
-    """The text of a completion: the string itself, or the content of the last assistant message.
-
-    The text parts of content in parts are joined. Messages without an assistant turn, or with an
-    empty one (a tool call), give the empty string.
-    """
+    """The text of a completion: the string itself, or the last assistant message's content, its
+    text parts joined; empty without such a message, and for one without text (a tool call)."""
     if isinstance(completion, str):
         return completion
     for message in reversed(completion):

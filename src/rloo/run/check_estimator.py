@@ -45,12 +45,10 @@ def report(config: RLOOConfig) -> Iterator[str]:
     cases = []
     for case in enumerate_cases(estimator, betas):
         cases.append(case)
-        found, usual = case.found, case.usual
+        about = f"{case.rewards:7}  {case.beta:<4g}  {case.size}  {case.prompt:<6}"
+        found = case.found
         figures = f"{found.scale:7.4f}  {found.cosine:7.4f}  {found.variance:9.4f}"
-        yield (
-            f"{case.rewards:7}  {case.beta:<4g}  {case.size}  {case.prompt:<6}  {figures}  "
-            f"{usual.variance:13.4f}"
-        )
+        yield f"{about}  {figures}  {case.usual.variance:13.4f}"
     yield ""
     yield verdict(cases)
 

@@ -59,10 +59,8 @@ def evaluate(
     trainer_state: Any = None,
 ) -> tuple[dict[str, Any], list[Group]]:
     """Sampled and greedy accuracy, pass@k, mean reward and lengths; and the sampled groups.
-
-    `*_interval` are 95 % intervals over the prompts. Raises ValueError if a k is larger than the
-    number of samples.
-    """
+    `*_interval` are 95 % intervals over the prompts. Raises ValueError for a k larger than the
+    number of samples."""
     num_samples, threshold = settings.num_samples, settings.pass_threshold
     if (most := max(settings.pass_k)) > num_samples:
         raise ValueError(
@@ -97,11 +95,9 @@ def pass_at_k(num_passed: int, num_samples: int, k: int) -> float:
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """95 % confidence interval of the mean of per-prompt values in [0, 1].
-
-    It is Wilson's interval with the number of prompts replaced by the number of Bernoulli draws of
-    the same variance, so that it also suits means over several samples and stays within [0, 1].
-    """
+    """95 % confidence interval of the mean of per-prompt values in [0, 1]: Wilson's, but for the
+    number of Bernoulli draws of the same variance, not of prompts, so that it also suits means over
+    several samples and stays within [0, 1]."""
     n, mean = len(values), fmean(values)
     variance = deviation(values) ** 2 if n > 1 else 0.0
     if variance > 0:
@@ -116,8 +112,6 @@ def _passed(group: Group, threshold: float) -> int:
     first = next(iter(group.scores.values()))
     return sum(score is not None and score >= threshold for score in first)
 
-
-# -- in training ---------------------------------------------------------------------------------
 
 # Evaluation sets by name; the name of a single set is "".
 Sets = Mapping[str, Sequence[Prompt]]
@@ -163,12 +157,9 @@ def flatten(results: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, 
 
 
 def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfig) -> bool:
-    """Whether this evaluation is better than all previous ones; if so, it is stored in `state`.
-
-    The metric is `metric_for_best_model`, by default `eval_reward`; without the default metric
-    (with several evaluation sets) the result is False. Raises ValueError if the metric that was
-    asked for is missing.
-    """
+    """Whether this evaluation is better than all previous ones; if so, it is stored in `state`. The
+    metric is `metric_for_best_model`, by default `eval_reward`; without the default metric (with
+    several evaluation sets) the result is False. Raises ValueError for one that is missing."""
     name = "eval_" + (config.metric_for_best_model or "reward").removeprefix("eval_")
     if name not in metrics:
         if config.metric_for_best_model is None:

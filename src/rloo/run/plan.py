@@ -1,14 +1,14 @@
 """Predicting what a run will take: micro-batches, memory, time.
 
-The parts are built as for training, the worst case is measured briefly, and everything is discarded
-without writing a file. Rewards are checked but not called: they may be slow or cost money.
+The parts are built as for training, the worst case is measured briefly, and no file is written.
+Rewards are checked but not called: they may be slow or cost money.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -30,7 +30,7 @@ from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
 from rloo.report.console import duration, write_line
 from rloo.run.trainer import RLOOTrainer
-from rloo.types import Engine, Prompt, Sample
+from rloo.types import Engine, Prompt
 
 # Positions sampled to find the cost of one, and the most tokens of context computed for that.
 _POSITIONS = 5
@@ -103,7 +103,8 @@ def make_plan(config: RLOOConfig) -> Plan:
 
     def count(prompt: int, completion: int) -> int:
         samples = memory.make_samples(prompt, completion, config.num_generations, groups)
-        return len(_split(parts, samples, whole_groups))
+        how = {"whole_groups": whole_groups, "packed": policy.packed}
+        return len(split(samples, policy.max_tokens, **how))
 
     return Plan(
         parameters=count_parameters(policy.model),
@@ -195,11 +196,6 @@ def _sized(plan: Plan, name: str, size: int) -> str:
     return f"{gigabytes(size)}, {size / plan.parameters:.2f} bytes per parameter"
 
 
-def _split(parts: Parts, samples: Sequence[Sample], whole_groups: bool) -> list[list[Sample]]:
-    policy = parts.policy
-    return split(samples, policy.max_tokens, whole_groups=whole_groups, packed=policy.packed)
-
-
 def _rows_at_once(parts: Parts, longest: int) -> int:
     """The number of completions that the engine samples at the same time in the worst case."""
     rows, tokens = parts.batches.completions_per_rollout, parts.config.max_completion_length
@@ -218,8 +214,8 @@ def _measure_time(
     terms = Terms(config, parts.batches, config.beta)
     credits: list[Credit] = []
     once = _seconds(parts, lambda: credits.append(assign(samples[:size], policy, terms)))
-    whole_groups = credits[0].needs_groups
-    part = _split(parts, samples, whole_groups)[0]
+    whole_groups = credits[0].from_update
+    part = split(samples, policy.max_tokens, whole_groups=whole_groups, packed=policy.packed)[0]
     share = memory.count_tokens(policy, samples) / memory.count_tokens(policy, part)
 
     def learn() -> None:
@@ -234,12 +230,10 @@ def _measure_time(
     update = share * _seconds(parts, learn)
     step = _seconds(parts, policy.stepper.step)
     share_of_rollout = 1 / parts.batches.steps_per_rollout
-    return {
-        "sample": share_of_rollout * _sampling_seconds(parts, rollouts, longest),
-        "credit": share_of_rollout * parts.batches.prompts_per_rollout * once,
-        "update": update,
-        "optimizer": step,
-    }, whole_groups
+    sample = share_of_rollout * _sampling_seconds(parts, rollouts, longest)
+    credit = share_of_rollout * parts.batches.prompts_per_rollout * once
+    seconds = {"sample": sample, "credit": credit, "update": update, "optimizer": step}
+    return seconds, whole_groups
 
 
 def _sampling_seconds(parts: Parts, rollouts: SyncRollouts, longest: int) -> float:
@@ -263,8 +257,8 @@ def _sampling_seconds(parts: Parts, rollouts: SyncRollouts, longest: int) -> flo
 def _expected_length(
     rollouts: SyncRollouts, source: PromptSource, seconds_a_position: float
 ) -> float:
-    """Estimate the mean length of the policy's completions in tokens from a few that are sampled
-    for a limited time. Unfinished ones are extrapolated with the rate of endings seen so far."""
+    """The mean length of completions in tokens, from a few that are sampled for a limited time;
+    unfinished ones are extrapolated with the rate of endings seen so far."""
     config = rollouts.config
     affordable = int(_LENGTH_SECONDS / max(seconds_a_position, 1e-6))
     positions = max(1, min(config.max_completion_length, _LENGTH_POSITIONS, affordable))
@@ -286,11 +280,9 @@ def _prompts(number: int, tokens: int) -> list[Prompt]:
     return [Prompt(i, [(i + j) % 64 for j in range(tokens)], "") for i in range(number)]
 
 
-def _sample(
-    rollouts: SyncRollouts, prompts: list[Prompt], num_samples: int, positions: int
-) -> None:
-    """Sample exactly `positions` tokens per completion: no token ends one."""
-    sampling = replace(rollouts.sampling, max_tokens=positions, stop_token_ids=(), stop_strings=())
+def _sample(rollouts: SyncRollouts, prompts: list[Prompt], num_samples: int, length: int) -> None:
+    """Sample exactly `length` tokens per completion: no token ends one."""
+    sampling = replace(rollouts.sampling, max_tokens=length, stop_token_ids=(), stop_strings=())
     noise = noise_key(rollouts.config.seed, "train", 0)
     rollouts.engine.sample(prompts, num_samples, sampling, noise)
 

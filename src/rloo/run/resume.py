@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rloo.algorithm.parts import Parts, RunState
+from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.config.config import RLOOConfig
 from rloo.model.state import capture_rng, parameter_shapes, require_same_shapes, restore_rng
 from rloo.run.checkpoint import Checkpoint, load_checkpoint
@@ -23,7 +24,7 @@ HARMLESS = (
     "model", "save_strategy", "save_steps", "save_total_limit", "logging_steps",
     "logging_first_step", "log_completions", "num_completions_to_print", "report_to", "run_name",
     "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
-    "hub_revision",
+    "hub_revision", "on_sigusr1",
 )
 # fmt: on
 # Chosen automatically in the first session, and kept unless the user sets them now.
@@ -45,15 +46,26 @@ def snapshot(
         "scaler": scaler,
         "callbacks": parts.events.state_dict(),
     }
-    return Checkpoint(state.step, optimizer, scheduler, capture_rng(), trainer_state)
+    hand = state.in_hand.state_dict() if state.in_hand else None
+    return Checkpoint(state.step, optimizer, scheduler, capture_rng(), trainer_state, hand)
 
 
-def restore(parts: Parts, state: RunState, path: Path) -> dict[str, Any]:
-    """Restore a run from a checkpoint; return the checkpoint's trainer_state.
+def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
+    """The options that compute something else than an earlier session's, with both values."""
+    now = config.to_dict()
+    return [
+        f"{name} {before[name]} -> {now[name]}"
+        for name in now  # an option may be newer than the checkpoint
+        if name not in (*HARMLESS, *CHOSEN) and now[name] != before.get(name, now[name])
+    ]
 
-    Raises ValueError for a checkpoint of another model, for one that started from other weights,
-    and for changed options that a restored optimizer would ignore. Other differences are noted.
-    """
+
+def restore(
+    parts: Parts, state: RunState, path: Path, *, same_options: bool = False
+) -> dict[str, Any]:
+    """Restore a run from a checkpoint; return the checkpoint's trainer_state. Raises ValueError for
+    one of another model, or that started from other weights, and for changed options that a
+    restored optimizer would ignore. Others are noted, with `same_options` refused too."""
     checkpoint, policy = load_checkpoint(path), parts.policy
     saved = checkpoint.trainer_state
     require_same_shapes(saved["shapes"], parameter_shapes(policy.model))
@@ -62,12 +74,22 @@ def restore(parts: Parts, state: RunState, path: Path) -> dict[str, Any]:
             f"{path} started from other weights than the present model, which is the reference of "
             "the KL penalty (model, resume_from_checkpoint)"
         )
-    _compare(saved, parts)
+    changed = changed_options(saved["config"], parts.config)
+    if changed and same_options:
+        raise ValueError(
+            f"{path} is of a run with other options: {', '.join(changed)}; go on with those it "
+            "had, or name another folder (resume_from_checkpoint auto, output_dir)"
+        )
+    _compare(saved, parts, changed)
     state.load_state_dict(saved)
     policy.load_checkpoint(path)
     policy.stepper.load_state(checkpoint.optimizer, checkpoint.scheduler, saved["scaler"])
     restore_rng(checkpoint.rng)
-    parts.rollouts.load_state_dict(state.position, step=state.step)
+    first = state.step
+    if checkpoint.rollout is not None:
+        state.in_hand = InHand.of_state(checkpoint.rollout, state.position)
+        first += parts.batches.steps_per_rollout - state.in_hand.done
+    parts.rollouts.load_state_dict(state.position, step=first)
     state.trainer.epoch = parts.rollouts.epoch
     best = saved["state"]["best_global_step"]
     state.trainer.best_metric, state.trainer.best_global_step = saved["state"]["best_metric"], best
@@ -78,7 +100,7 @@ def restore(parts: Parts, state: RunState, path: Path) -> dict[str, Any]:
     return saved
 
 
-def _compare(saved: dict[str, Any], parts: Parts) -> None:
+def _compare(saved: dict[str, Any], parts: Parts, changed: list[str]) -> None:
     before = saved["config"]
     config, policy = parts.config, parts.policy
     now = config.to_dict()
@@ -97,11 +119,6 @@ def _compare(saved: dict[str, Any], parts: Parts) -> None:
     # Padding is always possible, packing only if this process has installed its attention.
     if config.packing is None and not before["packing"]:
         policy.packed = False
-    changed = [
-        f"{name} {before[name]} -> {now[name]}"
-        for name in now  # an option may be newer than the checkpoint
-        if name not in (*HARMLESS, *CHOSEN) and now[name] != before.get(name, now[name])
-    ]
     if policy.packed != before["packing"]:
         changed.append(f"packing {before['packing']} -> {policy.packed}")
     if changed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,91 +10,126 @@ from typing import Any
 import torch
 
 from rloo.algorithm.fitting import rehearse
-from rloo.algorithm.interrupts import ForcedInterrupt, uninterrupted
+from rloo.algorithm.interrupts import ForcedInterrupt, Stopped
 from rloo.algorithm.parts import Parts, RunState
-from rloo.algorithm.train import note_what_is_due, train_on_rollout
+from rloo.algorithm.train import finish_step, note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.rendering import render_resolved
+from rloo.model.state import NotFinite, capture_rng, restore_rng
 from rloo.report.hub import Hub
-from rloo.report.model_card import has_other_card
+from rloo.report.model_card import has_other_card, write_card
 from rloo.report.monitor import versions
 from rloo.report.profiling import StepProfile
 from rloo.report.records import write_text
 from rloo.run.checkpoint import save_checkpoint, verify_checkpoint
 from rloo.run.evaluate import Evaluator, Sets, flatten, is_better
-from rloo.run.resume import restore, snapshot
+from rloo.run.folder import CONFIG, MARK, Start
+from rloo.run.resume import changed_options, restore, snapshot
 
+# The options that say how long a run is.
+LENGTH = ("max_steps", "num_train_epochs")
 # The rollout that is profiled; the first two still fill caches and select kernels.
 PROFILED_ROLLOUT = 3
 
 
 @dataclass
 class Session:
-    """Trains once. `sets` are the evaluation sets; `write_card` writes a model card."""
+    """Trains once. `sets` are the evaluation sets."""
 
     parts: Parts
     state: RunState
     evaluator: Evaluator
     sets: Sets
     hub: Hub
-    write_card: Callable[[], None]
     _status: str = "failed"
     _start: dict[str, Any] = field(default_factory=dict)
+    _totals: dict[str, float] = field(default_factory=dict)
     _last: tuple[int, dict[str, Any]] = (-1, {})
     _saved_at: int | None = None
     _seconds_before: float = 0.0
 
     def __post_init__(self) -> None:
         self.config = self.parts.config
-        self._folder = Path(self.config.output_dir)
+        self._folder = self.parts.monitor.output_dir
 
-    def train(self, checkpoint: Path | None) -> dict[str, float]:
+    def has_finished(self, start: Start) -> bool:
+        """Whether the run that ended here is the one that is asked for; says so. Raises ValueError
+        for one with other options that has left no checkpoint to go on from."""
+        before = start.finished["config"]
+        changed = changed_options(before, self.config)
+        lengths = [name for name in LENGTH if before[name] != getattr(self.config, name)]
+        if changed or lengths:
+            if start.checkpoint is None:
+                raise ValueError(
+                    f"output_dir {self._folder} holds a finished run with other options "
+                    f"({', '.join(changed or lengths)}); name another folder (output_dir)"
+                )
+            return False
+        steps = start.finished["steps"]
+        self.parts.monitor.say(f"The run in {self.config.output_dir} has finished: {steps} steps.")
+        return True
+
+    def train(self, start: Start) -> dict[str, float]:
         """Train, from a checkpoint or from the beginning; return Trainer's figures of the run.
 
-        If Ctrl-C or an error ends it early, a checkpoint is saved and the error raised.
+        This is the one place where a run ends: however it does, a checkpoint of the last finished
+        step is there, the terminal is restored, and summary.json tells the status.
         """
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
         if self.config.push_to_hub:
             self.hub.create()
-        if checkpoint is not None:
-            self._resume(checkpoint)
+        if start.checkpoint is not None:
+            self._resume(start.checkpoint, same_options=start.same_options)
         rehearse(parts, state)
         again = {"resume_from_checkpoint": None, "overwrite_output_dir": False}
         shown = render_resolved(self._resolved().with_values(**again))
-        write_text(self._folder / "config.yaml", shown)
+        write_text(self._folder / CONFIG, MARK + shown)
         monitor.start(self._describe(), parts.batches)
-        for note in parts.policy.notes:
+        for note in (*start.notes, *parts.policy.notes):
             monitor.note(note)
-        self._first_step = state.step
+        self._first_step = self._saved_step = state.step
         try:
             with parts.events.of_optimizer():
                 parts.events.send("on_train_begin")
-                if checkpoint is None and self.config.eval_on_start:
-                    self._evaluate("start")
+                if start.checkpoint is None and self.config.eval_on_start:
+                    self._evaluate(first=True)
                 self._train_to_the_end()
-            totals = self._finish()
+            self._totals = self._finish()
+            monitor.check_written()
             self._status = "finished"
-        except (KeyboardInterrupt, Exception) as error:
+        except BaseException as error:
             self._save_what_is_done(error)
             raise
         finally:
-            monitor.finish(self._summary())
-        return totals
+            with parts.stop.held():
+                monitor.finish(self._summary())
+        return self._totals
 
-    # -- the loop --------------------------------------------------------------------------------
+    def _resume(self, checkpoint: Path, *, same_options: bool) -> None:
+        parts, state, monitor = self.parts, self.state, self.parts.monitor
+        saved = restore(parts, state, checkpoint, same_options=same_options)
+        self._start, self._seconds_before = saved["start"], saved["seconds"]
+        self._last = saved["last"]
+        monitor.load_state_dict(saved["logs"], step=state.step, evaluated_at=state.evaluated_at)
+        monitor.note(f"resumed from {checkpoint} at step {state.step}")
 
     def _train_to_the_end(self) -> None:
-        """Train until `max_steps`, or until a callback asks to stop.
-
-        Checkpoints and evaluations that fall due among the steps of a rollout are made at its end,
-        so that a resumed run repeats nothing.
-        """
+        """Train until `max_steps`, or until a callback asks to stop. Checkpoints and evaluations
+        due among the steps of a rollout are made at its end, so that a resumed run repeats none."""
         parts, state = self.parts, self.state
-        rollouts, pace, epoch = 0, None, -1
+        rollouts, epoch = 0, -1
+        pace = None  # seconds per token of the last rollout that was not profiled
+        if state.step_open:  # a callback ended an earlier session
+            finish_step(parts, state)
+        if state.in_hand is None:
+            self._settle()
         while not state.is_over:
-            if int(parts.rollouts.epoch) != epoch:
-                epoch = int(parts.rollouts.epoch)
+            parts.stop.check()
+            state.generators = capture_rng()
+            state.open_epoch = int(parts.rollouts.epoch)
+            if state.open_epoch != epoch:
+                epoch = state.open_epoch
                 parts.events.send("on_epoch_begin")
             parts.events.send("on_step_begin")
             rollouts += 1
@@ -104,21 +138,24 @@ class Session:
             if self.config.profile and due:
                 self._profile_rollout(rollouts, pace)
             else:
-                pace = self._measure_rollout()
-            self._evaluate_if_due()
-            if state.is_over or int(parts.rollouts.epoch) != epoch:
-                parts.events.send("on_epoch_end")
-                note_what_is_due(state)
-                self._evaluate_if_due()
-            if state.save_due:
-                self._save_checkpoint()
-            state.save_due = False
+                began, tokens = time.perf_counter(), state.num_tokens
+                train_on_rollout(parts, state)
+                pace = (time.perf_counter() - began) / max(1, state.num_tokens - tokens)
+            self._settle()
 
-    def _measure_rollout(self) -> float:
-        """Train on a rollout; return the seconds per token."""
-        start, tokens = time.perf_counter(), self.state.num_tokens
-        train_on_rollout(self.parts, self.state)
-        return (time.perf_counter() - start) / max(1, self.state.num_tokens - tokens)
+    def _settle(self) -> None:
+        """Do what is due between two rollouts: evaluate, end the epoch, save."""
+        parts, state = self.parts, self.state
+        self._evaluate_if_due()
+        over = state.is_over or int(parts.rollouts.epoch) != state.open_epoch
+        if state.open_epoch is not None and over:
+            parts.events.send("on_epoch_end")
+            state.open_epoch = None
+            note_what_is_due(state)
+            self._evaluate_if_due()
+        if state.save_due or parts.stop.save_wanted:
+            state.save_due = parts.stop.save_wanted = False
+            self._save_checkpoint()
 
     def _profile_rollout(self, number: int, pace: float | None) -> None:
         parts, state = self.parts, self.state
@@ -132,49 +169,44 @@ class Session:
         for line in profile.write(self._folder / "profile", title=title, slowdown=slowdown):
             parts.monitor.say(line)
 
-    # -- evaluating ------------------------------------------------------------------------------
-
     def _evaluate_if_due(self) -> None:
         state = self.state
         if state.evaluation_due:
-            state.evaluation_due, state.evaluated_at = False, state.step
-            state.save_due |= self._evaluate_now()
+            state.save_due |= self._evaluate()
             state.save_due |= state.control.should_save
 
-    def _evaluate_now(self) -> bool:
-        """Evaluate if it is due; returns True if a checkpoint must be saved now."""
-        if not self.state.is_over:
-            return self._evaluate("during")
-        self._save_model()  # before an evaluation that may fail
-        return self._evaluate("end")
-
-    def _evaluate(self, name: str) -> bool:
+    def _evaluate(self, *, first: bool = False) -> bool:
+        """Evaluate; returns True if a checkpoint must be saved now."""
+        state, config = self.state, self.config
+        name = "start" if first else "end" if state.is_over else "during"
+        if name == "end":
+            self._save_model()  # before an evaluation that may fail
         if not self.sets:
             raise ValueError(
                 "a callback asked for an evaluation, and there is nothing to evaluate on "
                 "(eval_dataset)"
             )
-        results = self._measure(name, self.state.step)
-        flat = flatten(results, "eval")
-        self.parts.monitor.log_evaluation(flat)
-        first = next(iter(results.values()))
-        if name == "start":
-            self._start = first
-            return False
-        self._last = self.state.step, first
-        return is_better(self.state.trainer, flat, self.config) and self.config.compares_evaluations
-
-    def _measure(self, name: str, step: int) -> dict[str, dict[str, Any]]:
-        """Evaluate on all sets and record it as of `step`."""
         results = self.evaluator.measure(self.sets)
+        with self.parts.stop.held():  # from here on it counts
+            state.evaluation_due, state.evaluated_at = False, state.step
+            self._write_down(name, state.step, results)
+            flat = flatten(results, "eval")
+            self.parts.monitor.log_evaluation(flat)
+            figures = next(iter(results.values()))
+            if first:
+                self._start = figures
+                return False
+            self._last = state.step, figures
+            return is_better(state.trainer, flat, config) and config.compares_evaluations
+
+    def _write_down(self, name: str, step: int, results: dict[str, dict[str, Any]]) -> None:
         for dataset, metrics in results.items():
             self.parts.monitor.evaluation(step, name, metrics, dataset=dataset)
-        return results
 
     def _finish(self) -> dict[str, float]:
         state, config, step = self.state, self.config, self.state.step
         evaluates = config.eval_on_start or config.eval_strategy != "no"
-        if evaluates and state.evaluated_at != step and self._evaluate_now():
+        if evaluates and state.evaluated_at != step and self._evaluate():
             self._save_checkpoint()
         if config.load_best_model_at_end:
             self._load_best()
@@ -193,39 +225,52 @@ class Session:
             return
         best = Path(state.best_model_checkpoint)
         verify_checkpoint(best)
+        self._saved_step = state.global_step  # these weights are not this step's: no checkpoint
         self.parts.policy.load_pretrained(best)
         self._saved_at = None
         self.parts.monitor.note(
             f"the model is that of {best.name}, which had the best evaluation: "
             f"{self.config.metric_for_best_model} {state.best_metric:g} (load_best_model_at_end)"
         )
-        results = self._measure("best", step)
+        results = self.evaluator.measure(self.sets)
+        self._write_down("best", step, results)
         self._last = state.global_step, next(iter(results.values()))
-
-    # -- what is written -------------------------------------------------------------------------
 
     def _save_model(self) -> None:
         other_card = has_other_card(self._folder)
-        with uninterrupted():
+        with self.parts.stop.held():
             self.parts.policy.save_pretrained(self._folder)
         if other_card:
             self.parts.monitor.note(
                 "README.md in output_dir is not this program's and was left as it is"
             )
         else:
-            self.write_card()
+            write_card(self.parts.policy, self.evaluator.rewards.names)
         self._saved_at = self.state.step
 
-    @uninterrupted()
     def _save_checkpoint(self, *, push: bool = True) -> None:
+        with self.parts.stop.held():
+            self._commit()
+            self._saved_step = self.state.step
+            self.parts.events.send("on_save")
+            config, step = self.config, self.state.step
+            if push and config.push_to_hub and config.hub_strategy != "end":
+                self._save_model()
+                self.hub.push_checkpoint(self._folder, self._folder / f"checkpoint-{step}", step)
+
+    def _commit(self) -> None:
+        """Write a checkpoint of what is finite, from which the run goes on to the last bit. Raises
+        FloatingPointError, and writes nothing, for anything that is not finite."""
         state, config = self.state.trainer, self.config
+        self.parts.policy.stepper.require_finite(moments=True)
         # What is under way reads checkpoints that may go now.
         self.hub.finish(self.parts.monitor.note)
         path = self._folder / f"checkpoint-{state.global_step}"
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(path)
         best = state.best_model_checkpoint if config.compares_evaluations else None
-        told = {"start": self._start, "seconds": self._seconds()}
+        logs = self.parts.monitor.state_dict()
+        told = {"start": self._start, "last": self._last, "seconds": self._seconds(), "logs": logs}
         save_checkpoint(
             self._folder,
             snapshot(self.parts, self.state, self._resolved(), told),
@@ -233,25 +278,18 @@ class Session:
             keep=config.save_total_limit,
             best=Path(best) if best else None,
         )
-        self.parts.events.send("on_save")
-        if push and config.push_to_hub and config.hub_strategy != "end":
-            self._save_model()
-            self.hub.push_checkpoint(self._folder, path, state.global_step)
 
     def _save_what_is_done(self, error: BaseException) -> None:
-        """Save a checkpoint after an error. The weights are those of the last finished step, unless
-        a second Ctrl-C interrupted a step."""
-        self._status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        if self.state.step > self._first_step and not isinstance(error, ForcedInterrupt):
-            self._save_checkpoint(push=False)
-
-    def _resume(self, path: Path) -> None:
-        saved = restore(self.parts, self.state, path)
-        self._start, self._seconds_before = saved["start"], saved["seconds"]
-        self.parts.monitor.truncate_after(self.state.step)
-        self.parts.monitor.note(f"resumed from {path} at step {self.state.step}")
-
-    # -- what is said ----------------------------------------------------------------------------
+        """Save a checkpoint of the last finished step if there is none, unless a second Ctrl-C has
+        interrupted one, or what is there must not be saved."""
+        state = self.state
+        self._status = "failed"
+        if isinstance(error, (KeyboardInterrupt, Stopped)):
+            self._status = "interrupted"
+        if state.step == self._saved_step or isinstance(error, (ForcedInterrupt, NotFinite)):
+            return
+        restore_rng(state.generators)  # of the step in hand nothing stays
+        self._save_checkpoint(push=False)
 
     def _resolved(self) -> RLOOConfig:
         """The options, including everything that was chosen automatically."""
@@ -285,6 +323,7 @@ class Session:
             "num_tokens": self.state.num_tokens,
             "seed": self.config.seed,
             "config": self._resolved().to_dict(),
+            "totals": self._totals,
             "versions": versions(),
         }
 

@@ -30,6 +30,7 @@ from rloo.rewards.model import as_reward
 from rloo.types import Engine, Sampling
 
 Rows: TypeAlias = Given | str
+RowSets: TypeAlias = Rows | Mapping[str, Rows]
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -50,11 +51,8 @@ def make_rewards(
     own). Raises ValueError if there are not as many."""
     specs: Any = args.reward if given is None else given
     specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
-    tokenizers: Any = processing_classes
-    if tokenizers is None:
-        tokenizers = [None] * len(specs)
-    elif not isinstance(tokenizers, (list, tuple)):
-        tokenizers = [tokenizers]
+    tokenizers: Any = [None] * len(specs) if processing_classes is None else processing_classes
+    tokenizers = tokenizers if isinstance(tokenizers, (list, tuple)) else [tokenizers]
     if len(tokenizers) != len(specs):
         raise ValueError(
             f"there are {len(tokenizers)} reward_processing_classes and {len(specs)} rewards; "
@@ -116,7 +114,7 @@ def make_source(
     return StreamSource(rows, source_of, seed=seed) if streaming else source_of(rows, seed)
 
 
-def eval_sets(given: Rows | Mapping[str, Rows] | None, args: RLOOConfig) -> dict[str, Rows]:
+def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
     """The evaluation sets by name; the name of a single one is "". `eval_size` rows of a stream are
     read. Every split is a set, unless `eval_split` names one."""
     if given is None:
@@ -232,12 +230,11 @@ def check_evaluation(args: RLOOConfig, sets: Mapping[str, object], *, trains: bo
 
 def bias_of(sampling: Sampling) -> list[str]:
     """A note where the distribution that is sampled is not the policy's."""
-    if not sampling.filtered:
-        return []
-    return [
+    note = (
         "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are drawn from "
         "another distribution than the one that is trained, which biases the gradient"
-    ]
+    )
+    return [note] if sampling.filtered else []
 
 
 def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
@@ -273,9 +270,8 @@ def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep large freed blocks, since a CPU update allocates and frees the same
-    ones repeatedly, and the system clears every page that it gives out again. Only for glibc;
-    elsewhere nothing happens. Peak memory does not change."""
+    """Make glibc keep large freed blocks, since a CPU update allocates and frees the same ones
+    repeatedly, and the system clears every page that it gives out. Peak memory stays the same."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 2**30)
@@ -283,11 +279,9 @@ def keep_freed_memory() -> None:
 
 
 def set_threads(model: PreTrainedModel, args: RLOOConfig) -> None:
-    """Use `num_threads` CPU threads, or the number with which decoding is fastest in a short test.
-
-    With small matrices a second thread can cost more in waiting than it gains, especially if
-    something else runs on the machine.
-    """
+    """Use `num_threads` CPU threads, or the number with which decoding is fastest in a short test:
+    with small matrices a second one can cost more in waiting than it gains, especially if something
+    else runs on the machine."""
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
         return

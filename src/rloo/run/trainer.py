@@ -1,7 +1,4 @@
-"""RLOOTrainer: the parts of a run behind the interface of TRL's trainer.
-
-Everything static is checked when the trainer is created, before the first sample.
-"""
+"""RLOOTrainer: the parts of a run behind the interface of TRL's trainer."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.adaptive import Adaptive
 from rloo.algorithm.chosen import chosen_estimator
+from rloo.algorithm.interrupts import Stop
 from rloo.algorithm.parts import Parts, RunState
 from rloo.algorithm.rollout import SyncRollouts
 from rloo.config.arguments import RLOOArguments
@@ -30,17 +28,17 @@ from rloo.model.budget import workload_of
 from rloo.model.loading import obtain_config, obtain_model
 from rloo.model.optimizers import Given
 from rloo.model.policy import Policy
-from rloo.report.callbacks import Events, make_loggers
+from rloo.report.callbacks import Callback, Events, make_loggers
 from rloo.report.hub import Hub
 from rloo.report.model_card import write_card
 from rloo.report.monitor import Monitor, numbers_of
 from rloo.report.profiling import Clock
 from rloo.report.records import strict
 from rloo.run import setup
-from rloo.run.checkpoint import claim_output_dir
 from rloo.run.evaluate import Evaluator, flatten
+from rloo.run.folder import claimed
 from rloo.run.session import Session
-from rloo.run.setup import RewardFunction, Rows, Tokenizers
+from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
 from rloo.types import Prompt
 
 Rewards = RewardFunction | Sequence[RewardFunction]
@@ -62,7 +60,7 @@ class RLOOTrainer:
         reward_funcs: Rewards | None = None,
         args: RLOOConfig | RLOOArguments | None = None,
         train_dataset: Rows | None = None,
-        eval_dataset: Rows | Mapping[str, Rows] | None = None,
+        eval_dataset: RowSets | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: Tokenizers = None,
         callbacks: Sequence[TrainerCallback] | None = None,
@@ -102,20 +100,21 @@ class RLOOTrainer:
         self._set_up(optimizers, [*loggers, *(callbacks or [])])
         self.events.send("on_init_end")
 
-    # -- public methods --------------------------------------------------------------------------
-
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train and write everything to `args.output_dir`. Returns the number of steps, the mean
-        loss and Trainer's figures of the run; summary.json has what was learned.
-
-        If Ctrl-C or an error ends it early, a checkpoint is saved and the error raised.
-        """
+        loss and Trainer's figures of the run; summary.json has what was learned. A signal that
+        asks to stop, or an error, saves a checkpoint: then KeyboardInterrupt (Ctrl-C), `Stopped`
+        (other signals, handled in the main thread only) or the error is raised.
+        `resume_from_checkpoint` "auto" goes on with an unfinished run with the same options, loads
+        the result of a finished one, and else starts."""
         parts, state = self.make_parts()
-        path = claim_output_dir(self.args, resume_from_checkpoint)
-        session = Session(
-            parts, state, self.evaluator, self._eval_prompts, self.hub, self.create_model_card
-        )
-        totals = session.train(path)
+        session = Session(parts, state, self.evaluator, self._eval_prompts, self.hub)
+        with parts.stop.listening(), claimed(self.args, resume_from_checkpoint) as start:
+            if start.finished and session.has_finished(start):
+                self.policy.load_pretrained(self.args.output_dir)
+                totals = start.finished["totals"]
+                return TrainOutput(start.finished["steps"], totals["train_loss"], totals)
+            totals = session.train(start)
         if self.args.push_to_hub:
             self.push_to_hub()
         if self.args.dataset is not None:
@@ -124,16 +123,11 @@ class RLOOTrainer:
         return TrainOutput(self.state.global_step, totals["train_loss"], totals)
 
     def evaluate(
-        self,
-        eval_dataset: Rows | Mapping[str, Rows] | None = None,
-        *,
-        metric_key_prefix: str = "eval",
+        self, eval_dataset: RowSets | None = None, *, metric_key_prefix: str = "eval"
     ) -> dict[str, Any]:
         """Evaluate on `eval_dataset`, on the trainer's set of that name, or on all of its sets.
-
         Metrics have transformers' names (eval_reward, or eval_math_reward for a set `math`). They
-        are logged and sent to the callbacks. Training does not change in any bit.
-        """
+        are logged and sent to the callbacks. Training does not change in any bit."""
         sets = self._eval_prompts
         if isinstance(eval_dataset, str) and eval_dataset in sets:
             sets = {eval_dataset: sets[eval_dataset]}
@@ -146,7 +140,7 @@ class RLOOTrainer:
         return metrics
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write the model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
+        """Write model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
         self.policy.save_pretrained(output_dir or self.args.output_dir)
 
     def push_to_hub(
@@ -167,13 +161,8 @@ class RLOOTrainer:
         self.save_model()
         self.create_model_card(**card)
         self.hub.finish(self.monitor.note)
-        return self.hub.upload(
-            Path(self.args.output_dir),
-            commit_message,
-            token=token,
-            revision=revision,
-            wait=blocking,
-        )
+        folder, how = Path(self.args.output_dir), {"token": token, "revision": revision}
+        return self.hub.upload(folder, commit_message, wait=blocking, **how)
 
     def create_model_card(
         self,
@@ -182,14 +171,8 @@ class RLOOTrainer:
         tags: str | Sequence[str] | None = None,
     ) -> None:
         """Write the model card, README.md in `args.output_dir`."""
-        write_card(
-            self.policy,
-            self.batches,
-            self.rewards.names,
-            name=model_name,
-            datasets=_as_list(dataset_name or self.args.dataset),
-            tags=_as_list(tags),
-        )
+        rewards = self.rewards.names
+        write_card(self.policy, rewards, name=model_name, datasets=dataset_name, tags=tags)
 
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
         """Add numbers to `state.log_history` and send them to the loggers."""
@@ -214,17 +197,15 @@ class RLOOTrainer:
     is_local_process_zero = is_world_process_zero
     is_deepspeed_enabled = is_fsdp_enabled = False
 
-    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+    def add_callback(self, callback: Callback) -> None:
         """Send events to a callback, an object or a class, from now on."""
         self.callback_handler.add_callback(callback)
 
-    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+    def remove_callback(self, callback: Callback) -> None:
         """Remove a callback; a class means the first callback of that class."""
         self.callback_handler.remove_callback(callback)
 
-    def pop_callback(
-        self, callback: TrainerCallback | type[TrainerCallback]
-    ) -> TrainerCallback | None:
+    def pop_callback(self, callback: Callback) -> TrainerCallback | None:
         """Remove a callback as `remove_callback` does, and return it."""
         return self.callback_handler.pop_callback(callback)
 
@@ -247,7 +228,8 @@ class RLOOTrainer:
     def _load_prompts(self) -> None:
         self._notes: list[str] = remarks(self.args)
         self._source: Prompts | None = None
-        if self.train_dataset is not None:
+        trains = self.train_dataset is not None
+        if trains:
             self._source = self._prompts(self.train_dataset, self.args.dataset_split)
             stream = isinstance(self._source, StreamSource)
             where = "the stream's first rows" if stream else "training"
@@ -256,11 +238,9 @@ class RLOOTrainer:
         if given is None and self.args.eval_split is not None:
             given = self.train_dataset
         self._eval_prompts = self._prompts_of_sets(given)
-        if self._source is None and not self._eval_prompts:
+        if not trains and not self._eval_prompts:
             raise ValueError("there is no dataset; give one to train on (train_dataset, dataset)")
-        self._notes += setup.check_evaluation(
-            self.args, self._eval_prompts, trains=self._source is not None
-        )
+        self._notes += setup.check_evaluation(self.args, self._eval_prompts, trains=trains)
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = setup.make_state(self._source, self.args, self.batches)
@@ -285,7 +265,7 @@ class RLOOTrainer:
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
         )
-        folder = Path(self.args.output_dir)
+        folder = Path(self.args.output_dir).absolute()  # a reward may change the current folder
         self.monitor = Monitor(self.args, folder, max_steps=self.state.max_steps)
         self.monitor.attach(self.events)
         self.callback_handler = self.events.handler
@@ -302,7 +282,7 @@ class RLOOTrainer:
             longest=setup.prompt_limit(self.model, self.args, evaluation=evaluation),
         )
 
-    def _prompts_of_sets(self, given: Rows | Mapping[str, Rows] | None) -> dict[str, list[Prompt]]:
+    def _prompts_of_sets(self, given: RowSets | None) -> dict[str, list[Prompt]]:
         prompts = {}
         for name, rows in setup.eval_sets(given, self.args).items():
             split = self.args.eval_split if isinstance(rows, str) else None
@@ -328,12 +308,19 @@ class RLOOTrainer:
         rollouts = SyncRollouts(
             args, batches, engine, source, self.rewards, sampling, tokenizer, self.state, clock
         )
+        stop = Stop(usr1_saves=args.on_sigusr1 == "save")
         parts = Parts(
-            args, world, batches, workload, policy, engine, rollouts, self.monitor, events, clock
+            args,
+            world,
+            batches,
+            workload,
+            policy,
+            engine,
+            rollouts,
+            self.monitor,
+            events,
+            clock,
+            stop,
         )
         state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
         return parts, state
-
-
-def _as_list(names: str | Sequence[str] | None) -> list[str]:
-    return [names] if isinstance(names, str) else list(names or [])

@@ -1,27 +1,23 @@
 """Other systems' configurations as ours: `rloo config --from areal | ms-swift | trl`.
 
 What a file or command line leaves out has that system's default, which is not ours. Every key ends
-up in an option, or in the list of those without a counterpart. Only reads text: neither torch nor
-the other system is needed.
+up in an option, or in the list of those without a counterpart.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from rloo.config.aliases import resolve
 from rloo.config.config import RLOOConfig, option_types
 from rloo.config.imports.areal import import_areal
 from rloo.config.imports.ms_swift import import_ms_swift
-from rloo.config.imports.source import Imported, Left
+from rloo.config.imports.source import Imported
 from rloo.config.imports.trl import import_trl
 from rloo.config.plain_yaml import write_yaml
 from rloo.config.presets import preset_options, remarks
 from rloo.config.reading import suggest
-
-__all__ = ["IMPORTERS", "Imported", "Left", "import_config", "render_imported"]
 
 # What --from takes -> (the system's name, what reads it: from a path, or a command line).
 IMPORTERS: dict[str, tuple[str, Callable[[str], Imported]]] = {
@@ -33,10 +29,7 @@ IMPORTERS: dict[str, tuple[str, Callable[[str], Imported]]] = {
 
 def import_config(system: str, source: str) -> Imported:
     """Read `source`: the path of a YAML file; for ms-swift a command line, or a script's path.
-
-    Raises ValueError for an unknown system, a source that cannot be read, values of a wrong type,
-    and a result that contradicts itself here.
-    """
+    Raises ValueError for what cannot be read, and a result that contradicts itself here."""
     if system not in IMPORTERS:
         raise ValueError(
             f"--from is {system!r}; it must be one of {', '.join(IMPORTERS)}"
@@ -50,8 +43,7 @@ def import_config(system: str, source: str) -> Imported:
 
 
 def render_imported(system: str, found: Imported) -> str:
-    """YAML that `rloo train` reads: the options unlike our defaults, in our order, then as comments
-    the notes and every setting that has no counterpart."""
+    """YAML that `rloo train` reads: the options unlike our defaults, and as comments the rest."""
     preset = found.options.get("preset")
     defaults = RLOOConfig().to_dict() | preset_options(preset) | {"preset": None}
     unlike = {
@@ -67,13 +59,10 @@ def render_imported(system: str, found: Imported) -> str:
         lines.append(f"# Without a counterpart here, and so not taken over from {name}:")
     for reason in dict.fromkeys(left.reason for left in found.left):
         lines.append(f"# - {reason}")
-        same = [left for left in found.left if left.reason == reason]
-        lines += [f"#     {_one_line(left.key)}: {_show(left.value)}" for left in same]
+        for key, value, _ in (left for left in found.left if left.reason == reason):
+            shown = json.dumps(value, ensure_ascii=False, default=str)
+            lines.append(f"#     {_one_line(key)}: {shown}")
     return "\n".join(lines) + "\n"
-
-
-def _show(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _one_line(text: str) -> str:

@@ -1,7 +1,6 @@
 """AReaL's experiment files (GRPOConfig of AReaL 1.0.4) as our options.
 
-The objective's defaults are those of AReaL's classes, which the file only shows in part: a token's
-ratio, the mean over all tokens, rewards clipped at 20, a KL of 0.1 in each token's reward to come.
+What a file leaves out of the objective has the default of AReaL's classes.
 """
 
 from __future__ import annotations
@@ -30,18 +29,14 @@ _SAME: dict[str, Any] = {
 }  # fmt: skip
 # Our names of the keys that are not aliases.
 _NAMES = {
-    "train_dataset.split": "dataset_split",
-    "gconfig.stop": "stop_strings",
+    "train_dataset.split": "dataset_split", "gconfig.stop": "stop_strings",
     "eval_gconfig.n_samples": "num_generations_eval",
     "eval_gconfig.max_new_tokens": "eval_max_completion_length",
-    "eval_gconfig.temperature": "eval_temperature",
-    "eval_gconfig.top_p": "eval_top_p",
-    "actor.disable_dropout": "disable_dropout",
+    "eval_gconfig.temperature": "eval_temperature", "eval_gconfig.top_p": "eval_top_p",
+    "actor.disable_dropout": "disable_dropout", "evaluator.eval_before_train": "eval_on_start",
     "actor.mb_spec.max_tokens_per_mb": "max_tokens_per_micro_batch",
-    "evaluator.eval_before_train": "eval_on_start",
-    "actor.lora_rank": "lora_r",
-    "actor.lora_alpha": "lora_alpha",
-}
+    "actor.lora_rank": "lora_r", "actor.lora_alpha": "lora_alpha",
+}  # fmt: skip
 # key -> (the value at which it changes nothing, why no other)
 _ONLY: dict[str, tuple[Any, str]] = {
     "actor.discount": (1.0, "a token's reward to come is not discounted here"),
@@ -116,7 +111,7 @@ def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     another = "the reference is the model before training, never another one"
     source.expect("ref.path", options.get("model"), another)
     source.expect("tokenizer_path", options.get("model"), "the tokenizer is the model's")
-    read: dict[str, Any] = {"run_name": "-".join(name for name in names if name) or None}
+    read: dict[str, Any] = {"run_name": "-".join(filter(None, names)) or None}
     read |= _read_timer(source, "saver", "save")
     if source.has("valid_dataset.path"):
         read |= _read_timer(source, "evaluator", "eval")
@@ -132,8 +127,7 @@ def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:
 
 def _read_timer(source: Source, name: str, ours: str) -> dict[str, Any]:
     """How often `name` acts, as our strategy and steps."""
-    steps = source.take(f"{name}.freq_steps", int)
-    if steps:
+    if steps := source.take(f"{name}.freq_steps", int):
         return {f"{ours}_strategy": "steps", f"{ours}_steps": steps}
     source.expect(f"{name}.freq_secs", None, "not by the clock, but by steps or epochs")
     epochs = f"{name}.freq_epochs"
@@ -146,12 +140,10 @@ def _read_timer(source: Source, name: str, ours: str) -> dict[str, Any]:
 
 def _read_data(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = {}
-    longest = source.take("train_dataset.max_length", int)
-    if longest is not None:
+    if (longest := source.take("train_dataset.max_length", int)) is not None:
         read |= {"max_prompt_length": longest, "overlong_prompts": "drop"}
     for key, ours in (("gconfig.top_k", "top_k"), ("eval_gconfig.top_k", "eval_top_k")):
-        kept = source.take(key, int)
-        if kept is not None:
+        if (kept := source.take(key, int)) is not None:
             read[ours] = 0 if kept >= 10**8 else kept
     if source.has("valid_dataset.path"):
         read["eval_dataset"] = source.take("valid_dataset.path", str)

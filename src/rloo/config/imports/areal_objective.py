@@ -1,7 +1,6 @@
 """AReaL's objective (`actor` of its experiment files) as our options.
 
-Knows how its normalisations, its KL and its decoupled loss are computed (`utils/data.py`,
-`trainer/ppo/actor.py` and `utils/functional` of AReaL 1.0.4), and nothing of the rest of a file.
+Read in `utils/data.py`, `trainer/ppo/actor.py` and `utils/functional` of AReaL 1.0.4.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ def read_objective(source: Source, options: dict[str, Any]) -> dict[str, Any]:
         source.notes.append("whitening and KL are by completion, as the ratio is")
         if read.get("rollout_importance_sampling_mode") == "token_mask":
             source.notes.append("tokens that are dropped stay in the mean of their ratios here")
-        read["importance_sampling_level"] = "sequence_mean"
-        read |= {"kl_placement": "reward", "normalize_over": "completions"}
-        read |= {"mean_over": "completions"}
+        read |= {"importance_sampling_level": "sequence_mean", "kl_placement": "reward"}
+        read |= {"normalize_over": "completions", "mean_over": "completions"}
     return _in_our_form(read, options)
 
 
@@ -94,9 +92,9 @@ def _read_weights(source: Source) -> dict[str, Any]:
     source.expect(f"{start}agg", "mean", "the ratio is a token's")
     if level != "token" or metric != "ratio":
         read = {"level": level, "action": action, "metric": metric, "upper": upper, "lower": lower}
+        why = "a completion's weight is a product here, not geometric"
         for name, value in read.items():
-            reason = "a completion's weight is a product here, not geometric"
-            source.give_back(f"{start}{name}", value, reason)
+            source.give_back(f"{start}{name}", value, why)
         return {}
     if action == "clamp" and lower:
         source.give_back(f"{start}lower", lower, "a truncated weight has an upper bound only")

@@ -1,17 +1,20 @@
 """ms-swift's `swift rlhf --rlhf_type grpo` (4.6, Hugging Face backend) as our options.
 
 The command line or script shows what differs from ms-swift's defaults; those are written down here.
+Nothing is run.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from rloo.config.imports.command_line import parse_script
 from rloo.config.imports.source import ENGINES, ONE_PROCESS, Imported, Source
 
 # ms-swift's option -> its default, for those that mean what an option of ours means
@@ -62,8 +65,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ONE_PROCESS: ("deepspeed", "fsdp", "ddp", "sequence_parallel_size"),
     "set it in the shell, or use_cpu": ("CUDA_VISIBLE_DEVICES",),
     "no effect: prompts are tokenised once, without loader workers": (
-        "dataloader_",
-        "dataset_num_proc",
+        "dataloader_", "dataset_num_proc",
     ),
     "attention follows from the model (packing)": ("attn_impl",),
     "completions are packed wherever the model can (packing)": ("padding_free", "packing"),
@@ -76,12 +78,13 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "a completion is one turn": ("multi_turn", "max_turns"),
     "distillation is not part of this version": ("teacher_",),
     "loggers take their own settings from the environment": ("swanlab", "wandb"),
-}
+}  # fmt: skip
 # loss_type -> our loss_aggregation
 _LOSSES = {
     "grpo": "sequence_token_mean", "bnpo": "token_mean", "dapo": "token_mean",
     "dr_grpo": "constant",
 }  # fmt: skip
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
 def import_ms_swift(text: str) -> Imported:
@@ -105,8 +108,7 @@ def import_ms_swift(text: str) -> Imported:
 def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for key, ours in (("dataset", "dataset"), ("val_dataset", "eval_dataset")):
-        names = source.take(key, list[str])
-        if names is None:
+        if (names := source.take(key, list[str])) is None:
             continue
         if len(names) > 1 or re.search("[:#]", names[0]):
             reason = f"{ours} is one dataset, and its parts are dataset_config and _split"
@@ -123,8 +125,7 @@ def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     read["data_seed"] = None if order == options["seed"] else order
     overlong = source.take("truncation_strategy", str, "left")
     read["overlong_prompts"] = "drop" if overlong == "delete" else overlong
-    thinking = source.take("enable_thinking", bool)
-    if thinking is not None:
+    if (thinking := source.take("enable_thinking", bool)) is not None:
         read["chat_template_kwargs"] = {"enable_thinking": thinking}
     strategy = source.take("eval_strategy", str, options["save_strategy"])
     read["eval_strategy"] = strategy if "eval_dataset" in read else "no"
@@ -234,8 +235,7 @@ def _read_loss(source: Source) -> dict[str, Any]:
 
 
 def _read_weights(source: Source) -> dict[str, Any]:
-    mode = source.take("rollout_importance_sampling_mode", str)
-    if mode is None:
+    if (mode := source.take("rollout_importance_sampling_mode", str)) is None:
         return {}
     if mode.startswith("sequence"):
         why = "a completion's weight is the product of its tokens' here, their geometric mean there"
@@ -243,3 +243,63 @@ def _read_weights(source: Source) -> dict[str, Any]:
         return {}
     bound = source.take_same({"rollout_importance_sampling_threshold": 2.0})
     return {"rollout_importance_sampling_mode": mode, **bound}
+
+
+def parse_script(text: str) -> dict[str, Any]:
+    """The options of the one `swift rlhf` in a shell script, and the variables set before it.
+
+    A value is text, a list of texts where there are several, "true" where there is none. Variables
+    that the script sets are filled in.
+    """
+    values: dict[str, Any] = {}
+    commands = []
+    others = 0
+    for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
+        strings = {key: value for key, value in values.items() if isinstance(value, str)}
+        try:
+            words = _split(Template(line).safe_substitute(strings))
+        except ValueError as error:
+            raise ValueError(f"{error} in the command line {line.strip()[:60]!r}") from None
+        while words and (words[0] == "export" or _ASSIGNMENT.match(words[0])):
+            name, _, value = words.pop(0).partition("=")
+            values |= {name: value} if name != "export" else {}
+        if "rlhf" in words:
+            commands.append(words)
+        elif words:
+            others += 1
+            values[f"command {others}"] = shlex.join(words)
+    if len(commands) != 1:
+        raise ValueError(f"there are {len(commands)} commands `swift rlhf`; there must be 1")
+    words = commands[0]
+    start = words.index("rlhf")
+    if words[:start] != ["swift"]:
+        raise ValueError(
+            f"the command is {shlex.join(words[: start + 1])}; only swift rlhf is read (Megatron's "
+            "fixes scale_rewards and kl_in_reward, whatever the estimator)"
+        )
+    return values | _parse_options(words[start + 1 :])
+
+
+def _split(line: str) -> list[str]:
+    lexer = shlex.shlex(line, posix=True)
+    lexer.whitespace_split = True
+    # A shell's comment begins a word (data#500 is none), and may hold a lone quotation mark.
+    lexer.commenters = ""
+    return list(takewhile(lambda word: not word.startswith("#"), lexer))
+
+
+def _parse_options(words: list[str]) -> dict[str, Any]:
+    options: dict[str, list[str]] = {}
+    name = None
+    for word in words:
+        if word.startswith("--"):
+            key, equals, value = word.removeprefix("--").partition("=")
+            name = key.replace("-", "_")
+            if name in options:
+                raise ValueError(f"--{name} is given twice; give it once")
+            options[name] = [value] if equals else []
+        elif name is None:
+            raise ValueError(f"{word} stands before any option")
+        else:
+            options[name].append(word)
+    return {key: value[0] if len(value) == 1 else value or "true" for key, value in options.items()}

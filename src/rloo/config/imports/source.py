@@ -1,7 +1,4 @@
-"""The settings of another system while they are read: each is taken, or left with a reason.
-
-Knows no system's names. What nobody asked for is left too, so that nothing is dropped in silence.
-"""
+"""The settings of another system while they are read: each is taken, or left with a reason."""
 
 from __future__ import annotations
 
@@ -30,9 +27,8 @@ class Left(NamedTuple):
 
 @dataclass(frozen=True)
 class Imported:
-    """`options` under our names, a subset of which is what `render` writes; `taken` are the keys of
-    the source that they came from; `left` those that have no counterpart; `notes` what a reader
-    must know besides."""
+    """`options` under our names, `taken` the keys of the source that they came from, `left` those
+    that have no counterpart, `notes` what a reader must know besides."""
 
     options: dict[str, Any]
     taken: list[str]
@@ -46,7 +42,7 @@ class Source:
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
         """`names`: ours for keys that are no alias, for `take_same`."""
         self.values = dict(values)
-        self._names = dict(names or {})
+        self._names = names or {}
         self.taken: list[str] = []
         self.left: list[Left] = []
         self.notes: list[str] = []
@@ -57,14 +53,12 @@ class Source:
 
     def take(self, key: str, kind: Any = None, default: Any = None) -> Any:
         """The value of `key` as a `kind` (an annotation; None takes it as it is), or `default`.
-
-        Raises ValueError that names `key` where the value is of another kind.
-        """
+        Raises ValueError where it is of another kind."""
         if key not in self.values:
             return default
         value = self.values.pop(key)
         if isinstance(value, str) and _REFERENCE.search(value):
-            self._leave(key, value, "what it refers to is not in the file")
+            self.left.append(Left(key, value, "what it refers to is not in the file"))
             return default
         self.taken.append(key)
         if value is None or kind is None:
@@ -103,13 +97,13 @@ class Source:
     def leave(self, key: str, reason: str) -> None:
         """Put `key`, where it is given, among those without a counterpart."""
         if key in self.values:
-            self._leave(key, self.values.pop(key), reason)
+            self.left.append(Left(key, self.values.pop(key), reason))
 
     def give_back(self, key: str, value: Any, reason: str) -> None:
         """Leave `key` after all, although it was taken."""
         if key in self.taken:
             self.taken.remove(key)
-            self._leave(key, value, reason)
+            self.left.append(Left(key, value, reason))
 
     def finish(self, options: dict[str, Any], reasons: Mapping[str, tuple[str, ...]]) -> Imported:
         """All that was read; what remains is left with the first of `reasons` -> the beginnings of
@@ -119,16 +113,10 @@ class Source:
             self.leave(key, next(known, "no counterpart is known"))
         return Imported(options, self.taken, self.left, self.notes)
 
-    def _leave(self, key: str, value: Any, reason: str) -> None:
-        self.left.append(Left(key, value, reason))
-
 
 def follow_references(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with OmegaConf's `${other.key}` replaced by the value of that key.
-
-    A reference to something that is not among the values (a resolver, a whole section) stays as
-    it is. Raises ValueError for references that go in a circle.
-    """
+    """`values` with OmegaConf's `${other.key}` replaced by the value of that key, if there is one
+    (it may be a resolver's). Raises ValueError for references that go in a circle."""
 
     def resolve(value: Any, path: tuple[str, ...]) -> Any:
         if not isinstance(value, str):

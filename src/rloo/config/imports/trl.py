@@ -81,18 +81,15 @@ def _read_model(source: Source) -> dict[str, Any]:
 
 
 def _read_rewards(source: Source) -> dict[str, Any]:
-    rewards: list[Any] = []
     model = source.take("reward_model_name_or_path", str)
-    rewards += [model] if model else []
+    rewards: list[Any] = [model] if model else []
     for name in source.take("reward_funcs", list[str], []):
         if name in _REWARDS:
             rewards.append(_REWARDS[name])
             source.notes.append(
                 f"reward {name} is the built-in {_REWARDS[name]} here, not the same code"
             )
-        elif "." in name:
-            module, _, function = name.rpartition(".")
-            rewards.append(f"{module}:{function}")
         else:
-            rewards.append(f"trl.rewards:{name}")
+            module, _, function = name.rpartition(".")
+            rewards.append(f"{module or 'trl.rewards'}:{function}")
     return {"reward": rewards} if rewards else {}

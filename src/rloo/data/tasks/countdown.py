@@ -1,7 +1,5 @@
 """Countdown with visible search: the embedded demonstration task.
 
-This module has the problems, their three disjoint sets, the reward and the path of the base model.
-
 A prompt gives three numbers and a target, `3 7 12 -> 36 :`. A completion is a sequence of
 attempts, each of which combines two of the numbers, `7 + 3 = 10 ; 12 - 7 = 5 ; 12 * 3 = 36`. The
 last attempt is the answer. The base model knows the arithmetic and recognises a hit, but it usually
@@ -57,9 +55,7 @@ def make_problems(split: Split) -> list[dict[str, Any]]:
     Columns: `prompt` (text), `numbers` (three distinct integers, in the order of the prompt) and
     `target`. A problem is a set of numbers with a target. All 8,542 problems are sorted by a hash
     and divided: 512 `heldout`, 4,000 `warm` (used in the base model's supervised training), the
-    rest `train`.
-
-    Raises ValueError for an unknown split.
+    rest `train`. Raises ValueError for an unknown split.
     """
     if split not in get_args(Split):
         raise ValueError(f"split is {split!r}; it must be one of {', '.join(get_args(Split))}")
@@ -82,10 +78,8 @@ def countdown_reward(
     result, and that result is the target. Anything but exactly `a + b = c` (one of + - *, plain
     decimal integers, separated by white space) scores 0.0, as does a text of over 2,000 characters.
     """
-    return [
-        float(_is_solved(text, given, goal))
-        for text, given, goal in zip(completions, numbers, target, strict=True)
-    ]
+    problems = zip(completions, numbers, target, strict=True)
+    return [float(_is_solved(text, given, goal)) for text, given, goal in problems]
 
 
 def base_model_path() -> Path:
@@ -110,11 +104,8 @@ def _digest(problem: tuple[Sequence[int], int]) -> bytes:
 def _make_row(numbers: Sequence[int], target: int) -> dict[str, Any]:
     # The order shown reveals nothing about size and is the same in every process.
     shown = sorted(numbers, key=lambda number: _digest(([number, *numbers], target)))
-    return {
-        "prompt": f"{' '.join(map(str, shown))} -> {target} :",
-        "numbers": shown,
-        "target": target,
-    }
+    prompt = f"{' '.join(map(str, shown))} -> {target} :"
+    return {"prompt": prompt, "numbers": shown, "target": target}
 
 
 def _is_solved(text: str, numbers: Sequence[int], target: int) -> bool:

@@ -1,8 +1,6 @@
-"""The two caches of the native engine, which are also the layouts of its attention.
-
-Prompts are padded on the left, and the first tokens of all completions have the same slot, so that
-the distance of two slots is the distance of their tokens and a sliding window is a slice.
-"""
+"""The two caches of the native engine, which are also the layouts of its attention. Prompts are
+padded on the left, so that the distance of two slots is the distance of their tokens and a sliding
+window is a slice."""
 
 from __future__ import annotations
 
@@ -20,12 +18,8 @@ _FIRST_SLOTS = 64
 
 
 def fill_holes(alive: Tensor) -> Tensor:
-    """The old index of each new row, int64 (n,), when n rows are alive. Rows at the end move into
-    the holes, so that no more rows move than have finished.
-
-    >>> fill_holes(torch.tensor([True, False, True, True]))
-    tensor([0, 3, 2])
-    """
+    """The old index of each new row, int64 (n,), when n rows are alive. The last ones fill holes,
+    so that few rows move: (True, False, True, True) gives (0, 3, 2)."""
     count = int(alive.sum())
     order = torch.arange(count, device=alive.device)
     order[(~alive[:count]).nonzero()[:, 0]] = alive[count:].nonzero()[:, 0] + count
@@ -94,12 +88,9 @@ class PromptCache(Cache):
 
 
 class DecodeCache(Cache):
-    """Keys and values of the completions, in addition to those of their prompts.
-
-    A step's attention has two parts, as in Hydragen (Juravsky et al. 2024): the queries of a group
-    attend together to the prompt's keys, which are stored and read once, and each row attends to
-    its own completion. The parts are weighted by their shares of the softmax.
-    """
+    """Keys and values of the completions, in addition to those of their prompts. As in Hydragen
+    (Juravsky et al. 2024), the queries of a group attend together to the prompt's keys, which are
+    stored and read once, and each row to its own; both weighted by their share of the softmax."""
 
     def __init__(self, prompts: PromptCache, prompt_of_row: Tensor, *, max_tokens: int) -> None:
         super().__init__(layers=[])
@@ -189,9 +180,8 @@ class DecodeCache(Cache):
     def _attend(self, query: Tensor, options: Options) -> Tensor:
         rows, heads, _, size = query.shape
         last = self.length + 1
-        first = 0
-        if options.sliding_window is not None:
-            first = max(0, self._width + last - options.sliding_window)
+        window = options.sliding_window
+        first = 0 if window is None else max(0, self._width + last - window)
         own = slice(max(0, first - self._width), last)
         own_keys = self._keys[self._layer][:, :, own]
         own_values = self._values[self._layer][:, :, own]
@@ -202,16 +192,11 @@ class DecodeCache(Cache):
             groups = self._gather_groups(query)
             mask = None
             if self._padding is not None:
-                mask = self._padding_mask(query.dtype)[..., first:].expand(
-                    -1, -1, groups.shape[2], -1
-                )
-            prompt_output, prompt_normalizer = attend_part(
-                groups,
-                self._prompt_keys[self._layer][:, :, first:],
-                self._prompt_values[self._layer][:, :, first:],
-                mask,
-                options,
-            )
+                mask = self._padding_mask(query.dtype)[..., first:]
+                mask = mask.expand(-1, -1, groups.shape[2], -1)
+            keys = self._prompt_keys[self._layer][:, :, first:]
+            values = self._prompt_values[self._layer][:, :, first:]
+            prompt_output, prompt_normalizer = attend_part(groups, keys, values, mask, options)
             more = self._scatter_groups(prompt_normalizer, rows) - normalizer
             output = output.lerp(self._scatter_groups(prompt_output, rows), more.sigmoid())
             if options.sinks is not None:

@@ -2,8 +2,7 @@
 architecture, otherwise by the Hugging Face module itself.
 
 Each prompt is prefilled once; its keys and values are stored once and read once per step for all of
-its completions. Rows are decoded in lock-step, and finished rows are removed. `supported.py` finds
-out whether a model can be run in this way.
+its completions. Rows are decoded in lock-step, and finished rows are removed.
 """
 
 from __future__ import annotations
@@ -32,12 +31,9 @@ _NOISE_BLOCK = 32
 
 
 class NativeEngine(InProcessEngine):
-    """Samples with the policy's weights; `supports` says whether a model can be run.
-
-    Where the architecture is fused, `dtype` is that of the matrix products (None: the model's own),
-    and some weights are copied; `fused=False` always runs the module. For the other `options` see
-    `InProcessEngine`.
-    """
+    """Samples with the policy's weights; `supports` says whether a model can be run. Where it is
+    fused, `dtype` is that of the matrix products (None: the model's own), and some weights are
+    copied; `fused=False` always runs the module. Other `options`: see `InProcessEngine`."""
 
     name = "native"
     default_cache_bytes = 4 << 30
@@ -52,9 +48,8 @@ class NativeEngine(InProcessEngine):
     ) -> None:
         if model.config._attn_implementation != attention.IMPLEMENTATION:
             attention.install(model)
-        self._decoder = None
-        if fused and can_fuse(model):
-            self._decoder = FusedDecoder(model, dtype or model.dtype)
+        fuses = fused and can_fuse(model)
+        self._decoder = FusedDecoder(model, dtype or model.dtype) if fuses else None
         super().__init__(model, copies_weights=self._decoder is not None, **options)
 
     def load(self, weights: Weights, version: int) -> None:
@@ -82,8 +77,7 @@ class NativeEngine(InProcessEngine):
         decode = DecodeCache(cache, prompt_of_row, max_tokens=sampling.max_tokens)
         active = _ActiveRows(rows, keys, sampling, vocabulary=logits.shape[-1])
         tokens = torch.full((len(rows), sampling.max_tokens), -1, device=device)
-        policy = torch.zeros(tokens.shape, device=device)
-        behavior = torch.zeros(tokens.shape, device=device)
+        policy, behavior = torch.zeros(2, *tokens.shape, device=device)
         stop_text = StopText(sampling, len(rows), device)
         for position in range(sampling.max_tokens):
             drawn = draw(logits, active.noise_at(position), sampling, active.seen)
@@ -181,11 +175,6 @@ class _ActiveRows:
         return int(self.alive.sum()) if self._can_end else len(self.alive)
 
     def keep(self, order: Tensor) -> None:
-        self.index = self.index[order]
-        self.alive = self.alive[order]
-        self.positions = self.positions[order]
-        self.tokens = self.tokens[order]
-        self._keys = self._keys[order]
-        self._noise = self._noise[order]
-        if self.seen is not None:
-            self.seen = self.seen[order]
+        for name in ("index", "alive", "positions", "tokens", "seen", "_keys", "_noise"):
+            if (rows := getattr(self, name)) is not None:
+                setattr(self, name, rows[order])

@@ -67,11 +67,8 @@ def _layer_number(item: tuple[str, Tensor]) -> int | None:
 
 
 class FusedDecoder:
-    """A forward pass of `model`'s architecture.
-
-    `dtype` is that of the matrix products; all other operations, the residual stream and the caches
-    are at least float32. `load` must precede the first forward.
-    """
+    """A forward pass of `model`'s architecture. `dtype` is that of the matrix products; all other
+    operations, the residual stream and the caches are at least float32. `load` must come first."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         config = model.config.get_text_config()
@@ -120,26 +117,19 @@ class FusedDecoder:
         qk_norm = None
         if "self_attn.q_norm.weight" in named:
             # The norm would undo any scaling before it, so the scaling goes into its weight.
-            query, key = (
-                self._interleave(named[f"self_attn.{name}_norm.weight"].to(self._precise))
-                * self._size**0.5
-                for name in "qk"
-            )
-            qk_norm = torch.cat(
-                [(query * scaling).expand(self._heads, -1), key.expand(self._kv_heads, -1)]
-            )
-            scaling = 1.0
+            norms = (named[f"self_attn.{name}_norm.weight"].to(self._precise) for name in "qk")
+            query, key = (self._interleave(x) * self._size**0.5 for x in norms)
+            query, key = (query * scaling).expand(self._heads, -1), key.expand(self._kv_heads, -1)
+            qk_norm, scaling = torch.cat([query, key]), 1.0
 
         def join_qkv(kind: str) -> Tensor:
-            query, key, value = (
-                named[f"self_attn.{name}_proj.{kind}"].to(self._precise) for name in "qkv"
-            )
+            parts = (named[f"self_attn.{name}_proj.{kind}"].to(self._precise) for name in "qkv")
+            query, key, value = parts
             return torch.cat([self._interleave(query) * scaling, self._interleave(key), value])
 
         def join_gate_up(kind: str) -> Tensor:
-            return torch.cat(
-                [named[f"mlp.{name}_proj.{kind}"].to(self._precise) for name in ("gate", "up")]
-            )
+            parts = (named[f"mlp.{name}_proj.{kind}"] for name in ("gate", "up"))
+            return torch.cat([part.to(self._precise) for part in parts])
 
         def bias(name: str) -> Tensor | None:
             return named[f"{name}.bias"].to(self._precise) if f"{name}.bias" in named else None
@@ -201,10 +191,8 @@ class FusedDecoder:
         else:
             qk = states[:, :turned].contiguous()
         torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotations)
-        query, key, value = (
-            part.view(*shape, -1, self._size).transpose(1, 2)
-            for part in (qk[:, : self._heads], qk[:, self._heads :], states[:, turned:])
-        )
+        parts = qk[:, : self._heads], qk[:, self._heads :], states[:, turned:]
+        query, key, value = (x.view(*shape, -1, self._size).transpose(1, 2) for x in parts)
         cache.update(key, value, number)
         return cache.attend(query, key, value, layer.options).flatten(0, 1).flatten(1)
 
@@ -238,16 +226,11 @@ class FusedDecoder:
         return hidden if bias is None else hidden.add_(bias)
 
     def _rotate_by(self, positions: Tensor, limit: int) -> Tensor:
-        """Rotations, complex (B * Q, 1, head size / 2), of positions below `limit`, from a growing
-        table."""
+        """Rotations, complex (B * Q, 1, head size / 2), of positions below `limit`."""
         if len(self._rotations) < limit:
-            self._rotations = self._rotation_table(2 * limit)
+            table = torch.arange(2 * limit, device=self._embedding.device)[None]
+            like = torch.empty(0, dtype=self._precise, device=table.device)
+            rotary: Any = self._model.base_model.rotary_emb
+            halves = (x[0, :, : self._size // 2].contiguous() for x in rotary(like, table))
+            self._rotations = torch.complex(*halves)
         return self._rotations[positions.flatten(), None]
-
-    def _rotation_table(self, length: int) -> Tensor:
-        positions = torch.arange(length, device=self._embedding.device)[None]
-        like = torch.empty(0, dtype=self._precise, device=positions.device)
-        rotary: Any = self._model.base_model.rotary_emb
-        cosine, sine = rotary(like, positions)
-        half = self._size // 2
-        return torch.complex(cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())

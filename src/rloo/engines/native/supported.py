@@ -19,12 +19,10 @@ def supports(
 ) -> str | None:
     """Why the native engine cannot run `model`, or None if it can. The model is not changed.
 
-    After the configuration, a trial decides: completions of two prompts are sampled, and scored
-    again by a plain forward without our cache and attention. `fused` and `weights` (by default the
-    model's parameters) are those that the engine will get.
+    After the configuration, a trial decides: completions sampled with `fused` and `weights` (by
+    default the model's parameters) are scored again without our cache and attention.
     """
-    reason = attention.incompatibility(model)
-    if reason is not None:
+    if (reason := attention.incompatibility(model)) is not None:
         return f"because {reason}"
     implementation = model.config._attn_implementation
     try:
@@ -39,7 +37,7 @@ def supports(
 
 
 class _WindowRecorder:
-    """A layout that records the window that each layer asks for."""
+    """Records the window that each layer asks for."""
 
     def __init__(self) -> None:
         self.windows: list[int | None] = []
@@ -62,11 +60,8 @@ def _check_windows(model: PreTrainedModel) -> str | None:
             rloo_layout=recorder,
         )
     expected = layer_windows(model)
-    if len(recorder.windows) != len(expected):
-        return (
-            f"because {len(recorder.windows)} of its {len(expected)} layers call the attention "
-            "function"
-        )
+    if (calls := len(recorder.windows)) != len(expected):
+        return f"because {calls} of its {len(expected)} layers call the attention function"
     if recorder.windows != expected:
         return "because its layers do not tell the attention function their sliding windows"
     return None

@@ -1,0 +1,147 @@
+"""The output folder: whose it is, and where the run in it goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rloo.config.config import RLOOConfig
+from rloo.report.monitor import COMPLETIONS, EVALUATIONS, METRICS, SUMMARY
+from rloo.report.profiling import REPORT, TRACE
+from rloo.run.checkpoint import (
+    MANIFEST,
+    discard,
+    find_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
+from rloo.run.lock import LOCK, locked
+
+CONFIG = "config.yaml"
+MARK = "# The options of this run, as they were resolved; `rloo train` reads them.\n"
+RUN_FILES = (
+    METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, CONFIG, f"profile/{TRACE}", f"profile/{REPORT}"
+)  # fmt: skip
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins: at a checkpoint, or without one (None) at step 0. With `same_options`
+    only a run with the same options goes on. `finished` is the summary of a run that has ended."""
+
+    checkpoint: Path | None
+    same_options: bool = False
+    finished: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> Iterator[Start]:
+    """Own `config.output_dir` in this block, and prepare it for a run that starts where it is told:
+    by `resume_from_checkpoint`, or by the option. Raises ValueError for a folder that is the
+    model's, another program's or another run's."""
+    if not str(config.output_dir).strip():
+        raise ValueError("output_dir is empty; a run needs a folder of its own (output_dir)")
+    folder = Path(config.output_dir).absolute()
+    if config.model is not None and folder.resolve() == Path(config.model).resolve():
+        raise ValueError(
+            f"output_dir is the folder of the model, {folder}; it would be overwritten "
+            "(output_dir, model)"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir {folder} is a file; it must be a folder (output_dir)")
+    resume = resume_from_checkpoint or config.resume_from_checkpoint
+    if not folder.exists():
+        find_start(folder, resume)  # what is refused leaves no folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOCK).touch()
+    except OSError as error:
+        raise ValueError(f"output_dir {folder} cannot be written: {error} (output_dir)") from error
+    with locked(folder):
+        start = find_start(folder, resume)
+        if not start.finished:
+            clear(folder, overwrite=config.overwrite_output_dir, start=start, resume=resume)
+        yield start
+
+
+def find_start(folder: Path, resume: str | bool | None) -> Start:
+    """Where to start: at the checkpoint named; for True and "auto" at the newest in `folder`.
+    Raises ValueError if it does not exist, for True also where there was no run at all."""
+    if resume is None or resume is False:
+        return Start(None)
+    if resume is True or resume == AUTO:
+        summary = _summary(folder) if resume == AUTO else {}
+        newest, damaged = find_checkpoint(folder)
+        if newest is None and resume is True and not (folder / METRICS).exists():
+            raise ValueError(f"{folder} has no checkpoint to resume from (resume_from_checkpoint)")
+        if newest is None and (folder / METRICS).exists():
+            damaged = ["the run here ended before its first checkpoint; it starts again"]
+        finished = summary if summary.get("status") == "finished" else {}
+        return Start(newest, resume == AUTO, finished, damaged)
+    path = Path(resume).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"checkpoint {path} does not exist (resume_from_checkpoint)")
+    step = verify_checkpoint(path)
+    notes = []
+    if later := [other.name for at, other in list_checkpoints(folder) if at > step]:
+        notes.append(
+            f"resuming from step {step}, but {folder} has {', '.join(later)}: "
+            "resume_from_checkpoint=True would choose the last of these; remove obsolete ones"
+        )
+    return Start(path, notes=notes)
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads((folder / SUMMARY).read_text())
+    except (OSError, ValueError):
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def clear(folder: Path, *, overwrite: bool, start: Start, resume: str | bool | None) -> None:
+    """Remove unfinished checkpoints, and with `overwrite` all that this program wrote there and
+    nothing else. Raises ValueError if there is a run that is neither overwritten nor resumed."""
+    resuming = resume is not None and resume is not False
+    if overwrite and resuming:
+        raise ValueError(
+            "overwrite_output_dir removes what resume_from_checkpoint needs; give only one of the "
+            "two (overwrite_output_dir, resume_from_checkpoint)"
+        )
+    config = folder / CONFIG
+    if config.exists() and not config.read_bytes().startswith(MARK.encode()):
+        raise ValueError(
+            f"output_dir {folder} has a {CONFIG} that this program did not write and would "
+            "overwrite; move it or name another folder (output_dir)"
+        )
+    files = [folder / name for name in RUN_FILES if (folder / name).exists()]
+    checkpoints = [path for _, path in list_checkpoints(folder)]
+    # A run without a single step has left nothing worth keeping.
+    another = checkpoints or (folder / METRICS).exists()
+    if (files or checkpoints) and start.checkpoint is None:
+        if another and not overwrite and not resuming:
+            found = ", ".join(item.name for item in (*files, *checkpoints))
+            raise ValueError(
+                f"output_dir {folder} holds another run ({found}); go on with it with "
+                "--resume_from_checkpoint auto, replace it with --overwrite_output_dir, or name "
+                "another folder (output_dir)"
+            )
+        if foreign := [item.name for item in checkpoints if not (item / MANIFEST).exists()]:
+            raise ValueError(
+                f"output_dir {folder} has {', '.join(foreign)}, which this program did not write "
+                f"or did not finish (no {MANIFEST}); remove it yourself or name another folder "
+                "(output_dir)"
+            )
+        for file in files:
+            file.unlink()
+        for path in checkpoints:
+            discard(path)
+    for path in folder.glob("tmp-checkpoint-*"):
+        shutil.rmtree(path)

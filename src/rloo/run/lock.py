@@ -1,0 +1,85 @@
+"""One run at a time in an output folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCK = ".lock"
+# Seconds between signs of life, by which a run on another host is known to be going on.
+BEAT = 5.0
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Own `folder` in this block. The system ends the lock with the process, however it dies.
+
+    Raises ValueError with host, process and start of the run that owns it. Not every file system
+    locks between hosts: a lock of another host counts until it has shown no sign of life for three
+    beats, by its file's time of change, not by clocks.
+    """
+    path = folder / LOCK
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise _owned(folder, f"{error.strerror}") from error
+        if _host(path) not in (None, socket.gethostname()) and _lives(path):
+            raise _owned(folder, "it shows signs of life")
+        file.truncate(0)
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        json.dump({"host": socket.gethostname(), "process": os.getpid(), "since": started}, file)
+        file.flush()
+        over = threading.Event()
+        threading.Thread(target=_beat, args=(path, over), daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+            file.truncate(0)
+
+
+def _beat(path: Path, over: threading.Event) -> None:
+    while not over.wait(BEAT):
+        try:
+            os.utime(path)
+        except OSError:  # the folder is gone or cannot be written; training will tell
+            return
+
+
+def _lives(path: Path) -> bool:
+    before = path.stat().st_mtime_ns
+    deadline = time.monotonic() + 3 * BEAT
+    while time.monotonic() < deadline:
+        time.sleep(BEAT / 10)
+        if path.stat().st_mtime_ns != before:
+            return True
+    return False
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        owner = json.loads(path.read_text())
+    except ValueError:  # nobody's, or about to be somebody's
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _host(path: Path) -> str | None:
+    return _read(path).get("host")
+
+
+def _owned(folder: Path, why: str) -> ValueError:
+    owner = _read(folder / LOCK)
+    who = " ".join(f"{name} {value}" for name, value in owner.items()) or "another process"
+    return ValueError(
+        f"output_dir {folder} belongs to a run that is going on ({who}: {why}); two runs in one "
+        "folder would mix: wait for it, stop it, or name another folder (output_dir)"
+    )

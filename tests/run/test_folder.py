@@ -1,0 +1,172 @@
+"""Whose an output folder is, and where the run in it goes on."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rloo.run import lock
+from rloo.run.folder import MARK, Start, claimed, clear, find_start
+from rloo.run.lock import LOCK, locked
+from support.checkpoints import names, save
+from support.training import make_config
+
+
+def claim(folder, *, overwrite, resuming):
+    start = Start(folder if resuming else None)
+    clear(folder, overwrite=overwrite, start=start, resume=resuming)
+
+
+def test_what_to_resume_from(tmp_path):
+    for nothing in (None, False, "auto"):
+        assert find_start(tmp_path, nothing).checkpoint is None
+    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
+        find_start(tmp_path, True)
+    one, two = save(tmp_path, 1), save(tmp_path, 2)
+    for newest in (True, "auto", str(two)):
+        assert find_start(tmp_path, newest).checkpoint == two
+    start = find_start(tmp_path, str(one))
+    assert start.checkpoint == one
+    assert "resuming from step 1, but" in start.notes[0] and "checkpoint-2:" in start.notes[0]
+    with pytest.raises(ValueError, match="checkpoint-3 does not exist"):
+        find_start(tmp_path, str(tmp_path / "checkpoint-3"))
+    with pytest.raises(ValueError, match=r"has no manifest\.json"):
+        find_start(tmp_path, str(tmp_path))
+
+
+def test_a_fresh_folder_is_made_and_other_files_are_no_concern(tmp_path):
+    folder = tmp_path / "a" / "b"
+    for _ in range(2):
+        with claimed(make_config(tmp_path, output_dir=str(folder)), None) as start:
+            assert start.checkpoint is None
+        (folder / "notes.txt").write_text("mine")
+    assert names(folder) == [LOCK, "notes.txt"]
+    for name, fault in ((folder / "notes.txt", "is a file"), ("", "output_dir is empty")):
+        with (
+            pytest.raises(ValueError, match=fault),
+            claimed(make_config(tmp_path, output_dir=str(name)), None),
+        ):
+            pass
+
+
+def test_what_a_run_without_a_step_left_is_in_nobodys_way(tmp_path):
+    for name in ("summary.json", "evaluations.jsonl", "config.yaml"):
+        (tmp_path / name).write_text(MARK)
+    claim(tmp_path, overwrite=False, resuming=False)
+    assert names(tmp_path) == []
+
+
+def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path):
+    marker = "metrics.jsonl"
+    (tmp_path / marker).write_text("{}")
+    with pytest.raises(ValueError, match=rf"{marker}.*_checkpoint auto.*--overwrite_out"):
+        claim(tmp_path, overwrite=False, resuming=False)
+    claim(tmp_path, overwrite=False, resuming=True)
+    assert names(tmp_path) == [marker]
+    claim(tmp_path, overwrite=True, resuming=False)
+    assert names(tmp_path) == []
+    with pytest.raises(ValueError, match="give only one of the two"):
+        claim(tmp_path, overwrite=True, resuming=True)
+
+
+def test_overwriting_removes_what_is_ours_alone(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "tmp-checkpoint-2-123").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoint-best").mkdir()
+    with pytest.raises(ValueError, match="checkpoint-1"):
+        claim(tmp_path, overwrite=False, resuming=False)
+    assert "tmp-checkpoint-2-123" in names(tmp_path)
+    claim(tmp_path, overwrite=True, resuming=False)
+    assert names(tmp_path) == ["checkpoint-best", "notes.txt"]
+
+
+def test_overwriting_does_not_touch_a_checkpoint_of_another_program(tmp_path):
+    (tmp_path / "checkpoint-500").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match="checkpoint-500, which this program did not write"):
+        claim(tmp_path, overwrite=True, resuming=False)
+    assert names(tmp_path) == ["checkpoint-500", "metrics.jsonl"]
+
+
+def test_a_foreign_config_is_not_overwritten(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: mine\n")
+    with pytest.raises(ValueError, match=r"a config\.yaml that this program did not write"):
+        claim(tmp_path, overwrite=False, resuming=False)
+    assert (tmp_path / "config.yaml").read_text() == "model: mine\n"
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_by_itself(tmp_path):
+    config = make_config(tmp_path, output_dir=str(tmp_path))
+    for resume in ("auto", True):
+        (tmp_path / "metrics.jsonl").write_text("{}")
+        with claimed(config, resume) as start:
+            assert start.checkpoint is None and "before its first checkpoint" in start.notes[0]
+            assert names(tmp_path) == [LOCK]
+
+
+# One run at a time
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from rloo.run.lock import locked
+
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_second_run_is_told_who_holds_the_folder_until_that_is_gone(tmp_path):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(holder)
+        stack.callback(holder.kill)
+        assert holder.stdout.readline() == "locked\n"
+        for _ in range(2):
+            who = rf"going on \(host {socket.gethostname()} process {holder.pid} since 20"
+            with pytest.raises(ValueError, match=who), locked(tmp_path):
+                pass
+        holder.kill()
+        holder.wait()
+        with locked(tmp_path):
+            assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
+    assert (tmp_path / LOCK).read_text() == ""
+
+
+def test_two_runs_of_one_process_do_not_share_a_folder(tmp_path):
+    with locked(tmp_path), pytest.raises(ValueError, match="going on"), locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_lock_of_another_host_counts_while_it_shows_signs_of_life(tmp_path, monkeypatch, alive):
+    """As on file systems whose locks are each host's own."""
+    monkeypatch.setattr(lock, "BEAT", 0.05)
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    with locked(tmp_path):
+        left = (tmp_path / LOCK).read_text()
+    monkeypatch.undo()
+    monkeypatch.setattr(lock, "BEAT", 0.05)
+    (tmp_path / LOCK).write_text(left)
+    over = threading.Event()
+    beat = threading.Thread(target=lock._beat, args=(tmp_path / LOCK, over))
+    if alive:
+        beat.start()
+        with pytest.raises(ValueError, match=r"host elsewhere .*signs of life"), locked(tmp_path):
+            pass
+        over.set()
+        beat.join()
+    else:
+        with locked(tmp_path):
+            assert socket.gethostname() in (tmp_path / LOCK).read_text()
