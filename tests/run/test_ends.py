@@ -109,6 +109,34 @@ def test_a_signal_saves_the_last_step_and_the_run_goes_on_exactly(whole, tmp_pat
     assert differences(whole, run) == []
 
 
+# Several optimizer steps a rollout, with advantages from a pass of their own or from the first.
+SEVERAL = {
+    "own pass": {"num_iterations": 2, "steps_per_generation": 2},
+    "first pass": {"num_iterations": 3, "num_prompts": 2},
+    "adaptive": {"num_iterations": 2, "kl_target": 0.1, "kl_horizon": 20},
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_signal_among_the_steps_of_a_rollout_loses_none_of_them(tmp_path, name):
+    options = SEVERAL[name] | {"eval_strategy": "no", "eval_on_start": False, "max_steps": 5}
+    make(tmp_path / "whole", **options).train()
+    for stop, calls in ((1, 2), (3, 3)):
+        trainer = make(tmp_path / "parts", **options)
+        stepper = trainer.policy.stepper
+        trip(stepper, "backward", calls, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(rloo.Stopped):
+            trainer.train("auto")
+        saved = tmp_path / f"parts/run/checkpoint-{stop}"
+        assert (saved / "rollout.json").exists() == (stop % trainer.batches.steps_per_rollout > 0)
+        assert saved.exists()
+    make(tmp_path / "parts", **options).train("auto")
+    for step in (1, 3):  # these the schedule may not have
+        for run in ("whole", "parts"):
+            shutil.rmtree(tmp_path / f"{run}/run/checkpoint-{step}", ignore_errors=True)
+    assert differences(tmp_path / "whole/run", tmp_path / "parts/run") == []
+
+
 def test_a_finished_run_is_said_to_be_finished_and_its_result_is_loaded(tmp_path, capsys):
     first = make(tmp_path)
     output = first.train("auto")
@@ -265,7 +293,7 @@ def test_what_is_not_finite_is_never_committed(tmp_path, where):
         broken = parameter.data if where == "weight" else stepper.optimizer.state[parameter]
         (broken if where == "weight" else broken["exp_avg_sq"]).view(-1)[0] = torch.inf
 
-    trip(stepper, "advance_schedule", 4, break_it)
+    trip(stepper, "_advance_schedule", 4, break_it)
     with pytest.raises(FloatingPointError, match="is not finite: the run has diverged"):
         trainer.train()
     run = tmp_path / "run"

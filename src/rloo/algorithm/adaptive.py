@@ -27,11 +27,13 @@ class Adaptive:
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as JSON values."""
         past = self.past.state_dict()
-        return {"beta": self.beta, "decayed_mean": self.decayed_mean, "past": past}
+        beta = {"beta": self.beta, "used_beta": self.used_beta}
+        return {**beta, "decayed_mean": self.decayed_mean, "past": past}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.beta, self.decayed_mean = state["beta"], state["decayed_mean"]
+        self.beta, self.used_beta = state["beta"], state["used_beta"]
+        self.decayed_mean = state["decayed_mean"]
         self.past.load_state_dict(state["past"])
 
     def see_rewards(self, rewards: Sequence[float], decay: float) -> None:

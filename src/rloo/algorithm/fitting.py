@@ -10,11 +10,11 @@ from typing import TypeVar
 import torch
 
 from rloo.algorithm.advantages import Credit, assign
-from rloo.algorithm.parts import Parts, RunState
+from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.algorithm.update import update
 from rloo.model.budget import fitting_budget
 from rloo.model.memory import count_tokens
-from rloo.types import Rollout, Sample
+from rloo.types import Sample
 
 T = TypeVar("T")
 
@@ -62,30 +62,23 @@ def credit_that_fits(parts: Parts, state: RunState, samples: Sequence[Sample]) -
 
 
 def update_that_fits(
-    parts: Parts,
-    state: RunState,
-    rollout: Rollout,
-    samples: Sequence[Sample],
-    minibatch: Sequence[Sample],
-    credit: Credit,
-) -> tuple[Credit, dict[str, float]]:
-    """One optimizer step on a part of the rollout's `samples`, again with smaller micro-batches
+    parts: Parts, state: RunState, hand: InHand, minibatch: Sequence[Sample]
+) -> dict[str, float]:
+    """One optimizer step on a part of the rollout's samples, again with smaller micro-batches
     where memory did not suffice; then the credit is assigned for these, too, unless the weights
-    have moved since it was. Returns the credit for the steps that follow, and the metrics."""
+    have moved since it was. Keeps the credit for the steps that follow; returns the metrics."""
 
-    def work() -> tuple[Credit, dict[str, float]]:
+    def work() -> dict[str, float]:
         with parts.clock.phase("update"):
-            metrics = update(
-                parts.policy, minibatch, credit, state.terms(parts), before_step=parts.stop.hold
-            )
-        return credit.after_first_step(metrics), metrics
+            return update(parts.policy, minibatch, hand.credit, state.terms(parts), parts.stop.hold)
 
-    result = _attempt(parts, state, minibatch, work)
-    if result is None:
-        if not state.has_learned_from(rollout):
-            credit = credit_that_fits(parts, state, samples)
-        result = work()
-    return result
+    metrics = _attempt(parts, state, minibatch, work)
+    if metrics is None:
+        if hand.done == 0:
+            hand.credit = credit_that_fits(parts, state, hand.samples)
+        metrics = work()
+    hand.credit = hand.credit.after_first_step(metrics)
+    return metrics
 
 
 def tell_notes(parts: Parts) -> None:

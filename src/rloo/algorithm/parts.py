@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
 from rloo.algorithm.adaptive import Adaptive
-from rloo.algorithm.advantages import Terms
+from rloo.algorithm.advantages import Credit, Stored, Terms
 from rloo.algorithm.interrupts import Stop
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.dist import World
 from rloo.model.budget import Workload
 from rloo.model.policy import Policy
+from rloo.model.state import capture_rng
 from rloo.report.callbacks import Events
 from rloo.report.monitor import Monitor
 from rloo.report.profiling import Clock
-from rloo.types import Engine, Rollout, Rollouts
+from rloo.types import Engine, Rollout, Rollouts, Sample
 
 DUE = (
     "evaluation_due", "save_due", "evaluated_at", "open_epoch", "step_open", "refused_in_a_row"
@@ -43,11 +45,51 @@ class Parts:
 
 
 @dataclass(slots=True)
+class InHand:
+    """A rollout, its samples and their credit, of whose optimizer steps `done` are made."""
+
+    rollout: Rollout
+    samples: list[Sample]
+    credit: Credit
+    done: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What its other steps need, once the first has been made, in plain values and tensors."""
+        assert isinstance(self.credit, Stored)
+        pixels = {s.key[0]: s.pixels for s in self.samples if s.pixels is not None}
+        return {
+            "done": self.done,
+            "epoch": self.rollout.epoch,
+            "version": self.rollout.version,
+            "samples": [
+                {f.name: getattr(s, f.name) for f in fields(s) if f.name != "pixels"}
+                for s in self.samples
+            ],
+            "pixels": {group: pixels_of() for group, pixels_of in pixels.items()},
+            "known": list(self.credit.known.items()),
+            "old_logprobs": list(self.credit.old_logprobs.items()),
+            "stats": self.credit.stats,
+        }
+
+    @classmethod
+    def of_state(cls, saved: dict[str, Any], position: dict[str, Any]) -> InHand:
+        """The inverse of `state_dict`; `position` is where the data goes on after the rollout."""
+        rollout = Rollout([], {}, 0, saved["version"], position, saved["epoch"])
+        credit = Stored(dict(saved["known"]), dict(saved["old_logprobs"]), saved["stats"])
+        images: dict[Any, Any] = {
+            group: partial(dict, pixels) for group, pixels in saved["pixels"].items()
+        }
+        samples = [Sample(**s, pixels=images.get(s["key"][0])) for s in saved["samples"]]
+        return cls(rollout, samples, credit, saved["done"])
+
+
+@dataclass(slots=True)
 class RunState:
     """Where a run stands. `trainer` and `control` are transformers', for callbacks and rewards;
     `trainer.global_step` counts optimizer steps.
 
-    `position` is where the data must go on from: after the last rollout that a step was made on.
+    `position` is where the data must go on from: after the last rollout that a step was made on,
+    `in_hand` while not all of its steps are made. `generators` are those of the last finished step.
     `budget_changes` tell from which step on micro-batches were smaller, which orders sums anew.
     What callbacks ask for in the middle of a rollout waits in `evaluation_due` and `save_due`. They
     are told of the end of a step (`step_open`) and of `open_epoch` also where a run was stopped in
@@ -66,6 +108,8 @@ class RunState:
     evaluated_at: int = -1
     open_epoch: int | None = None
     step_open: bool = False
+    in_hand: InHand | None = None
+    generators: dict[str, Any] = field(default_factory=capture_rng)
 
     @property
     def step(self) -> int:

@@ -5,49 +5,55 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from rloo.algorithm.fitting import check_first, credit_that_fits, update_that_fits
-from rloo.algorithm.parts import Parts, RunState
+from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.algorithm.shaping import shape, shaped_rewards
 from rloo.algorithm.update import minibatches
-from rloo.types import Rollout, Sample
+from rloo.model.state import capture_rng
 
 MAX_REFUSED_STEPS = 3
 
 
 def train_on_rollout(parts: Parts, state: RunState) -> None:
-    """Sample a rollout, score it, and make all of its optimizer steps."""
+    """Sample a rollout, score it, and make all of its optimizer steps, or those that are left."""
+    hand = state.in_hand or sample(parts, state)
+    left = islice(minibatches(hand.samples, parts.batches), hand.done, None)
+    for number, minibatch in enumerate(left):
+        if number:
+            parts.events.send("on_step_begin")
+        # From before the optimizer's step on, a signal waits until it is recorded.
+        with parts.stop.released():
+            stats = update_that_fits(parts, state, hand, minibatch)
+            record(parts, state, hand, stats)
+        if state.is_over:
+            break
+    state.in_hand = None
+
+
+def sample(parts: Parts, state: RunState) -> InHand:
+    """A rollout of the present weights, its samples and their credit."""
     parts.engine.load(parts.policy.weights, parts.policy.version)
     rollout = parts.rollouts.next()
     samples = shape(rollout, parts.config, state.adaptive)
     check_first(parts, state, samples)
-    credit = credit_that_fits(parts, state, samples)
-    # From the first optimizer step on, a signal waits until nothing is left of the rollout.
-    with parts.stop.released():
-        for minibatch in minibatches(samples, parts.batches):
-            if state.has_learned_from(rollout):
-                parts.events.send("on_step_begin")
-            credit, stats = update_that_fits(parts, state, rollout, samples, minibatch, credit)
-            record(parts, state, rollout, samples, stats)
-            if state.is_over:
-                break
+    return InHand(rollout, samples, credit_that_fits(parts, state, samples))
 
 
-def record(
-    parts: Parts, state: RunState, rollout: Rollout, samples: list[Sample], stats: dict[str, float]
-) -> None:
+def record(parts: Parts, state: RunState, hand: InHand, stats: dict[str, float]) -> None:
     """Count an optimizer step, write it down, and ask the callbacks what is due. The first step on
-    a rollout makes it count, since all its advantages are known by then: should one of the
-    callbacks fail, the checkpoint goes on after the rollout."""
-    first, config, adaptive = not state.has_learned_from(rollout), parts.config, state.adaptive
+    a rollout makes it count, since all its advantages are known by then."""
+    first, config, adaptive, rollout = not hand.done, parts.config, state.adaptive, hand.rollout
     if first:
         adaptive.see_rewards(shaped_rewards(rollout.groups, config), config.running_decay)
-        adaptive.see_kl(stats.get("kl", config.kl_target or 0.0), len(samples), config)
+        adaptive.see_kl(stats.get("kl", config.kl_target or 0.0), len(hand.samples), config)
         stats = rollout.metrics | stats
     if config.kl_target is not None:
         stats["kl/coef"] = adaptive.used_beta
     if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
         parts.policy.reference.move(config.ref_model_mixup_alpha)
-    _count(state, rollout, refused=bool(stats.get("update/nonfinite")))
+    _count(parts, state, hand, refused=bool(stats.get("update/nonfinite")))
     times = parts.clock.take()
     lowered = [c["to"] for c in state.budget_changes if c["step"] == state.step]
     if lowered:
@@ -60,6 +66,7 @@ def record(
     parts.monitor.step(state.step, stats)
     if first:
         parts.monitor.completions(state.step, rollout.groups)
+    state.generators = capture_rng()
     finish_step(parts, state, stats)
     if state.refused_in_a_row >= MAX_REFUSED_STEPS:
         raise FloatingPointError(
@@ -74,7 +81,7 @@ def finish_step(parts: Parts, state: RunState, stats: dict[str, float] | None = 
     state.step_open = True
     parts.monitor.log(stats)
     note_what_is_due(state)
-    state.step_open = False
+    state.step_open, state.generators = False, capture_rng()
 
 
 def note_what_is_due(state: RunState) -> None:
@@ -89,10 +96,12 @@ def note_what_is_due(state: RunState) -> None:
         )
 
 
-def _count(state: RunState, rollout: Rollout, *, refused: bool) -> None:
+def _count(parts: Parts, state: RunState, hand: InHand, *, refused: bool) -> None:
     state.trainer.global_step += 1
-    if not state.has_learned_from(rollout):
-        state.position = rollout.position
-        state.num_tokens += rollout.num_tokens
-    state.trainer.epoch = rollout.epoch
+    if not hand.done:
+        state.position = hand.rollout.position
+        state.num_tokens += hand.rollout.num_tokens
+    hand.done += 1
+    state.in_hand = hand if hand.done < parts.batches.steps_per_rollout else None
+    state.trainer.epoch = hand.rollout.epoch
     state.refused_in_a_row = state.refused_in_a_row + 1 if refused else 0

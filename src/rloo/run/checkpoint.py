@@ -27,6 +27,7 @@ from rloo.report.records import sync
 FORMAT = 1
 MANIFEST = "manifest.json"
 PARTS = ("optimizer", "scheduler", "rng")
+ROLLOUT = "rollout"  # only where a run was stopped among the steps of one
 STATE = "trainer_state.json"
 
 
@@ -41,6 +42,7 @@ class Checkpoint:
     scheduler: dict[str, Any]
     rng: dict[str, Any]
     trainer_state: dict[str, Any]
+    rollout: dict[str, Any] | None = None
 
 
 def save_checkpoint(
@@ -65,6 +67,8 @@ def save_checkpoint(
         _write_tensors(temporary, "optimizer", *checkpoint.optimizer)
         _write_tensors(temporary, "scheduler", *flatten(checkpoint.scheduler))
         _write_tensors(temporary, "rng", *flatten(checkpoint.rng))
+        if checkpoint.rollout is not None:
+            _write_tensors(temporary, ROLLOUT, *flatten(checkpoint.rollout))
         (temporary / STATE).write_text(json.dumps(checkpoint.trainer_state, indent=1))
         _write_manifest(temporary, checkpoint.step)
     obsolete = _put_in_place(temporary, final)
@@ -120,7 +124,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
     optimizer, *others = (_read_tensors(path, name) for name in PARTS)
     scheduler, rng = (unflatten(meta, tensors) for tensors, meta in others)
     trainer_state = json.loads((path / STATE).read_text())
-    return Checkpoint(step, optimizer, scheduler, rng, trainer_state)
+    rollout = None
+    if (path / f"{ROLLOUT}.json").exists():
+        tensors, meta = _read_tensors(path, ROLLOUT)
+        rollout = unflatten(meta, tensors)
+    return Checkpoint(step, optimizer, scheduler, rng, trainer_state, rollout)
 
 
 def verify_checkpoint(path: Path) -> int:

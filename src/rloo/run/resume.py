@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rloo.algorithm.parts import Parts, RunState
+from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.config.config import RLOOConfig
 from rloo.model.state import capture_rng, parameter_shapes, require_same_shapes, restore_rng
 from rloo.run.checkpoint import Checkpoint, load_checkpoint
@@ -46,7 +46,8 @@ def snapshot(
         "scaler": scaler,
         "callbacks": parts.events.state_dict(),
     }
-    return Checkpoint(state.step, optimizer, scheduler, capture_rng(), trainer_state)
+    hand = state.in_hand.state_dict() if state.in_hand else None
+    return Checkpoint(state.step, optimizer, scheduler, capture_rng(), trainer_state, hand)
 
 
 def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
@@ -84,7 +85,11 @@ def restore(
     policy.load_checkpoint(path)
     policy.stepper.load_state(checkpoint.optimizer, checkpoint.scheduler, saved["scaler"])
     restore_rng(checkpoint.rng)
-    parts.rollouts.load_state_dict(state.position, step=state.step)
+    first = state.step
+    if checkpoint.rollout is not None:
+        state.in_hand = InHand.of_state(checkpoint.rollout, state.position)
+        first += parts.batches.steps_per_rollout - state.in_hand.done
+    parts.rollouts.load_state_dict(state.position, step=first)
     state.trainer.epoch = parts.rollouts.epoch
     best = saved["state"]["best_global_step"]
     state.trainer.best_metric, state.trainer.best_global_step = saved["state"]["best_metric"], best

@@ -89,8 +89,7 @@ class Session:
         monitor.start(self._describe(), parts.batches)
         for note in (*start.notes, *parts.policy.notes):
             monitor.note(note)
-        self._first_step = self._saved_step = self._stepped_from = state.step
-        self._rng = capture_rng()
+        self._first_step = self._saved_step = state.step
         try:
             with parts.events.of_optimizer():
                 parts.events.send("on_train_begin")
@@ -122,10 +121,13 @@ class Session:
         parts, state = self.parts, self.state
         rollouts, epoch = 0, -1
         pace = None  # seconds per token of the last rollout that was not profiled
-        self._settle()  # what was due when an earlier session was stopped
+        if state.step_open:  # a callback ended an earlier session
+            finish_step(parts, state)
+        if state.in_hand is None:
+            self._settle()
         while not state.is_over:
             parts.stop.check()
-            self._rng, self._stepped_from = capture_rng(), state.step
+            state.generators = capture_rng()
             state.open_epoch = int(parts.rollouts.epoch)
             if state.open_epoch != epoch:
                 epoch = state.open_epoch
@@ -145,8 +147,6 @@ class Session:
     def _settle(self) -> None:
         """Do what is due between two rollouts: evaluate, end the epoch, save."""
         parts, state = self.parts, self.state
-        if state.step_open:  # a callback failed
-            finish_step(parts, state)
         self._evaluate_if_due()
         over = state.is_over or int(parts.rollouts.epoch) != state.open_epoch
         if state.open_epoch is not None and over:
@@ -291,8 +291,7 @@ class Session:
             self._status = "interrupted"
         if state.step == self._saved_step or isinstance(error, (ForcedInterrupt, NotFinite)):
             return
-        if state.step == self._stepped_from:  # of the rollout in hand nothing stays
-            restore_rng(self._rng)
+        restore_rng(state.generators)  # of the step in hand nothing stays
         self._save_checkpoint(push=False)
 
     def _resolved(self) -> RLOOConfig:
