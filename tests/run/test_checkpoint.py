@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from rloo.model.state import (
     capture_rng,
@@ -329,7 +330,8 @@ def test_a_run_never_silently_starts_again(tmp_path):
 # The model of a finished run
 
 
-def test_a_model_replaces_another_once_it_is_whole(tmp_path):
+@pytest.mark.parametrize("kind", [OSError, SafetensorError, Exception])
+def test_a_model_replaces_another_once_it_is_whole(tmp_path, kind):
     for name in ("model.safetensors", "README.md", "notes.txt"):
         (tmp_path / name).write_text("before")
 
@@ -337,7 +339,7 @@ def test_a_model_replaces_another_once_it_is_whole(tmp_path):
         write_model(folder)
         (folder / "README.md").write_text("of a library")
         if fails:
-            raise OSError("No space left on device")
+            raise kind("No space left on device")
 
     with pytest.raises(OSError, match="No space"):
         save_model(tmp_path, lambda folder: write(folder, fails=True))

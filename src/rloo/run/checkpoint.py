@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -111,8 +112,11 @@ def _written(directory: Path, name: str) -> Iterator[Path]:
         yield temporary
         for item in (*temporary.rglob("*"), temporary):
             sync(item)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        # What safetensors and tokenizers, written in Rust, raise when a disk fails.
+        if isinstance(error, SafetensorError) or type(error) is Exception:
+            raise OSError(f"{temporary} cannot be written: {error} (output_dir)") from error
         raise
 
 

@@ -238,6 +238,8 @@ class Session:
         self._last = state.global_step, next(iter(results.values()))
 
     def _save_model(self) -> None:
+        """Write the result, unless it is not finite (NotFinite)."""
+        self.parts.policy.stepper.require_finite()
         other_card = has_other_card(self._folder)
         with self.parts.stop.held():
             save_model(self._folder, self.parts.policy.save_pretrained)
