@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -75,24 +76,27 @@ def after_the_guard(original: Any, stepper: Any) -> Any:
 
 def in_weight(original: Any, stepper: Any) -> Any:
     """A weight breaks after a step."""
+    stats = original(stepper)
     stepper._parameters[-1].data.view(-1)[0] = math.inf
-    return original(stepper)
+    return stats
 
 
 def in_moment(name: str) -> Callable[..., Any]:
     """The optimizer's state breaks after a step."""
 
     def change(original: Any, stepper: Any) -> Any:
+        stats = original(stepper)
         next(iter(stepper.optimizer.state.values()))[name].view(-1)[0] = math.nan
-        return original(stepper)
+        return stats
 
     return change
 
 
 def in_scale(original: Any, stepper: Any) -> Any:
-    """The loss scale of fp16 overflows."""
+    """The loss scale of fp16 overflows after a step."""
+    stats = original(stepper)
     stepper._scaler.get_scale = lambda: math.inf
-    return original(stepper)
+    return stats
 
 
 def in_learning_rate(original: Any, stepper: Any) -> Any:
@@ -113,11 +117,11 @@ PLACES: dict[str, tuple[str, str, int, Callable[..., Any]]] = {
     "loss": (STEPPER, "backward", 2, in_loss),
     "gradient before the guard": (STEPPER, "step", 2, in_gradient),
     "gradient after the guard": (STEPPER, "step", 2, after_the_guard),
-    "weight": (STEPPER, "advance_schedule", 3, in_weight),
-    "weight in the last step": (STEPPER, "advance_schedule", 5, in_weight),
-    "first moment": (STEPPER, "advance_schedule", 3, in_moment("exp_avg")),
-    "second moment": (STEPPER, "advance_schedule", 3, in_moment("exp_avg_sq")),
-    "loss scale": (STEPPER, "advance_schedule", 3, in_scale),
+    "weight": (STEPPER, "step", 3, in_weight),
+    "weight in the last step": (STEPPER, "step", 5, in_weight),
+    "first moment": (STEPPER, "step", 3, in_moment("exp_avg")),
+    "second moment": (STEPPER, "step", 3, in_moment("exp_avg_sq")),
+    "loss scale": (STEPPER, "step", 3, in_scale),
     "learning rate": (STEPPER, "step", 2, in_learning_rate),
 }
 VALUES = {
@@ -197,17 +201,14 @@ def look(run: Path, status: int, output: str) -> str:
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 wrong.append(f"{path.relative_to(run)}: {name} is not finite")
     for path in sorted(run.glob("checkpoint-*/*.json")):
-        try:
-            json.loads(path.read_text(), parse_constant=_refuse)
-        except ValueError as error:
-            wrong.append(f"{path.relative_to(run)}: {error}")
+        state = json.loads(path.read_text())
+        if isinstance(state, dict):  # an evaluation has figures that are not defined
+            state = {key: value for key, value in state.items() if key not in ("start", "last")}
+        if re.search(r"\b(NaN|-?Infinity)\b", json.dumps(state)):
+            wrong.append(f"{path.relative_to(run)} has a number that is not finite")
     if status not in (0, 1, 2) or "Traceback" in output:
         wrong.append(f"status {status}: {output[-400:]}")
     finished = (run / "model.safetensors").exists()
     if finished and status:
         wrong.append(f"a model as of a finished run, status {status}")
     return "; ".join(wrong[:4])
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} in it")
