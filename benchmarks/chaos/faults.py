@@ -28,15 +28,19 @@ KINDS = {
 
 
 def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
-    """Every kind at every operation, or `count` of all."""
+    """Every kind at every operation, or `count` of all, of kinds in turn."""
     if rig.operations is None:
         return []
+    kinds = ([*KINDS] * 2)[seed % len(KINDS) :][: min(count or len(KINDS), len(KINDS))]
     found = [
-        Trial(f"{kind} {at}", "full", partial(fail, rig, kind, at))
-        for kind, (error, mode) in KINDS.items()
-        for at in range(1, count_operations(rig, "full", mode, error) + 1)
+        [Trial(f"{kind} {at}", "full", partial(fail, rig, kind, at)) for at in range(1, last + 1)]
+        for kind in kinds
+        if (last := count_operations(rig, "full", KINDS[kind][1], KINDS[kind][0]))
     ]
-    return random.Random(seed).sample(found, count) if count else found
+    if count is None:
+        return [trial for of_kind in found for trial in of_kind]
+    rng = random.Random(seed)
+    return [rng.choice(found[number % len(found)]) for number in range(count)]
 
 
 def fail(rig: Rig, kind: str, at: int) -> str:

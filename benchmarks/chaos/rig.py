@@ -139,6 +139,8 @@ class Rig:
         folder = self.home / "whole" / config
         if not (folder / "run" / "summary.json").exists():
             folder.mkdir(parents=True)
+            if "use_peft" in CONFIGS.get(config, {}):
+                importlib.import_module("peft")  # seconds
             ended = self.train(config, folder)
             if ended.status:
                 raise RuntimeError(f"the undisturbed run ended with {ended.status}: {ended.output}")
@@ -196,7 +198,6 @@ class Rig:
             Path(f"{name}.jsonl").write_text(lines)
         Path("rewards.py").write_text(REWARDS)
         importlib.import_module("rloo.run.trainer")
-        importlib.import_module("peft")
         made = self.fork(lambda: _save_base(Path("base")), Path("log"))
         if made.status:
             raise RuntimeError(made.output)
@@ -217,6 +218,9 @@ class Rig:
             if name not in before and not name.startswith("rewards"):
                 with contextlib.suppress(Exception):  # some exist only once others have run
                     importlib.import_module(name)
+        # Loading a model compiles a thousand patterns, more than `re` remembers: half of a trial.
+        re._MAXCACHE = 1 << 16  # type: ignore[attr-defined]
+        importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained("base")
 
 
 def command(arguments: list[str], prepare: Callable[[], Any] | None) -> Callable[[], int]:
