@@ -6,8 +6,9 @@ import random
 from functools import partial
 
 from benchmarks.chaos import operations
+from benchmarks.chaos.processes import command, fork
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import CONFIGS, EMBEDDED, Rig, command
+from benchmarks.chaos.rig import CONFIGS, EMBEDDED, Rig
 
 FIGURE = "kill -9 at random moments: goes on alone to the identical end"
 PROMISED = 600
@@ -67,7 +68,7 @@ def count_operations(rig: Rig, config: str, mode: int = operations.KILL, error: 
             file.write_text(str(rig.operations.chaos_count()))
             return status
 
-        rig.fork(action, folder / "log")
+        fork(action, folder / "log")
         return int(file.read_text())
 
 

@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.processes import command, fork
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import Rig, command
+from benchmarks.chaos.rig import Rig
 
 FIGURE = "values that are not finite, in every place of a step: none is in a checkpoint"
 REWARDS = '''
@@ -124,6 +125,11 @@ PLACES: dict[str, tuple[str, str, int, Callable[..., Any]]] = {
     "loss scale": (STEPPER, "step", 3, in_scale),
     "learning rate": (STEPPER, "step", 2, in_learning_rate),
 }
+LEARNING: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "normalised": {"normalize_rewards": "running"},
+    "adaptive KL": {"kl_target": 0.1},
+}
 VALUES = {
     "inf": "math.inf",
     "-inf": "-math.inf",
@@ -143,11 +149,7 @@ def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
     found += [
         Trial(f"reward {name}, {how}", "full", partial(break_reward, rig, value, options))
         for name, value in VALUES.items()
-        for how, options in {
-            "plain": {},
-            "normalised": {"normalize_rewards": "running"},
-            "adaptive KL": {"kl_target": 0.1},
-        }.items()
+        for how, options in LEARNING.items()
     ]
     return found[seed % len(found) :][:count] if count else found
 
@@ -185,7 +187,7 @@ def break_reward(rig: Rig, value: str, options: dict[str, Any]) -> str:
         file = folder / "rewards_broken.py"
         file.write_text(REWARDS.replace("{value}", value))
         arguments = rig.arguments("full", folder, reward=f"{file}:broken", **options)
-        ended = rig.fork(command(arguments, None), folder / "log")
+        ended = fork(command(arguments, None), folder / "log")
         return look(folder / "run", ended.status, ended.output)
 
 

@@ -59,7 +59,7 @@ def arm(
     """From now on count what this process does in the folder `below`, and act at number `at`."""
     import safetensors.torch
 
-    safetensors.torch.serialize_file = _serialize_file
+    setattr(safetensors.torch, "serialize_file", _serialize_file)  # noqa: B010
     to = None if log is None else str(log).encode()
     library.chaos_arm(str(below).encode(), to, mode, at, error)
 
@@ -92,5 +92,6 @@ def read_log(path: Path) -> Iterator[Operation]:
     with path.open("rb") as file:
         while head := file.read(HEADER.size):
             kind, flags, inode, offset, *sizes = HEADER.unpack(head)
-            names = [os.fsdecode(file.read(size)) for size in sizes[:2]]
-            yield Operation(kind, flags, inode, offset, *names, file.read(sizes[2]))
+            one, other, data = (file.read(size) for size in sizes)
+            names = os.fsdecode(one), os.fsdecode(other)
+            yield Operation(kind, flags, inode, offset, names[0], names[1], data)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import random
 import re
-import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.processes import DEADLINE, command, finish, start, wait
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import DEADLINE, Rig, command, finish, run_child, wait
+from benchmarks.chaos.rig import Rig
 
 FIGURE = "two processes in one folder: one wins, the other is told who holds it"
 PROMISED = 100
@@ -41,9 +41,9 @@ def race(rig: Rig, ways: tuple[str, str], later: float) -> str:
     """Start one, and the other later: as a share of a run's time, or in seconds if that is less."""
     with rig.folder() as folder:
         logs = [folder / f"log{number}" for number in range(2)]
-        first = start(rig, folder, ways[0], logs[0])
+        first = begin(rig, folder, ways[0], logs[0])
         time.sleep(later if later < 0.02 else later * rig.seconds["full"])
-        second = start(rig, folder, ways[1], logs[1])
+        second = begin(rig, folder, ways[1], logs[1])
         both = (first, second)
         statuses = [wait(process, DEADLINE) for process in both]
         ended = []
@@ -68,15 +68,11 @@ def race(rig: Rig, ways: tuple[str, str], later: float) -> str:
         return rig.differences("full", folder)
 
 
-def start(rig: Rig, folder: Path, way: str, log: Path) -> int:
+def begin(rig: Rig, folder: Path, way: str, log: Path) -> int:
     """Start a run in a process of its own; returns its number."""
     options = WAYS[way]
     words = rig.arguments("full", folder, **options)
     if options["resume_from_checkpoint"] is None:
         place = words.index("--resume_from_checkpoint")
         del words[place : place + 2]
-    sys.stdout.flush()
-    process = os.fork()
-    if process == 0:
-        run_child(command(words, None), lambda: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
-    return process
+    return start(command(words, None), lambda: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))

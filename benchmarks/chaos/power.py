@@ -20,8 +20,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.chaos import operations as ops
+from benchmarks.chaos.processes import command, fork
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import Rig, command
+from benchmarks.chaos.rig import Rig
 from rloo.run.checkpoint import find_checkpoint
 
 FIGURE = "power cuts (200, on each of three disks): nothing that was committed is lost"
@@ -232,7 +233,7 @@ def log(rig: Rig, config: str, killed_at: int) -> Session:
         library.chaos_arm(b"", None, ops.OFF, 0, 0)
         return status
 
-    ended = rig.fork(action, home / "log")
+    ended = fork(action, home / "log")
     if ended.status:
         raise RuntimeError(f"the logged run ended with {ended.status}: {ended.output[-400:]}")
     logged = Session(folder, before, list(ops.read_log(file)))

@@ -7,18 +7,14 @@ import ctypes
 import importlib
 import os
 import re
-import select
 import shutil
-import signal
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.processes import Ended, command, fork, program
 from rloo.run.checkpoint import list_checkpoints
 from tools.same_folders import SPOKEN, compare_folders
 
@@ -84,18 +80,7 @@ SHORT: dict[str, Any] = {
     "packing": True,
     "seed": 7,
 }
-DEADLINE = 300.0  # seconds: a guard; a trial takes about one
 LIBRARY = "RLOO_CHAOS_LIBRARY"
-PR_SET_CHILD_SUBREAPER = 36
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a trial's process ended: its exit status, or minus the signal that ended it."""
-
-    status: int
-    output: str
-    seconds: float
 
 
 class Rig:
@@ -108,7 +93,7 @@ class Rig:
         self.home = home
         self.seconds: dict[str, float] = {}
         path = os.environ.get(LIBRARY)
-        self.operations = ctypes.CDLL(path) if path else None
+        self.operations: Any = ctypes.CDLL(path) if path else None
         home.mkdir(parents=True, exist_ok=True)
         os.chdir(home)
         self._make_inputs()
@@ -132,7 +117,7 @@ class Rig:
         many seconds. The embedded task is a new program, others are forked."""
         arguments = self.arguments(config, folder)
         action = program if config == EMBEDDED else command
-        return self.fork(action(arguments, prepare), folder / "log", kill_after=kill_after)
+        return fork(action(arguments, prepare), folder / "log", kill_after=kill_after)
 
     def whole(self, config: str) -> Path:
         """The folder of the undisturbed run."""
@@ -176,20 +161,6 @@ class Rig:
         wrong = [str(d) for d in found if not re.search(kept, d.place)]
         return f"{len(wrong)} differences: {'; '.join(wrong[:3])}" if wrong else ""
 
-    def fork(
-        self, action: Callable[[], int], log: Path, *, kill_after: float | None = None
-    ) -> Ended:
-        """Run `action` in a process and session of its own, its output in `log`; end all that is
-        left of it. Raises RuntimeError for a child that is left, or a run over its deadline."""
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-        sys.stdout.flush()
-        began = time.monotonic()
-        process = os.fork()
-        if process == 0:
-            run_child(action, lambda: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
-        status = wait(process, DEADLINE if kill_after is None else kill_after)
-        return finish(process, status, time.monotonic() - began, log, meant=kill_after is not None)
-
     def _make_inputs(self) -> None:
         rows = [" ".join(WORDS[i : i + 3 + i % 4]) for i in range(12)]
         held_out = ["w1 w2 w3", "w4 w5 w6", "w7 w8 w9"]
@@ -198,7 +169,7 @@ class Rig:
             Path(f"{name}.jsonl").write_text(lines)
         Path("rewards.py").write_text(REWARDS)
         importlib.import_module("rloo.run.trainer")
-        made = self.fork(lambda: _save_base(Path("base")), Path("log"))
+        made = fork(lambda: _save_base(Path("base")), Path("log"))
         if made.status:
             raise RuntimeError(made.output)
         self._import_what_a_run_imports()
@@ -213,7 +184,7 @@ class Rig:
             return status
 
         before = set(sys.modules)
-        self.fork(list_modules, self.home / "log")
+        fork(list_modules, self.home / "log")
         for name in listed.read_text().split("\n"):
             if name not in before and not name.startswith("rewards"):
                 with contextlib.suppress(Exception):  # some exist only once others have run
@@ -221,82 +192,6 @@ class Rig:
         # Loading a model compiles a thousand patterns, more than `re` remembers: half of a trial.
         re._MAXCACHE = 1 << 16  # type: ignore[attr-defined]
         importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained("base")
-
-
-def command(arguments: list[str], prepare: Callable[[], Any] | None) -> Callable[[], int]:
-    """The command as an action for `Rig.fork`."""
-
-    def action() -> int:
-        if prepare is not None:
-            prepare()
-        return importlib.import_module("rloo.cli").main(arguments)
-
-    return action
-
-
-def program(arguments: list[str], prepare: object) -> Callable[[], int]:
-    """The command as a program of its own, as an action for `Rig.fork`."""
-    given = [sys.executable, "-m", "rloo.cli", *arguments]
-    return lambda: os.execv(given[0], given)
-
-
-def finish(
-    process: int, status: int | None, seconds: float, log: Path, *, meant: bool = False
-) -> Ended:
-    """End what is left of a trial's process; with status None its whole group, as `meant` or for
-    being late. Raises RuntimeError as `Rig.fork` does."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process, signal.SIGKILL)
-    if status is None:
-        os.waitpid(process, 0)
-    left = children()
-    for other in left:
-        os.kill(other, signal.SIGKILL)
-    text = log.read_text(errors="replace") if log.exists() else ""
-    if status is None and not meant:
-        raise RuntimeError(f"not over after {seconds:.0f} s: {text[-400:]}")
-    if left:
-        raise RuntimeError(f"{len(left)} processes are left")
-    return Ended(-signal.SIGKILL if status is None else status, text, seconds)
-
-
-def run_child(action: Callable[[], int], open_output: Callable[[], int]) -> None:
-    """The rest of a forked process: `action` in a new session; its exit status."""
-    status = 99
-    try:
-        os.setsid()
-        output = open_output()
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        status = action()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-        os._exit(status & 0xFF)
-
-
-def wait(process: int, deadline: float) -> int | None:
-    """A child's exit status, or minus the signal that ended it; None if it is killed for being
-    late."""
-    descriptor = os.pidfd_open(process)
-    try:
-        ready, _, _ = select.select([descriptor], [], [], deadline)
-    finally:
-        os.close(descriptor)
-    if not ready:
-        return None
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def children() -> list[int]:
-    """Processes that are left below this one, which inherits orphans; those that ended are gone."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    return [int(number) for number in found.split()]
 
 
 def _plain(value: Any) -> str:

@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.processes import DEADLINE, Ended, command, finish, start
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import DEADLINE, Ended, Rig, command, finish, run_child
+from benchmarks.chaos.rig import Rig
 from rloo.run.checkpoint import find_checkpoint
 
 FIGURE = (
@@ -122,20 +123,17 @@ def trip(where: str, name: str, call: int, action: Callable[[], object]) -> None
 
 
 def on_terminal(action: Callable[[], int], log: Path) -> tuple[Ended, list[Any], list[Any]]:
-    """As `Rig.fork`, on a terminal that this process reads; also its modes before and after."""
+    """As `fork`, on a terminal that this process reads; also its modes before and after."""
     mine, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
-    sys.stdout.flush()
     began = time.monotonic()
-    process = os.fork()
-    if process == 0:
 
-        def open_terminal() -> int:
-            terminal = os.open(os.ttyname(theirs), os.O_RDWR)  # the first one becomes its own
-            os.dup2(terminal, 0)
-            return terminal
+    def open_terminal() -> int:
+        terminal = os.open(os.ttyname(theirs), os.O_RDWR)  # the first one becomes its own
+        os.dup2(terminal, 0)
+        return terminal
 
-        run_child(action, open_terminal)
+    process = start(action, open_terminal)
     text, status = b"", None
     while time.monotonic() - began < DEADLINE and status is None:
         if select.select([mine], [], [], 0.02)[0]:

@@ -1,0 +1,125 @@
+"""Processes of trials: started in a session of their own, waited for, and ended with all below."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DEADLINE = 300.0  # seconds: a guard; a trial takes about one
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a trial's process ended: its exit status, or minus the signal that ended it."""
+
+    status: int
+    output: str
+    seconds: float
+
+
+def fork(action: Callable[[], int], log: Path, *, kill_after: float | None = None) -> Ended:
+    """Run `action` in a process and session of its own, its output in `log`; with `kill_after`, for
+    so many seconds. Raises RuntimeError for a child that is left, or a run over its deadline."""
+    began = time.monotonic()
+    process = start(action, lambda: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    status = wait(process, DEADLINE if kill_after is None else kill_after)
+    return finish(process, status, time.monotonic() - began, log, meant=kill_after is not None)
+
+
+def start(action: Callable[[], int], open_output: Callable[[], int]) -> int:
+    """Start `action`, whose output goes to a descriptor that is opened there; returns the process,
+    whose orphans come to this one."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    sys.stdout.flush()
+    process = os.fork()
+    if process == 0:
+        _run(action, open_output)
+    return process
+
+
+def command(arguments: list[str], prepare: Callable[[], Any] | None) -> Callable[[], int]:
+    """The command as an action for `fork`."""
+
+    def action() -> int:
+        if prepare is not None:
+            prepare()
+        return importlib.import_module("rloo.cli").main(arguments)
+
+    return action
+
+
+def program(arguments: list[str], prepare: object) -> Callable[[], int]:
+    """The command as a program of its own, as an action for `fork`."""
+    given = [sys.executable, "-m", "rloo.cli", *arguments]
+    return lambda: os.execv(given[0], given)
+
+
+def finish(
+    process: int, status: int | None, seconds: float, log: Path, *, meant: bool = False
+) -> Ended:
+    """End what is left of a trial's process; with status None its whole group, as `meant` or for
+    being late. Raises RuntimeError as `fork` does."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+    if status is None:
+        os.waitpid(process, 0)
+    left = children()
+    for other in left:
+        os.kill(other, signal.SIGKILL)
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if status is None and not meant:
+        raise RuntimeError(f"not over after {seconds:.0f} s: {text[-400:]}")
+    if left:
+        raise RuntimeError(f"{len(left)} processes are left")
+    return Ended(-signal.SIGKILL if status is None else status, text, seconds)
+
+
+def _run(action: Callable[[], int], open_output: Callable[[], int]) -> None:
+    """The rest of a forked process: `action` in a new session; its exit status."""
+    status = 99
+    try:
+        os.setsid()
+        output = open_output()
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        status = action()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status & 0xFF)
+
+
+def wait(process: int, deadline: float) -> int | None:
+    """A child's exit status, or minus the signal that ended it; None if it is killed for being
+    late."""
+    descriptor = os.pidfd_open(process)
+    try:
+        ready, _, _ = select.select([descriptor], [], [], deadline)
+    finally:
+        os.close(descriptor)
+    if not ready:
+        return None
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def children() -> list[int]:
+    """Processes that are left below this one, which inherits orphans; those that ended are gone."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return [int(number) for number in found.split()]
