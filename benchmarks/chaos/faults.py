@@ -11,7 +11,7 @@ import random
 from functools import partial
 
 from benchmarks.chaos import operations
-from benchmarks.chaos.kills import count_operations
+from benchmarks.chaos.kills import count_operations, killed
 from benchmarks.chaos.results import Trial
 from benchmarks.chaos.rig import Rig
 from rloo.run.checkpoint import list_checkpoints, verify_checkpoint
@@ -26,27 +26,41 @@ KINDS = {
     "no permission at": (errno.EACCES, operations.FAIL),
 }
 
+# These also for a run that goes on after a kill at an operation.
+GOING_ON = ("no space from", "I/O error at")
+KILLED = 120
+
 
 def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
     """Every kind at every operation, or `count` of all, of kinds in turn."""
     if rig.operations is None:
         return []
-    kinds = ([*KINDS] * 2)[seed % len(KINDS) :][: min(count or len(KINDS), len(KINDS))]
-    found = [
-        [Trial(f"{kind} {at}", "full", partial(fail, rig, kind, at)) for at in range(1, last + 1)]
-        for kind in kinds
-        if (last := count_operations(rig, "full", KINDS[kind][1], KINDS[kind][0]))
-    ]
+    chosen = [(kind, None) for kind in KINDS] + [(kind, KILLED) for kind in GOING_ON]
+    if count is not None:
+        chosen = (chosen * 2)[seed % len(chosen) :][: min(count, len(chosen))]
+    found = []
+    for kind, first in chosen:
+        error, mode = KINDS[kind]
+        last = count_operations(rig, "full", mode, error=error, first=first)
+        before = "going on, " if first else ""
+        found.append(
+            [
+                Trial(f"{before}{kind} {at}", "full", partial(fail, rig, kind, at, first))
+                for at in range(1, last + 1)
+            ]
+        )
     if count is None:
         return [trial for of_kind in found for trial in of_kind]
     rng = random.Random(seed)
     return [rng.choice(found[number % len(found)]) for number in range(count)]
 
 
-def fail(rig: Rig, kind: str, at: int) -> str:
-    """Let an operation fail; look at what is left; go on."""
+def fail(rig: Rig, kind: str, at: int, first: int | None) -> str:
+    """Let an operation fail, perhaps of a run that goes on; look at what is left; go on."""
     error, mode = KINDS[kind]
     with rig.folder() as folder:
+        if first:
+            killed(rig, "full", folder, first)
         arm = partial(operations.arm, rig.operations, folder / "run", mode, at, error=error)
         ended = rig.train("full", folder, arm)
         if ended.status not in (0, 1, 2) or "Traceback" in ended.output:

@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from pathlib import Path
 
 from benchmarks.chaos import operations
-from benchmarks.chaos.processes import command, fork
+from benchmarks.chaos.processes import Ended, command, fork
 from benchmarks.chaos.results import Trial
 from benchmarks.chaos.rig import CONFIGS, EMBEDDED, Rig
 
 FIGURE = "kill -9 at random moments: goes on alone to the identical end"
 PROMISED = 600
 OPERATIONS_FIGURE = "kill -9 at every file operation of a run, and within every write: the same"
+# Runs that are killed at every operation, and where they were killed before.
+SESSIONS: tuple[tuple[str, int | None], ...] = (("full", None), ("full", 120), ("keep one", None))
 # One in so many goes through the real command line, which takes many times as long.
 REAL = 30
 
 
 def moments(rig: Rig, count: int, seed: int) -> list[Trial]:
-    """Trials that are killed at a random moment of their wall time."""
+    """Trials that are killed at a random moment of their wall time, every third one twice."""
     rng = random.Random(seed)
     trials = []
     for number in range(count):
         config = EMBEDDED if number % REAL == REAL - 1 else rng.choice([*CONFIGS])
-        share = rng.random()
-        name = f"{seed}.{number} {config} at {share:.4f}"
-        trials.append(Trial(name, config, partial(kill_at_moment, rig, config, share)))
+        shares = [rng.random(), *([] if number % 3 else [rng.random()])]
+        name = f"{seed}.{number} {config} at {' and '.join(f'{share:.4f}' for share in shares)}"
+        trials.append(Trial(name, config, partial(kill_at_moments, rig, config, shares)))
     return trials
 
 
-def kill_at_moment(rig: Rig, config: str, share: float) -> str:
-    """Kill a run after a share of its time, and go on."""
-    seconds = rig.seconds[config] * share
+def kill_at_moments(rig: Rig, config: str, shares: list[float]) -> str:
+    """Kill a run after shares of its time, and go on."""
+    seconds = rig.seconds[config]
     for _ in range(20):
         with rig.folder() as folder:
-            ended = rig.train(config, folder, kill_after=seconds)
+            ended = rig.train(config, folder, kill_after=seconds * shares[0])
             if ended.status < 0:
+                for share in shares[1:]:  # what goes on may have ended by then
+                    rig.train(config, folder, kill_after=seconds * share)
                 return rig.goes_on(config, folder)
         seconds *= 0.8  # it was faster than the one that was measured
     return f"was not hit: status {ended.status}"
@@ -46,21 +51,55 @@ def each_operation(rig: Rig, count: int | None, seed: int) -> list[Trial]:
     if rig.operations is None:
         return []
     trials = []
-    for config in ("full",) if count else ("full", "keep one"):
-        numbers = list(range(1, count_operations(rig, config) + 1))
+    for config, first in (("full", None),) if count else SESSIONS:
+        last = count_operations(rig, config, first=first)
+        numbers = list(range(1, last + 1))
         if count:
-            numbers = sorted(random.Random(seed).sample(numbers, min(count, len(numbers))))
+            numbers = sorted(random.Random(seed).sample(numbers, min(count, last)))
+        before = f" after {first}" if first else ""
         trials += [
-            Trial(f"{config} at operation {n}", config, partial(kill_at_operation, rig, config, n))
-            for n in numbers
+            Trial(
+                f"{config}{before} at operation {number}",
+                config,
+                partial(kill_at_operation, rig, config, number, first),
+            )
+            for number in numbers
         ]
     return trials
 
 
-def count_operations(rig: Rig, config: str, mode: int = operations.KILL, error: int = 0) -> int:
-    """How many operations a run makes in its folder, of those that a mode counts."""
+def killed(rig: Rig, config: str, folder: Path, number: int) -> Ended:
+    """Kill a run at an operation, of a write after its first half."""
+    arm = partial(operations.arm, rig.operations, folder / "run", operations.KILL, number)
+    ended = rig.train(config, folder, arm)
+    if ended.status != -9:
+        raise RuntimeError(f"was not hit: status {ended.status}: {ended.output[-300:]}")
+    return ended
+
+
+def kill_at_operation(rig: Rig, config: str, number: int, first: int | None) -> str:
+    """Kill a run at an operation, or if `first` is given one that goes on after a kill there; go
+    on."""
+    with rig.folder() as folder:
+        for at in (first, number) if first else (number,):
+            killed(rig, config, folder, at)
+        return rig.goes_on(config, folder)
+
+
+def count_operations(
+    rig: Rig,
+    config: str,
+    mode: int = operations.KILL,
+    *,
+    error: int = 0,
+    first: int | None = None,
+) -> int:
+    """How many operations a run makes in its folder, of those that a mode counts; if `first` is
+    given, one that goes on after a kill there."""
     with rig.folder() as folder:
         file = folder / "count"
+        if first:
+            killed(rig, config, folder, first)
 
         def action() -> int:
             operations.arm(rig.operations, folder / "run", mode, error=error)
@@ -70,13 +109,3 @@ def count_operations(rig: Rig, config: str, mode: int = operations.KILL, error: 
 
         fork(action, folder / "log")
         return int(file.read_text())
-
-
-def kill_at_operation(rig: Rig, config: str, number: int) -> str:
-    """Kill a run at an operation, of a write after its first half, and go on."""
-    with rig.folder() as folder:
-        kill = partial(operations.arm, rig.operations, folder / "run", operations.KILL, number)
-        ended = rig.train(config, folder, kill)
-        if ended.status != -9:
-            return f"was not hit: status {ended.status}: {ended.output[-300:]}"
-        return rig.goes_on(config, folder)

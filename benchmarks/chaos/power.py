@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.chaos import operations as ops
+from benchmarks.chaos.kills import killed
 from benchmarks.chaos.processes import command, fork
 from benchmarks.chaos.results import Trial
 from benchmarks.chaos.rig import Rig
@@ -211,9 +212,7 @@ def log(rig: Rig, config: str, killed_at: int) -> Session:
     folder, before, file = home / "trial", home / "before", home / "log of operations"
     folder.mkdir(parents=True)
     if killed_at:
-        kill = partial(ops.arm, rig.operations, folder, ops.KILL, killed_at)
-        if rig.train(config, folder, kill).status != -9:
-            raise RuntimeError(f"{config} was not hit at operation {killed_at}")
+        killed(rig, config, folder, killed_at)
         (folder / "log").unlink()
     shutil.copytree(folder, before)
 
