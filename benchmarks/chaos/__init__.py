@@ -1,0 +1,1 @@
+"""Faults that are made on purpose, counted: python -m benchmarks.chaos."""
