@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.bad_inputs.cases import Case
 from benchmarks.chaos.bad_inputs.files import DATA, MODELS, YAMLS
 from benchmarks.chaos.bad_inputs.options import OPTIONS, generated
-from benchmarks.chaos.bad_inputs.cases import Case
 
 DEADLINE_SECONDS = 30.0
 MEMORY_BYTES = 3 * 2**30  # of addresses, above what the parent has
@@ -145,10 +145,10 @@ def _report(counts: Counter[tuple[str, str]], bad: list[Any]) -> None:
     for case, verdict, errors in bad:
         print(f"{verdict}: {case.name}\n    {errors.strip()[-600:]}")
     print(f"\n| kind | cases | {' | '.join(VERDICTS)} |\n|{'---|' * (len(VERDICTS) + 2)}")
-    for kind in dict.fromkeys(kind for kind, _ in counts):
+    for kind in dict.fromkeys(kind for kind, _ in list(counts)):
         row = [counts[kind, verdict] for verdict in VERDICTS]
         print(f"| {kind} | {sum(row)} | {' | '.join(map(str, row))} |")
-    whole = [sum(counts[k, verdict] for k, _ in list(counts) if True) for verdict in VERDICTS]
+    whole = [sum(n for (_, v), n in counts.items() if v == verdict) for verdict in VERDICTS]
     print(f"| all | {counts.total()} | {' | '.join(map(str, whole))} |")
 
 

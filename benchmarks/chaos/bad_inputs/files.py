@@ -19,7 +19,6 @@ _BOMB = b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
     f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n".encode()
     for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
-_GOOD = json.dumps({"model": "model", "dataset": "rows.jsonl"}).encode()
 
 # What stands in run.yaml.
 _WRITTEN: dict[str, bytes] = {
@@ -62,6 +61,10 @@ def _yaml(content: bytes) -> Spoil:
     return lambda folder: (folder / "run.yaml").write_bytes(content)
 
 
+def _yaml_case(name: str, spoil: Spoil) -> Case:
+    return Case(f"yaml: {name}", "yaml", ("run.yaml",), spoil=spoil)
+
+
 def _replaced(name: str, make: Callable[[Path], object]) -> Spoil:
     """Put something that is no regular file where `name` was."""
 
@@ -87,11 +90,8 @@ _SPECIAL: dict[str, Callable[[Path], object]] = {
 }
 
 YAMLS = (
-    *(Case(f"yaml: {n}", "yaml", ("run.yaml",), spoil=_yaml(c)) for n, c in _WRITTEN.items()),
-    *(
-        Case(f"yaml: {name}", "yaml", ("run.yaml",), spoil=_replaced("run.yaml", make))
-        for name, make in _SPECIAL.items()
-    ),
+    *(_yaml_case(name, _yaml(content)) for name, content in _WRITTEN.items()),
+    *(_yaml_case(name, _replaced("run.yaml", make)) for name, make in _SPECIAL.items()),
 )
 
 # -- data ----------------------------------------------------------------------------------------
@@ -246,6 +246,11 @@ def _bytes(file: str, damage: Callable[[bytes], bytes]) -> Spoil:
     return spoil
 
 
+def _without_tokenizer(folder: Path) -> None:
+    for path in (folder / "model").glob("*token*"):
+        path.unlink()
+
+
 def _larger_tokenizer(folder: Path) -> None:
     """A tokenizer of which the dataset's words are beyond the embedding."""
     path = folder / "model" / "tokenizer.json"
@@ -298,8 +303,7 @@ _MODELS: dict[str, Spoil] = {
     "a tensor too many": _weights(lambda tensors: tensors.update(new=tensors[_QUERY].clone())),
     "a resized tensor": _weights(lambda tensors: tensors.update({_QUERY: tensors[_QUERY][:8]})),
     "a tensor of NaN": _weights(lambda tensors: tensors[_QUERY].fill_(float("nan"))),
-    "a tensor of integers": _weights(lambda t: t.update({_QUERY: t[_QUERY].long()})),
-    "no tokenizer": lambda folder: [p.unlink() for p in (folder / "model").glob("*token*")],
+    "no tokenizer": _without_tokenizer,
     "cut tokenizer": _bytes("tokenizer.json", lambda content: content[: len(content) // 2]),
     "empty tokenizer": _bytes("tokenizer.json", lambda content: b"{}"),
     "tokenizer larger than the embedding": _larger_tokenizer,

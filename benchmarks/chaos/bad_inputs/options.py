@@ -92,7 +92,6 @@ _WRONG: tuple[tuple[str, str], ...] = (
     ("model", "rows.jsonl"),
     ("model", "a\x00b"),
     ("dataset", "missing.jsonl"),
-    ("dataset", "."),
     ("dataset", "a\x00b"),
     ("dataset", "x" * 5000),
     ("no_such_option", "1"),
@@ -101,8 +100,6 @@ _NEEDED = {
     "lora_r": ("--use_peft",),
     "max_resample_times": ("--dynamic_sample",),
 }
-# What is said about another option than the one that was given.
-_ALSO = {"generation_batch_size": "num_prompts", "steps_per_generation": "num_prompts"}
 # Accepted with a warning that says why it changes nothing.
 _MAY_RUN = ("dataloader_num_workers",)
 

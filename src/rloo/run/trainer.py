@@ -279,7 +279,7 @@ class RLOOTrainer:
             tokenizer=self.processing_class,
             rewards=self.rewards,
             args=self.args,
-            longest=setup.prompt_limit(self.model, self.args, evaluation=evaluation),
+            limit=setup.prompt_limit(self.model, self.args, evaluation=evaluation),
         )
 
     def _prompts_of_sets(self, given: RowSets | None) -> dict[str, list[Prompt]]:
