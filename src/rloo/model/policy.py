@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -172,9 +172,17 @@ class Policy:
         else:
             load_weights(self.model, path)
 
-    def save_checkpoint(self, path: str | Path) -> None:
-        """`save_pretrained`, and a reference that moves in the folder `reference`."""
-        self.save_pretrained(path)
+    def save_checkpoint(
+        self, path: str | Path, save_model: Callable[[str], object] | None = None
+    ) -> None:
+        """`save_pretrained` or what `save_model` does instead, and a reference that moves in the
+        folder `reference`. Raises ValueError for a `save_model` that has written no weights."""
+        (save_model or self.save_pretrained)(str(path))
+        if not any(Path(path).glob("*.safetensors")):
+            raise ValueError(
+                "save_model has written no weights, without which nothing can go on from a "
+                "checkpoint (call super().save_model(output_dir))"
+            )
         self.reference.save(path)
 
     def load_checkpoint(self, path: str | Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -269,16 +270,6 @@ class Session:
             self.owner.create_model_card()
         self._saved_at = self.state.step
 
-    def _write_checkpoint(self, path: Path) -> None:
-        """What `policy.save_checkpoint` writes, the model by the trainer's method."""
-        self.owner.save_model(str(path))
-        if not any(path.glob("*.safetensors")):
-            raise ValueError(
-                f"save_model of {type(self.owner).__name__} has written no weights, without which "
-                "a checkpoint cannot go on (call super().save_model(output_dir))"
-            )
-        self.parts.policy.reference.save(path)
-
     def _save_checkpoint(self, *, push: bool = True) -> None:
         with self.parts.stop.held():
             self._commit()
@@ -305,7 +296,9 @@ class Session:
         save_checkpoint(
             self._folder,
             snapshot(self.parts, self.state, self._resolved(), told),
-            write_model=self._write_checkpoint,
+            write_model=partial(
+                self.parts.policy.save_checkpoint, save_model=self.owner.save_model
+            ),
             keep=config.save_total_limit,
             best=Path(best) if best else None,
         )
