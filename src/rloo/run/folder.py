@@ -58,7 +58,7 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
     if os.path.exists(folder) and not folder.is_dir():
         raise ValueError(f"output_dir {folder} is a file; it must be a folder (output_dir)")
     resume = resume_from_checkpoint or config.resume_from_checkpoint
-    if not folder.exists():
+    if not os.path.exists(folder):  # also where no folder can have that name
         find_start(folder, resume)  # what is refused leaves no folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
