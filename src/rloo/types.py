@@ -106,7 +106,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A completion to train on. `key` is (group, index in it); `reward` is never missing here.
+    """A completion to train on. `key` is (group, index in it); `reward` is NaN where none counts.
 
     `place` is its number among the rollout's completions, scored or not: optimizer steps are cut by
     it. `version` is that of the weights that sampled it. `trained` tells for each token whether the

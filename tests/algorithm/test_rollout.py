@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,26 @@ def test_only_scored_completions_of_groups_with_two_scores_count():
     samples = shape(rollout_of(groups), make_policy_config(reward_clip_range=[-1.0, 2.0]))
     assert [s.key for s in samples] == [(0, 0), (0, 2), (3, 0), (3, 1), (3, 2)]
     assert [s.reward for s in samples] == [1, 2, -1, 0.5, 2]
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_where_all_completions_count_those_without_a_baseline_have_no_advantage(level):
+    """Under TRL's preset; no estimator sees them, a user's neither."""
+    groups = [make_group([1.0, None, 3.0]), make_group([None, 2.0, None], number=1)]
+    example = Path(__file__).parents[2] / "examples" / "estimator.py"
+    for options in ({}, {"estimator": f"{example}:opo"}, {"normalize_rewards": "batch"}):
+        config = make_policy_config(
+            preset="trl", beta=0.0, importance_sampling_level=level, **options
+        )
+        samples = shape(rollout_of(groups), config)
+        assert [s.reward for s in samples if s.reward == s.reward] == pytest.approx(
+            [-(0.5**0.5), 0.5**0.5] if "normalize_rewards" in options else [1, 3], abs=1e-3
+        )
+        known = assign(samples, None, terms_of(config)).known
+        assert {key for key, value in known.items() if value.any()} == {(0, 0), (0, 2)}
+        lengths = [len(s.token_ids) if level == "token" else 1 for s in samples]
+        assert [len(value) for value in known.values()] == lengths
+        assert all(value.isfinite().all() for value in known.values())
 
 
 def test_rewards_get_what_belongs_to_each_completion():

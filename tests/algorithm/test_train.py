@@ -110,6 +110,11 @@ def test_completions_without_signal_are_counted_but_not_computed(tmp_path):
     before = weights(constant)
     constant.train()
     assert equal(before, weights(constant))
+    unscored = make_config(tmp_path / "unscored", beta=0.0)
+    make_trainer(unscored, lambda completions, **_: [None] * len(completions)).train()
+    for row in (*metrics_of(constant.args), *metrics_of(unscored)):
+        assert row["loss"] == row["grad_norm"] == 0 and row["update/no_signal"] == 1
+        assert row["entropy"] > 3 and "learning_rate" in row
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.05])

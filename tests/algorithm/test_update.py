@@ -177,12 +177,108 @@ def test_unscored_completions_count_in_the_mean_only_where_asked():
 
 
 def test_completions_without_signal_are_computed_where_another_term_needs_them():
-    samples = [replace(s, reward=1.0) for s in make_samples()]
-    for options, share in (({}, 0.0), ({"entropy_coef": 0.1}, 1.0)):
-        config = make_policy_config(beta=0.0, **options)
+    flat = [replace(s, reward=1.0) for s in make_samples()]
+    filtered = [replace(s, behavior_logprobs=[-1.0] * len(s.token_ids)) for s in flat]
+    cases = (
+        ({}, flat, 0.0),
+        ({"entropy_coef": 0.1}, flat, 1.0),
+        ({"preset": "trl"}, flat, 1.0),
+        ({}, filtered, 1.0),
+    )
+    for options, samples, share in cases:
+        config = make_policy_config(**{**options, "beta": 0.0})
         policy = make_policy_of(config)
         given = assign(samples, policy, terms_of(config))
         assert update(policy, samples, given, terms_of(config))["update/computed_share"] == share
+
+
+def step_by_adamw(policy, before, first, number, rate) -> dict[str, torch.Tensor]:
+    """The weights `before` after step `number` of AdamW (Loshchilov and Hutter 2019, algorithm 2)
+    if the gradient was `first` in step 1 and 0 since."""
+    expected = {}
+    names = {id(p): name for name, p in policy.model.named_parameters()}
+    for group in policy.stepper.optimizer.param_groups:
+        one, two = group["betas"]
+        for name in (names[id(p)] for p in group["params"]):
+            mean = (1 - one) * one ** (number - 1) * first[name] / (1 - one**number)
+            square = (1 - two) * two ** (number - 1) * first[name] ** 2 / (1 - two**number)
+            decayed = before[name] * (1 - rate * group["weight_decay"])
+            expected[name] = decayed - rate * mean / (square.sqrt() + group["eps"])
+    return expected
+
+
+@pytest.mark.parametrize("preset", ["paper", "trl"])
+def test_a_step_without_signal_is_made_as_trl_makes_it_under_its_preset_only(preset):
+    """Step 1 has signal; in step 2 rewards are equal, in step 3 all are missing."""
+    config = make_policy_config(
+        preset=preset, beta=0.0, learning_rate=0.1, weight_decay=0.1, max_grad_norm=0.0
+    )
+    policy, terms, samples = make_policy_of(config), terms_of(config), make_samples()
+    first: dict[str, torch.Tensor] = {}
+    policy.stepper.before_step = lambda: (
+        first or first.update({n: p.grad.clone() for n, p in policy.model.named_parameters()})
+    )
+    samples = [replace(s, policy_logprobs=[-0.5] * len(s.token_ids)) for s in samples]
+    flat, missing = ([replace(s, reward=r) for s in samples] for r in (1.0, math.nan))
+    steps = (samples, flat, missing if preset == "trl" else [])
+    for number, counted in enumerate(steps, start=1):
+        before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+        rate = policy.stepper.learning_rate
+        row = update(policy, counted, assign(counted, policy, terms), terms)
+        after = {n: p.detach() for n, p in policy.model.named_parameters()}
+        assert row["learning_rate"] == rate and rate > policy.stepper.learning_rate
+        if number == 1:
+            assert row["grad_norm"] > 0 and len(first) == len(before)
+            continue
+        assert (row["loss"], row["grad_norm"], row["clip_ratio/region_mean"]) == (0, 0, 0)
+        if preset == "paper":
+            assert all(torch.equal(after[n], before[n]) for n in before)
+            assert row["update/no_signal"] == 1 and row.get("entropy", 0.5) == 0.5
+            assert ("entropy" in row) == bool(counted)
+            continue
+        assert row["update/changed_share"] > 0 and "update/no_signal" not in row
+        for name, value in step_by_adamw(policy, before, first, number, rate).items():
+            torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_kl_and_entropy_are_means_over_the_completions_that_the_form_names(parts):
+    """One is cut and one has no score: TRL leaves the first out and counts the second, the paper's
+    form does the opposite. Advantages come from this pass, or from one before it."""
+    samples = make_samples()
+    cut, missing = samples[0].key, samples[1].key
+    for preset, absent in (("trl", cut), ("paper", missing)):
+        config = make_policy_config(
+            preset=preset, beta=0.3, mask_truncated_completions=True, steps_per_generation=parts
+        )
+        policy, terms = make_policy_of(config), terms_of(config)
+        kept = [
+            replace(s, truncated=s.key == cut, reward=math.nan if s.key == missing else s.reward)
+            for s in samples
+            if preset == "trl" or s.key != missing
+        ]
+        counted = [s for s in kept if s.key != absent]
+        logprobs, _, targets = own_logits(policy, counted)
+        chosen = logprobs.gather(-1, targets[:, None])[:, 0]
+        kl = (chosen - policy.reference_logprobs(policy.batch(counted))).detach()
+        entropy = -(logprobs.exp() * logprobs).sum(-1).detach()
+        row = update(policy, kept, assign(kept, policy, terms), terms)
+        assert row["kl"] == pytest.approx(kl.mean().item(), abs=1e-6)
+        assert row["kl/sequence"] == pytest.approx(kl.sum().item() / len(counted), abs=1e-5)
+        assert row["entropy"] == pytest.approx(entropy.mean().item(), abs=1e-5)
+
+
+def test_without_beta_the_entropy_is_still_that_of_all_completions():
+    """Two of three groups have equal rewards, and a policy of their own."""
+    samples = [replace(s, policy_logprobs=[-float(s.key[0])] * len(s.token_ids)) for s in
+               make_samples()]  # fmt: skip
+    samples = [replace(s, reward=s.reward if s.key[0] == 0 else 1.0) for s in samples]
+    config = make_policy_config(beta=0.0)
+    policy, terms = make_policy_of(config), terms_of(config)
+    row = update(policy, samples, assign(samples, policy, terms), terms)
+    values = [float(s.key[0]) for s in samples for _ in s.token_ids]
+    assert row["update/computed_share"] == pytest.approx(1 / 3)
+    assert row["entropy"] == pytest.approx(sum(values) / len(values))
 
 
 def test_token_credit_is_the_same_from_the_update_s_own_pass_and_from_one_before():

@@ -30,6 +30,7 @@ from rloo.config.presets import (
 )
 from rloo.config.rendering import render_resolved
 from rloo.types import Completion, Group, Prompt
+from support.given_logprobs import Rollout, ours
 from support.presets import PRESET_FORMS
 from support.terms import advantages, rollout_of, terms_of
 
@@ -59,7 +60,8 @@ def advantages_of(config, rewards, lengths=None, penalties=None) -> list[float]:
 @pytest.mark.parametrize("name", ["paper", "trl", "ms_swift", "verl", "openrlhf"])
 def test_leave_one_out_of_a_missing_reward(name):
     # ms-swift itself takes a missing reward as 0: [1, -1/3, -1/3, -1/3].
-    assert advantages_of(form(name), [1, None, 0, 0]) == [1, -0.5, -0.5]
+    kept = [0] if name == "trl" else []  # where it counts in the mean over completions
+    assert advantages_of(form(name), [1, None, 0, 0]) == [1, *kept, -0.5, -0.5]
 
 
 def test_areal_s_documented_recipe_leaves_out_one_token():
@@ -68,6 +70,25 @@ def test_areal_s_documented_recipe_leaves_out_one_token():
     long = advantages_of(config, [1, 0, 0, 0], [100] * 4)
     assert (long[0], long[-1]) == pytest.approx((0.7519, -0.2506), abs=5e-5)
     assert advantages_of(form("paper"), [1, 0, 0, 0]) == pytest.approx([1] + [-1 / 3] * 3)
+
+
+def test_areal_s_printed_objective_is_a_mean_over_tokens_of_clipped_token_ratios():
+    """1/G sum_i 1/|o_i| sum_t min(r A, clip(r, 0.8, 1.2) A) of two answers, of 1 and 3 tokens."""
+    rollout = Rollout(
+        group=[0, 0],
+        rewards=[1, 0],
+        now=[torch.tensor([r], dtype=torch.float64).log() for r in (1.5,)]
+        + [torch.tensor([0.5, 1.0, 1.1], dtype=torch.float64).log()],
+        old=[torch.zeros(n, dtype=torch.float64) for n in (1, 3)],
+        reference=[torch.zeros(n, dtype=torch.float64) for n in (1, 3)],
+        sampler=[torch.zeros(n, dtype=torch.float64) for n in (1, 3)],
+    )
+    found = ours(rollout, preset="areal_page")
+    assert found.advantages.tolist() == [[1, 0, 0], [-1, -1, -1]]
+    assert found.loss == pytest.approx(-(1.2 + (-0.8 - 1.0 - 1.1) / 3) / 2)
+    # By log-probs: clipped ratios have none, the others -ratio * A / (2 * length).
+    expected = torch.tensor([[0, 0, 0], [0, 1 / 6, 1.1 / 6]], dtype=torch.float64)
+    assert torch.allclose(found.gradient, expected, atol=1e-12)
 
 
 def test_areal_s_shipped_recipe_whitens_over_tokens_after_leaving_out_answers():
@@ -207,7 +228,7 @@ def test_the_form_of_the_loss_goes_with_the_preset_into_files_and_copies(tmp_pat
     file = tmp_path / "config.yaml"
     file.write_text(render_resolved(form("trl")))
     for config in (parse_command_line([str(file)]), replace(form("trl"), beta=0.3)):
-        assert config.loss_form == LossForm(count_unscored=True)
+        assert config.loss_form == LossForm(all_completions=True)
     assert parse_command_line([str(file), "--preset", "paper"]).loss_form == LossForm()
 
 
@@ -305,7 +326,6 @@ CONTRADICTIONS = [
         },
         "not below the upper bound",
     ),
-    ({"preset": "trl", "loss_aggregation": "token_mean"}, "preset trl counts completions that"),
     ({"normalize_rewards": "batch", "mean_level": "running"}, "both take a mean"),
     ({"num_generations": 1, "num_prompts": 4}, "leave-one-out needs at least 2"),
     (

@@ -366,7 +366,7 @@ def test_the_summary_is_strict_json_with_everything_that_the_monitor_saw(tmp_pat
     assert summary["training"]["start"]["reward"] == [0.1, 0.03]
     assert summary["training"]["end"]["completions/mean_length"] == 12.0
     assert summary["verdict"] in shown(screen)
-    assert f"Results in {tmp_path}: summary.json, metrics.jsonl" in shown(screen)
+    assert "Results in rloo_output: summary.json, metrics.jsonl" in shown(screen)
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -489,10 +489,10 @@ def test_logs_are_window_means_without_nan_and_the_last_count(tmp_path):
     attach(watcher, state, control)
     for step, reward in enumerate([1.0, math.nan, 3.0, 5.0, 9.0], start=1):
         state.global_step = step
-        watcher.log({"reward": reward, "num_tokens": 10.0 * step})
+        watcher.log({"reward": reward, "num_tokens": 10.0 * step, "grad_norm": 1.0 / step})
     assert state.log_history == [
-        {"reward": 1.0, "num_tokens": 20.0, "epoch": 0.5, "step": 2},
-        {"reward": 4.0, "num_tokens": 40.0, "epoch": 0.5, "step": 4},
+        {"reward": 1.0, "num_tokens": 20.0, "grad_norm": 0.5, "epoch": 0.5, "step": 2},
+        {"reward": 4.0, "num_tokens": 40.0, "grad_norm": 0.25, "epoch": 0.5, "step": 4},
     ]
 
 

@@ -43,7 +43,7 @@ def test_exact_match_compares_with_the_answer():
 def test_the_default_format_is_one_thought_and_one_answer():
     right = [
         "<think>a\nb</think><answer>7</answer>",
-        "\n<think></think>\n\n<answer>1 < 2</answer>\n",
+        "\n<think>a</think>\n\n<answer>1 < 2</answer>\n",
         [{"role": "assistant", "content": "<think>a</think><answer>b</answer>"}],
     ]
     assert make_format()(right) == [1.0, 1.0, 1.0]
@@ -55,6 +55,8 @@ def test_the_default_format_is_one_thought_and_one_answer():
         "<think>a<think>b</think></think><answer>7</answer>",
         "<think>a</think>so<answer>7</answer>",
         "<think>a</think><answer>7",
+        "<think></think><answer>7</answer>",
+        "<think>a</think><answer> \n\u200b</answer>",
     ]
     assert make_format()(wrong) == [0.0] * len(wrong)
 
@@ -68,8 +70,8 @@ def test_a_format_must_match_the_whole_completion_and_fit_the_cap():
 
 def test_the_default_format_reads_hostile_text_in_linear_time():
     """Texts so long that a quadratic reading would run into the time limit of the tests."""
-    pieces = ["<think>", "</think><answer>", "<think></think><answer></answer>", " ", "<"]
-    texts = ["<think></think>" + piece * (1_000_000 // len(piece)) for piece in pieces]
+    pieces = ["<think>", "</think><answer>", "<think>a</think><answer>b</answer>", " ", "<"]
+    texts = ["<think>a</think>" + piece * (1_000_000 // len(piece)) for piece in pieces]
     assert make_format(max_characters=2_000_000)(texts) == [0.0] * len(texts)
 
 

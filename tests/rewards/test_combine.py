@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,13 +59,13 @@ def test_a_function_gets_by_name_what_it_accepts_and_nothing_else():
         seen["names"] = list(kwargs)
         return [0, 0, 0]
 
-    state = object()
+    state = SimpleNamespace(global_step=3, log_history=[{"loss": 1.0}])
     columns = {"answer": [7, 7, 8], "level": [1, 1, 2]}
     scores = score(all_of_it, length_reward, everything, columns=columns, state=state)
     assert scores.by_function["length_reward"] == [1.0, 2.0, 3.0]
     assert seen["prompts"] == PROMPTS and seen["completions"] == COMPLETIONS
     assert seen["completion_ids"] == IDS and seen["answer"] == [7, 7, 8]
-    assert seen["trainer_state"] is state
+    assert seen["trainer_state"] == state and seen["trainer_state"] is not state
     assert seen["short"] == (COMPLETIONS, PROMPTS)
     assert seen["names"] == [
         "prompts",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rloo.rewards import gsm8k_format_reward, gsm8k_reward
-from rloo.rewards.text import only_number
+from rloo.rewards.numerals import read_numeral
 
 ROWS = [
     json.loads(line)
@@ -40,12 +40,11 @@ RIGHT = {
     "the reference itself": lambda answer, v: answer,
     "after the mark": lambda answer, v: f"Some work.\n#### {v}",
     "after the last of two marks": lambda answer, v: f"#### {v + 1}\nNo, wait.\n#### {v}",
-    "words and unit after the mark": lambda answer, v: f"#### about {v} eggs per day.",
+    "unit after the mark": lambda answer, v: f"#### {v} eggs per day.",
     "currency": lambda answer, v: f"#### ${v}",
     "escaped currency": lambda answer, v: rf"#### \${v}",
     "latex": lambda answer, v: f"#### ${v}$",
     "bold": lambda answer, v: f"#### **{v}**",
-    "percent": lambda answer, v: f"#### {v}%",
     "unit without a space": lambda answer, v: f"#### {v}kg",
     "square unit": lambda answer, v: f"#### {v} m²",
     "thousands": lambda answer, v: f"#### {v:,}",
@@ -105,6 +104,17 @@ DISGUISED = {
     "version": lambda answer, v: f"#### x{v}",
     "date": lambda answer, v: f"#### {v}/1/1",
     "bad thousands": lambda answer, v: f"#### {v},00",
+    "percent": lambda answer, v: f"#### {v}%",
+    "degree": lambda answer, v: f"#### {v}°",
+    "not equal": lambda answer, v: rf"#### \neq {v}",
+    "at least": lambda answer, v: rf"\boxed{{\geq {v}}}",
+    "about": lambda answer, v: f"#### about {v} eggs per day.",
+    "denied": lambda answer, v: rf"\boxed{{\text{{not }} {v}}}",
+    "denied in a sentence": lambda answer, v: f"The answer is not {v}.",
+    "scaled": lambda answer, v: f"#### {v} thousand",
+    "variable": lambda answer, v: f"#### {v}x",
+    "chain": lambda answer, v: f"#### {v + 1} = {v}",
+    "brackets": lambda answer, v: "#### " + "(" * 300 + str(v) + ")" * 300,
     "nothing after the mark": lambda answer, v: f"It is {v}. ####",
     "word after the mark": lambda answer, v: f"It is {v}. #### none",
     "closing mark": lambda answer, v: f"#### {v} ####",
@@ -161,20 +171,42 @@ def test_all_200_disguised_answers_are_wrong(form):
         ("$-2", Fraction(-2)),
         ("- £1,234.50", Fraction(-2469, 2)),
         ("1,234,567", Fraction(1234567)),
+        ("1 234 567", Fraction(1234567)),
+        (r"1\frac{3}{4}", Fraction(7, 4)),
+        (r"0.1\overline{6}", Fraction(1, 6)),
+        (r"12.\overline{27}", Fraction(135, 11)),
+        (r"1.2 \times 10^{-3}", Fraction(3, 2500)),
         ("1234,567", None),
         ("12,3456", None),
         ("1 1/2", None),
+        ("3/0", None),
         ("", None),
         ("9" * 5000, None),
         ("1/" + "9" * 5000, None),
     ],
 )
 def test_a_number_is_read_exactly(text, number):
-    assert only_number(text) == number
+    numeral = read_numeral(text)
+    assert (None if numeral is None else numeral.value) == number
+
+
+def test_a_percent_sign_counts_where_it_is_asked_for():
+    completions = ["#### 25%"] * 4
+    prompts = [
+        "There are 8 birds, 2 fly away. What percentage flew away?",
+        [
+            {"role": "user", "content": "There are 8 birds. How many % flew away?"},
+            {"role": "assistant", "content": "Is it 2?"},
+        ],
+        "25 birds are 50% of all. How many are they?",
+        "It fell by 25%. What is left?",
+    ]
+    assert gsm8k_reward(completions, ["25"] * 4, prompts) == [1.0, 1.0, 0.0, 0.0]
+    assert gsm8k_reward(completions[:2], ["#### 25%", "25"]) == [1.0, 0.0]
 
 
 def test_decimals_and_fractions_are_equal_only_exactly():
-    completions = ["#### 0.75", "#### 0.3333333333", "#### 75%"]
+    completions = ["#### 0.75", "#### 0.3333333333", "#### 75"]
     assert gsm8k_reward(completions, ["#### 3/4", "1/3", 0.75]) == [1.0, 0.0, 0.0]
 
 

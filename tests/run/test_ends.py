@@ -293,7 +293,7 @@ def test_what_is_not_finite_is_never_committed(tmp_path, where):
         broken = parameter.data if where == "weight" else stepper.optimizer.state[parameter]
         (broken if where == "weight" else broken["exp_avg_sq"]).view(-1)[0] = torch.inf
 
-    trip(stepper, "advance_schedule", 4, break_it)
+    trip(stepper, "_advance_schedule", 4, break_it)
     with pytest.raises(FloatingPointError, match="is not finite: the run has diverged"):
         trainer.train()
     run = tmp_path / "run"

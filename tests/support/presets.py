@@ -5,6 +5,7 @@
 PRESET_FORMS = {
     "areal": ({"preset": "areal"}, 0.7807, 0.9281),
     "areal_docs": ({"preset": "areal_docs"}, 0.4725, 0.9839),
+    "areal_page": ({"preset": "areal_page"}, 0.5661, 0.9704),
     "ms_swift": ({"preset": "ms_swift"}, 0.5661, 0.9704),
     "verl": ({"preset": "verl"}, 0.5540, 0.9985),
     "openrlhf": ({"preset": "openrlhf"}, 0.5585, 0.9974),

@@ -51,11 +51,24 @@ class Terms:
         """Looked up once, since it may be a user's. Raises ValueError as `chosen_estimator`."""
         return chosen_estimator(self.config)
 
+    def watched(self, truncated_N: Tensor) -> Tensor:
+        """bool (N,): which completions the metrics kl and entropy are means over. All, but where
+        those masked as truncated pay no KL (as in TRL), these are left out."""
+        pay = (self.config.estimator_kwargs or {}).get("kl_of_truncated", True)
+        return ~truncated_N | (pay or not self.config.mask_truncated_completions)
+
     def advantages(self, returns: Returns) -> Tensor:
-        """(N,), or (T,) with token ratios; 0 for completions that are masked as truncated. All of
-        `returns` count, and their groups are whole. Raises ValueError for an estimator that is not
-        there, fails, or returns what is no advantage."""
-        values, level = self.estimator(returns), self.config.importance_sampling_level
+        """(N,), or (T,) with token ratios; 0 for completions that are masked as truncated and for
+        those without a reward (NaN), which no estimator sees. Groups are whole. Raises ValueError
+        for an estimator that is not there, fails, or returns what is no advantage."""
+        level, scored_N = self.config.importance_sampling_level, ~returns.reward_N.isnan()
+        if not scored_N.all():
+            scored = scored_N[returns.sequence_T] if level == "token" else scored_N
+            found = torch.zeros(scored.shape, dtype=torch.float64, device=scored.device)
+            if scored.any():
+                found[scored] = self.advantages(returns.only(scored_N))
+            return found
+        values = self.estimator(returns)
         masked = returns.truncated_N & self.config.mask_truncated_completions
         if level == "token":
             values, masked = returns.per_token(values), masked[returns.sequence_T]
@@ -153,19 +166,21 @@ def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
 def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Stored:
     old: dict[Key, Tensor] = {}
     penalties: dict[Key, Tensor] = {}
-    total, stats = 0.0, {}
+    total, tokens, completions, stats = 0.0, 0, 0, {}
     for part in split(samples, policy.max_tokens, whole_groups=False, packed=policy.packed):
         batch = policy.batch(part)
         logprobs = policy.score(batch)
         old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
         if terms.kl_in_reward:
             reference = policy.reference_logprobs(batch)
-            total += (logprobs - reference).sum().item()
+            watched_N = terms.watched(batch.truncated_N)
+            watched_T = watched_N[batch.sequence_T]
+            total += (logprobs - reference)[watched_T].sum().item()
+            tokens, completions = tokens + int(watched_T.sum()), completions + int(watched_N.sum())
             penalty = token_penalty(logprobs, reference, terms).cpu()
             penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
     if terms.kl_in_reward:
-        num_tokens = sum(s.num_trained for s in samples)
-        stats = {"kl": total / num_tokens, "kl/sequence": total / len(samples)}
+        stats = {"kl": total / max(tokens, 1), "kl/sequence": total / max(completions, 1)}
     return Stored(_sample_advantages(samples, penalties, terms), old, stats)
 
 

@@ -66,6 +66,17 @@ class Returns:
         # If the sizes are equal, every completion is a single token.
         return values if len(values) == len(self.sequence_T) else values[self.sequence_T]
 
+    def only(self, kept_N: Tensor) -> Returns:
+        """Those of the completions that are to be kept, bool (N,)."""
+        kept_T = kept_N[self.sequence_T]
+        return Returns(
+            self.reward_N[kept_N],
+            self.penalty_T[kept_T],
+            (kept_N.cumsum(0) - 1)[self.sequence_T[kept_T]],
+            self.group_N[kept_N],
+            self.truncated_N[kept_N],
+        )
+
     def groups(self) -> list[Returns]:
         """Each group alone."""
         return self.split(self.group_N.unique_consecutive(return_counts=True)[1].tolist())

@@ -13,7 +13,7 @@ from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.data.stream import Prompts, StreamSource
 from rloo.engines.noise import noise_key
-from rloo.report.metrics import mean_of_parts, rollout_metrics
+from rloo.report.metrics import mean_of_parts, rollout_metrics, sampled_entropy
 from rloo.report.profiling import Clock
 from rloo.rewards import RewardSet
 from rloo.types import Completion, Engine, Group, Prompt, Rollout, Sampling, Text, text_of
@@ -81,8 +81,17 @@ class SyncRollouts:
         read = sum(len(g.prompt.token_ids) * len(g.completions) for g in everything)
         speed = {"tokens_per_second/sample": sampled / self.clock.seconds["time/sample"]}
         self.step += self.batches.steps_per_rollout
-        metrics, version = rollout_metrics(everything) | logged | speed, self.engine.version
-        return Rollout(groups, metrics, sampled + read, version, self.state_dict(), self.epoch)
+        metrics = rollout_metrics(everything) | logged | speed
+        if not self.sampling.filtered:  # else of what an update computes
+            metrics |= sampled_entropy(c.policy_logprobs for g in everything for c in g.completions)
+        return Rollout(
+            groups,
+            metrics,
+            num_tokens=sampled + read,
+            version=self.engine.version,
+            position=self.state_dict(),
+            epoch=self.epoch,
+        )
 
     def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
         """Draw prompts, sample and score completions; return groups and the rewards' metrics."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -16,39 +17,43 @@ from rloo.types import Completion, Group, Rollout, Sample
 
 def shape(rollout: Rollout, config: RLOOConfig, past: Adaptive | None = None) -> list[Sample]:
     """The completions that the loss counts, with shaped rewards: those scored, in groups of enough
-    scores for the estimator. `past` is needed for a mean or deviation over earlier rollouts."""
+    scores for the estimator; under a preset that counts all completions also the others, with the
+    reward NaN. `past` is needed for a mean or deviation over earlier rollouts."""
     smallest = chosen_estimator(config).smallest_group
     found: list[tuple[Sample, Completion]] = []
     begin = 0
     for number, group in enumerate(rollout.groups):
-        if sum(reward is not None for reward in group.rewards) >= smallest:
-            found += _scored(group, number, begin, rollout.version)
+        enough = sum(reward is not None for reward in group.rewards) >= smallest
+        for sample, completion in _samples(group, number, begin, rollout.version):
+            if not math.isnan(sample.reward) and enough:
+                found.append((sample, completion))
+            elif config.loss_form.all_completions:
+                found.append((replace(sample, reward=math.nan), completion))
         begin += len(group.completions)
     rewards = [_shape(sample.reward, completion, config) for sample, completion in found]
     related = _relate(rewards, config, past)
     return [replace(s, reward=r) for (s, _), r in zip(found, related, strict=True)]
 
 
-def _scored(
+def _samples(
     group: Group, number: int, begin: int, version: int
 ) -> Iterator[tuple[Sample, Completion]]:
-    """The scored completions of group `number`, whose first one has place `begin`."""
+    """The completions of group `number`, whose first one has place `begin`."""
     both = zip(group.completions, group.rewards, strict=True)
     for index, (completion, reward) in enumerate(both):
-        if reward is not None:
-            sample = Sample(
-                key=(number, index),
-                place=begin + index,
-                version=version,
-                prompt_ids=group.prompt.token_ids,
-                token_ids=completion.token_ids,
-                policy_logprobs=completion.policy_logprobs,
-                reward=reward,
-                truncated=completion.finish == "length",
-                behavior_logprobs=completion.behavior_logprobs,
-                pixels=group.prompt.pixels,
-            )
-            yield sample, completion
+        sample = Sample(
+            key=(number, index),
+            place=begin + index,
+            version=version,
+            prompt_ids=group.prompt.token_ids,
+            token_ids=completion.token_ids,
+            policy_logprobs=completion.policy_logprobs,
+            reward=math.nan if reward is None else reward,
+            truncated=completion.finish == "length",
+            behavior_logprobs=completion.behavior_logprobs,
+            pixels=group.prompt.pixels,
+        )
+        yield sample, completion
 
 
 def shaped_rewards(groups: Sequence[Group], config: RLOOConfig) -> list[float]:
@@ -76,7 +81,8 @@ def _relate(rewards: list[float], config: RLOOConfig, past: Adaptive | None) -> 
     """Rewards over their rollout's or earlier ones' deviation, or less the running mean."""
     if config.normalize_rewards == "batch":
         values = torch.tensor(rewards, dtype=torch.float64)
-        return standardise(values, epsilon=config.advantage_epsilon).tolist()
+        scaled = standardise(values, epsilon=config.advantage_epsilon)
+        return torch.where(values.isnan(), values, scaled).tolist()
     if config.normalize_rewards == "running":
         # The first rollout is not normalised: its own statistics would bias it.
         return rewards if past is None else past.past.standardise(rewards)

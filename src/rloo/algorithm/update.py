@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, split
 from rloo.model.logprobs import TokenScores
 from rloo.model.policy import Policy
+from rloo.report.metrics import sampled_entropy
 from rloo.types import Sample
 
 
@@ -35,18 +36,18 @@ def update(
     before_step: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """One optimizer step on `samples`: micro-batches forward and backward, then the step, before
-    which nothing of the policy has changed. A sample whose advantage is known to be exactly 0 is
-    not computed, but counts in the divisor of the loss."""
+    which nothing of the policy has changed. Where nothing but its advantage counts, a sample of
+    which that is known to be exactly 0 is not computed, but counts in the divisor of the loss;
+    where no sample is computed, there is no step."""
     config = terms.config
-    unscored_count = config.loss_form.count_unscored
     denominator = objective.loss_denominator(
         config.loss_aggregation,
-        num_sequences=terms.batches.completions_per_step if unscored_count else len(samples),
+        num_sequences=len(samples),
         num_tokens=sum(s.num_trained for s in samples),
         constant=config.loss_constant,
     )
-    all_count = _has_other_terms(terms) or policy.aux_loss_weight != 0
-    live = [s for s in samples if all_count or credit.has_signal(s.key)]
+    computes_all = _computes_all(policy, samples, terms)
+    live = [s for s in samples if computes_all or credit.has_signal(s.key)]
     input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
     tally: dict[str, float] = defaultdict(float)
     cut = {"whole_groups": credit.from_update, "packed": policy.packed}
@@ -56,13 +57,14 @@ def update(
         policy.stepper.backward(loss)
         for name, value in parts.items():
             tally[name] = max(tally[name], value) if name.endswith("max") else tally[name] + value
-    share = len(live) / len(samples) if samples else 0.0
-    computed = credit.stats | {"update/computed_share": share}
+    metrics = credit.stats | _averages(tally, samples, config)
+    if not computes_all:  # the entropy of those computed is that of completions with signal
+        metrics.pop("entropy", None)
+        metrics |= sampled_entropy(s.of_trained(s.policy_logprobs) for s in samples)
     before_step()
-    if not live:
-        policy.stepper.advance_schedule()
-        return computed | {"update/no_signal": 1.0}
-    return computed | _averages(tally) | policy.stepper.step()
+    if live:
+        return metrics | policy.stepper.step()
+    return metrics | {"update/no_signal": 1.0} | policy.stepper.skip()
 
 
 def micro_loss(
@@ -78,11 +80,13 @@ def micro_loss(
     config = terms.config
     scores = policy.logprobs(batch)
     now = scores.logprobs.detach()
+    watched_N = terms.watched(batch.truncated_N)
+    watched_T = watched_N[batch.sequence_T]
     sums: dict[str, float] = {}
     reference = None
     if terms.kl_in_loss or credit.from_update:
         reference = policy.reference_logprobs(batch)
-        sums["kl"] = (now - reference).sum().item()
+        sums["kl"] = (now - reference)[watched_T].sum().item()
     advantages = credit.advantages(batch, now, reference)
     old = credit.old(batch, now)
     completions = objective.Completions(batch.sequence_T, batch.size)
@@ -100,10 +104,11 @@ def micro_loss(
     mismatch = (now - batch.policy_T).abs()
     sums |= {
         "loss": loss.item(),
-        "entropy": scores.entropy.sum().item(),
+        "entropy": scores.entropy[watched_T].sum().item(),
         "tokens": float(len(now)),
         "sequences": float(batch.size),
-        "ratios": float(result.clipped_low.numel()),
+        "watched_tokens": watched_T.sum().item(),
+        "watched_sequences": watched_N.sum().item(),
         "clipped_low": result.clipped_low.sum().item(),
         "clipped_high": result.clipped_high.sum().item(),
         "mismatch": mismatch.sum().item(),
@@ -136,6 +141,15 @@ def _share(
 def _has_other_terms(terms: Terms) -> bool:
     """Whether the loss has terms that do not vanish when the advantage is 0."""
     return terms.kl_in_loss or terms.config.entropy_coef != 0
+
+
+def _computes_all(policy: Policy, samples: Sequence[Sample], terms: Terms) -> bool:
+    """Whether samples without signal are computed, too: where their KL, entropy or experts count,
+    where the preset does it, and where tokens were drawn from another distribution than the
+    policy's, so that nothing is known of its entropy."""
+    filtered = any(s.behavior_logprobs not in (None, s.policy_logprobs) for s in samples)
+    adds = terms.beta != 0 or _has_other_terms(terms) or policy.aux_loss_weight != 0
+    return adds or terms.config.loss_form.all_completions or filtered
 
 
 def _other_terms(
@@ -181,22 +195,34 @@ def _correction(
     return weights
 
 
-def _averages(tally: dict[str, float]) -> dict[str, float]:
-    tokens, sequences, ratios = tally["tokens"], tally["sequences"], tally["ratios"]
-    low, high = tally["clipped_low"] / ratios, tally["clipped_high"] / ratios
+def _averages(
+    tally: Mapping[str, float], samples: Sequence[Sample], config: RLOOConfig
+) -> dict[str, float]:
+    """The metrics of a step, of `samples`, from the sums over those that were computed."""
+    by_token = config.importance_sampling_level == "token"
+    ratios = sum(s.num_trained for s in samples) if by_token else len(samples)
+    # What is not computed has no advantage, and so is not clipped.
+    low, high = (tally.get(f"clipped_{side}", 0.0) / max(ratios, 1) for side in ("low", "high"))
     metrics = {
-        "loss": tally["loss"],
-        "entropy": tally["entropy"] / tokens,
+        "loss": tally.get("loss", 0.0),
         "clip_ratio/low_mean": low,
         "clip_ratio/high_mean": high,
         "clip_ratio/region_mean": low + high,
+        "update/computed_share": tally.get("sequences", 0.0) / max(len(samples), 1),
+    }
+    if not tally:
+        return metrics
+    tokens = tally["tokens"]
+    watched, sequences = (max(tally[f"watched_{of}"], 1.0) for of in ("tokens", "sequences"))
+    metrics |= {
+        "entropy": tally["entropy"] / watched,
         "mismatch/mean": tally["mismatch"] / tokens,
         "mismatch/max": tally["mismatch/max"],
     }
     if "aux_loss" in tally:
         metrics["aux_loss"] = tally["aux_loss"]
     if "kl" in tally:
-        metrics |= {"kl": tally["kl"] / tokens, "kl/sequence": tally["kl"] / sequences}
+        metrics |= {"kl": tally["kl"] / watched, "kl/sequence": tally["kl"] / sequences}
     if "weight" in tally:
         name = "sampling/importance_sampling_ratio"
         squares = tally["weight_squares"] or 1.0

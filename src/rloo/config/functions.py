@@ -23,7 +23,13 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
     """
     source, _, attribute = spec.rpartition(":")
     load = _import_file if source.endswith(".py") else _import_module
-    module = load(source, kind)
+    try:
+        module = load(source, kind)
+    except SystemExit as error:  # it would end the run, with status 0 as if it were finished
+        raise ValueError(
+            f"{source} called sys.exit({error.code!r}) when it was imported; it must only define "
+            f"functions ({kind} {spec!r})"
+        ) from error
     found = getattr(module, attribute, None)
     if found is None:
         names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]

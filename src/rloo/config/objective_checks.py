@@ -152,12 +152,6 @@ def _in_kl(config: Options) -> Iterator[str]:
 
 
 def _in_loss(config: Options) -> Iterator[str]:
-    if loss_form(config.preset).count_unscored and config.loss_aggregation == "token_mean":
-        yield (
-            f"preset {config.preset} counts completions that were not scored, and "
-            "loss_aggregation is token_mean, in which they have no tokens (preset, or "
-            "loss_aggregation)"
-        )
     if config.loss_aggregation != "constant" and config.loss_constant is not None:
         yield (
             f"loss_constant is {config.loss_constant} but loss_aggregation is "

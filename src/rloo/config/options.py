@@ -61,6 +61,10 @@ class Options:
         "({name: folder, normalize: true}).", basic=True)
     reward_weights: list[float] | None = REWARDS.shared(None,
         "Weight of each reward in their sum; null weights each by 1.", basic=True)
+    reward_timeout: float | None = REWARDS.own(300.0,
+        "Seconds that a call of a reward function may take; null or 0 sets no deadline.")
+    reward_on_error: Literal["raise", "missing"] = REWARDS.own("raise",
+        "A reward function that fails ends the run (raise) or gives no rewards (missing).")
     reward_bias: float = REWARDS.own(0.0,
         "Added to the weighted sum of rewards, before `reward_scaling`.")
     reward_scaling: float = REWARDS.own(1.0,

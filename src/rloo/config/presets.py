@@ -21,8 +21,9 @@ from rloo.config.reading import suggest
 class LossForm:
     """What only some systems do to the loss. Presets set it, and no option does."""
 
-    # Completions that were not scored count in the mean over completions.
-    count_unscored: bool = False
+    # All completions count in the mean and are computed, also those without score or signal, so
+    # that the optimizer steps where the gradient is 0, too.
+    all_completions: bool = False
     # kl_estimator may be one that has another gradient than a KL's where kl_placement puts it.
     any_kl: bool = False
 
@@ -69,12 +70,12 @@ PRESETS: dict[str, Preset] = {
         {},
     ),
     "trl": Preset(
-        "the paper's; completions without a reward still count in the mean, and those masked as "
-        "truncated pay no KL",
+        "the paper's; completions without a reward still count in the mean, those masked as "
+        "truncated pay no KL, and without any signal the optimizer steps on a gradient of 0",
         "TRL 1.16, trainer/rloo_trainer.py",
         {},
         {"kl_of_truncated": False},
-        LossForm(count_unscored=True),
+        LossForm(all_completions=True),
     ),
     "areal": Preset(
         "r = clip(10 * (r - 0.5)), leave-one-out over answers, then whitened over all tokens; "
@@ -104,6 +105,12 @@ PRESETS: dict[str, Preset] = {
         "preset areal_docs is the recipe of AReaL's RLOO page: its adv_norm.mean_leave1out leaves "
         "out one token, not one answer, so that the rest of an answer stays in its own baseline: "
         "that is not REINFORCE Leave-One-Out, and biased (preset areal, or paper)",
+    ),
+    "areal_page": Preset(
+        "A_i = r_i - mean of the other r_j, no KL; token ratios, clipped; each answer's mean over "
+        "its tokens, then the mean over answers",
+        "AReaL's RLOO page of 28 September 2025, the objective as it is printed",
+        {**_TOKEN, "loss_aggregation": "sequence_token_mean", "beta": 0.0},
     ),
     "ms_swift": Preset(
         "A_i as in the paper; token ratios; each answer's mean over its tokens, then the mean over "
@@ -203,7 +210,7 @@ def parts_of(options: Mapping[str, Any], form: LossForm) -> dict[str, Any]:
     defaults = ARGUMENTS if parts["estimator"] == "composed" else {}
     arguments = defaults | (parts.pop("estimator_kwargs") or {})
     parts |= {f"estimator_kwargs.{name}": value for name, value in arguments.items()}
-    return parts | {"count_unscored": form.count_unscored}
+    return parts | {"all_completions": form.all_completions}
 
 
 def preset_parts(name: str) -> dict[str, Any]:

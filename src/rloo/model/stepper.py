@@ -66,7 +66,7 @@ class Stepper:
             finite = first_not_finite((n, g) for n, g in gradients if g is not None) is None
         stats: dict[str, float] = {
             "grad_norm": norm.item(),
-            "learning_rate": float(self.scheduler.get_last_lr()[0]),
+            "learning_rate": self.learning_rate,
             "update/nonfinite": float(not finite and not searching),
             "update/scale_lowered": float(not finite and searching),
             "update/changed_share": 0.0,
@@ -81,10 +81,21 @@ class Stepper:
             stats["update/changed_share"] = changed.float().mean().item()
         self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.advance_schedule()
+        self._advance_schedule()
         return stats
 
-    def advance_schedule(self) -> None:
+    def skip(self) -> dict[str, float]:
+        """No step, where no gradient was gathered; only the schedule counts it."""
+        stats = {"grad_norm": 0.0, "learning_rate": self.learning_rate, "update/changed_share": 0.0}
+        self._advance_schedule()
+        return stats
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return float(self.scheduler.get_last_lr()[0])
+
+    def _advance_schedule(self) -> None:
         """Advance the schedule, which also counts steps that changed no weight."""
         with warnings.catch_warnings():
             # torch warns if the very first step was such a step.

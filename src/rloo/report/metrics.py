@@ -6,7 +6,7 @@ Metrics that TRL has too have TRL's names; docs/metrics.md explains each of them
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from rloo.types import Group
@@ -74,6 +74,13 @@ def window_mean(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for line in lines for name in line)
     means = {n: _mean([x[n] for x in lines if n in x and not math.isnan(x[n])]) for n in names}
     return {name: value for name, value in means.items() if not math.isnan(value)}
+
+
+def sampled_entropy(logprobs: Iterable[Sequence[float]]) -> dict[str, float]:
+    """The mean of -log p over all tokens, which the sampler knows: on average the entropy of a
+    policy that was sampled without filters, and no forward pass."""
+    values = [value for of_completion in logprobs for value in of_completion]
+    return {"entropy": -fmean(values)} if values else {}
 
 
 def _baselines(rewards: Sequence[float]) -> list[float]:

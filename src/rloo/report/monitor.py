@@ -44,7 +44,7 @@ NUM_RECORDED_COMPLETIONS = 4
 REWARD = ("reward", "reward/standard_error")
 DRIFTS = ("kl", "entropy", "completions/mean_length", "groups/signal")
 # Metrics that are logged as the last value of a window, not as its mean.
-LAST_VALUE = ("num_tokens", "learning_rate")
+LAST_VALUE = ("num_tokens", "learning_rate", "grad_norm")
 
 
 class Monitor:
@@ -228,7 +228,7 @@ class Monitor:
     def _remember(self, metrics: Mapping[str, float]) -> None:
         self._recent.append(metrics)
         self._refused_steps += bool(metrics.get("update/nonfinite"))
-        loss = metrics.get("loss", 0.0)  # a step without signal has no loss
+        loss = metrics.get("loss", 0.0)
         self._losses += [loss] if math.isfinite(loss) else []
         if "reward" in metrics:  # only in the first step on a rollout
             self._scored.append({n: metrics[n] for n in REWARD + DRIFTS if n in metrics})

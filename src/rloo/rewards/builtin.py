@@ -10,9 +10,10 @@ from typing import Any
 from rloo.rewards.text import text_of
 from rloo.types import Text
 
-# One thought, one answer, no tags inside either: no second answer can hide in the first, and the
-# match takes linear time on any text.
-_INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
+# One thought, one answer, neither blank, no tags inside either: no second answer can hide in the
+# first, and the match takes linear time on any text.
+_BLANK = r"[\s\u200b-\u200f\u2060\ufeff]"
+_INSIDE = rf"(?!{_BLANK}*</)(?:(?!</?(?:think|answer)>).)*"
 THINK_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 
 
@@ -43,8 +44,8 @@ def make_format(
     """1.0 if the whole completion matches the regular expression, else 0.0.
 
     A dot also matches a line break. The default pattern is one `<think>...</think>` followed by one
-    `<answer>...</answer>`. A completion of more than `max_characters` does not match, which bounds
-    the time that a pattern of quadratic cost can take on hostile text.
+    `<answer>...</answer>`, neither of them blank. A completion of more than `max_characters` does
+    not match, which bounds the time that a pattern of quadratic cost can take on hostile text.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)

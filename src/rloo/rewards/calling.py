@@ -3,6 +3,7 @@ return."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import numbers
@@ -81,11 +82,34 @@ def name_of(function: Callable[..., Any]) -> str:
 def make_arguments(
     reward: Reward, given: Mapping[str, list[Any]], trainer_state: Any, log: Log
 ) -> dict[str, Any]:
-    """The keyword arguments that `reward` accepts; lists are copied so that it may change them."""
+    """The keyword arguments that `reward` accepts; lists are copied so that it may change them, and
+    so is the trainer's state, so that it cannot change the run."""
     logs = {"log_extra": log.log_extra, "log_metric": log.log_metric}
     offered = {**given, "trainer_state": trainer_state, **logs}
     accepts = offered.keys() if reward.accepts is None else reward.accepts
-    return {name: _copy(value) for name, value in offered.items() if name in accepts}
+    copies = {name: _copy(value) for name, value in offered.items() if name in accepts}
+    if "trainer_state" in copies:
+        copies["trainer_state"] = _copy_state(trainer_state)
+    return copies
+
+
+def check_state(name: str, seen: Any, trainer_state: Any) -> None:
+    """Raise RuntimeError where the function `name` set a value of `seen`, its copy of the trainer's
+    state: nothing would come of it. Lists and dictionaries in it are the function's own."""
+    for key, value in getattr(seen, "__dict__", {}).items():
+        known = getattr(trainer_state, key, None)
+        if value is not known and not isinstance(known, (list, dict)):
+            raise RuntimeError(
+                f"the reward function {name!r} set trainer_state.{key} from {known!r:.60} to "
+                f"{value!r:.60}; the state belongs to the run, a reward function reads it"
+            )
+
+
+def _copy_state(state: Any) -> Any:
+    copied = copy.copy(state)
+    for key, value in getattr(state, "__dict__", {}).items():
+        setattr(copied, key, _copy(value))
+    return copied
 
 
 def _copy(value: Any) -> Any:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import threading
+import warnings
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from rloo.rewards import calling
 from rloo.rewards.calling import RESERVED, Log, Reward
+from rloo.rewards.coroutines import LoopThread
+from rloo.rewards.deadline import (
+    DeadlinePassed,
+    call_within_reward_timeout,
+    process_ends_after,
+)
+from rloo.rewards.guard import blame, keep_state
 from rloo.types import Text
 
 
@@ -34,7 +41,13 @@ class RewardSet:
     A function gets the arguments that its signature names: `prompts`, `completions`,
     `completion_ids`, any dataset column, `trainer_state`, `log_extra(column, values)`,
     `log_metric(name, value)`; with `**kwargs` it gets all of them. It returns one number per
-    completion, None or nan where it does not apply. Coroutine functions run together in one loop.
+    completion, None or nan where it does not apply. Coroutine functions run together in one event
+    loop that lives as long as the set; the others run one after another, in the caller's thread if
+    that is the main one.
+
+    `timeout` is the deadline of one call in seconds (None or 0: no limit). `on_error` says what a
+    call is that misses it, raises, returns what is no reward or changes the state of the process:
+    `raise`, or `missing`, which warns and scores None.
     """
 
     def __init__(
@@ -43,6 +56,8 @@ class RewardSet:
         *,
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
+        timeout: float | None = None,
+        on_error: Literal["raise", "missing"] = "raise",
     ) -> None:
         """Raises ValueError if there is no function, if one cannot be called by name, or if weights
         or names are not one per function. Equal names get `_2`, `_3`, ... appended."""
@@ -60,7 +75,9 @@ class RewardSet:
             raise ValueError(f"reward_weights is {list(weights)}; weights need to be finite")
         named = zip(functions, _make_distinct(names), weights, strict=True)
         self._rewards = [calling.read_signature(f, name, float(w)) for f, name, w in named]
-        self._loop: _LoopThread | None = None
+        self._timeout = timeout if timeout and math.isfinite(timeout) else None
+        self._on_error = on_error
+        self._loop: LoopThread | None = None
 
     @property
     def names(self) -> list[str]:
@@ -104,23 +121,38 @@ class RewardSet:
         With `learn`, a function's own `normalize(scores)` puts its scores on a running scale.
         Without it, as in evaluation, no state changes, so that scores can be compared over the run.
         Raises ValueError with function, row and value for a wrong number of rewards or for a reward
-        that is not finite. Exceptions of a function are passed on with a note that names it.
+        that is not finite, TimeoutError for a call that misses the deadline, and RuntimeError for
+        one that exits or that changes the state of the process or of the trainer. Exceptions of a
+        function are passed on with a note that names it.
         """
         self.check(columns)
-        given: dict[str, list[Any]] = {"prompts": prompts, "completions": completions}
-        given |= {"completion_ids": completion_ids, **columns}
+        given: dict[str, list[Any]] = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            **columns,
+        }
         count = len(completions)
         for name, values in given.items():
             if len(values) != count:
                 raise ValueError(f"{name!r} has {len(values)} rows for {count} completions")
         logs = {reward.name: Log() for reward in self._rewards}
-        results = self._call(
-            {
-                reward.name: calling.make_arguments(reward, given, trainer_state, logs[reward.name])
-                for reward in self._rewards
-            }
-        )
-        by_function = {n: calling.read_rewards(results[n], n, count) for n in self.names}
+        arguments = {
+            reward.name: calling.make_arguments(reward, given, trainer_state, logs[reward.name])
+            for reward in self._rewards
+        }
+        results = self._call(arguments)
+        by_function: dict[str, list[float | None]] = {}
+        for name in self.names:
+            state = arguments[name].get("trainer_state"), trainer_state
+            rewards = self._catch(partial(_read, name, results[name], count, state))
+            failed = isinstance(rewards, Exception)
+            if failed:
+                warnings.warn(f"{_describe(rewards)}; {count} rewards are missing", stacklevel=2)
+                logs[name] = Log()
+            if self._on_error == "missing":
+                logs[name].log_metric(f"rewards/{name}/failed", failed)
+            by_function[name] = [None] * count if failed else rewards
         for name, function in self._having("normalize") if learn else ():
             for raw in by_function[name]:
                 if raw is not None:
@@ -150,64 +182,51 @@ class RewardSet:
         return [(r.name, r.function) for r in self._rewards if hasattr(r.function, method)]
 
     def _call(self, arguments: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        """What every function returned, or the Exception that ended its call."""
         results = {}
         for reward in self._rewards:
             if not reward.is_async:
-                with _note(reward.name):
-                    results[reward.name] = reward.function(**arguments[reward.name])
+                call = partial(self._call_one, reward, arguments[reward.name])
+                results[reward.name] = self._catch(call)
         pending = [reward for reward in self._rewards if reward.is_async]
         if pending:
-            if self._loop is None:
-                self._loop = _LoopThread()
-                weakref.finalize(self, self._loop.close)
-            answers = self._loop.run(_gather(pending, arguments))
-            results.update(zip((reward.name for reward in pending), answers, strict=True))
+            answers = self._catch(partial(self._call_together, pending, arguments))
+            failed = isinstance(answers, Exception)
+            results |= {r.name: answers if failed else answers[r.name] for r in pending}
         return results
 
-
-class _LoopThread:
-    """An event loop in a thread of its own, as the caller may already run a loop (in a notebook);
-    kept between calls, as the clients of a coroutine function are bound to their first loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _catch(self, call: Callable[[], Any]) -> Any:
         try:
-            return future.result()
-        finally:
-            future.cancel()  # after Ctrl-C nothing may continue in the background
+            return call()
+        except Exception as error:  # whatever a user's function raises
+            if self._on_error == "raise":
+                raise
+            return error
 
-    def close(self) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+    def _call_one(self, reward: Reward, arguments: dict[str, Any]) -> Any:
+        with keep_state(repr(reward.name)), blame(reward.name, self._timeout):
+            return call_within_reward_timeout(self._timeout, partial(reward.function, **arguments))
 
+    def _call_together(
+        self, rewards: Sequence[Reward], arguments: Mapping[str, dict[str, Any]]
+    ) -> dict[str, Any]:
+        if self._loop is None:
+            self._loop = LoopThread()
+            weakref.finalize(self, self._loop.close)
+        calls = {r.name: partial(r.function, **arguments[r.name]) for r in rewards}
+        until = FIRST_EXCEPTION if self._on_error == "raise" else ALL_COMPLETED
+        with keep_state(" or ".join(map(repr, calls))), process_ends_after(self._timeout):
+            done, late = self._loop.run(
+                calls, self._timeout, partial(blame, seconds=self._timeout), until
+            )
+        if late and not self._loop.responds():
+            self.close()
+        results = {name: self._catch(future.result) for name, future in done.items()}
+        return results | {name: self._catch(partial(self._miss, name)) for name in late}
 
-async def _gather(rewards: Sequence[Reward], arguments: Mapping[str, dict[str, Any]]) -> list[Any]:
-    async def call(reward: Reward) -> Any:
-        with _note(reward.name):
-            return await reward.function(**arguments[reward.name])
-
-    tasks = [asyncio.ensure_future(call(reward)) for reward in rewards]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-@contextmanager
-def _note(name: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # any error is passed on with the function's name added
-        error.add_note(f"raised by the reward function {name!r}")
-        raise
+    def _miss(self, name: str) -> None:
+        with blame(name, self._timeout):
+            raise DeadlinePassed
 
 
 def _make_distinct(names: Sequence[str]) -> list[str]:
@@ -219,6 +238,20 @@ def _make_distinct(names: Sequence[str]) -> list[str]:
             candidate = f"{name}_{count}"
         distinct.append(candidate)
     return distinct
+
+
+def _read(name: str, result: Any, count: int, state: tuple[Any, Any]) -> list[float | None]:
+    """The rewards of one call. `state`: the trainer's as the function has left it, and its own."""
+    if isinstance(result, Exception):
+        raise result
+    calling.check_state(name, *state)
+    return calling.read_rewards(result, name, count)
+
+
+def _describe(error: Exception) -> str:
+    """An error in one line, with the notes that name the function."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}"
 
 
 def _sum_weighted(row: Sequence[float | None], weights: Sequence[float]) -> float | None:

@@ -5,34 +5,49 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 
-from rloo.rewards.text import last_boxed, last_number, only_number, text_of
+from rloo.rewards.answers import asks_for
+from rloo.rewards.numerals import Numeral, last_numeral_said, read_numeral
+from rloo.rewards.text import last_boxed, question_of, text_of
 from rloo.types import Text
 
 _MARK = "####"
-_ANSWER_IS = re.compile(r"answer is", re.IGNORECASE)
+_LAST_CHARACTERS = 1000
+_ANSWER_IS = re.compile(r"answer is\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|\.(?:\s|$)")
 _FINAL_LINE = re.compile(r" -?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?\s*")
 
 
 def gsm8k_reward(
-    completions: Sequence[Text], answer: Sequence[str | float | None]
+    completions: Sequence[Text],
+    answer: Sequence[str | float | None],
+    prompts: Sequence[Text] | None = None,
 ) -> list[float | None]:
     r"""1.0 if the completion's final number equals the reference, else 0.0.
 
     The final number is the one after the last `####`; without that mark, the one in the last
     `\boxed{}`; without a box, the one in the sentence after the last "answer is"; failing all of
-    these, the last number of the text. In the first three places there must be exactly one number:
-    "42 or 41" is wrong. Numbers are compared exactly, as fractions. The reward is None where the
-    reference is None. Raises ValueError for a reference that does not have exactly one number
-    after its `####` (or, without that mark, in its whole text).
+    these, the last number of the text. After the mark and in a box there must be nothing but the
+    number, as `rloo.rewards.numerals` reads it; in a sentence no word or sign beside it may say
+    that the answer is another one. A percent sign counts where the reference has one or the
+    question asks for a percentage. Numbers are compared exactly. The reward is None where the
+    reference is None. Raises ValueError for a reference that is no number after its `####` (or,
+    without that mark, in its whole text).
     """
     references = [_read_reference(reference, row) for row, reference in enumerate(answer)]
+    questions = [""] * len(completions) if prompts is None else map(question_of, prompts)
     return [
-        None if wanted is None else float(_final_number(text_of(completion)) == wanted)
-        for completion, wanted in zip(completions, references, strict=True)
+        None
+        if wanted is None
+        else float(_is_right(_final_number(text_of(text), question), wanted, question))
+        for text, wanted, question in zip(completions, references, questions, strict=True)
     ]
+
+
+def _is_right(found: Numeral | None, wanted: Numeral, question: str) -> bool:
+    if found is None or found.value != wanted.value:
+        return False
+    return found.mark in ("", wanted.mark) or asks_for(found.mark, question)
 
 
 def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
@@ -40,22 +55,25 @@ def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
     return [float(_ends_with_answer(text_of(completion))) for completion in completions]
 
 
-def _final_number(text: str) -> Fraction | None:
+def _final_number(text: str, question: str) -> Numeral | None:
     if _MARK in text:
-        return only_number(text.rpartition(_MARK)[2])
+        return read_numeral(text.rpartition(_MARK)[2])
     boxed = last_boxed(text)
     if boxed is not None:
-        return only_number(boxed)
+        return read_numeral(boxed)
     *_, after = _ANSWER_IS.split(text)
     if after != text:
-        return only_number(_SENTENCE_END.split(after.lstrip(" :*\n\t"), maxsplit=1)[0])
-    return last_number(text)
+        sentence = _SENTENCE_END.split(after.lstrip(" :*\n\t"), maxsplit=1)[0]
+        said = last_numeral_said(sentence, question, only=True)
+        return read_numeral(sentence) or (None if said is None else said.numeral)
+    said = last_numeral_said(text[-_LAST_CHARACTERS:], question)
+    return None if said is None else said.numeral
 
 
-def _read_reference(reference: str | float | None, row: int) -> Fraction | None:
+def _read_reference(reference: str | float | None, row: int) -> Numeral | None:
     if reference is None:
         return None
-    number = only_number(str(reference).rpartition(_MARK)[2])
+    number = read_numeral(str(reference).rpartition(_MARK)[2])
     if number is None:
         raise ValueError(
             f"the GSM8K answer of row {row} is {reference!r}; a reference needs exactly one "
@@ -70,5 +88,5 @@ def _ends_with_answer(text: str) -> bool:
         text.count(_MARK) == 1
         and (before == "" or before.endswith("\n"))
         and _FINAL_LINE.fullmatch(after) is not None
-        and only_number(after) is not None
+        and read_numeral(after) is not None
     )

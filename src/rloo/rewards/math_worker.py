@@ -1,54 +1,210 @@
 """The process in which math-verify reads hostile text, so that a hang or crash costs only this one.
 
-Run by path, it reads one JSON pair per line, reference and candidate texts, and replies `true`,
-`false` or `null` (the reference cannot be read). It kills itself when a pair misses the deadline.
+It is run by path and imports nothing from the package. It reads one JSON line per call,
+`{"budget": seconds, "workers": n, "pairs": [[reference, answer], ...]}`, and replies with one line
+`[index, verdict]` per pair, in any order, then with an empty line. A verdict is true, false, null.
+
+It imports math-verify once and forks judges, who work side by side. Time is measured as processor
+time of a judge: the kernel ends the judge (SIGPROF) whatever it does, and a busy machine takes
+nothing from it. An answer that is not judged in that time or needs too much memory is false; null
+is what is no fault of the answer: a reference that cannot be read, a judge that died otherwise or
+was stopped, and pairs that the budget did not reach.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
+import multiprocessing
 import os
+import signal
 import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 _MEMORY_BYTES = 2 << 30
+# Of processor time. Right answers take 0.02 to 0.15 s; what has not ended at the first try is tried
+# again when all others are done.
+_FIRST_SECONDS, _SECOND_SECONDS = 0.25, 0.5
+_FORK = multiprocessing.get_context("fork")
+# One of every kind, so that all that is loaded when it is needed is there before the first fork.
+_EXAMPLES = (
+    (r"2\sqrt{2}+\frac{\pi}{4}", r"\sqrt{8}+0.25\pi"),
+    (r"x^2+2x\sin(x)+\log_2 3", r"(x+1)^2-\ln 5"),
+    (r"(1,\frac{1}{2})", "(1,0.6)"),
+    (r"[0,1)\cup(2,\infty)", r"[0,1]\cup(2,3)"),
+    (r"\{1,2\}", r"\{2,3\}"),
+    (r"y=2x+3", "y=3x-1"),
+    (r"x \le 2", "x > 2"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"),
+    ("3+4i", r"e^{i\pi/3}"),
+    (r"\binom{5}{2}x+3!", r"10x+7"),
+    (r"50\%", r"90^\circ"),
+)
 
 
-def serve(seconds: float) -> None:
-    """Reply until the input ends. `seconds` is the deadline for one pair."""
-    from math_verify import LatexExtractionConfig, parse, verify
+class Judge:
+    """A forked process that judges one pair at a time."""
 
-    # LaTeX only: math-verify evaluates plain expressions with sympy's parse_expr: eval.
-    latex = [LatexExtractionConfig(boxed_match_priority=0)]
+    def __init__(self, verifier: Verifier, others: list[Judge]) -> None:
+        self.connection, theirs = _FORK.Pipe()
+        ends = [self.connection, *(other.connection for other in others)]
+        self.process: BaseProcess = _FORK.Process(target=_judge_all, args=(verifier, theirs, ends))
+        self.process.start()
+        theirs.close()
+        self.index: int | None = None
+        self.seconds = 0.0
+        self.at_answer = False
 
-    def read(text: str) -> list[Any]:
-        return parse(text, latex, extraction_mode="first_match", parsing_timeout=None)
+    def give(self, index: int, pair: list[str], seconds: float) -> None:
+        """Begin with a pair, which may take `seconds` of processor time."""
+        self.index, self.seconds, self.at_answer = index, seconds, False
+        _send(self.connection, [seconds, *pair])
 
-    def judge(reference: str, candidates: list[str]) -> bool | None:
-        gold = read(reference)
-        answer = next(filter(None, map(read, candidates)), [])
-        return bool(verify(gold, answer, timeout_seconds=None)) if gold else None
+    def hear(self) -> str | bool | None:
+        """What the judge has to say: the verdict, "answer" where the reference was read, or "slow"
+        where the pair has taken its time."""
+        try:
+            message = _receive(self.connection)
+        except (EOFError, OSError):
+            self.end()
+            return "slow" if self.process.exitcode == -signal.SIGPROF else None
+        self.at_answer = self.at_answer or message == "answer"
+        return message
 
+    def end(self) -> None:
+        """Kill the process, if it is not dead."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def judge_pairs(
+    pairs: list[list[str]], budget: float, workers: int, verifier: Verifier, judges: list[Judge]
+) -> Iterator[tuple[int, bool | None]]:
+    """Yield (index, verdict) of each pair that is decided before `budget` seconds are over.
+    `judges` are those of earlier calls; it is left with those of this one that live."""
+    end = time.monotonic() + budget
+    waiting = deque((index, _FIRST_SECONDS) for index in range(len(pairs)))
+    slow: dict[int, bool | None] = {}  # once; the verdict if nothing better is found
+    while waiting or any(judge.index is not None for judge in judges):
+        for judge in [j for j in judges if j.index is None and not j.process.is_alive()]:
+            judge.end()
+            judges.remove(judge)
+        while waiting and len(judges) < min(workers, len(pairs)):
+            judges.append(Judge(verifier, judges))
+        for judge in judges:
+            if judge.index is None and waiting:
+                number, seconds = waiting.popleft()
+                judge.give(number, pairs[number], seconds)
+        busy: dict[Any, Judge] = {j.connection: j for j in judges if j.index is not None}
+        ready = wait(list(busy), max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        for judge in map(busy.__getitem__, ready):
+            said, index = judge.hear(), judge.index
+            if said == "answer" or index is None:
+                continue
+            judge.index = None
+            if said == "slow":
+                slow[index] = False if judge.at_answer else None
+                if judge.seconds == _FIRST_SECONDS:
+                    waiting.append((index, _SECOND_SECONDS))
+            else:
+                slow.pop(index, None)
+                yield index, said if isinstance(said, bool) else None
+            if judge.connection.closed:
+                judges.remove(judge)
+    for judge in [judge for judge in judges if judge.index is not None]:
+        judge.end()
+        judges.remove(judge)
+    yield from slow.items()
+
+
+def _send(connection: Connection, message: Any) -> None:
+    connection.send_bytes(json.dumps(message).encode())
+
+
+def _receive(connection: Connection) -> Any:
+    return json.loads(connection.recv_bytes())
+
+
+class Verifier:
+    """math-verify, imported and warm: its first parse takes as long as 50 others."""
+
+    def __init__(self) -> None:
+        import math_verify
+        import sympy
+
+        # LaTeX only: math-verify evaluates plain expressions with sympy's parse_expr: eval.
+        self._latex = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+        self._parse, self._verify = math_verify.parse, math_verify.verify
+        self._zero = [sympy.Integer(0)]
+        self.read_gold = lru_cache(maxsize=16)(self._read_gold)
+        for gold, answer in _EXAMPLES:
+            self.is_equal(self._read_gold(f"${gold}$"), f"${answer}$")
+
+    def is_equal(self, gold: list[Any], answer: str) -> bool:
+        """Whether an answer equals a reference that was read."""
+        return bool(self._verify(gold, self._read(answer), timeout_seconds=None))
+
+    def _read_gold(self, text: str) -> list[Any]:
+        gold = self._read(text)
+        # Most is done when it is compared: what is too hard then is no fault of an answer.
+        self._verify(gold, self._zero, timeout_seconds=None)
+        return gold
+
+    def _read(self, text: str) -> list[Any]:
+        return self._parse(text, self._latex, extraction_mode="first_match", parsing_timeout=None)
+
+
+def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Connection]) -> None:
+    """What a judge does until its pipe is closed."""
+    # Else a pipe would stay open, and its judge alive, when the process that serves is gone.
+    for other in inherited:
+        other.close()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    while True:
+        try:
+            seconds, reference, answer = _receive(connection)
+        except (EOFError, OSError):
+            return
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        # Too little memory and too deep a recursion are false for math-verify, too.
+        gold, verdict = verifier.read_gold(reference), None
+        if gold:
+            _send(connection, "answer")
+            verdict = verifier.is_equal(gold, answer)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(connection, verdict)
+
+
+def serve() -> None:
+    """Reply until the input ends."""
+    verifier = Verifier()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     answers.write("ready\n")
+    judges: list[Judge] = []
     with open(os.devnull, "w") as silence:
         os.dup2(silence.fileno(), 1)
         os.dup2(silence.fileno(), 2)
         for line in sys.stdin:
-            # faulthandler's thread needs no interpreter lock, so it also ends one enormous power.
-            faulthandler.dump_traceback_later(seconds, exit=True, file=silence)
-            verdict = judge(*json.loads(line))
-            faulthandler.cancel_dump_traceback_later()
-            answers.write(json.dumps(verdict) + "\n")
+            request = json.loads(line)
+            for verdict in judge_pairs(**request, verifier=verifier, judges=judges):
+                answers.write(json.dumps(verdict) + "\n")
+            answers.write("\n")
+    for judge in judges:
+        judge.end()
 
 
 def _limit_memory() -> None:
-    try:
-        import resource
-    except ImportError:  # not a POSIX system: only the deadline protects
-        return
+    import resource
+
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
@@ -57,4 +213,4 @@ def _limit_memory() -> None:
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
     _limit_memory()
-    serve(float(sys.argv[1]))
+    serve()

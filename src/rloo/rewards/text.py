@@ -1,24 +1,10 @@
-"""Reading a completion: its text, its last box, its number. Hostile text is read with linear-time
-patterns and exact fractions, and never evaluated."""
+"""Reading a completion: its text, its last box."""
 
 from __future__ import annotations
-
-import re
-from fractions import Fraction
 
 from rloo.types import Text
 
 _BOX = "\\boxed{"
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}")
-# ASCII digits only, so that a digit of another script counts as stray text. The guards on both
-# sides prevent parts of `x2`, `1.2.3` and `2^10` from being read as numbers.
-_NUMBER = re.compile(
-    r"(?<![\w.])(?P<sign>[-\u2212]\s?)?(?:\\?[$\u00a3\u20ac]\s?)?"
-    r"(?P<value>[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?![0-9^\u00b2\u00b3])"
-    r"(?:\s?/\s?(?P<denominator>[0-9]+))?"
-)
-_MAX_DIGITS = 40
 
 
 def text_of(completion: Text) -> str:
@@ -49,33 +35,9 @@ def last_boxed(text: str) -> str | None:
     return ""
 
 
-def only_number(text: str) -> Fraction | None:
-    """The only number in `text`, exactly; None if there is none, several, or a stray digit.
-
-    It may have a sign, currency, thousands commas or decimals, or be `3/4` or `\\frac{3}{4}`.
-    Words, units and a percent sign around it are ignored: "about $1,200.50 per week." is 2401/2.
-    """
-    text = _simplify(text)
-    match = _NUMBER.search(text)
-    if match is None:
-        return None
-    rest = text[: match.start()] + text[match.end() :]
-    return None if any(character.isdecimal() for character in rest) else _value_of(match)
-
-
-def last_number(text: str) -> Fraction | None:
-    """The last number in `text`, exactly, in the notations of `only_number`; None without one."""
-    matches = list(_NUMBER.finditer(_simplify(text)))
-    return _value_of(matches[-1]) if matches else None
-
-
-def _simplify(text: str) -> str:
-    return _LATEX_FRACTION.sub(r"\1/\2", text).replace("{,}", ",")
-
-
-def _value_of(match: re.Match[str]) -> Fraction | None:
-    value, denominator = match["value"].replace(",", ""), match["denominator"] or "1"
-    # Python refuses to parse thousands of digits, and no answer has that many.
-    if len(value) > _MAX_DIGITS or len(denominator) > _MAX_DIGITS or int(denominator) == 0:
-        return None
-    return Fraction(value) / int(denominator) * (-1 if match["sign"] else 1)
+def question_of(prompt: Text) -> str:
+    """The text of a prompt: the string itself, or the content of the last message of the user."""
+    if isinstance(prompt, str):
+        return prompt
+    turns = [message for message in prompt if message.get("role") == "user"]
+    return text_of([{**turns[-1], "role": "assistant"}]) if turns else ""

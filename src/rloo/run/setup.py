@@ -72,7 +72,12 @@ def make_rewards(
         )
         for spec, tokenizer in zip(specs, tokenizers, strict=True)
     ]
-    return RewardSet(functions, weights=args.reward_weights)
+    return RewardSet(
+        functions,
+        weights=args.reward_weights,
+        timeout=args.reward_timeout,
+        on_error=args.reward_on_error,
+    )
 
 
 def make_source(

@@ -1,0 +1,108 @@
+"""The thread in which coroutine functions run, together and under one deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from concurrent import futures
+from contextlib import AbstractContextManager
+from typing import Any
+
+_RESPONSE_SECONDS = 1.0
+_TURN_SECONDS = 0.2
+
+
+class LoopThread:
+    """An event loop in a thread of its own, kept between calls.
+
+    It has its own thread because the caller may already run a loop (in a notebook), and it is kept
+    because the clients of a coroutine function are bound to the loop in which they were first used.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def run(
+        self,
+        calls: Mapping[str, Callable[[], Coroutine[Any, Any, Any]]],
+        seconds: float | None,
+        context: Callable[[str], AbstractContextManager[None]],
+        until: str = futures.ALL_COMPLETED,
+    ) -> tuple[dict[str, futures.Future[Any]], list[str]]:
+        """Run coroutine functions, each within `context(name)`, until all are done, or one failed
+        (`until` FIRST_EXCEPTION), or `seconds` have passed; what is left is cancelled.
+
+        Returns the futures that are done, and the names of the others: first of all the one that
+        blocks the loop.
+        """
+        running = {
+            name: asyncio.run_coroutine_threadsafe(_within(context, name, call), self._loop)
+            for name, call in calls.items()
+        }
+        try:
+            _wait(running.values(), seconds, until)
+            done = {name: future for name, future in running.items() if future.done()}
+            task = asyncio.current_task(self._loop)
+            blocking = task.get_name() if task is not None else None
+            late = [name for name in calls if name not in done]
+            return done, sorted(late, key=lambda name: name != blocking)
+        finally:
+            for future in running.values():
+                future.cancel()  # after Ctrl-C nothing may continue in the background
+
+    def responds(self) -> bool:
+        """Whether the loop is free to run something, a moment after a call was cancelled."""
+        free = threading.Event()
+        self._loop.call_soon_threadsafe(free.set)
+        return free.wait(_RESPONSE_SECONDS)
+
+    def close(self) -> None:
+        """End the loop; a coroutine that blocks it is left behind with the thread, a daemon."""
+        if not self._closed:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_RESPONSE_SECONDS)
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._loop.run_forever()
+            except BaseException:  # SystemExit of a task, which keeps it; asyncio lets it through
+                continue
+        cancelled = asyncio.all_tasks(self._loop)
+        if cancelled:
+            self._loop.run_until_complete(asyncio.wait(cancelled, timeout=_RESPONSE_SECONDS))
+        self._loop.close()
+
+
+def _wait(running: Collection[futures.Future[Any]], seconds: float | None, until: str) -> None:
+    end = time.monotonic() + (seconds or math.inf)
+    while (left := end - time.monotonic()) > 0:
+        # In short turns: a signal that another thread was given is handled at the end of one.
+        done, pending = futures.wait(running, min(left, _TURN_SECONDS), until)
+        failed = any(future.cancelled() or future.exception() for future in done)
+        if not pending or (failed and until == futures.FIRST_EXCEPTION):
+            return
+
+
+async def _within(
+    context: Callable[[str], AbstractContextManager[None]],
+    name: str,
+    call: Callable[[], Coroutine[Any, Any, Any]],
+) -> Any:
+    task = asyncio.current_task()
+    assert task is not None
+    task.set_name(name)
+    with context(name):
+        try:
+            return await call()
+        except asyncio.CancelledError:
+            if task.cancelling():  # by `run`
+                raise
+            raise RuntimeError("a task that it waited for was cancelled") from None

@@ -1,0 +1,115 @@
+"""One call under a deadline, which is kept whatever the function does.
+
+The function runs in the caller's own thread if that is the main one: the deadlines of math-verify
+and of others are SIGALRM, which only the main thread can use, and a thread that hangs could not be
+ended. So that theirs stay in use, ours is a signal which is ignored by default (SIGURG), sent by a
+thread that waits; it also ends a sleep, a lock or a read from a socket. What ignores it (a C call,
+`except BaseException` in a loop) is ended with the process, up to 5 s later, by faulthandler, whose
+thread needs no interpreter lock: it writes where the function was, and the status is 1.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import faulthandler
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_MAX_GRACE_SECONDS = 5.0
+_REPEAT_SECONDS = 0.5
+_SIGNAL = getattr(signal, "SIGURG", None)  # None on Windows
+
+
+class DeadlinePassed(BaseException):
+    """Raised inside a function that takes too long; no Exception, which functions catch."""
+
+
+def call_within_reward_timeout(seconds: float | None, function: Callable[[], Any]) -> Any:
+    """`function()`. Raises DeadlinePassed if it took longer than `seconds` (None or 0: no limit),
+    also where it returned or raised something else in the end."""
+    if not seconds:
+        return function()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    call = _call_here if in_main_thread and _SIGNAL is not None else _call_in_a_thread
+    with process_ends_after(seconds):
+        return call(seconds, function)
+
+
+@contextmanager
+def process_ends_after(seconds: float | None) -> Iterator[None]:
+    """End the process, with the traceback of every thread, if the block goes on for up to 5 s after
+    its deadline (None or 0: never)."""
+    if not seconds:
+        yield
+        return
+    errors = sys.__stderr__ or 2
+    if not faulthandler.is_enabled():
+        faulthandler.enable(errors)  # a crash in C shows where the function was, too
+    # There is one such timer in a process: one that was set before is lost.
+    grace = min(_MAX_GRACE_SECONDS, 1.0 + seconds)
+    faulthandler.dump_traceback_later(seconds + grace, exit=True, file=errors)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _call_here(seconds: float, function: Callable[[], Any]) -> Any:
+    assert _SIGNAL is not None
+    passed, done = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        wait = seconds
+        while not done.wait(wait):
+            passed.set()
+            signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+            wait = _REPEAT_SECONDS
+
+    def interrupt(*_: Any) -> None:
+        if not done.is_set():
+            raise DeadlinePassed
+
+    previous = signal.signal(_SIGNAL, interrupt)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        try:
+            result = function()
+        finally:
+            done.set()
+    except Exception as error:
+        if passed.is_set():
+            raise DeadlinePassed from error
+        raise
+    finally:
+        done.set()  # the signal may have come just before the first one
+        watcher.join()
+        signal.signal(_SIGNAL, previous)
+    if passed.is_set():
+        raise DeadlinePassed
+    return result
+
+
+def _call_in_a_thread(seconds: float, function: Callable[[], Any]) -> Any:
+    """No thread but the main one gets signals: here the function is left behind, in a daemon."""
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:  # handed to the caller's thread, which raises it
+            errors.append(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise DeadlinePassed
+    return results[0]
