@@ -33,7 +33,7 @@ MANY_PARAMETERS = {
 # From low to high: a module imports from its own folder and from rows below, and nothing imports in
 # a circle; imports that only a type checker sees count. docs/architecture.md has the reasons.
 ROWS = [
-    "types dist files",
+    "types dist",
     "config",
     "data",
     "rewards",

@@ -18,7 +18,7 @@ from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import VersionedResolver
 from ruamel.yaml.tag import Tag
 
-from rloo.files import check_file, one_line
+from rloo.config.files import check_file, one_line
 
 MAX_VALUES = 10_000
 MAX_BYTES = 1_000_000

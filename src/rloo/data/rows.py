@@ -16,7 +16,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from datasets.table import InMemoryTable
 from pyarrow import csv, parquet
 
-from rloo.files import check_file, one_line, reading
+from rloo.config.files import check_file, one_line, reading
 
 Given: TypeAlias = Dataset | IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from rloo.config.config import RLOOConfig
-from rloo.files import reading
+from rloo.config.files import reading
 from rloo.model.quantization import in_full, is_quantised
 
 # peft's name for the adapter that `get_peft_model` makes, and TRL's for the frozen copy.

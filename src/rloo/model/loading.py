@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from rloo.config.arguments import RLOOArguments
 from rloo.config.config import RLOOConfig
+from rloo.config.files import check_sizes, load_pretrained, quiet, reading
 from rloo.data.images import is_vision_config
 from rloo.data.tasks import resolve_model
-from rloo.files import check_sizes, load_pretrained, quiet, reading
 from rloo.model import adapters
 from rloo.model.quantization import quantization_of
 from rloo.model.state import first_not_finite

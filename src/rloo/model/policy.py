@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from rloo.config.config import RLOOConfig
+from rloo.config.files import quiet
 from rloo.data.images import tokenizer_of
-from rloo.files import quiet
 from rloo.model import adapters, preparation
 from rloo.model.batch import MicroBatch, pack, pad
 from rloo.model.loading import load_weights, num_embedded

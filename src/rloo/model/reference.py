@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
-from rloo.files import quiet
+from rloo.config.files import quiet
 from rloo.model.adapters import Adapter
 from rloo.model.batch import MicroBatch
 from rloo.model.loading import load_weights

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from rloo.files import check_sizes, load_pretrained, reading
+from rloo.config.files import check_sizes, load_pretrained, reading
 from rloo.rewards.load import is_built_in, load_reward
 from rloo.rewards.normalizer import Normalized
 from rloo.types import Text, text_of
