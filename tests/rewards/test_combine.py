@@ -121,6 +121,7 @@ def test_number_types_of_python_numpy_and_torch_are_accepted(result):
         ([1.0, 2.0], r"'fixed' returned 2 rewards for 3 completions"),
         ([1.0, "0.5", 2.0], r"'fixed' returned str: '0.5' for completion 1"),
         ([1.0, 2.0, math.inf], r"'fixed' returned inf for completion 2"),
+        ([1.0, 2.0, 1e39], r"'fixed' returned 1e\+39 for completion 2"),
         ([-math.inf, 2.0, 0.0], r"'fixed' returned -inf for completion 0"),
         ([1.0, 10**400, 0.0], r"'fixed' returned int: 1000.*\.\.\. for completion 1"),
         ([[1.0], 2.0, 3.0], r"'fixed' returned list: \[1.0\] for completion 0"),

@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from rloo.model.state import (
     capture_rng,
@@ -22,6 +23,7 @@ from rloo.run.checkpoint import (
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
+    save_model,
     verify_checkpoint,
 )
 from rloo.run.folder import Start, clear
@@ -323,3 +325,28 @@ def test_a_run_never_silently_starts_again(tmp_path):
     (tmp_path / "checkpoint-2").mkdir()
     with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are damaged"):
         find_checkpoint(tmp_path)
+
+
+# The model of a finished run
+
+
+@pytest.mark.parametrize("kind", [OSError, SafetensorError, Exception])
+def test_a_model_replaces_another_once_it_is_whole(tmp_path, kind):
+    for name in ("model.safetensors", "README.md", "notes.txt"):
+        (tmp_path / name).write_text("before")
+
+    def write(folder, *, fails):
+        write_model(folder)
+        (folder / "README.md").write_text("of a library")
+        if fails:
+            raise kind("No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        save_model(tmp_path, lambda folder: write(folder, fails=True))
+    assert names(tmp_path) == ["README.md", "model.safetensors", "notes.txt"]
+    assert (tmp_path / "model.safetensors").read_text() == "before"
+    save_model(tmp_path, lambda folder: write(folder, fails=False))
+    assert names(tmp_path) == ["README.md", "adapter", "model.safetensors", "notes.txt"]
+    assert (tmp_path / "model.safetensors").read_bytes() == b"weights" * 100
+    assert names(tmp_path / "adapter") == ["config.json"]
+    assert (tmp_path / "README.md").read_text() == "before"

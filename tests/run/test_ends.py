@@ -309,6 +309,18 @@ def test_a_last_step_that_diverges_fails_the_run(tmp_path):
     assert not list((tmp_path / "run").glob("*.safetensors"))
 
 
+def test_a_result_that_is_not_finite_is_not_written(tmp_path):
+    class Breaks(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            next(model.parameters()).data.view(-1)[0] = torch.inf
+
+    trainer = make(tmp_path, max_steps=1)
+    trainer.add_callback(Breaks())
+    with pytest.raises(FloatingPointError, match=r"model\..*weight is not finite"):
+        trainer.train()
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
 def test_a_gradient_that_a_callback_breaks_is_refused(tmp_path):
     class Breaks(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):

@@ -1,6 +1,7 @@
 """Whose an output folder is, and where the run in it goes on."""
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -142,6 +143,16 @@ def test_a_second_run_is_told_who_holds_the_folder_until_that_is_gone(tmp_path):
         with locked(tmp_path):
             assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
     assert (tmp_path / LOCK).read_text() == ""
+
+
+def test_an_owner_that_has_yet_to_write_its_name_is_waited_for(tmp_path):
+    with (tmp_path / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        late = threading.Timer(0.2, lambda: (tmp_path / LOCK).write_text('{"process": 7}'))
+        late.start()
+        with pytest.raises(ValueError, match="process 7"), locked(tmp_path):
+            pass
+        late.join()
 
 
 def test_two_runs_of_one_process_do_not_share_a_folder(tmp_path):

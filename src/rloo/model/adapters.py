@@ -174,6 +174,12 @@ class Adapter:
         _load_tensors(self.wrapper, str(path))
 
 
+def remove(path: str | Path) -> None:
+    """Remove the adapter of an earlier run from a folder, where a model would pass for its base."""
+    for name in FILES:
+        Path(path, name).unlink(missing_ok=True)
+
+
 def is_adapted(model: Any) -> bool:
     """Whether `model` is a PeftModel. If peft has not been imported, it cannot be one."""
     return "peft" in sys.modules and isinstance(model, _peft().PeftModel)

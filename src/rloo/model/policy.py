@@ -158,9 +158,7 @@ class Policy:
         if self.adapter is not None:
             self.adapter.save(path)
         else:
-            # With the adapter of an earlier run in the folder, the model would pass for its base.
-            for name in adapters.FILES:
-                Path(path, name).unlink(missing_ok=True)
+            adapters.remove(path)
             with quiet():
                 self.model.save_pretrained(path)
         self.processing_class.save_pretrained(path)

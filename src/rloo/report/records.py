@@ -94,13 +94,15 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: even after a kill it is either the old or the new one."""
+    """Write a file atomically: even after a power cut it is either the old one, or, once this has
+    returned, the new one."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    sync(path.parent)
 
 
 def sync(path: Path) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+# Of float32, in which advantages are: a larger reward would be infinite there.
+LARGEST = 3.4028234663852886e38
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -155,11 +157,11 @@ def _read_reward(value: Any, name: str, row: int) -> float | None:
             reward = math.inf
         if math.isnan(reward):
             return None
-        if math.isfinite(reward):
+        if abs(reward) <= LARGEST:
             return reward
     raise ValueError(
         f"the reward function {name!r} returned {_show(value)} for completion {row}; a reward is a "
-        "finite number, or None where it does not apply"
+        "finite number (of float32), or None where it does not apply"
     )
 
 

@@ -12,11 +12,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -61,10 +63,7 @@ def save_checkpoint(
             f"save_total_limit is {keep}; the newest checkpoint always stays (save_total_limit)"
         )
     final = directory / f"checkpoint-{checkpoint.step}"
-    temporary = directory / f"tmp-checkpoint-{checkpoint.step}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with _written(directory, str(checkpoint.step)) as temporary:
         write_model(temporary)
         _write_tensors(temporary, "optimizer", *checkpoint.optimizer)
         _write_tensors(temporary, "scheduler", *flatten(checkpoint.scheduler))
@@ -73,11 +72,6 @@ def save_checkpoint(
             _write_tensors(temporary, ROLLOUT, *flatten(checkpoint.rollout))
         (temporary / STATE).write_text(json.dumps(checkpoint.trainer_state, indent=1))
         _write_manifest(temporary, checkpoint.step)
-        for item in (*temporary.rglob("*"), temporary):
-            sync(item)
-    except BaseException:  # including Ctrl-C: half a checkpoint is useless
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     obsolete = _put_in_place(temporary, final)
     if keep is not None:
         older = [path for step, path in list_checkpoints(directory) if step < checkpoint.step]
@@ -88,6 +82,42 @@ def save_checkpoint(
     for path in obsolete:
         discard(path)
     return final
+
+
+def save_model(directory: Path, write_model: Callable[[Path], None]) -> None:
+    """Write a model and its tokenizer into `directory` itself. Files of the same names are replaced
+    once all new ones are on the disk; a README.md of a library, which is no model's, is left out.
+    `write_model` and errors are those of `save_checkpoint`."""
+    with _written(directory, "model") as temporary:
+        write_model(temporary)
+        (temporary / "README.md").unlink(missing_ok=True)
+    for item in [*temporary.rglob("*")]:
+        place = directory / item.relative_to(temporary)
+        if item.is_dir():
+            place.mkdir(exist_ok=True)
+        else:
+            item.replace(place)
+            sync(place.parent)
+    shutil.rmtree(temporary)
+
+
+@contextmanager
+def _written(directory: Path, name: str) -> Iterator[Path]:
+    """A new folder in `directory`; what this block writes there is on the disk afterwards. If the
+    block fails, even by Ctrl-C, nothing is left."""
+    temporary = directory / f"tmp-checkpoint-{name}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for item in (*temporary.rglob("*"), temporary):
+            sync(item)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        # What safetensors and tokenizers, written in Rust, raise when a disk fails.
+        if isinstance(error, SafetensorError) or type(error) is Exception:
+            raise OSError(f"{temporary} cannot be written: {error} (output_dir)") from error
+        raise
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from rloo.config.config import RLOOConfig
 from rloo.report.monitor import COMPLETIONS, EVALUATIONS, METRICS, SUMMARY
 from rloo.report.profiling import REPORT, TRACE
+from rloo.report.records import sync
 from rloo.run.checkpoint import (
     MANIFEST,
     discard,
@@ -61,7 +62,7 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
     if not os.path.exists(folder):  # also where no folder can have that name
         find_start(folder, resume)  # what is refused leaves no folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         (folder / LOCK).touch()
     except OSError as error:
         raise ValueError(f"output_dir {folder} cannot be written: {error} (output_dir)") from error
@@ -70,6 +71,15 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
         if not start.finished:
             clear(folder, overwrite=config.overwrite_output_dir, start=start, resume=resume)
         yield start
+
+
+def _make(folder: Path) -> None:
+    """Make a folder that a power cut does not take away with all checkpoints in it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing or [folder]:  # it may have been made by a run that was killed then
+        with suppress(OSError):  # a parent that may not be read: nobody can do more
+            sync(path.parent)
 
 
 def find_start(folder: Path, resume: str | bool | None) -> Start:
@@ -146,3 +156,4 @@ def clear(folder: Path, *, overwrite: bool, start: Start, resume: str | bool | N
             discard(path)
     for path in folder.glob("tmp-checkpoint-*"):
         shutil.rmtree(path)
+    sync(folder)  # what was removed stays so

@@ -77,7 +77,10 @@ def _host(path: Path) -> str | None:
 
 
 def _owned(folder: Path, why: str) -> ValueError:
-    owner = _read(folder / LOCK)
+    for _ in range(20):
+        if owner := _read(folder / LOCK):
+            break
+        time.sleep(0.05)  # it has just begun, and writes its name next
     who = " ".join(f"{name} {value}" for name, value in owner.items()) or "another process"
     return ValueError(
         f"output_dir {folder} belongs to a run that is going on ({who}: {why}); two runs in one "

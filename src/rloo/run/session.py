@@ -17,13 +17,14 @@ from rloo.algorithm.parts import Parts, RunState
 from rloo.algorithm.train import finish_step, note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.rendering import render_resolved
+from rloo.model import adapters
 from rloo.model.state import NotFinite, capture_rng, restore_rng
 from rloo.report.hub import Hub
 from rloo.report.model_card import has_other_card
 from rloo.report.monitor import versions
 from rloo.report.profiling import StepProfile
 from rloo.report.records import write_text
-from rloo.run.checkpoint import save_checkpoint, verify_checkpoint
+from rloo.run.checkpoint import save_checkpoint, save_model, verify_checkpoint
 from rloo.run.evaluate import Evaluator, Results, Sets, is_better
 from rloo.run.folder import CONFIG, MARK, Start
 from rloo.run.resume import changed_options, restore, snapshot
@@ -259,9 +260,13 @@ class Session:
         self._last = state.global_step, next(iter(results.values()))
 
     def _save_model(self) -> None:
+        """Write the result, unless it is not finite (NotFinite)."""
+        self.parts.policy.stepper.require_finite()
         other_card = has_other_card(self._folder)
         with self.parts.stop.held():
-            self.owner.save_model(str(self._folder))
+            save_model(self._folder, lambda folder: self.owner.save_model(str(folder)))
+            if self.parts.policy.adapter is None:
+                adapters.remove(self._folder)
         if other_card:
             self.parts.monitor.note(
                 "README.md in output_dir is not this program's and was left as it is"

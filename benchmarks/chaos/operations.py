@@ -1,0 +1,96 @@
+"""The preloaded library of `operations.c`: made, armed, and its log read."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OFF, LOG, KILL, FAIL, FAIL_ON = range(5)
+OPEN, WRITE, TRUNCATE, RENAME, UNLINK, MKDIR, RMDIR, SYNC, SYNC_FOLDER, _READ, MARK = range(11)
+CREATED, EMPTIED = 1, 2
+SOURCE = Path(__file__).with_suffix(".c")
+HEADER = struct.Struct("=IIQqIIQ")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One that succeeded. `data`: what was written, or of a sync everything that the file has."""
+
+    kind: int
+    flags: int
+    inode: int
+    offset: int
+    path: str
+    other: str
+    data: bytes
+
+
+def build(folder: Path) -> Path | str:
+    """Compile the library into `folder`; returns its path, or why there is none."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return "there is no C compiler"
+    library = folder / "operations.so"
+    made = subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl", "-lpthread"],
+        capture_output=True,
+        text=True,
+    )
+    return library if made.returncode == 0 else f"{compiler} fails: {made.stderr[:300]}"
+
+
+def arm(
+    library: ctypes.CDLL,
+    below: Path,
+    mode: int,
+    at: int = -1,
+    *,
+    error: int = 0,
+    log: Path | None = None,
+) -> None:
+    """From now on count what this process does in the folder `below`, and act at number `at`."""
+    import safetensors.torch
+
+    safetensors.torch.serialize_file = _serialize_file
+    to = None if log is None else str(log).encode()
+    library.chaos_arm(str(below).encode(), to, mode, at, error)
+
+
+def _serialize_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
+    """What safetensors does, with its names and its error, but through the C library: it renames by
+    a system call of its own, which no preloaded library sees."""
+    from safetensors import SafetensorError, serialize
+
+    path = Path(filename)
+    temporary = path.with_name(f".tmp{os.urandom(3).hex()}")
+    try:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            data = serialize(tensors, metadata)
+            os.ftruncate(descriptor, len(data))
+            while data:
+                data = data[os.write(descriptor, data) :]
+        finally:
+            os.close(descriptor)
+        os.rename(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise SafetensorError(f"Error while serializing: I/O error: {error}") from error
+
+
+def read_log(path: Path) -> Iterator[Operation]:
+    """The operations in their order."""
+    with path.open("rb") as file:
+        while head := file.read(HEADER.size):
+            kind, flags, inode, offset, *sizes = HEADER.unpack(head)
+            names = [os.fsdecode(file.read(size)) for size in sizes[:2]]
+            yield Operation(kind, flags, inode, offset, *names, file.read(sizes[2]))

@@ -1,0 +1,82 @@
+"""Two processes in one folder: one wins, the other is told who holds it, and nothing mixes."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.results import Trial
+from benchmarks.chaos.rig import DEADLINE, Rig, command, finish, run_child, wait
+
+FIGURE = "two processes in one folder: one wins, the other is told who holds it"
+PROMISED = 100
+WAYS: dict[str, dict[str, Any]] = {
+    "auto": {"resume_from_checkpoint": "auto"},
+    "overwrite": {"resume_from_checkpoint": None, "overwrite_output_dir": True},
+    "plain": {"resume_from_checkpoint": None},
+}
+GOING_ON = r"belongs to a run that is going on \(host \S+ process (\d+) since 2"
+OVER = r"holds another run|has finished: 5 steps"
+
+
+def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
+    """Random pairs of ways to start; half of them within 20 ms, where they race for the lock."""
+    rng = random.Random(seed)
+    found = []
+    for number in range(count or PROMISED):
+        ways = rng.choice([*WAYS]), rng.choice([*WAYS])
+        later = rng.random() * (0.02 if number % 2 else 1.0)
+        name = f"{seed}.{number} {' and '.join(ways)} after {later:.4f}"
+        found.append(Trial(name, "full", partial(race, rig, ways, later)))
+    return found
+
+
+def race(rig: Rig, ways: tuple[str, str], later: float) -> str:
+    """Start one, and the other later: as a share of a run's time, or in seconds if that is less."""
+    with rig.folder() as folder:
+        logs = [folder / f"log{number}" for number in range(2)]
+        first = start(rig, folder, ways[0], logs[0])
+        time.sleep(later if later < 0.02 else later * rig.seconds["full"])
+        second = start(rig, folder, ways[1], logs[1])
+        both = (first, second)
+        statuses = [wait(process, DEADLINE) for process in both]
+        ended = []
+        for process, status, log in zip(both, statuses, logs, strict=True):
+            ended.append(finish(process, status, 0.0, log))
+        told = []
+        for number, way in enumerate(ways):
+            said, status = ended[number].output, ended[number].status
+            other = both[1 - number]
+            if holder := re.search(GOING_ON, said):
+                told.append(status == 2 and int(holder[1]) == other)
+            elif re.search(OVER, said):
+                told.append(status == (0 if way == "auto" else 2))
+            elif status:
+                return f"{way} ended with {status}: {said[-400:]}"
+        if not all(told):
+            return f"is told otherwise: {[e.output[-300:] for e in ended]}"
+        if len(told) == 2:
+            return f"both are refused: {[e.output[-300:] for e in ended]}"
+        if not told and ways[1] != "overwrite":  # which may come when the first one is over
+            return f"both trained: {[e.output[-200:] for e in ended]}"
+        return rig.differences("full", folder)
+
+
+def start(rig: Rig, folder: Path, way: str, log: Path) -> int:
+    """Start a run in a process of its own; returns its number."""
+    options = WAYS[way]
+    words = rig.arguments("full", folder, **options)
+    if options["resume_from_checkpoint"] is None:
+        place = words.index("--resume_from_checkpoint")
+        del words[place : place + 2]
+    sys.stdout.flush()
+    process = os.fork()
+    if process == 0:
+        run_child(command(words, None), lambda: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    return process

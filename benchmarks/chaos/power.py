@@ -1,0 +1,295 @@
+"""Power cuts: of a run's file operations only what was synced is sure to be there afterwards.
+
+A run is logged with all it writes; for a cut, its folder is made again as a disk may have it:
+
+- synced: of a file what it held when it was last synced, of a folder the names that it had when it
+  was last synced, and nothing else;
+- journal: names up to some operation after the last sync, in order, as a journal keeps them, and of
+  files only what was synced: the rest is empty, or zeros (ext4 without delayed flushing);
+- scattered: like `synced`, and of what came since each write and each change of a name at random.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from benchmarks.chaos import operations as ops
+from benchmarks.chaos.results import Trial
+from benchmarks.chaos.rig import Rig, command
+from rloo.run.checkpoint import find_checkpoint
+
+FIGURE = "power cuts, each on three models of a disk: nothing that was committed is lost"
+PROMISED = 200
+DISKS = ("synced", "journal", "scattered")
+# What runs are cut: from nothing; going on after a kill; with a limit of checkpoints; the best.
+SESSIONS = (("full", 0), ("full", 120), ("keep one", 0), ("best", 0), ("lora", 0))
+
+
+@dataclass
+class File:
+    """What a file holds, what it held when it was synced last, and the writes since."""
+
+    live: bytearray = field(default_factory=bytearray)
+    synced: bytes = b""
+    since: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Note a write."""
+        self.since.append((offset, data))
+        put(self.live, offset, data)
+
+    def cut(self, size: int) -> None:
+        """Note a truncation, which is not undone by a power cut that finds the file shorter."""
+        self.live[:] = self.live[:size].ljust(size, b"\0")
+        self.since.append((size, b""))
+
+    def sync(self, data: bytes) -> None:
+        """Note that all of it is on the disk."""
+        self.live[:], self.synced, self.since = data, data, []
+
+
+@dataclass
+class Folder:
+    """Names, those that were there when it was synced last, and the changes since: what each name
+    stood for afterwards (None: nothing)."""
+
+    live: dict[str, Node] = field(default_factory=dict)
+    synced: dict[str, Node] = field(default_factory=dict)
+    since: list[dict[str, Node | None]] = field(default_factory=list)
+
+    def change(self, names: dict[str, Node | None]) -> None:
+        """Note what happens at once."""
+        self.since.append(names)
+        apply(self.live, names)
+
+    def sync(self) -> None:
+        """Note that all names are on the disk."""
+        self.synced, self.since = dict(self.live), []
+
+
+Node = File | Folder
+
+
+def put(content: bytearray, offset: int, data: bytes) -> None:
+    """Write into a file's content, with zeros where nothing was."""
+    content.extend(bytes(max(0, offset + len(data) - len(content))))
+    content[offset : offset + len(data)] = data
+
+
+def apply(names: dict[str, Node], change: dict[str, Node | None]) -> None:
+    """Let names stand for something, or nothing."""
+    for name, node in change.items():
+        names.pop(name, None)
+        if node is not None:
+            names[name] = node
+
+
+class Disk:
+    """What stood in `folder` and what operations made of it."""
+
+    def __init__(self, folder: Path, before: Path | None) -> None:
+        self._folder, self.root, self._inodes = folder, Folder(), dict[int, File]()
+        if before is not None:
+            self.root = read_folder(before)
+
+    def replay(self, operations: Iterable[ops.Operation]) -> None:
+        """Do these operations."""
+        for o in operations:
+            if o.kind == ops.MARK:
+                continue
+            place = self._find(o.path)
+            if o.kind in (ops.OPEN, ops.WRITE, ops.TRUNCATE, ops.SYNC):
+                self._change_file(o, *place)
+            elif o.kind == ops.SYNC_FOLDER:
+                node = place[0].live[place[1]] if place[1] else place[0]
+                assert isinstance(node, Folder), o.path
+                node.sync()
+            elif o.kind == ops.RENAME:
+                self._rename(place, self._find(o.other))
+            else:
+                made = Folder() if o.kind == ops.MKDIR else None
+                place[0].change({place[1]: made})
+
+    def _find(self, path: str) -> tuple[Folder, str]:
+        parts = Path(path).relative_to(self._folder).parts
+        folder = self.root
+        for name in parts[:-1]:
+            inner = folder.live[name]
+            assert isinstance(inner, Folder), path
+            folder = inner
+        return folder, parts[-1] if parts else ""
+
+    def _change_file(self, o: ops.Operation, folder: Folder, name: str) -> None:
+        if o.kind == ops.OPEN and o.flags & ops.CREATED:
+            folder.change({name: File()})
+        node = folder.live.get(name)
+        if o.kind == ops.OPEN and isinstance(node, File):
+            self._inodes[o.inode] = node
+        # By inode, since a file may have another name, or none, by now.
+        file = self._inodes.get(o.inode, node)
+        assert isinstance(file, File), o.path
+        if o.kind == ops.OPEN and o.flags & ops.EMPTIED and file.live:
+            file.cut(0)
+        elif o.kind == ops.WRITE:
+            file.write(o.offset, o.data)
+        elif o.kind == ops.TRUNCATE:
+            file.cut(o.offset)
+        elif o.kind == ops.SYNC:
+            file.sync(o.data)
+
+    @staticmethod
+    def _rename(old: tuple[Folder, str], new: tuple[Folder, str]) -> None:
+        node = old[0].live[old[1]]
+        if old[0] is new[0]:
+            old[0].change({old[1]: None, new[1]: node})
+        else:
+            old[0].change({old[1]: None})
+            new[0].change({new[1]: node})
+
+
+def read_folder(path: Path) -> Folder:
+    """What lies on the disk, all of it synced."""
+    folder = Folder()
+    for item in path.iterdir():
+        node: Node = read_folder(item) if item.is_dir() else File()
+        if isinstance(node, File):
+            node.sync(item.read_bytes())
+        folder.live[item.name] = node
+    folder.sync()
+    return folder
+
+
+def write_folder(folder: Folder, path: Path, disk: str, rng: random.Random) -> None:
+    """Make a folder as a kind of disk has it after the cut (`live`: as if there were none)."""
+    path.mkdir(exist_ok=True)
+    names = dict(folder.live if disk in ("journal", "live") else folder.synced)
+    if disk == "scattered":
+        for change in folder.since:
+            if rng.random() < 0.5:
+                apply(names, change)
+    for name, node in names.items():
+        if isinstance(node, Folder):
+            write_folder(node, path / name, disk, rng)
+        else:
+            (path / name).write_bytes(content_of(node, disk, rng))
+
+
+def content_of(file: File, disk: str, rng: random.Random) -> bytes:
+    """What a kind of disk has of a file."""
+    if disk == "live":
+        return bytes(file.live)
+    content = bytearray(file.synced)
+    if disk == "journal" and file.since and rng.random() < 0.5:
+        content = content.ljust(len(file.live), b"\0")
+    if disk == "scattered":
+        for offset, data in file.since:
+            if rng.random() < 0.5:
+                put(content, offset, data) if data else content.__delitem__(slice(offset, None))
+    return bytes(content)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run's operations in `folder`, and what lay there `before`."""
+
+    folder: Path
+    before: Path
+    operations: list[ops.Operation]
+
+
+def log(rig: Rig, config: str, killed_at: int) -> Session:
+    """Log a run, or if `killed_at` is given the one that goes on after a kill there; checks that
+    the log tells everything that the run has left."""
+    home = rig.home / "logs" / f"{config} {killed_at} {os.getpid()}"
+    folder, before, file = home / "trial", home / "before", home / "log of operations"
+    folder.mkdir(parents=True)
+    if killed_at:
+        kill = partial(ops.arm, rig.operations, folder, ops.KILL, killed_at)
+        if rig.train(config, folder, kill).status != -9:
+            raise RuntimeError(f"{config} was not hit at operation {killed_at}")
+        (folder / "log").unlink()
+    shutil.copytree(folder, before)
+
+    def action() -> int:
+        from rloo.run import session
+
+        library, save = rig.operations, session.save_checkpoint
+
+        def saved(directory, checkpoint, **options):
+            path = save(directory, checkpoint, **options)
+            library.chaos_mark(f"{checkpoint.step}".encode())
+            return path
+
+        session.save_checkpoint = saved
+        ops.arm(library, folder, ops.LOG, log=file)
+        status = command(rig.arguments(config, folder), None)()
+        library.chaos_arm(b"", None, ops.OFF, 0, 0)
+        return status
+
+    ended = rig.fork(action, home / "log")
+    if ended.status:
+        raise RuntimeError(f"the logged run ended with {ended.status}: {ended.output[-400:]}")
+    logged = Session(folder, before, list(ops.read_log(file)))
+    disk = Disk(folder, before)
+    disk.replay(logged.operations)
+    write_folder(disk.root, home / "rebuilt", "live", random.Random(0))
+    for path in [p for p in folder.rglob("*") if p.is_file()]:
+        rebuilt = home / "rebuilt" / path.relative_to(folder)
+        # What was written through a map of the file is seen when it is synced.
+        if path.read_bytes() != rebuilt.read_bytes():
+            raise RuntimeError(f"the log of operations does not tell what is in {path.name}")
+    return logged
+
+
+def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
+    """Cuts at the end of each session and at random operations; each is tried on every disk."""
+    if rig.operations is None:
+        return []
+    rng = random.Random(seed)
+    found = []
+    cache: dict[tuple[str, int], Session] = {}
+    for number in range(count or PROMISED):
+        config, killed_at = SESSIONS[number % len(SESSIONS)]
+        share = 1.0 if number < len(SESSIONS) else rng.random()
+        name = f"{seed}.{number} {config} after {killed_at} at {share:.4f}"
+        run = partial(cut, rig, (config, killed_at), share, cache)
+        found.append(Trial(name, config, run))
+    return found
+
+
+def cut(
+    rig: Rig, what: tuple[str, int], share: float, cache: dict[tuple[str, int], Session]
+) -> str:
+    """Cut after a share of a run's operations (1: when it has ended), and go on."""
+    if what not in cache:
+        cache[what] = log(rig, *what)
+    session = cache[what]
+    at = round(share * len(session.operations))
+    rng = random.Random(share)
+    wrong = [
+        f"{disk}: {said}" for disk in DISKS if (said := _try(rig, what[0], session, at, disk, rng))
+    ]
+    return "; ".join(wrong)
+
+
+def _try(rig: Rig, config: str, session: Session, at: int, disk: str, rng: random.Random) -> str:
+    done = session.operations[:at]
+    if disk == "journal":  # what comes after the last sync may be in the journal already
+        syncs = [i for i, o in enumerate(done) if o.kind in (ops.SYNC, ops.SYNC_FOLDER)]
+        done = done[: rng.randint(syncs[-1] + 1 if syncs else 0, at)]
+    state = Disk(session.folder, session.before)
+    state.replay(done)
+    with rig.folder() as folder:
+        write_folder(state.root, folder, disk, rng)
+        committed = [int(o.path) for o in session.operations[:at] if o.kind == ops.MARK]
+        newest, damaged = find_checkpoint(folder / "run")
+        found = int(newest.name.split("-")[1]) if newest else 0
+        if committed and found < committed[-1]:
+            return f"checkpoint {committed[-1]} was committed, {found} is found; {damaged}"
+        return rig.goes_on(config, folder)

@@ -1,0 +1,328 @@
+"""Trainings of a tiny model that are disturbed and go on: imported once, forked per trial."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rloo.run.checkpoint import list_checkpoints
+from tools.same_folders import SPOKEN, compare_folders
+
+WORDS = [f"w{i}" for i in range(93)]
+# A reward that draws from the global generator, which must go on where it was.
+REWARDS = '''"""The reward of the trials."""
+
+import random
+
+
+def noisy(completions, **_):
+    words = [[w for w in c.split() if w[1:].isdigit()] for c in completions]
+    return [sum(int(w[1:]) < 20 for w in text) + random.random() for text in words]
+'''
+# Two evaluations of two steps each, checkpoints between them, logs across both.
+COMMON: dict[str, Any] = {
+    "reward": "rewards.py:noisy",
+    "model": "base",
+    "dataset": "rows.jsonl",
+    "eval_dataset": "held_out.jsonl",
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "num_generations": 4,
+    "num_prompts": 3,
+    "max_steps": 5,
+    "max_completion_length": 8,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "cosine",
+    "beta": 0.05,
+    "seed": 7,
+    "save_steps": 2,
+    "logging_steps": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "eval_on_start": True,
+    "num_generations_eval": 1,
+    "log_completions": True,
+    # Fixed where the program would choose by measurement.
+    "num_threads": 1,
+    "max_tokens_per_micro_batch": 2048,
+    "rollout_engine": "native",
+    "packing": True,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"},
+    "several steps": {"steps_per_generation": 2, "max_steps": 6},
+    "two passes": {"num_iterations": 2, "max_steps": 6},
+    "dynamic": {"dynamic_sample": True},
+    "keep one": {"save_total_limit": 1},
+    "best": {"load_best_model_at_end": True, "save_total_limit": 2},
+}
+# The embedded task, cut short: through the real command line.
+EMBEDDED = "embedded"
+SHORT: dict[str, Any] = {
+    "num_prompts": 3,
+    "num_generations": 4,
+    "max_completion_length": 20,
+    "max_steps": 5,
+    "eval_size": 4,
+    **{n: COMMON[n] for n in ("eval_strategy", "eval_steps", "save_steps", "logging_steps")},
+    **{n: COMMON[n] for n in ("num_threads", "max_tokens_per_micro_batch", "rollout_engine")},
+    "packing": True,
+    "seed": 7,
+}
+DEADLINE = 300.0  # seconds: a guard; a trial takes about one
+LIBRARY = "RLOO_CHAOS_LIBRARY"
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a trial's process ended: its exit status, or minus the signal that ended it."""
+
+    status: int
+    output: str
+    seconds: float
+
+
+class Rig:
+    """A tiny model, its data, undisturbed runs to compare with, and processes for trials.
+
+    Everything lies in the folder `home`; the process that makes a rig must not have computed with
+    torch, since its threads would not be there in what is forked."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.seconds: dict[str, float] = {}
+        path = os.environ.get(LIBRARY)
+        self.operations = ctypes.CDLL(path) if path else None
+        home.mkdir(parents=True, exist_ok=True)
+        os.chdir(home)
+        self._make_inputs()
+
+    def arguments(self, config: str, folder: Path, **options: Any) -> list[str]:
+        """The command that trains a configuration in `folder`/run, whatever there is already."""
+        chosen = SHORT if config == EMBEDDED else COMMON | CONFIGS[config]
+        given = {**chosen, "resume_from_checkpoint": "auto", "output_dir": folder / "run"} | options
+        words = [w for name, value in given.items() for w in (f"--{name}", _plain(value))]
+        return ["train", *words]
+
+    def train(
+        self,
+        config: str,
+        folder: Path,
+        prepare: Callable[[], Any] | None = None,
+        *,
+        kill_after: float | None = None,
+    ) -> Ended:
+        """Run the command in a process of its own, after `prepare` there; with `kill_after`, for so
+        many seconds. The embedded task is a new program, others are forked."""
+        arguments = self.arguments(config, folder)
+        action = program if config == EMBEDDED else command
+        return self.fork(action(arguments, prepare), folder / "log", kill_after=kill_after)
+
+    def whole(self, config: str) -> Path:
+        """The folder of the undisturbed run."""
+        folder = self.home / "whole" / config
+        if not (folder / "run" / "summary.json").exists():
+            folder.mkdir(parents=True)
+            ended = self.train(config, folder)
+            if ended.status:
+                raise RuntimeError(f"the undisturbed run ended with {ended.status}: {ended.output}")
+            self.seconds[config] = ended.seconds
+        return folder / "run"
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A fresh folder for a trial."""
+        folder = Path(tempfile.mkdtemp(prefix="trial-", dir=self.home))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def goes_on(self, config: str, folder: Path) -> str:
+        """Repeat the command, as a scheduler would, and compare with the undisturbed run; returns
+        what is wrong, "" if nothing is."""
+        ended = self.train(config, folder)
+        if ended.status:
+            return f"does not go on, status {ended.status}: {ended.output[-400:]}"
+        return self.differences(config, folder)
+
+    def differences(self, config: str, folder: Path) -> str:
+        """In what a finished run differs from the undisturbed one."""
+        whole, run = self.whole(config), folder / "run"
+        for _, path in list_checkpoints(run):  # those that the schedule does not have
+            if not (whole / path.name).exists():
+                shutil.rmtree(path)
+        found = [d for d in compare_folders(whole, run) if not SPOKEN.search(d.place)]
+        # A path, and rows that a checkpoint had to keep for later.
+        kept = r"best_model_checkpoint| logs waiting"
+        wrong = [str(d) for d in found if not re.search(kept, d.place)]
+        return f"{len(wrong)} differences: {'; '.join(wrong[:3])}" if wrong else ""
+
+    def fork(
+        self, action: Callable[[], int], log: Path, *, kill_after: float | None = None
+    ) -> Ended:
+        """Run `action` in a process and session of its own, its output in `log`; end all that is
+        left of it. Raises RuntimeError for a child that is left, or a run over its deadline."""
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        sys.stdout.flush()
+        began = time.monotonic()
+        process = os.fork()
+        if process == 0:
+            run_child(action, lambda: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        status = wait(process, DEADLINE if kill_after is None else kill_after)
+        return finish(process, status, time.monotonic() - began, log, meant=kill_after is not None)
+
+    def _make_inputs(self) -> None:
+        rows = [" ".join(WORDS[i : i + 3 + i % 4]) for i in range(12)]
+        held_out = ["w1 w2 w3", "w4 w5 w6", "w7 w8 w9"]
+        for name, prompts in (("rows", rows), ("held_out", held_out)):
+            lines = "".join(f'{{"prompt": "{prompt}"}}\n' for prompt in prompts)
+            Path(f"{name}.jsonl").write_text(lines)
+        Path("rewards.py").write_text(REWARDS)
+        importlib.import_module("rloo.run.trainer")
+        importlib.import_module("peft")
+        made = self.fork(lambda: _save_base(Path("base")), Path("log"))
+        if made.status:
+            raise RuntimeError(made.output)
+        self._import_what_a_run_imports()
+
+    def _import_what_a_run_imports(self) -> None:
+        """Once here instead of in every trial."""
+        listed = self.home / "modules"
+
+        def list_modules() -> int:
+            status = command(self.arguments("full", self.home / "first"), None)()
+            listed.write_text("\n".join(sys.modules))
+            return status
+
+        before = set(sys.modules)
+        self.fork(list_modules, self.home / "log")
+        for name in listed.read_text().split("\n"):
+            if name not in before and not name.startswith("rewards"):
+                with contextlib.suppress(Exception):  # some exist only once others have run
+                    importlib.import_module(name)
+
+
+def command(arguments: list[str], prepare: Callable[[], Any] | None) -> Callable[[], int]:
+    """The command as an action for `Rig.fork`."""
+
+    def action() -> int:
+        if prepare is not None:
+            prepare()
+        return importlib.import_module("rloo.cli").main(arguments)
+
+    return action
+
+
+def program(arguments: list[str], prepare: object) -> Callable[[], int]:
+    """The command as a program of its own, as an action for `Rig.fork`."""
+    given = [sys.executable, "-m", "rloo.cli", *arguments]
+    return lambda: os.execv(given[0], given)
+
+
+def finish(
+    process: int, status: int | None, seconds: float, log: Path, *, meant: bool = False
+) -> Ended:
+    """End what is left of a trial's process; with status None its whole group, as `meant` or for
+    being late. Raises RuntimeError as `Rig.fork` does."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+    if status is None:
+        os.waitpid(process, 0)
+    left = children()
+    for other in left:
+        os.kill(other, signal.SIGKILL)
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if status is None and not meant:
+        raise RuntimeError(f"not over after {seconds:.0f} s: {text[-400:]}")
+    if left:
+        raise RuntimeError(f"{len(left)} processes are left")
+    return Ended(-signal.SIGKILL if status is None else status, text, seconds)
+
+
+def run_child(action: Callable[[], int], open_output: Callable[[], int]) -> None:
+    """The rest of a forked process: `action` in a new session; its exit status."""
+    status = 99
+    try:
+        os.setsid()
+        output = open_output()
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        status = action()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status & 0xFF)
+
+
+def wait(process: int, deadline: float) -> int | None:
+    """A child's exit status, or minus the signal that ended it; None if it is killed for being
+    late."""
+    descriptor = os.pidfd_open(process)
+    try:
+        ready, _, _ = select.select([descriptor], [], [], deadline)
+    finally:
+        os.close(descriptor)
+    if not ready:
+        return None
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def children() -> list[int]:
+    """Processes that are left below this one, which inherits orphans; those that ended are gone."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return [int(number) for number in found.split()]
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _save_base(folder: Path) -> int:
+    """A random model of three layers, and a tokenizer of whole words."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    names = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    words = models.WordLevel({w: i for i, w in enumerate([*names, *WORDS])}, unk_token="<unk>")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {f"{name[1:-1]}_token": name for name in names}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(names) + len(WORDS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    return 0

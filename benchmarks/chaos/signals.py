@@ -1,0 +1,151 @@
+"""Signals that ask to stop, in every phase of a run, on a terminal of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.results import Trial
+from benchmarks.chaos.rig import DEADLINE, Ended, Rig, command, finish, run_child
+from rloo.run.checkpoint import find_checkpoint
+
+FIGURE = (
+    "signals, 6 kinds in 6 phases on a terminal: checkpoint within 30 s, identical end, status "
+    "128 + signal, terminal restored, no child"
+)
+KINDS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+GRACE = 30.0
+STARTING = "starting"
+# Where: in which call of which function; the finished steps that a checkpoint has to hold.
+PHASES: dict[str, tuple[str, str, int, int]] = {
+    STARTING: ("rloo.run.trainer", "obtain_model", 1, 0),
+    "sampling": ("rloo.engines.in_process:InProcessEngine", "sample", 9, 3),
+    "reward": ("rloo.rewards.combine:RewardSet", "score", 8, 3),
+    "update": ("rloo.model.stepper:Stepper", "backward", 4, 3),
+    "saving": ("rloo.model.policy:Policy", "save_checkpoint", 2, 4),
+    "evaluating": ("rloo.rewards.combine:RewardSet", "score", 5, 2),
+}
+
+
+def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
+    """Every kind in every phase."""
+    found = [
+        Trial(f"{kind} {phase}", "full", partial(stop, rig, kind, phase))
+        for phase in PHASES
+        for kind in KINDS
+    ]
+    return found[seed * 7 % len(found) :: len(found) // count][:count] if count else found
+
+
+def stop(rig: Rig, kind: str, phase: str) -> str:
+    """Send a signal in a phase; look at how the run ends; go on."""
+    number = getattr(signal, kind)
+    where, name, call, step = PHASES[phase]
+    with rig.folder() as folder:
+        sent = folder / "sent"
+
+        def prepare() -> None:
+            trip(where, name, call, lambda: _send(number, sent))
+
+        options = {"disable_tqdm": False}
+        action = command(rig.arguments("full", folder, **options), prepare)
+        ended, before, after = on_terminal(action, folder / "log")
+        if not sent.exists():
+            return f"was not hit: status {ended.status}: {ended.output[-300:]}"
+        wrong = []
+        if ended.status != 128 + number:
+            wrong.append(f"status {ended.status}: {ended.output[-300:]}")
+        if (late := time.time() - sent.stat().st_mtime) > GRACE:
+            wrong.append(f"{late:.0f} s after the signal")
+        if before != after:
+            wrong.append(f"the terminal's modes: {before} -> {after}")
+        if ended.output.rfind("\x1b[?25l") > ended.output.rfind("\x1b[?25h"):
+            wrong.append("the cursor is hidden")
+        newest, damaged = find_checkpoint(folder / "run")
+        found = int(newest.name.split("-")[1]) if newest else 0
+        if found != step or damaged:
+            wrong.append(f"checkpoint {found}, not {step}; {damaged}")
+        if kind == "SIGINT" and phase == STARTING:
+            wrong.append(_at_the_very_start(rig, folder / "real", number))
+        if said := rig.goes_on("full", folder):
+            wrong.append(said)
+        return "; ".join(filter(None, wrong))
+
+
+def _send(number: int, sent: Path) -> None:
+    sent.touch()
+    # Ctrl-C reaches all that stands in the foreground.
+    os.kill(0 if number == signal.SIGINT else os.getpid(), number)
+
+
+def _at_the_very_start(rig: Rig, folder: Path, number: int) -> str:
+    """The real command, while it still imports: nothing is there, and nothing is said but that."""
+    folder.mkdir()
+    given = [sys.executable, "-m", "rloo.cli", *rig.arguments("full", folder)]
+    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        time.sleep(1.0)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=DEADLINE)
+    shutil.rmtree(folder)
+    if process.returncode not in (128 + number, -number):
+        return f"at the very start: status {process.returncode}: {said[-300:]!r}"
+    return f"at the very start: {said[-300:]!r}" if b"Traceback" in said else ""
+
+
+def trip(where: str, name: str, call: int, action: Callable[[], object]) -> None:
+    """Run `action` in one of the calls of a function of a module or a class (`module:class`)."""
+    module, _, owner = where.partition(":")
+    found = importlib.import_module(module)
+    target = getattr(found, owner) if owner else found
+    original, calls = getattr(target, name), [0]
+
+    def tripped(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            action()
+        return original(*args, **kwargs)
+
+    setattr(target, name, tripped)
+
+
+def on_terminal(action: Callable[[], int], log: Path) -> tuple[Ended, list[Any], list[Any]]:
+    """As `Rig.fork`, on a terminal that this process reads; also its modes before and after."""
+    mine, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    sys.stdout.flush()
+    began = time.monotonic()
+    process = os.fork()
+    if process == 0:
+
+        def open_terminal() -> int:
+            terminal = os.open(os.ttyname(theirs), os.O_RDWR)  # the first one becomes its own
+            os.dup2(terminal, 0)
+            return terminal
+
+        run_child(action, open_terminal)
+    text, status = b"", None
+    while time.monotonic() - began < DEADLINE and status is None:
+        if select.select([mine], [], [], 0.02)[0]:
+            text += os.read(mine, 65536)
+            continue
+        done, how = os.waitpid(process, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(how) if done else None
+    after = termios.tcgetattr(theirs)
+    for descriptor in (mine, theirs):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    log.write_bytes(text)
+    return finish(process, status, time.monotonic() - began, log), before, after

@@ -1,0 +1,17 @@
+"""The parts that are run trial by trial: their figures, what is promised, and their trials."""
+
+from __future__ import annotations
+
+from benchmarks.chaos import faults, kills, nonfinite, owners, power, signals
+from benchmarks.chaos.results import Trial
+from benchmarks.chaos.rig import Rig
+
+
+def plan(part: str, rig: Rig, count: int | None, seed: int) -> tuple[str, str, list[Trial]]:
+    """Figure, promise and trials of a part."""
+    if part == "kills":
+        return kills.FIGURE, "all", kills.moments(rig, count or kills.PROMISED, seed)
+    if part == "operations":
+        return kills.OPERATIONS_FIGURE, "all", kills.each_operation(rig, count, seed)
+    modules = {m.__name__.split(".")[-1]: m for m in (faults, nonfinite, owners, power, signals)}
+    return modules[part].FIGURE, "all", modules[part].trials(rig, count, seed)
