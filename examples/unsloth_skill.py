@@ -28,7 +28,7 @@ def make_tiny_model(folder):
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     words = ["user", "assistant", "it", "calls", "itself", "the", ",", "."]
     asked = sorted({word for question in QUESTIONS for word in question.split()})
-    vocabulary = {token: i for i, token in enumerate([*special, *words, *asked])}
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys([*special, *words, *asked]))}
     core = Tokenizer(models.WordLevel(vocabulary))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.add_special_tokens(special)

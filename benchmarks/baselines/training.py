@@ -75,7 +75,7 @@ def _heldout_prompts(task: Task, trainer: RLOOTrainer) -> Sequence[Prompt]:
         tokenizer=trainer.processing_class,
         rewards=trainer.rewards,
         args=trainer.args,
-        longest=prompt_limit(trainer.model, trainer.args, evaluation=True),
+        limit=prompt_limit(trainer.model, trainer.args, evaluation=True),
     )
     assert isinstance(source, PromptSource)  # a list of rows is no stream
     return source.all_prompts(None)

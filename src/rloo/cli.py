@@ -88,7 +88,7 @@ def _say(text: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             if text and stream is sys.stderr:
-                print(f"rloo: {text}", file=stream)
+                print("rloo:", " ".join(text.split()), file=stream)
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -129,7 +129,7 @@ def _evaluate(arguments: list[str]) -> int:
 
     trainer = RLOOTrainer(args=config)
     # A file is one split, whatever it holds.
-    is_file = Path(str(config.eval_dataset)).is_file()
+    is_file = os.path.isfile(str(config.eval_dataset))
     split = "" if is_file else f" ({config.eval_split or 'train'})"
     temperature = config.eval_temperature or config.temperature
     print(f"{config.model} on {config.eval_dataset}{split}, temperature {temperature:g}")

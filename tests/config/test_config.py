@@ -300,6 +300,17 @@ def test_a_list_changed_in_place_is_checked_again():
         config.fixed()
 
 
+def test_an_option_without_effect_reads_what_was_given():
+    with pytest.warns(UserWarning, match="dataloader_num_workers is 4, which has no effect"):
+        config = RLOOConfig(dataloader_num_workers=4)
+    assert (config.dataloader_num_workers, RLOOConfig().dataloader_num_workers) == (4, 0)
+    with pytest.warns(UserWarning, match="ddp_timeout is 60, which has no effect"):
+        config.ddp_timeout = 60
+    fixed = config.fixed()
+    assert (fixed.dataloader_num_workers, fixed.ddp_timeout) == (4, 60)
+    assert fixed.with_values(seed=1).dataloader_num_workers == 4
+
+
 def test_flags_of_trls_script_are_understood():
     with pytest.warns(UserWarning, match="attn_implementation is 'sdpa', which has no effect"):
         RLOOConfig(attn_implementation="sdpa")

@@ -340,8 +340,8 @@ def test_longer_completions_of_evaluation_need_their_room():
     model = make_model("qwen3")
     model.config.max_position_embeddings = 100
     config = RLOOConfig(max_completion_length=40, eval_max_completion_length=70)
-    assert prompt_limit(model, config) == 60
-    assert prompt_limit(model, config, evaluation=True) == 30
+    assert prompt_limit(model, config).max_tokens == 60
+    assert prompt_limit(model, config, evaluation=True).max_tokens == 30
     config = RLOOConfig(max_completion_length=40, eval_max_completion_length=100)
     with pytest.raises(
         ValueError, match="eval_max_completion_length is 100 and the model's context has 100"

@@ -98,11 +98,11 @@ def test_areal_s_nested_names_in_yaml(write):
 
 def test_numbers_and_words_that_yaml_1_1_reads_wrongly(write):
     path = write(
-        "eval_strategy: no\nlr_scheduler_kwargs: {min_lr: 1e-7}\nlearning_rate: 1e-5\nseed: 010\n"
+        "eval_strategy: no\nlr_scheduler_kwargs: {min_lr: 1e-7}\nlearning_rate: 1e-5\n"
         "chat_template_kwargs: {enable_thinking: no, at: 1:30}\n"
     )
     config = parse_command_line([path])
-    assert (config.eval_strategy, config.seed) == ("no", 10)
+    assert config.eval_strategy == "no"
     assert (config.lr_scheduler_kwargs, config.learning_rate) == ({"min_lr": 1e-7}, 1e-5)
     assert config.chat_template_kwargs == {"enable_thinking": False, "at": "1:30"}
 
@@ -175,6 +175,8 @@ def test_the_resolved_configuration_is_a_file_that_reads_back_equal(write):
         ("model_init_kwargs:\n  a: 1\n  a: 2\n", 'run.yaml, line 3: found duplicate key "a"'),
         ("actor: {path: m}\nactor: {path: n}\n", "line 2: actor is given twice (first in line 1)"),
         ("seed: 1:30\n", "run.yaml, line 1: seed is '1:30'; it must be a whole number"),
+        ("seed: 010\n", "run.yaml, line 1: seed is '010'; it must be a whole number"),
+        ("seed: 0b1\n", "run.yaml, line 1: seed is '0b1'; it must be a whole number"),
         ("seed: !!binary aGk=\n", "run.yaml, line 1: tag tag:yaml.org,2002:binary is not allowed"),
         ("a: " + "[" * 2000, "run.yaml is nested too deeply"),
         ("actor:\n  eps_clip: 0.1\nactor.eps_clip: 0.1\n", "line 3: actor.eps_clip is given twice"),

@@ -143,7 +143,7 @@ def resolve(
         if name not in known
     ]
     if unknown:
-        raise ValueError("\n".join(unknown))
+        raise ValueError("; ".join(unknown))
     resolved: dict[str, Any] = {}
     source: dict[str, str] = {}
     for name, value in options.items():

@@ -13,6 +13,13 @@ from rloo.config.objective_checks import check_objective
 from rloo.config.options import LORA, Options
 from rloo.dist import process_count
 
+# Completions of one rollout, or of one evaluated prompt: each is an object in this process.
+MOST_COMPLETIONS = 2**17
+BATCH_SIZES = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size",
+    "steps_per_generation",
+)  # fmt: skip
+
 # (rule in words, the rule, the options it holds for); a null value is always allowed
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at least 1", lambda x: x >= 1, (
@@ -23,11 +30,23 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "max_tokens_per_micro_batch", "num_threads", "eval_size", "num_generations_eval",
         "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha",
     )),
+    # A rank beyond the widest layer adds nothing; the others only ever wait.
+    ("must be at most 16,384", lambda x: x <= 16_384, ("lora_r",)),
+    ("must be at most 1,000", lambda x: x <= 1_000, ("max_resample_times",)),
+    ("must be at most 1,000,000", lambda x: x <= 1_000_000, ("num_iterations",)),
+    ("must be at most 1,000,000,000", lambda x: x <= 1_000_000_000, (
+        "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
+        "warmup_steps", "max_completion_length", "eval_max_completion_length",
+    )),
+    (f"must be at most {MOST_COMPLETIONS:,}", lambda x: x <= MOST_COMPLETIONS,
+     ("num_generations", "num_generations_eval")),
     ("must be above 0", lambda x: x > 0, (
-        "temperature", "repetition_penalty", "adam_epsilon", "advantage_epsilon", "loss_constant",
-        "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "eval_temperature",
+        "repetition_penalty", "adam_epsilon", "advantage_epsilon", "loss_constant",
+        "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
         "kl_clip", "kl_target", "rollout_importance_sampling_threshold",
     )),
+    ("must be above 0, and at least 0.000001 so that no score overflows", lambda x: x >= 1e-6,
+     ("temperature", "eval_temperature")),
     ("must be at least 0", lambda x: x >= 0, (
         "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
         "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
@@ -143,6 +162,11 @@ def _check_batches(config: Options) -> None:
             f"{config.steps_per_generation}; both set the size of a rollout, so give only one"
         )
     batches = batches_of(config, process_count())
+    if batches.completions_per_rollout > MOST_COMPLETIONS:
+        raise ValueError(
+            f"a rollout would have {batches.completions_per_rollout:,} completions; it may have at "
+            f"most {MOST_COMPLETIONS:,} (num_prompts, num_generations, {', '.join(BATCH_SIZES)})"
+        )
     if config.kl_target is not None and config.kl_horizon < batches.completions_per_rollout:
         raise ValueError(
             f"kl_horizon is {config.kl_horizon}, below the {batches.completions_per_rollout} "

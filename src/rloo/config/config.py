@@ -7,6 +7,7 @@ import typing
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
@@ -44,6 +45,7 @@ class RLOOConfig(Options):
 
     _fixed = False
     _checked = None
+    _idle = MappingProxyType[str, Any]({})  # what was given for options without effect
 
     def __init__(self, output_dir: str | None = None, **options: Any) -> None:
         if output_dir is not None:
@@ -51,6 +53,7 @@ class RLOOConfig(Options):
         values = over_preset(resolve(options, option_types()))
         values |= sampling_options(values.get("generation_kwargs"))
         own = vars(self)  # past __setattr__, which reads every value
+        own["_idle"] = _idle_of(options)
         own.update({field.name: default_of(field) for field in fields(self)} | values)
         if self.bf16 is None:
             own["bf16"] = not self.fp16
@@ -80,6 +83,7 @@ class RLOOConfig(Options):
                 )
             for ours, read in resolve({name: value}, option_types()).items():
                 vars(self)[ours] = read
+            vars(self)["_idle"] = {**self._idle, **_idle_of({name: value})}
 
         def __getattr__(self, name: str) -> Any:
             # Scripts written for TRL read options that are refused here (`if args.deepspeed:`), by
@@ -87,7 +91,7 @@ class RLOOConfig(Options):
             if name in REFUSED and REFUSED[name][0]:
                 return REFUSED[name][0][0]
             if name in WITHOUT_EFFECT:
-                return WITHOUT_EFFECT[name][0]
+                return self._idle.get(name, WITHOUT_EFFECT[name][0])
             if name in ONE_PROCESS:
                 return ONE_PROCESS[name]
             if name in ALIASES and name not in CONVERSIONS:
@@ -99,13 +103,14 @@ class RLOOConfig(Options):
         can be changed by assignment from now on."""
         copy = self if self._values() == self._checked else replace(self)
         vars(self)["_fixed"] = True
+        vars(copy)["_idle"] = self._idle
         return copy.with_values()
 
     def with_values(self, **values: Any) -> RLOOConfig:
         """A fixed copy in which some options have other `values`. These are neither read nor
         checked: a run chose them itself (threads, the model's name), or they turn something off."""
         copy = object.__new__(type(self))
-        vars(copy).update(self._values() | values, _fixed=True)
+        vars(copy).update(self._values() | values, _fixed=True, _idle=self._idle)
         vars(copy)["_checked"] = copy._values()
         return copy
 
@@ -122,6 +127,11 @@ class RLOOConfig(Options):
         `hub_token`, which is null here: what is written down holds no secret."""
         values = self._values() | {"hub_token": None}
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+
+
+def _idle_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without effect among `options`, as they were given."""
+    return {name: value for name, value in options.items() if name in WITHOUT_EFFECT}
 
 
 @cache

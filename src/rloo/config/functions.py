@@ -71,5 +71,6 @@ def _import_module(name: str, kind: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, something that it imports is not
         raise ValueError(
-            f"there is no module {name!r} on the Python path (a file is given as file.py:function)"
+            f"there is no module {name!r} on the Python path (a {kind} in a file is given as "
+            "file.py:function)"
         ) from error

@@ -254,6 +254,8 @@ class Options:
 
     model_init_kwargs: dict[str, Any] | None = DATA.from_trl(None,
         "Arguments passed to from_pretrained when the model is loaded.")
+    allow_missing_weights: bool = DATA.own(False,
+        "Train a model whose files lack weights, such as those of a new head: they are random.")
     trust_remote_code: bool = DATA.from_trl(False, "Run Python code that comes with a model.")
     bf16: bool | None = MACHINE.shared(None,
         "Compute in bfloat16 with float32 weights; null does so unless `fp16` is on.", basic=True)

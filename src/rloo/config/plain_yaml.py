@@ -5,6 +5,7 @@ Nothing in a file can run code, and aliases cannot make it much larger than it l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -17,7 +18,12 @@ from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import VersionedResolver
 from ruamel.yaml.tag import Tag
 
+from rloo.config.files import check_file, one_line
+
 MAX_VALUES = 10_000
+MAX_BYTES = 1_000_000
+# Numbers of YAML 1.1, which are text in YAML 1.2; and 010, which is 8 in one and 10 in the other.
+_AMBIGUOUS = re.compile(r"[-+]?(0[0-9]+|0b.*|.*_.*)")
 PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge")
 _PREFIX = "tag:yaml.org,2002:"
 
@@ -26,6 +32,7 @@ def read_yaml(path: str, is_whole: Callable[[str], bool]) -> tuple[dict[str, Any
     """The values in a YAML file, nested names joined by dots, and `file, line n: ` for each name.
     A mapping whose name `is_whole` is one value. Raises ValueError, with the line, for YAML that is
     broken, empty, no mapping, tagged, too large with its aliases followed, or has a key twice."""
+    check_file(path, "config", most=MAX_BYTES)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -49,7 +56,7 @@ def read_yaml(path: str, is_whole: Callable[[str], bool]) -> tuple[dict[str, Any
         line = error.problem_mark.line + 1
         raise ValueError(f"{path}, line {line}: {error.problem}") from None
     except YAMLError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {one_line(error)}") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
     return values, {name: f"{path}, line {line}: " for name, line in lines.items()}
@@ -76,7 +83,10 @@ class _Resolver(VersionedResolver):
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         if kind is ScalarNode and implicit[0] and value.lower() in ("yes", "no", "on", "off"):
             return Tag(suffix=f"{_PREFIX}bool")
-        return super().resolve(kind, value, implicit)
+        tag = super().resolve(kind, value, implicit)
+        if str(tag) == f"{_PREFIX}int" and _AMBIGUOUS.fullmatch(value):
+            return Tag(suffix=f"{_PREFIX}str")
+        return tag
 
 
 class _Representer(SafeRepresenter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from typing import Any
 TRUE_WORDS = ("true", "yes", "1")
 FALSE_WORDS = ("false", "no", "0")
 NULL_WORDS = ("none", "null")
+# Neither 010, which is 8 elsewhere, nor 1_000 or digits of other scripts, which Python would read.
+WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,15 @@ def _read(name: str, kind: Any, value: Any) -> Any:
         return _read_number(name, kind, value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return value if isinstance(value, str) else None
+    return _text(name, value) if isinstance(value, str) else None
+
+
+def _text(name: str, value: str) -> str:
+    if "\0" in value or (not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value)):
+        raise ValueError(
+            f"{name} is {value!r}; text cannot have NUL or half a surrogate pair ({name})"
+        )
+    return value
 
 
 def _read_switch(value: Any) -> bool | None:
@@ -166,6 +177,8 @@ def _read_switch(value: Any) -> bool | None:
 def _read_number(name: str, kind: Any, value: Any) -> Any:
     numeric = Integral if kind is int else Real
     if isinstance(value, bool) or not isinstance(value, numeric | str):
+        return None
+    if kind is int and isinstance(value, str) and not WHOLE.fullmatch(value.strip()):
         return None
     try:
         number = kind(value)
@@ -197,7 +210,9 @@ def _plain(path: str, value: Any) -> Any:
         return [_plain(f"{path}[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{path} is {value}; it must be a finite number")
-    if value is None or isinstance(value, str | bool | int | float):
+    if isinstance(value, str):
+        return _text(path, value)
+    if value is None or isinstance(value, bool | int | float):
         return value
     if str(value).startswith("torch."):  # a dtype: transformers takes its name as well
         return str(value).removeprefix("torch.")

@@ -114,11 +114,13 @@ def _holds_images(feature: Any) -> bool:
 class Limit:
     """What is done with prompts of more than `max_tokens` tokens: "error" refuses them, "drop"
     leaves them out, "left" keeps their last tokens. No prompt may be left only if `may_be_empty`.
+    The model embeds the tokens below `vocabulary`.
     """
 
     max_tokens: int
     overlong: Literal["error", "drop", "left"] = "error"
     may_be_empty: bool = False
+    vocabulary: int = 2**31
 
 
 class PromptSource:
@@ -146,7 +148,7 @@ class PromptSource:
                 "(max_prompt_length)"
             )
         images = images or ImageReader()
-        tokens = _tokenise(rows, encode, images)
+        tokens = _tokenise(rows, encode, images, limit.vocabulary)
         too_long = {i: len(ids) for i, ids in enumerate(tokens) if len(ids) > max_prompt_length}
         if too_long and overlong == "error":
             raise ValueError(_describe_overlong(too_long, max_prompt_length))
@@ -249,15 +251,21 @@ def _shuffled_order(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _tokenise(
-    rows: Dataset, encode: Callable[[Text], list[int]], images: ImageReader
+    rows: Dataset, encode: Callable[[Text], list[int]], images: ImageReader, vocabulary: int
 ) -> list[array]:
     # Four bytes per token; a list of ints takes 36.
     tokens = []
     for number, row in enumerate(rows.select_columns(["prompt", *images.columns])):
         try:
-            tokens.append(array("i", encode(images.content(row))))
+            ids = encode(images.content(row))
         except ValueError as error:
             raise ValueError(f"row {number}: {error} (dataset)") from error
+        if max(ids) >= vocabulary:
+            raise ValueError(
+                f"row {number}: the tokenizer makes token {max(ids)} of it and the model embeds "
+                f"{vocabulary}; they do not belong together (model, processing_class)"
+            )
+        tokens.append(array("i", ids))
     return tokens
 
 

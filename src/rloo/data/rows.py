@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,6 +15,8 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.table import InMemoryTable
 from pyarrow import csv, parquet
+
+from rloo.config.files import check_file, one_line, reading
 
 Given: TypeAlias = Dataset | IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -50,19 +54,21 @@ def load_rows(
 
 def _load_by_name(name: str, split: str, config_name: str | None) -> Dataset:
     path = Path(name).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):  # False also for a name that no file can have
         return _load_from_hub(name, split, config_name)
     if config_name is not None:
         raise ValueError(
             f"dataset {name} is on this disk and has no configurations; a configuration name "
             f"({config_name}) chooses within a hub dataset (dataset_config)"
         )
-    if path.is_file():
+    if not path.is_dir():
         if split not in ("train", _first_word(path)):
             raise ValueError(_no_split(name, split))
         return _read_file(path)
     if any((path / marker).exists() for marker in ("state.json", "dataset_dict.json")):
-        return _choose_split(datasets.load_from_disk(path), split, name)
+        with reading(f"dataset {name}", "dataset"):
+            saved = datasets.load_from_disk(path)
+        return _choose_split(saved, split, name)
     return datasets.concatenate_datasets([_read_file(f) for f in _files_of_split(path, split)])
 
 
@@ -71,7 +77,7 @@ def _load_from_hub(name: str, split: str, config_name: str | None) -> Dataset:
         raise ValueError(f"dataset {name} does not exist on this disk (dataset)")
     try:
         return load_dataset(name, config_name, split=split)
-    except (FileNotFoundError, ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"dataset {name} is no file or folder here, and cannot be loaded from the hub: {error} "
             "(dataset, dataset_config)"
@@ -111,17 +117,22 @@ def _no_split(name: str, split: str) -> str:
 
 
 def _read_file(path: Path) -> Dataset:
-    try:
-        if path.suffix == ".parquet":
-            return Dataset(InMemoryTable(parquet.read_table(path)))
-        if path.suffix == ".csv":
-            quoted_newlines = csv.ParseOptions(newlines_in_values=True)
-            return Dataset(InMemoryTable(csv.read_csv(path, parse_options=quoted_newlines)))
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path}: {error} (dataset)") from error
-    if path.suffix not in (".json", ".jsonl"):
+    check_file(path, "dataset")
+    if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} is not a {', '.join(SUFFIXES)} file (dataset)")
-    return _from_objects(_read_objects(path), path)
+    if path.suffix in (".json", ".jsonl"):
+        return _from_objects(_read_objects(path), path)
+    with reading(str(path), "dataset"):
+        if path.suffix == ".parquet":
+            table = parquet.read_table(path)
+        else:
+            quoted_newlines = csv.ParseOptions(newlines_in_values=True)
+            table = csv.read_csv(path, parse_options=quoted_newlines)
+        table.validate(full=True)
+    if len(set(table.column_names)) < table.num_columns:
+        names = ", ".join(table.column_names)
+        raise ValueError(f"{path} has a column twice: {names} (dataset)")
+    return Dataset(InMemoryTable(table))
 
 
 def _read_objects(path: Path) -> list[dict[str, Any]]:
@@ -134,10 +145,10 @@ def _read_objects(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except ValueError as error:
+            value = json.loads(line, object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError) as error:
             place = "" if is_list else f" line {number}:"
-            raise ValueError(f"{path}:{place} {error} (dataset)") from error
+            raise ValueError(f"{path}:{place} {one_line(error)} (dataset)") from error
         values = value if is_list else [value]
         for index, row in enumerate(values):
             if not isinstance(row, dict):
@@ -150,6 +161,14 @@ def _read_objects(path: Path) -> list[dict[str, Any]]:
     return objects
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice!r} is given twice")
+    return row
+
+
 def _from_objects(objects: list[dict[str, Any]], path: Path) -> Dataset:
     # Not Dataset.from_list, which takes the first row's columns and drops all others.
     columns: dict[str, Any] = {name: [] for row in objects for name in row}
@@ -160,4 +179,6 @@ def _from_objects(objects: list[dict[str, Any]], path: Path) -> Dataset:
             raise ValueError(
                 f"{path}: the values of '{name}' have different types: {error} (dataset)"
             ) from error
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise ValueError(f"{path}: column '{name}': {one_line(error)} (dataset)") from error
     return Dataset.from_dict(columns)

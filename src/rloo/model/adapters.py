@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from rloo.config.config import RLOOConfig
+from rloo.config.files import reading
 from rloo.model.quantization import in_full, is_quantised
 
 # peft's name for the adapter that `get_peft_model` makes, and TRL's for the frozen copy.
@@ -170,10 +171,7 @@ class Adapter:
                     f"the adapter in {path} has {name} {saved.get(name)}, and the one given has "
                     f"{current.get(name)} (peft_config, resume_from_checkpoint)"
                 )
-        tensors = peft.load_peft_weights(str(path), device=str(self.model.device))
-        result = peft.set_peft_model_state_dict(self.wrapper, tensors, adapter_name=TRAINED)
-        if result.unexpected_keys:
-            raise ValueError(f"the adapter in {path} has {result.unexpected_keys[0]}, unknown here")
+        _load_tensors(self.wrapper, str(path))
 
 
 def remove(path: str | Path) -> None:
@@ -250,7 +248,9 @@ def find_base(name: str, revision: str = "main") -> str | None:
         found = None
     if found is None:
         return None
-    base = _peft().PeftConfig.from_pretrained(str(Path(found).parent)).base_model_name_or_path
+    with reading(f"the adapter {name}", "model"):
+        folder = str(Path(found).parent)
+        base = _peft().PeftConfig.from_pretrained(folder).base_model_name_or_path
     if not base:
         raise ValueError(
             f"{name} is an adapter and does not say of which model ({CONFIG_FILE}: "
@@ -262,7 +262,26 @@ def find_base(name: str, revision: str = "main") -> str | None:
 def load_adapter(base: PreTrainedModel, name: str, revision: str = "main") -> Any:
     """A PeftModel: `base` with the saved adapter `name`, a folder or hub id, made trainable."""
     with _without_old_names():
-        return _peft().PeftModel.from_pretrained(base, name, is_trainable=True, revision=revision)
+        with reading(f"the adapter {name}", "model"):
+            wrapper = _peft().PeftModel.from_pretrained(
+                base, name, is_trainable=True, revision=revision
+            )
+        _load_tensors(wrapper, name, revision=revision)  # again, to see whether they are all there
+        return wrapper
+
+
+def _load_tensors(wrapper: Any, name: str, **source: Any) -> None:
+    peft = _peft()
+    with reading(f"the adapter {name}", "model"):
+        tensors = peft.load_peft_weights(name, device=str(wrapper.device), **source)
+        result = peft.set_peft_model_state_dict(wrapper, tensors, adapter_name=TRAINED)
+    missing = [key for key in result.missing_keys if TRAINED in key.split(".")]
+    for fault, keys in (
+        ("no weights for", missing),
+        ("weights that are unknown here:", result.unexpected_keys),
+    ):
+        if keys:
+            raise ValueError(f"the adapter {name} has {fault} {', '.join(keys[:8])} (model)")
 
 
 @contextmanager

@@ -26,6 +26,8 @@ _GROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 # A micro-batch that certainly needs less than this share of the free memory is not measured.
 _CERTAIN_SHARE = 0.5
 _UNLIMITED = 2**60
+# A sampled token is an entry in two lists, a Python int and a Python float.
+TOKEN_BYTES = 2 * 8 + 28 + 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,15 @@ class Fit:
 
 
 def workload_of(prompts: Prompts, config: RLOOConfig, batches: Batches) -> Workload:
-    """The largest step that the dataset and the options allow."""
+    """The largest step that the dataset and the options allow. Raises ValueError if a rollout of
+    completions of maximum length could not be held in this machine's memory."""
+    held = batches.completions_per_rollout * config.max_completion_length * TOKEN_BYTES
+    if held > (whole := psutil.virtual_memory().total):
+        raise ValueError(
+            f"a rollout of {batches.completions_per_rollout:,} completions of "
+            f"{config.max_completion_length:,} tokens takes {gigabytes(held)}, and this machine "
+            f"has {gigabytes(whole)} (num_prompts, num_generations, max_completion_length)"
+        )
     lengths, size = prompts.lengths, config.num_generations
     num_groups = -(-batches.completions_per_step // size)
     return Workload(max(lengths), min(lengths), config.max_completion_length, size, num_groups)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.utils import logging as hf_logging
 
 from rloo.config.arguments import RLOOArguments
 from rloo.config.config import RLOOConfig
+from rloo.config.files import check_sizes, load_pretrained, quiet, reading
 from rloo.data.images import is_vision_config
 from rloo.data.tasks import resolve_model
 from rloo.model import adapters
 from rloo.model.quantization import quantization_of
+from rloo.model.state import first_not_finite
 
 
 def obtain_config(args: Any, model: str | PreTrainedModel | None) -> RLOOConfig:
@@ -125,25 +124,37 @@ def load_model(
             trust=trust,
             images=auto_class is not transformers.AutoModelForCausalLM,
         )
-    with quiet():
-        try:
-            model = auto_class.from_pretrained(base or name, trust_remote_code=trust, **options)
-        except OSError as error:
-            if base is None:
-                raise
-            raise ValueError(
-                f"{name} is an adapter of {base}, which cannot be loaded (model): {error}"
-            ) from error
-        if few_bits is not None:
-            _copy_from_file(model)
-        adapted = model if base is None else adapters.load_adapter(model, name, revision)
-    return adapted, processing_class
+    model = load_pretrained(
+        auto_class,
+        base or name,
+        "model" if base is None else "base of an adapter,",
+        allow_missing=config.allow_missing_weights,
+        trust_remote_code=trust,
+        **options,
+    )
+    if few_bits is not None:
+        _copy_from_file(model)
+    if base is not None:
+        with quiet():
+            model = adapters.load_adapter(model, name, revision)
+    if (wrong := first_not_finite(model.named_parameters())) is not None:
+        raise ValueError(
+            f"{wrong} of the model {name} is not finite; nothing can be learned from there (model)"
+        )
+    return model, processing_class
 
 
 def load_weights(model: PreTrainedModel, path: str | Path) -> None:
     """Give `model` the weights of its kind that are saved in a folder, to the last bit."""
-    saved = type(model).from_pretrained(path, dtype=next(model.parameters()).dtype)
+    dtype = next(model.parameters()).dtype
+    saved = load_pretrained(type(model), path, dtype=dtype)
     model.load_state_dict(saved.state_dict())
+
+
+def num_embedded(model: PreTrainedModel) -> int:
+    """The number of tokens that the model embeds: those of larger numbers it cannot read."""
+    embedding: Any = model.get_input_embeddings()
+    return len(embedding.weight)
 
 
 def _loading_options(config: RLOOConfig) -> dict[str, Any]:
@@ -167,12 +178,11 @@ def _copy_from_file(model: PreTrainedModel) -> None:
 
 def _auto_class(name: str, revision: str, trust: bool) -> Any:
     """The transformers class that loads the model, images included if transformers supports it."""
-    try:
+    with reading(f"the model {name}", "model"):
         config = transformers.AutoConfig.from_pretrained(
             name, revision=revision, trust_remote_code=trust
         )
-    except (OSError, ValueError):  # loading the model itself reports it
-        return transformers.AutoModelForCausalLM
+    check_sizes(config, name, "model")
     known = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if is_vision_config(config) and type(config) in known:
         return transformers.AutoModelForImageTextToText
@@ -190,20 +200,6 @@ def load_processing_class(
         raise ValueError(
             f"{folder} has no tokenizer that can be loaded (model): it has no tokenizer.json"
         )
-    try:
-        auto_class = transformers.AutoProcessor if images else transformers.AutoTokenizer
+    auto_class = transformers.AutoProcessor if images else transformers.AutoTokenizer
+    with reading(f"the tokenizer of {name}", "model"):
         return auto_class.from_pretrained(name, revision=revision, trust_remote_code=trust)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name} has no tokenizer that can be loaded (model): {error}") from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide transformers' progress bars, which only flash by when a small model is loaded."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()

@@ -73,9 +73,9 @@ def build_optimizer(model: PreTrainedModel, config: RLOOConfig) -> torch.optim.O
     try:
         make, options = _factory(model, config)
         optimizer: torch.optim.Optimizer = make(groups, **options)
-    except (ImportError, TypeError, RuntimeError) as error:
+    except (ImportError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"optim is {config.optim}, which cannot be made: {error} (optim)"
+            f"optim is {config.optim}, which cannot be made: {error} (optim, optim_args)"
         ) from error
     _check_arguments(model, config, options)
     _settle_bitsandbytes(optimizer, model)

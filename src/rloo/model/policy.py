@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from rloo.config.config import RLOOConfig
+from rloo.config.files import quiet
 from rloo.data.images import tokenizer_of
 from rloo.model import adapters, preparation
 from rloo.model.batch import MicroBatch, pack, pad
-from rloo.model.loading import load_weights, quiet
+from rloo.model.loading import load_weights, num_embedded
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.offload import activations_on_host
 from rloo.model.optimizers import Given, make_optimizers
@@ -52,8 +53,9 @@ class Policy:
         self.device = device
         prepared = preparation.prepare(model, config, self.device)
         self.model, self.adapter = prepared.model, prepared.adapter
-        pad_token_id = self.tokenizer.pad_token_id
-        self.pad_token_id = self.stop_token_ids[0] if pad_token_id is None else int(pad_token_id)
+        pad, vocabulary = self.tokenizer.pad_token_id, num_embedded(self.model)
+        known = pad is not None and pad < vocabulary  # what is padded is masked, so any will do
+        self.pad_token_id = int(pad) if known else self.stop_token_ids[0]
         self.packed, self.checked = prepared.packed, False
         self.initial_weights = prepared.initial_weights
         self.notes = prepared.notes
@@ -134,15 +136,22 @@ class Policy:
     def stop_token_ids(self) -> tuple[int, ...]:
         """All tokens that end a completion: the tokenizer's and the model's."""
         listed = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        listed = [listed] if isinstance(listed, int) else list(listed or [])
+        listed = list(listed or []) if isinstance(listed, (list, tuple, type(None))) else [listed]
         if self.tokenizer.eos_token_id is not None:
             listed.append(self.tokenizer.eos_token_id)
-        if not listed:
+        if wrong := [token for token in listed if not isinstance(token, int)]:
             raise ValueError(
-                "neither the tokenizer nor the model has an end-of-sequence token; a completion "
-                "could never end (tokenizer.eos_token)"
+                f"the model's eos_token_id has {wrong[0]!r}; it must be a token's number "
+                "(generation_config.json of the model)"
             )
-        return tuple(dict.fromkeys(listed))
+        vocabulary = num_embedded(self.model)
+        drawn = [token for token in listed if token < vocabulary]
+        if not drawn:
+            raise ValueError(
+                "neither the tokenizer nor the model has an end-of-sequence token that the model "
+                "can draw; a completion could never end (tokenizer.eos_token)"
+            )
+        return tuple(dict.fromkeys(drawn))
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write the model (of an adapted one the adapter, as peft does) and its tokenizer."""
@@ -161,9 +170,17 @@ class Policy:
         else:
             load_weights(self.model, path)
 
-    def save_checkpoint(self, path: str | Path) -> None:
-        """`save_pretrained`, and a reference that moves in the folder `reference`."""
-        self.save_pretrained(path)
+    def save_checkpoint(
+        self, path: str | Path, save_model: Callable[[str], object] | None = None
+    ) -> None:
+        """`save_pretrained` or what `save_model` does instead, and a reference that moves in the
+        folder `reference`. Raises ValueError for a `save_model` that has written no weights."""
+        (save_model or self.save_pretrained)(str(path))
+        if not any(Path(path).glob("*.safetensors")):
+            raise ValueError(
+                "save_model has written no weights, without which nothing can go on from a "
+                "checkpoint (call super().save_model(output_dir))"
+            )
         self.reference.save(path)
 
     def load_checkpoint(self, path: str | Path) -> None:

@@ -119,7 +119,7 @@ def prepare(model: Any, config: RLOOConfig, *, adapted: bool) -> list[str]:
     if not adapted:
         raise ValueError(
             f"{layers[0][0]} is quantised and cannot be trained; train an adapter (use_peft, "
-            "peft_config) or load the model unquantised"
+            "peft_config) or load the model unquantised (load_in_4bit, load_in_8bit)"
         )
     for name, layer in layers:
         if _is_4bit(layer):

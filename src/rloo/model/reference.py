@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
+from rloo.config.files import quiet
 from rloo.model.adapters import Adapter
 from rloo.model.batch import MicroBatch
-from rloo.model.loading import load_weights, quiet
+from rloo.model.loading import load_weights
 from rloo.model.scorer import Scorer
 
 # The folder of a checkpoint for a reference that `sync_ref_model` moves.

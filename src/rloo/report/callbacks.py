@@ -23,13 +23,10 @@ def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
         return []
     from transformers.integrations import get_reporting_integration_callbacks
 
-    loggers = []
-    for logger in get_reporting_integration_callbacks(config.report_to):
-        try:
-            loggers.append(logger())
-        except (ImportError, RuntimeError) as error:
-            raise ValueError(f"report_to is {config.report_to}: {error} (report_to)") from error
-    return loggers
+    try:
+        return [logger() for logger in get_reporting_integration_callbacks(config.report_to)]
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"report_to is {config.report_to}: {error} (report_to)") from error
 
 
 class Events:

@@ -73,6 +73,7 @@ class Monitor:
         self._window: list[Mapping[str, float]] = []
         self._losses: list[float] = []
         self._events: Events | None = None
+        self._log: Callable[[dict[str, float]], object] = self.log_numbers
 
     def start(self, info: Mapping[str, Any], batches: Batches) -> None:
         """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
@@ -260,9 +261,13 @@ class Monitor:
         except OSError:
             self._live, self._console = None, Console(file=io.StringIO())
 
-    def attach(self, events: Events) -> None:
-        """From now on, send events to these callbacks and log to the history in their state."""
+    def attach(
+        self, events: Events, log: Callable[[dict[str, float]], object] | None = None
+    ) -> None:
+        """From now on, send events to these callbacks and log to the history in their state: by
+        `log`, which calls `log_numbers`, or by that."""
         self._events = events
+        self._log = log or self.log_numbers
 
     def log(self, metrics: Mapping[str, float] | None) -> None:
         """Tell the callbacks that a step ended; at a log, also of the means since the last one.
@@ -277,7 +282,7 @@ class Monitor:
         """Log an evaluation's numbers under Trainer's names; loggers accept no intervals."""
         assert self._events is not None
         numbers = numbers_of(metrics)
-        self.log_numbers(numbers)
+        self._log(numbers)
         self._events.send("on_evaluate", metrics=numbers)
 
     def log_totals(self, totals: Mapping[str, float]) -> dict[str, float]:
@@ -285,7 +290,7 @@ class Monitor:
         assert self._events is not None
         whole = {**totals, "train_loss": fmean(self._losses) if self._losses else 0.0}
         self._flush()
-        self.log_numbers(whole)
+        self._log(whole)
         return {**whole, "epoch": self._events.state.epoch}
 
     def _flush(self) -> None:
@@ -294,7 +299,7 @@ class Monitor:
         means = window_mean(self._window)
         last = {name: row[name] for row in self._window for name in LAST_VALUE if name in row}
         self._window = []
-        self.log_numbers(means | last)
+        self._log(means | last)
 
     def log_numbers(self, logs: Mapping[str, float]) -> None:
         """Append the finite numbers to `state.log_history` and send them to the callbacks."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from rloo.config.files import check_sizes, load_pretrained, reading
 from rloo.rewards.load import is_built_in, load_reward
 from rloo.rewards.normalizer import Normalized
 from rloo.types import Text, text_of
@@ -230,30 +231,19 @@ def _is_model(name: Any) -> bool:
     if not isinstance(name, str) or is_built_in(name):
         return False
     is_code = name.endswith(".py") or bool(set(":(") & set(name))  # file.py:function, name(options)
-    return Path(name).is_dir() or ("/" in name and not is_code)
+    return os.path.isdir(name) or ("/" in name and not is_code)
 
 
 def _load_model(options: Mapping[str, Any], source: dict[str, Any]) -> Any:
     name = options["name"]
-    try:
+    with reading(f"the reward model {name}", "reward"):
         config = transformers.AutoConfig.from_pretrained(name, **source)
-        if config.num_labels != 1:
-            raise ValueError(_describe_labels(name, config.num_labels))
-        auto_class = transformers.AutoModelForSequenceClassification
-        model, report = auto_class.from_pretrained(
-            name, dtype=options.get("dtype", "auto"), output_loading_info=True, **source
-        )
-    except OSError as error:
-        raise ValueError(
-            f"the reward model {name} cannot be loaded; it must be a folder or a model of the hub: "
-            f"{error}"
-        ) from error
-    if report["missing_keys"]:
-        raise ValueError(
-            f"{name} has no weights for {', '.join(sorted(report['missing_keys']))}; it is no "
-            "trained reward model, and random ones would reward at random"
-        )
-    return model
+    if config.num_labels != 1:
+        raise ValueError(_describe_labels(name, config.num_labels))
+    check_sizes(config, name, "reward model")
+    auto_class = transformers.AutoModelForSequenceClassification
+    dtype = options.get("dtype", "auto")
+    return load_pretrained(auto_class, name, "reward model", knob="reward", dtype=dtype, **source)
 
 
 def _load_tokenizer(model: Any, name: Any, source: dict[str, Any]) -> PreTrainedTokenizerBase:

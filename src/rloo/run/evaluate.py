@@ -115,6 +115,7 @@ def _passed(group: Group, threshold: float) -> int:
 
 # Evaluation sets by name; the name of a single set is "".
 Sets = Mapping[str, Sequence[Prompt]]
+Results = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Evaluator:
     rewards: RewardSet
     state: TrainerState
 
-    def measure(self, sets: Sets) -> dict[str, dict[str, Any]]:
+    def measure(self, sets: Sets) -> Results:
         """The metrics of each set; see `evaluate`."""
         policy, settings = self.policy, settings_of(self.policy)
         generators = capture_rng()  # reward functions may draw from them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -55,10 +56,10 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
             f"output_dir is the folder of the model, {folder}; it would be overwritten "
             "(output_dir, model)"
         )
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not folder.is_dir():
         raise ValueError(f"output_dir {folder} is a file; it must be a folder (output_dir)")
     resume = resume_from_checkpoint or config.resume_from_checkpoint
-    if not folder.exists():
+    if not os.path.exists(folder):  # also where no folder can have that name
         find_start(folder, resume)  # what is refused leaves no folder
     try:
         _make(folder)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,12 +20,12 @@ from rloo.config.rendering import render_resolved
 from rloo.model import adapters
 from rloo.model.state import NotFinite, capture_rng, restore_rng
 from rloo.report.hub import Hub
-from rloo.report.model_card import has_other_card, write_card
+from rloo.report.model_card import has_other_card
 from rloo.report.monitor import versions
 from rloo.report.profiling import StepProfile
 from rloo.report.records import write_text
 from rloo.run.checkpoint import save_checkpoint, save_model, verify_checkpoint
-from rloo.run.evaluate import Evaluator, Sets, flatten, is_better
+from rloo.run.evaluate import Evaluator, Results, Sets, is_better
 from rloo.run.folder import CONFIG, MARK, Start
 from rloo.run.resume import changed_options, restore, snapshot
 
@@ -33,10 +35,22 @@ LENGTH = ("max_steps", "num_train_epochs")
 PROFILED_ROLLOUT = 3
 
 
+class Owner(Protocol):
+    """The trainer, of which a subclass may override these methods: they are what a run uses.
+    `on_measured` is called as soon as `evaluate` has measured the trainer's own sets."""
+
+    on_measured: Callable[[Results], None] | None
+
+    def evaluate(self) -> dict[str, Any]: ...
+    def save_model(self, output_dir: str) -> None: ...
+    def create_model_card(self) -> None: ...
+
+
 @dataclass
 class Session:
     """Trains once. `sets` are the evaluation sets."""
 
+    owner: Owner
     parts: Parts
     state: RunState
     evaluator: Evaluator
@@ -187,20 +201,28 @@ class Session:
                 "a callback asked for an evaluation, and there is nothing to evaluate on "
                 "(eval_dataset)"
             )
-        results = self.evaluator.measure(self.sets)
-        with self.parts.stop.held():  # from here on it counts
+
+        def count(results: Results) -> None:
+            self.owner.on_measured = None
+            self.parts.stop.hold()  # from here on it counts
             state.evaluation_due, state.evaluated_at = False, state.step
             self._write_down(name, state.step, results)
-            flat = flatten(results, "eval")
-            self.parts.monitor.log_evaluation(flat)
-            figures = next(iter(results.values()))
+            figures = next(iter(results.values()), {})
             if first:
                 self._start = figures
+            else:
+                self._last = state.step, figures
+
+        with self.parts.stop.released():
+            self.owner.on_measured = count
+            flat = self.owner.evaluate() or {}
+            if self.owner.on_measured is not None:  # a subclass has measured in another way
+                count({})
+            if first:
                 return False
-            self._last = state.step, figures
             return is_better(state.trainer, flat, config) and config.compares_evaluations
 
-    def _write_down(self, name: str, step: int, results: dict[str, dict[str, Any]]) -> None:
+    def _write_down(self, name: str, step: int, results: Results) -> None:
         for dataset, metrics in results.items():
             self.parts.monitor.evaluation(step, name, metrics, dataset=dataset)
 
@@ -242,7 +264,7 @@ class Session:
         self.parts.policy.stepper.require_finite()
         other_card = has_other_card(self._folder)
         with self.parts.stop.held():
-            save_model(self._folder, self.parts.policy.save_pretrained)
+            save_model(self._folder, lambda folder: self.owner.save_model(str(folder)))
             if self.parts.policy.adapter is None:
                 adapters.remove(self._folder)
         if other_card:
@@ -250,7 +272,7 @@ class Session:
                 "README.md in output_dir is not this program's and was left as it is"
             )
         else:
-            write_card(self.parts.policy, self.evaluator.rewards.names)
+            self.owner.create_model_card()
         self._saved_at = self.state.step
 
     def _save_checkpoint(self, *, push: bool = True) -> None:
@@ -279,7 +301,9 @@ class Session:
         save_checkpoint(
             self._folder,
             snapshot(self.parts, self.state, self._resolved(), told),
-            write_model=self.parts.policy.save_checkpoint,
+            write_model=partial(
+                self.parts.policy.save_checkpoint, save_model=self.owner.save_model
+            ),
             keep=config.save_total_limit,
             best=Path(best) if best else None,
         )

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ from rloo.data.rows import Given, load_rows
 from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows
 from rloo.engines import EngineInputs, build_engine
+from rloo.model.loading import num_embedded
 from rloo.model.policy import Policy
 from rloo.model.quantization import quantised_layers
 from rloo.rewards import RewardSet
@@ -31,6 +33,8 @@ from rloo.types import Engine, Sampling
 
 Rows: TypeAlias = Given | str
 RowSets: TypeAlias = Rows | Mapping[str, Rows]
+# More threads only wait for each other; with thousands libgomp fails.
+THREADS_PER_PROCESSOR = 64
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -83,11 +87,11 @@ def make_source(
     tokenizer: PreTrainedTokenizerBase,
     rewards: RewardSet,
     args: RLOOConfig,
-    longest: int,
+    limit: Limit,
 ) -> Prompts:
     """The prompts of a dataset, tokenised. Raises ValueError for rows that cannot be prompts, for
-    prompts of more tokens than `longest` (see `prompt_limit`), and for missing columns that a
-    reward needs."""
+    prompts beyond the `limit` (see `prompt_limit`), and for missing columns that a reward needs.
+    """
     rows = load_task_rows(spec, split) if isinstance(spec, str) else None
     if rows is None:
         # A configuration name belongs to the dataset with which it was given.
@@ -105,7 +109,7 @@ def make_source(
             encode,
             seed=seed,
             shuffle=args.shuffle_dataset,
-            limit=Limit(longest, args.overlong_prompts, may_be_empty=streaming),
+            limit=replace(limit, may_be_empty=streaming),
             images=image_reader(rows, tokenizer, chat_template_kwargs=options),
         )
 
@@ -131,21 +135,24 @@ def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
     return named
 
 
-def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False) -> int:
-    """The longest prompt that leaves room for the longest completion in the model's context."""
+def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False) -> Limit:
+    """The longest prompt that leaves room for the longest completion in the model's context, of
+    tokens that the model embeds."""
     own = evaluation and args.eval_max_completion_length is not None
     name = "eval_max_completion_length" if own else "max_completion_length"
     completion = getattr(args, name)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest, embedded = args.max_prompt_length or 2**31, num_embedded(model)
+    limit = Limit(longest, args.overlong_prompts, vocabulary=embedded)
     if context is None:
-        return args.max_prompt_length or 2**31
+        return limit
     room = context - completion
     if room < 1:
         raise ValueError(
             f"{name} is {completion} and the model's context has {context} tokens; at least 1 must "
             f"be left for the prompt ({name})"
         )
-    return min(args.max_prompt_length or room, room)
+    return replace(limit, max_tokens=min(limit.max_tokens, room))
 
 
 def length_notes(source: Prompts, where: str) -> list[str]:
@@ -283,6 +290,12 @@ def set_threads(model: PreTrainedModel, args: RLOOConfig) -> None:
     with small matrices a second one can cost more in waiting than it gains, especially if something
     else runs on the machine."""
     if args.num_threads is not None:
+        most = THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+        if args.num_threads > most:
+            raise ValueError(
+                f"num_threads is {args.num_threads}; it may be at most {most}, which is "
+                f"{THREADS_PER_PROCESSOR} for each processor of this machine (num_threads)"
+            )
         torch.set_num_threads(args.num_threads)
         return
     available = torch.get_num_threads()

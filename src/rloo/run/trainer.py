@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
@@ -26,7 +27,7 @@ from rloo.data.stream import Prompts, StreamSource
 from rloo.dist import make_world
 from rloo.model.budget import workload_of
 from rloo.model.loading import obtain_config, obtain_model
-from rloo.model.optimizers import Given
+from rloo.model.optimizers import Given, Scheduler, build_optimizer, build_scheduler
 from rloo.model.policy import Policy
 from rloo.report.callbacks import Callback, Events, make_loggers
 from rloo.report.hub import Hub
@@ -35,8 +36,9 @@ from rloo.report.monitor import Monitor, numbers_of
 from rloo.report.profiling import Clock
 from rloo.report.records import strict
 from rloo.run import setup
-from rloo.run.evaluate import Evaluator, flatten
+from rloo.run.evaluate import Evaluator, Results, flatten
 from rloo.run.folder import claimed
+from rloo.run.overrides import is_overridden, refuse_assignment, refuse_overrides
 from rloo.run.session import Session
 from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
 from rloo.types import Prompt
@@ -53,6 +55,19 @@ class RLOOTrainer:
     `eval_dataset` may be a dict of named sets. With `peft_config` (a LoraConfig) a new adapter is
     trained. Raises ValueError for every error that can be found before sampling.
     """
+
+    optimizer: Any
+    lr_scheduler: Any
+    on_measured: Callable[[Results], None] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_overrides(cls, RLOOTrainer)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if callable(value):
+            refuse_assignment(name, RLOOTrainer)
+        super().__setattr__(name, value)
 
     def __init__(
         self,
@@ -108,7 +123,7 @@ class RLOOTrainer:
         `resume_from_checkpoint` "auto" goes on with an unfinished run with the same options, loads
         the result of a finished one, and else starts."""
         parts, state = self.make_parts()
-        session = Session(parts, state, self.evaluator, self._eval_prompts, self.hub)
+        session = Session(self, parts, state, self.evaluator, self._eval_prompts, self.hub)
         with parts.stop.listening(), claimed(self.args, resume_from_checkpoint) as start:
             if start.finished and session.has_finished(start):
                 self.policy.load_pretrained(self.args.output_dir)
@@ -123,11 +138,16 @@ class RLOOTrainer:
         return TrainOutput(self.state.global_step, totals["train_loss"], totals)
 
     def evaluate(
-        self, eval_dataset: RowSets | None = None, *, metric_key_prefix: str = "eval"
+        self,
+        eval_dataset: RowSets | None = None,
+        ignore_keys: Sequence[str] | None = None,
+        metric_key_prefix: str = "eval",
     ) -> dict[str, Any]:
         """Evaluate on `eval_dataset`, on the trainer's set of that name, or on all of its sets.
         Metrics have transformers' names (eval_reward, or eval_math_reward for a set `math`). They
         are logged and sent to the callbacks. Training does not change in any bit."""
+        if ignore_keys:
+            raise ValueError("ignore_keys names outputs of a model; no metric is made of those")
         sets = self._eval_prompts
         if isinstance(eval_dataset, str) and eval_dataset in sets:
             sets = {eval_dataset: sets[eval_dataset]}
@@ -135,13 +155,25 @@ class RLOOTrainer:
             sets = self._prompts_of_sets(eval_dataset)
         if not sets:
             raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
-        metrics = flatten(self.evaluator.measure(sets), metric_key_prefix)
+        results = self.evaluator.measure(sets)
+        if eval_dataset is None and self.on_measured is not None:
+            self.on_measured(results)
+        metrics = flatten(results, metric_key_prefix)
         self.monitor.log_evaluation(metrics)
         return metrics
 
-    def save_model(self, output_dir: str | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
         self.policy.save_pretrained(output_dir or self.args.output_dir)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer of the options. Called before the first step where a subclass overrides it,
+        unless one is given (optimizers)."""
+        return build_optimizer(self.model, self.args)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Scheduler:
+        """The schedule of the options. Called where a subclass overrides it or the optimizer."""
+        return build_scheduler(optimizer or self.optimizer, self.args, num_training_steps)
 
     def push_to_hub(
         self,
@@ -245,12 +277,14 @@ class RLOOTrainer:
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = setup.make_state(self._source, self.args, self.batches)
         self.control = transformers.TrainerControl()
+        num_steps = max(self.state.max_steps, 1)
+        optimizers = self._own_optimizers(optimizers, num_steps)
         self.policy = Policy(
             self.model,
             self.processing_class,
             self.args,
             device=self.world.device,
-            num_training_steps=max(self.state.max_steps, 1),
+            num_training_steps=num_steps,
             optimizers=optimizers,
         )
         stepper = self.policy.stepper
@@ -267,10 +301,22 @@ class RLOOTrainer:
         )
         folder = Path(self.args.output_dir).absolute()  # a reward may change the current folder
         self.monitor = Monitor(self.args, folder, max_steps=self.state.max_steps)
-        self.monitor.attach(self.events)
+        self.monitor.attach(self.events, lambda logs: self.log(logs))
         self.callback_handler = self.events.handler
         self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state)
         self.hub = Hub(self.args)
+
+    def _own_optimizers(self, given: Given, num_steps: int) -> Given:
+        """`given`, and what a subclass makes of its own."""
+        self.optimizer, self.lr_scheduler = given
+        if self.optimizer is None and is_overridden(self, "create_optimizer", RLOOTrainer):
+            # Overrides written for Trainer may set the attribute and return nothing.
+            self.optimizer = self.create_optimizer() or self.optimizer
+        if self.lr_scheduler is None and is_overridden(self, "create_scheduler", RLOOTrainer):
+            self.optimizer = self.optimizer or self.create_optimizer()
+            made = self.create_scheduler(num_steps, self.optimizer)
+            self.lr_scheduler = made or self.lr_scheduler
+        return self.optimizer, self.lr_scheduler
 
     def _prompts(self, rows: Rows, split: str, *, evaluation: bool = False) -> Prompts:
         return setup.make_source(
@@ -279,7 +325,7 @@ class RLOOTrainer:
             tokenizer=self.processing_class,
             rewards=self.rewards,
             args=self.args,
-            longest=setup.prompt_limit(self.model, self.args, evaluation=evaluation),
+            limit=setup.prompt_limit(self.model, self.args, evaluation=evaluation),
         )
 
     def _prompts_of_sets(self, given: RowSets | None) -> dict[str, list[Prompt]]:

@@ -1,0 +1,51 @@
+"""What a bad input is made of, and the input that works and is spoilt."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rloo.data.tasks import resolve_model
+
+ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(4)]
+# A run of one step that takes half a second.
+WORKING: dict[str, object] = {
+    "model": "model", "dataset": "rows.jsonl", "reward": "length(target_max=9)",
+    "output_dir": "run", "num_generations": 2, "num_prompts": 1, "max_completion_length": 4,
+    "max_steps": 1, "bf16": False, "gradient_checkpointing": False, "num_threads": 1,
+    "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "max_tokens_per_micro_batch": 256,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line beside files that `spoil` has changed in a folder where the command works.
+    A refusal must have one of `names`; a `surely_wrong` case must be refused."""
+
+    name: str
+    kind: str
+    names: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    spoil: Callable[[Path], object] = lambda folder: None
+    surely_wrong: bool = True
+
+    def prepare(self, folder: Path) -> list[str]:
+        """Write the files and return the arguments of the command, to be run in `folder`."""
+        shutil.copytree(resolve_model("countdown"), folder / "model")
+        write_rows(folder / "rows.jsonl")
+        write_options(folder / "run.yaml", {})
+        self.spoil(folder)
+        return ["train", "run.yaml", *self.arguments]
+
+
+def write_rows(path: Path) -> None:
+    """Rows that make prompts."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def write_options(path: Path, changed: dict[str, object]) -> None:
+    """The options that work, with some changed. JSON is YAML."""
+    path.write_text(json.dumps(WORKING | changed))

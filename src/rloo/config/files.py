@@ -1,0 +1,135 @@
+"""Files that somebody else wrote, data and models: what may be opened, what a library says of a
+damaged one, and whether a model's weights are all there."""
+
+from __future__ import annotations
+
+import os
+import stat
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_LONGEST = 600
+
+
+def check_file(path: str | Path, knob: str, *, most: int | None = None) -> None:
+    """Raise ValueError unless `path` is a regular file, which can be read to its end, of at most
+    `most` bytes; None: of as many as this machine has memory. `knob` is the option that names it.
+    """
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {one_line(error)} ({knob})") from None
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+        raise ValueError(f"{path} is {kind}; it must be a regular file ({knob})")
+    limit = psutil.virtual_memory().total if most is None else most
+    if status.st_size > limit:
+        whose = "of this machine's memory" if most is None else "that such a file may have"
+        raise ValueError(
+            f"{path} has {status.st_size:,} bytes, more than the {limit:,} {whose} ({knob})"
+        )
+
+
+@contextmanager
+def reading(what: str, knob: str) -> Iterator[None]:
+    """Raise what a library raises inside as a ValueError of one line: `what` it could not read, and
+    the option `knob` that names it. Only for calls that read files."""
+    try:
+        yield
+    except Exception as error:  # on a damaged file a library may fail anywhere, with anything
+        raise ValueError(f"{what} cannot be loaded: {one_line(error)} ({knob})") from error
+
+
+def one_line(error: Exception) -> str:
+    """What an exception says in one line, with its type where the text alone says little."""
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())[:_LONGEST]
+    plain = isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(
+        error, RecursionError
+    )
+    return text if plain and text else f"{type(error).__name__} {text}".strip()
+
+
+# Layers are objects even where nothing is loaded into them.
+_MOST_LAYERS = 10_000
+_SHOWN = 8
+
+
+def load_pretrained(
+    auto_class: Any,
+    name: str | Path,
+    what: str = "model",
+    *,
+    knob: str = "model; allow_missing_weights for a new head",
+    allow_missing: bool = False,
+    **options: Any,
+) -> Any:
+    """`auto_class.from_pretrained(name, **options)` with every weight from the files. `what` is
+    what messages call it, and `knob` the options that they name.
+
+    Raises ValueError that names the weights that are missing, of another shape, or left over. With
+    `allow_missing` those of the first two kinds are random, and a warning names all.
+    """
+    allow_missing |= options.pop("ignore_mismatched_sizes", False)
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with reading(f"the {what} {name}", "model, model_init_kwargs"), quiet():
+        model, report = auto_class.from_pretrained(name, **options)
+    resized = [f"{key} {(*old,)}, not {(*new,)}" for key, old, new in report["mismatched_keys"]]
+    faults = {
+        "no weights for": (report["missing_keys"], ", which would be random"),
+        "weights of another shape, as": (resized, ", in whose place there would be random ones"),
+        "weights for which it has no place:": (report["unexpected_keys"], ""),
+    }
+    found = [f"{fault} {_some(keys)}{so}" for fault, (keys, so) in faults.items() if keys]
+    said = f"the {what} {name} has {'; '.join(found)}"
+    if found and not allow_missing:
+        raise ValueError(f"{said} ({knob})")
+    if found:
+        warnings.warn(said, stacklevel=2)
+    return model
+
+
+def check_sizes(config: Any, name: str | Path, what: str) -> None:
+    """Raise ValueError for a model whose configuration has more layers than any has, or a matrix
+    that is larger than this machine's memory: before it is made."""
+    text = config.get_text_config()
+    layers, width = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ValueError(
+            f"the {what} {name} has num_hidden_layers {layers:,}; it may have at most "
+            f"{_MOST_LAYERS:,} (config.json of the model)"
+        )
+    memory = psutil.virtual_memory().total
+    for option in ("vocab_size", "intermediate_size", "hidden_size"):
+        size = getattr(text, option, 0)
+        if isinstance(size, int) and isinstance(width, int) and 4 * size * width > memory:
+            raise ValueError(
+                f"the {what} {name} has {option} {size:,} and hidden_size {width:,}; one matrix of "
+                f"that takes more than the {memory:,} bytes of this machine (config.json of the "
+                "model)"
+            )
+
+
+def _some(names: Collection[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(sorted(names)[:_SHOWN]) + more
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide transformers' progress bars, and its table of weights: those are refused by name."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
