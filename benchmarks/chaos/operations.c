@@ -179,7 +179,10 @@ ssize_t write(int fd, const void *data, size_t size) {
     ENTER;
     ssize_t result = -1;
     if (!trip(CHANGES, fd, data, size)) result = real_write(fd, data, size);
-    else if (mode == FAIL_ON && count == at && size > 1) result = real_write(fd, data, size / 2);
+    else if (count == at && size > 1 && (error_number == ENOSPC || error_number == EIO)) {
+        result = real_write(fd, data, size / 2); /* a full disk counts short, a broken one tears */
+        if (error_number == EIO) errno = EIO, result = -1;
+    }
     if (result > 0) {
         int64_t end = lseek(fd, 0, SEEK_CUR);
         record((struct header){.operation = WRITE, .inode = facts.st_ino, .offset = end - result,
