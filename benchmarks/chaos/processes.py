@@ -90,6 +90,7 @@ def _run(action: Callable[[], int], open_output: Callable[[], int]) -> None:
     """The rest of a forked process: `action` in a new session; its exit status."""
     status = 99
     try:
+        as_from_a_shell()
         os.setsid()
         output = open_output()
         for stream in (1, 2):
@@ -101,6 +102,13 @@ def _run(action: Callable[[], int], open_output: Callable[[], int]) -> None:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(status & 0xFF)
+
+
+def as_from_a_shell() -> None:
+    """Handle signals as a program does at its start, also below `nohup` or in the background."""
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def wait(process: int, deadline: float) -> int | None:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.processes import DEADLINE, Ended, command, finish, start
+from benchmarks.chaos.processes import DEADLINE, Ended, as_from_a_shell, command, finish, start
 from benchmarks.chaos.results import Trial
 from benchmarks.chaos.rig import Rig
 from rloo.run.checkpoint import find_checkpoint
@@ -96,7 +96,9 @@ def _at_the_very_start(rig: Rig, folder: Path, number: int) -> str:
     """The real command, while it still imports: nothing is there, and nothing is said but that."""
     folder.mkdir()
     given = [sys.executable, "-m", "rloo.cli", *rig.arguments("full", folder)]
-    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=as_from_a_shell
+    ) as process:
         time.sleep(1.0)
         process.send_signal(number)
         _, said = process.communicate(timeout=DEADLINE)
