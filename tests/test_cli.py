@@ -1,6 +1,7 @@
 """The command `rloo` as a user meets it: exit statuses, output, files and messages."""
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -513,6 +514,18 @@ def test_sigterm_ends_with_143_and_a_checkpoint_from_which_the_run_goes_on(folde
     assert f"has finished: {step + 2} steps" in capsys.readouterr().out
     assert [row["step"] for row in read_lines("run/metrics.jsonl")] == list(range(1, step + 3))
     assert json.loads(Path("run/summary.json").read_text())["status"] == "finished"
+
+
+def test_what_a_signal_breaks_among_imports_is_the_signal(monkeypatch, capsys):
+    def imports(arguments):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except SystemExit:
+            raise RecursionError("half a module") from None
+
+    monkeypatch.setattr(cli, "_train", imports)
+    assert cli.main(["train"]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "rloo: stopped by SIGTERM\n"
 
 
 def test_an_interrupted_and_resumed_run_ends_as_the_whole_one(folder, capsys):

@@ -65,10 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(commands)
         print(f"rloo: {given[0]} is not a command; there are {known}", file=sys.stderr)
         return 2
-    status, said = 0, ""
+    status, said, signals = 0, "", Stop()
     try:
-        with Stop().listening():
-            status = commands[given[0]](given[1:])
+        with signals.listening():
+            try:
+                status = commands[given[0]](given[1:])
+            except Exception:
+                signals.check()  # what a signal has broken, such as an import, is no error
+                raise
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         pass
     except (ValueError, OSError, FloatingPointError) as error:
