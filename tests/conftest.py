@@ -4,5 +4,7 @@ import signal
 # Tiny models: a second OpenMP thread costs more in waiting than it computes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# A background job starts with Ctrl-C ignored, and so would everything that the tests interrupt.
+# A background job starts with Ctrl-C ignored, one under nohup with SIGHUP, and so would everything
+# that the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
