@@ -159,6 +159,7 @@ def run_benchmark(tmp_path: Path, *arguments: str) -> tuple[int, dict]:
     return status, json.loads(file.read_text(encoding="utf-8"))["workloads"]
 
 
+@pytest.mark.slow  # three processes that import everything
 def test_sides_take_turns_and_one_that_fails_is_named(tmp_path, capsys):
     sides = ["rloo", "padded", "rloo:no_such_option=1"]
     status, workloads = run_benchmark(tmp_path, "--workload", "TINY", "--sides", *sides)

@@ -35,10 +35,6 @@ def assert_kept(parts, trials: int, seed: int, folder: Path) -> None:
         assert f"| {trials} of {trials} |" in row or "skipped: there is no C compiler" in row
 
 
-def test_killed_cut_off_and_out_of_space_a_run_goes_on_to_the_same_end(tmp_path):
-    assert_kept(["operations", "power", "faults"], 1, 4, tmp_path)
-
-
 @pytest.mark.slow
 def test_a_few_of_each_kind(tmp_path):
     assert_kept(PARTS, 5, 1, tmp_path)
