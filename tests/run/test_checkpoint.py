@@ -350,3 +350,13 @@ def test_a_model_replaces_another_once_it_is_whole(tmp_path, kind):
     assert (tmp_path / "model.safetensors").read_bytes() == b"weights" * 100
     assert names(tmp_path / "adapter") == ["config.json"]
     assert (tmp_path / "README.md").read_text() == "before"
+
+
+def test_a_disk_that_fails_while_a_checkpoint_is_read_is_a_systems_error(tmp_path, monkeypatch):
+    def fail(file):
+        raise RuntimeError("Input/output error (5)")
+
+    path = save(tmp_path, 1)
+    monkeypatch.setattr(module, "load_file", fail)
+    with pytest.raises(OSError, match=r"optimizer\.safetensors cannot be read: Input/output error"):
+        load_checkpoint(path)
