@@ -350,3 +350,13 @@ def test_a_model_replaces_another_once_it_is_whole(tmp_path, kind):
     assert (tmp_path / "model.safetensors").read_bytes() == b"weights" * 100
     assert names(tmp_path / "adapter") == ["config.json"]
     assert (tmp_path / "README.md").read_text() == "before"
+
+
+def test_a_checkpoint_that_the_disk_does_not_give_is_an_error_of_the_system(tmp_path, monkeypatch):
+    def fails(file):
+        raise RuntimeError(f"unable to open file <{file}> in read-only mode: Input/output error")
+
+    path = save(tmp_path)
+    monkeypatch.setattr(module, "load_file", fails)
+    with pytest.raises(OSError, match=r"optimizer\.safetensors cannot be read: .*Input/output"):
+        load_checkpoint(path)

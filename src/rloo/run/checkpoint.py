@@ -214,7 +214,10 @@ def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _read_tensors(folder: Path, name: str) -> Flat:
     file = folder / f"{name}.safetensors"
-    tensors = load_file(file) if file.exists() else {}
+    try:
+        tensors = load_file(file) if file.exists() else {}
+    except (RuntimeError, SafetensorError) as error:  # verified a moment ago: the disk fails
+        raise OSError(f"{file} cannot be read: {error} (resume_from_checkpoint)") from error
     return tensors, json.loads((folder / f"{name}.json").read_text())
 
 
