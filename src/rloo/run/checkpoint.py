@@ -216,7 +216,7 @@ def _read_tensors(folder: Path, name: str) -> Flat:
     file = folder / f"{name}.safetensors"
     try:
         tensors = load_file(file) if file.exists() else {}
-    except (SafetensorError, RuntimeError) as error:  # Rust's, of a disk that fails
+    except (RuntimeError, SafetensorError) as error:  # verified a moment ago: the disk fails
         raise OSError(f"{file} cannot be read: {error} (resume_from_checkpoint)") from error
     return tensors, json.loads((folder / f"{name}.json").read_text())
 
