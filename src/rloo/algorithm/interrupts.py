@@ -72,7 +72,7 @@ class Stop:
         self.check()
 
     def hold(self) -> None:
-        """Hold signals back from now on; `release` ends it."""
+        """Hold signals back from now on, to the end of the block that is `released`."""
         self._held += 1
 
     @contextmanager

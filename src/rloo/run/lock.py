@@ -31,11 +31,12 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise _owned(folder, f"{error.strerror}") from error
-        if _host(path) not in (None, socket.gethostname()) and _lives(path):
+        host = socket.gethostname()
+        if _read(path).get("host", host) != host and _lives(path):
             raise _owned(folder, "it shows signs of life")
         file.truncate(0)
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        json.dump({"host": socket.gethostname(), "process": os.getpid(), "since": started}, file)
+        json.dump({"host": host, "process": os.getpid(), "since": started}, file)
         file.flush()
         over = threading.Event()
         threading.Thread(target=_beat, args=(path, over), daemon=True).start()
@@ -70,10 +71,6 @@ def _read(path: Path) -> dict[str, str]:
     except ValueError:  # nobody's, or about to be somebody's
         return {}
     return owner if isinstance(owner, dict) else {}
-
-
-def _host(path: Path) -> str | None:
-    return _read(path).get("host")
 
 
 def _owned(folder: Path, why: str) -> ValueError:
