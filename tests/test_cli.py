@@ -517,7 +517,7 @@ def test_sigterm_ends_with_143_and_a_checkpoint_from_which_the_run_goes_on(folde
 
 
 def test_what_a_signal_breaks_among_imports_is_the_signal(monkeypatch, capsys):
-    def imports(arguments):
+    def imports(arguments, signals):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except SystemExit:
@@ -526,6 +526,21 @@ def test_what_a_signal_breaks_among_imports_is_the_signal(monkeypatch, capsys):
     monkeypatch.setattr(cli, "_train", imports)
     assert cli.main(["train"]) == 128 + signal.SIGTERM
     assert capsys.readouterr().err == "rloo: stopped by SIGTERM\n"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_the_process_where_c_calls_python(name):
+    """sorted() is C that passes an exception on; what cannot, as in torch's import, aborts."""
+    number = getattr(signal, name)
+    code = (
+        "import os\nfrom rloo.algorithm.interrupts import Stop\nstop = Stop()\n"
+        "with stop.listening(), stop.ending():\n    try:\n"
+        f"        sorted([2, 1], key=lambda n: os.kill(os.getpid(), {int(number)}))\n"
+        "    except BaseException:\n        os.abort()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = "interrupted" if name == "SIGINT" else "stopped by SIGTERM"
+    assert (ended.returncode, ended.stderr) == (128 + number, f"rloo: {said}\n")
 
 
 def test_an_interrupted_and_resumed_run_ends_as_the_whole_one(folder, capsys):

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with signals.listening():
             try:
-                status = commands[given[0]](given[1:])
+                status = commands[given[0]](given[1:], signals)
             except Exception:
                 signals.check()  # what a signal has broken, such as an import, is no error
                 raise
@@ -79,10 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(error, "__notes__", None):  # raised in a user's reward: show where
             raise
         status, said = (2 if isinstance(error, ValueError) else 1), str(error)
-    except KeyboardInterrupt:
-        status, said = INTERRUPTED, "interrupted"
-    except Stopped as stop:
-        status, said = stop.status, str(stop)
+    except (KeyboardInterrupt, Stopped) as stop:
+        status, said = getattr(stop, "status", INTERRUPTED), str(stop) or "interrupted"
     _say(said)
     return status
 
@@ -98,23 +96,25 @@ def _say(text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _train(arguments: list[str]) -> int:
+def _train(arguments: list[str], signals: Stop) -> int:
     config = parse_command_line(_with_embedded(arguments))
-    from rloo.run.trainer import RLOOTrainer
+    with signals.ending():
+        from rloo.run.trainer import RLOOTrainer
 
     RLOOTrainer(args=config).train()
     return 0
 
 
-def _plan(arguments: list[str]) -> int:
+def _plan(arguments: list[str], signals: Stop) -> int:
     config = parse_command_line(_with_embedded(arguments))
-    from rloo.run.plan import make_plan, print_plan
+    with signals.ending():
+        from rloo.run.plan import make_plan, print_plan
 
     print_plan(make_plan(config))
     return 0
 
 
-def _evaluate(arguments: list[str]) -> int:
+def _evaluate(arguments: list[str], signals: Stop) -> int:
     config = parse_command_line(_with_embedded(arguments))
     own_set = config.eval_dataset is not None or config.eval_split is not None
     # Evaluation needs no estimator, reference, gradients, new adapter or training data.
@@ -128,8 +128,9 @@ def _evaluate(arguments: list[str]) -> int:
         eval_split=config.eval_split if own_set else config.dataset_split,
         dataset=None,
     )
-    from rloo.report.console import print_evaluation
-    from rloo.run.trainer import RLOOTrainer
+    with signals.ending():
+        from rloo.report.console import print_evaluation
+        from rloo.run.trainer import RLOOTrainer
 
     trainer = RLOOTrainer(args=config)
     # A file is one split, whatever it holds.
@@ -143,7 +144,7 @@ def _evaluate(arguments: list[str]) -> int:
     return 0
 
 
-def _config(arguments: list[str]) -> int:
+def _config(arguments: list[str], signals: Stop) -> int:
     if arguments in ([], ["--all"]):
         print(render_all() if arguments else render_basic(), end="")
         return 0
@@ -163,14 +164,15 @@ def _config(arguments: list[str]) -> int:
     return 0
 
 
-def _check_estimator(arguments: list[str]) -> int:
+def _check_estimator(arguments: list[str], signals: Stop) -> int:
     if not arguments or arguments[0].startswith("-"):
         raise ValueError(
             "check-estimator takes a name (rloo) or a function (my.py:function), and then options "
             "of it (--estimator_kwargs.NAME VALUE)"
         )
     config = parse_command_line(["--estimator", *arguments])
-    from rloo.run.check_estimator import report
+    with signals.ending():
+        from rloo.run.check_estimator import report
 
     for line in report(config):
         print(line)

@@ -51,6 +51,10 @@ def load(name: str, **options):
         ({"score.weight": torch.ones(1)}, "weights for which it has no place: score.weight"),
         ({QUERY: torch.ones(16, 32)}, rf"as {QUERY} \(16, 32\), not \(32, 32\)"),
         ({QUERY: torch.full((32, 32), torch.nan)}, f"{QUERY} of the model .* is not finite"),
+        (
+            {QUERY: torch.ones(32, 32, dtype=torch.int8)},
+            rf"has integers for {QUERY}; .* its config.json must say how they are quantised",
+        ),
     ],
 )
 def test_weights_that_are_not_all_there_are_refused_by_name(saved, tmp_path, changed, message):

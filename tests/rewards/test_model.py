@@ -158,11 +158,15 @@ def test_names_of_rewards_are_told_from_names_of_models(folder, tmp_path, monkey
     [
         (
             {"normalise": True},
-            "has no option normalise .options: batch_tokens, device, dtype",
+            "has no option normalise .options: allow_missing_weights, batch_tokens, device, dtype",
         ),
         (
             {"dtype": "int8"},
             "dtype of the reward model .* is 'int8'; it must be one of auto, float",
+        ),
+        (
+            {"allow_missing_weights": 1},
+            "allow_missing_weights of the reward model .* is 1; it must be true or false",
         ),
         ({"normalize": "yes"}, "normalize of the reward model .* is 'yes'; it must be true or"),
         (
@@ -188,6 +192,9 @@ def test_what_is_no_reward_model_is_refused_with_the_reason(folder, tmp_path):
     causal.save_pretrained(tmp_path / "causal")
     with pytest.raises(ValueError, match=r"no weights for score.weight, which would be random"):
         as_reward(str(tmp_path / "causal"))
+    with pytest.warns(UserWarning, match=r"no weights for score.weight.*no place: lm_head.weight"):
+        spec = {"name": str(tmp_path / "causal"), "allow_missing_weights": True}
+        as_reward(spec, make_reward_tokenizer())
     with pytest.raises(ValueError, match=r"gave an array of shape \(1, 2, 97\) for 1 texts"):
         RewardModel(causal, make_reward_tokenizer())(["w1"], [" w2"])
     with pytest.raises(ValueError, match="Linear is a module without a configuration"):

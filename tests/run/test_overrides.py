@@ -51,6 +51,9 @@ class Mine(RLOOTrainer):
     def create_scheduler(self, num_training_steps, optimizer=None):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / num_training_steps)
 
+    def is_world_process_zero(self):
+        return False
+
     def create_model_card(self, *arguments, **options):
         super().create_model_card(tags=["mine"])
 
@@ -67,6 +70,7 @@ def test_a_run_calls_what_a_subclass_overrides(tmp_path):
         assert (folder / "mine.txt").exists()
     assert isinstance(trainer.optimizer, torch.optim.SGD)
     assert trainer.lr_scheduler.get_last_lr() == [0.25]
+    assert not trainer.state.is_world_process_zero and trainer.state.is_local_process_zero
     assert "- mine" in (run / "README.md").read_text()
 
 
@@ -119,6 +123,22 @@ def test_what_nobody_would_call_is_refused_with_what_to_use(tmp_path, name, seam
     trainer = object.__new__(RLOOTrainer)
     with pytest.raises(TypeError, match=seam):
         setattr(trainer, name, lambda: None)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_class_that_is_changed_after_it_was_made_is_refused(tmp_path, monkeypatch, when):
+    trainer = make(tmp_path) if when == "after" else None
+    monkeypatch.setattr(RLOOTrainer, "compute_loss", lambda self: None, raising=False)
+    with pytest.raises(TypeError, match="RLOOTrainer has compute_loss, which would never be call"):
+        trainer.train() if trainer else make(tmp_path)
+
+
+def test_what_is_replaced_on_the_class_itself_is_called(tmp_path, monkeypatch):
+    def create_optimizer(self):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+    monkeypatch.setattr(RLOOTrainer, "create_optimizer", create_optimizer)
+    assert isinstance(make(tmp_path).policy.stepper.optimizer, torch.optim.SGD)
 
 
 def test_a_trainer_that_has_its_optimizer_takes_no_function_to_make_it():

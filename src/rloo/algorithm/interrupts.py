@@ -45,6 +45,7 @@ class Stop:
         self.received: int | None = None
         self._usr1_saves = usr1_saves
         self._held = 0
+        self._ends = False
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
@@ -71,6 +72,16 @@ class Stop:
             self._held -= 1
         self.check()
 
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """A signal in this block ends the process with its status and one line: for imports, where
+        nothing is to be saved, and where C++ that calls Python aborts on an exception."""
+        self._ends = True
+        try:
+            yield
+        finally:
+            self._ends = False
+
     def hold(self) -> None:
         """Hold signals back from now on, to the end of the block that is `released`."""
         self._held += 1
@@ -91,6 +102,10 @@ class Stop:
             raise self._error(self.received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._ends:
+            said = str(self._error(number)) or "interrupted"
+            os.write(sys.stderr.fileno(), f"rloo: {said}\n".encode())
+            os._exit(128 + number)
         if self._usr1_saves and number == signal.SIGUSR1:
             self.save_wanted = True
         elif number == self.received:

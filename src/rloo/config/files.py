@@ -57,6 +57,8 @@ def one_line(error: Exception) -> str:
 # Layers are objects even where nothing is loaded into them.
 _MOST_LAYERS = 10_000
 _SHOWN = 8
+# The arguments of `from_pretrained` that say where a model's files are.
+_SOURCE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
 
 
 def load_pretrained(
@@ -71,8 +73,9 @@ def load_pretrained(
     """`auto_class.from_pretrained(name, **options)` with every weight from the files. `what` is
     what messages call it, and `knob` the options that they name.
 
-    Raises ValueError that names the weights that are missing, of another shape, or left over. With
-    `allow_missing` those of the first two kinds are random, and a warning names all.
+    Raises ValueError that names the weights that are missing, of another shape, left over, or
+    saved as integers. With `allow_missing` those of the first two kinds are random, and a warning
+    names those of the first three.
     """
     allow_missing |= options.pop("ignore_mismatched_sizes", False)
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -90,7 +93,30 @@ def load_pretrained(
         raise ValueError(f"{said} ({knob})")
     if found:
         warnings.warn(said, stacklevel=2)
+    if getattr(model.config, "quantization_config", None) is None:
+        _refuse_integers(model, name, what, options)
     return model
+
+
+def _refuse_integers(model: Any, name: str | Path, what: str, options: dict[str, Any]) -> None:
+    """Integers in place of weights are weights in few bits, of which the configuration says
+    nothing: transformers would take the codes for the values."""
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    source = {key: options[key] for key in _SOURCE if key in options}
+    config = cached_file(name, "config.json", **source)
+    assert config is not None  # the model has just been made by it
+    weights = {key for key, value in model.named_parameters() if value.is_floating_point()}
+    for file in sorted(Path(config).parent.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            kinds = {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118
+        wrong = {k for k, kind in kinds.items() if kind[0] in "IU" and k in weights}
+        if wrong:
+            raise ValueError(
+                f"the {what} {name} has integers for {_some(wrong)}; weights must be floating "
+                "point, or its config.json must say how they are quantised (model)"
+            )
 
 
 def check_sizes(config: Any, name: str | Path, what: str) -> None:

@@ -21,7 +21,9 @@ from rloo.types import Text, text_of
 # Tokens of one forward pass, padding included.
 BATCH_TOKENS = 8192
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-OPTIONS = ("batch_tokens", "device", "dtype", "normalize", "revision")
+OPTIONS = (
+    "allow_missing_weights", "batch_tokens", "device", "dtype", "normalize", "revision",
+)  # fmt: skip
 
 
 class RewardModel:
@@ -219,11 +221,12 @@ def _read_options(spec: Any) -> dict[str, Any] | None:
         torch.device(options.get("device", "cpu"))
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device of the reward model {name}: {error}") from error
-    if not isinstance(options.get("normalize", False), bool):
-        raise ValueError(
-            f"normalize of the reward model {name} is {options['normalize']!r}; it must be true or "
-            "false"
-        )
+    for switch in ("allow_missing_weights", "normalize"):
+        if not isinstance(options.get(switch, False), bool):
+            raise ValueError(
+                f"{switch} of the reward model {name} is {options[switch]!r}; it must be true or "
+                "false"
+            )
     return options
 
 
@@ -243,7 +246,15 @@ def _load_model(options: Mapping[str, Any], source: dict[str, Any]) -> Any:
     check_sizes(config, name, "reward model")
     auto_class = transformers.AutoModelForSequenceClassification
     dtype = options.get("dtype", "auto")
-    return load_pretrained(auto_class, name, "reward model", knob="reward", dtype=dtype, **source)
+    return load_pretrained(
+        auto_class,
+        name,
+        "reward model",
+        knob=f"reward: {{name: {name}, allow_missing_weights: true}}",
+        allow_missing=options.get("allow_missing_weights", False),
+        dtype=dtype,
+        **source,
+    )
 
 
 def _load_tokenizer(model: Any, name: Any, source: dict[str, Any]) -> PreTrainedTokenizerBase:

@@ -3,14 +3,16 @@ Trainer and TRL's RLOOTrainer call and a run here does not."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
 import transformers
 
 # A run calls these; the others of RLOOTrainer are called by scripts alone, as they are in TRL.
-CALLED = ("create_model_card", "create_optimizer", "create_scheduler", "evaluate", "log",
-          "push_to_hub", "save_model")  # fmt: skip
+CALLED = ("create_model_card", "create_optimizer", "create_scheduler", "evaluate",
+          "is_local_process_zero", "is_world_process_zero", "log", "push_to_hub",
+          "save_model")  # fmt: skip
 _ELSEWHERE = "a callback (callbacks), whose events are Trainer's"
 # what to use instead -> methods of Trainer, or of TRL's RLOOTrainer 1.16
 _SEAMS: dict[str, tuple[str, ...]] = {
@@ -59,25 +61,25 @@ def _overridable() -> frozenset[str]:
     return frozenset(found | set(_SEAM_OF))
 
 
-def refuse_override(name: str, where: str, own: type) -> None:
+def refuse_override(name: str, where: str, own: Collection[str]) -> None:
     """Raise TypeError if nobody would call the method `name` that `where` has: one of Trainer's or
-    TRL's that the class `own`, our trainer, lacks."""
-    if name in _overridable() and name not in vars(own):
+    TRL's that is not among our trainer's `own`."""
+    if name in _overridable() and name not in own:
         raise TypeError(
             f"{where} has {name}, which would never be called; use {_SEAM_OF.get(name, _ELSEWHERE)}"
             f" (a run calls {', '.join(CALLED)})"
         )
 
 
-def refuse_overrides(subclass: type, own: type) -> None:
-    """Raise TypeError for the first such method of a subclass of `own`, or of its mixins."""
-    for parent in subclass.__mro__:
-        if not issubclass(own, parent):
-            for name in vars(parent):
-                refuse_override(name, parent.__name__, own)
+def refuse_overrides(kind: type, own: Collection[str]) -> None:
+    """Raise TypeError for the first such method of our trainer as it is now, a subclass of it, or
+    one of its mixins."""
+    for parent in kind.__mro__:
+        for name in vars(parent):
+            refuse_override(name, parent.__name__, own)
 
 
-def refuse_assignment(name: str, own: type) -> None:
+def refuse_assignment(name: str, own: Collection[str]) -> None:
     """Raise TypeError for a function put on a trainer where it would not be called any more."""
     refuse_override(name, "the trainer", own)
     if name in ("create_optimizer", "create_scheduler"):
@@ -87,6 +89,6 @@ def refuse_assignment(name: str, own: type) -> None:
         )
 
 
-def is_overridden(trainer: Any, name: str, own: type) -> bool:
-    """Whether a method of `own` is another one in `trainer`."""
-    return getattr(type(trainer), name) is not getattr(own, name)
+def is_overridden(trainer: Any, name: str, own: Mapping[str, Any]) -> bool:
+    """Whether a method of our trainer's `own` is another one in `trainer`."""
+    return getattr(type(trainer), name) is not own[name]

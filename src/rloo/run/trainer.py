@@ -62,11 +62,11 @@ class RLOOTrainer:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        refuse_overrides(cls, RLOOTrainer)
+        refuse_overrides(cls, _OWN)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if callable(value):
-            refuse_assignment(name, RLOOTrainer)
+            refuse_assignment(name, _OWN)
         super().__setattr__(name, value)
 
     def __init__(
@@ -85,6 +85,7 @@ class RLOOTrainer:
         *,
         reward_model: Rewards | None = None,
     ) -> None:
+        refuse_overrides(type(self), _OWN)  # a class can be changed after it was made
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
         self.args = obtain_config(args, model)
@@ -122,6 +123,7 @@ class RLOOTrainer:
         (other signals, handled in the main thread only) or the error is raised.
         `resume_from_checkpoint` "auto" goes on with an unfinished run with the same options, loads
         the result of a finished one, and else starts."""
+        refuse_overrides(type(self), _OWN)
         parts, state = self.make_parts()
         session = Session(self, parts, state, self.evaluator, self._eval_prompts, self.hub)
         with parts.stop.listening(), claimed(self.args, resume_from_checkpoint) as start:
@@ -276,6 +278,8 @@ class RLOOTrainer:
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = setup.make_state(self._source, self.args, self.batches)
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
         self.control = transformers.TrainerControl()
         num_steps = max(self.state.max_steps, 1)
         optimizers = self._own_optimizers(optimizers, num_steps)
@@ -309,10 +313,10 @@ class RLOOTrainer:
     def _own_optimizers(self, given: Given, num_steps: int) -> Given:
         """`given`, and what a subclass makes of its own."""
         self.optimizer, self.lr_scheduler = given
-        if self.optimizer is None and is_overridden(self, "create_optimizer", RLOOTrainer):
+        if self.optimizer is None and is_overridden(self, "create_optimizer", _OWN):
             # Overrides written for Trainer may set the attribute and return nothing.
             self.optimizer = self.create_optimizer() or self.optimizer
-        if self.lr_scheduler is None and is_overridden(self, "create_scheduler", RLOOTrainer):
+        if self.lr_scheduler is None and is_overridden(self, "create_scheduler", _OWN):
             self.optimizer = self.optimizer or self.create_optimizer()
             made = self.create_scheduler(num_steps, self.optimizer)
             self.lr_scheduler = made or self.lr_scheduler
@@ -370,3 +374,7 @@ class RLOOTrainer:
         )
         state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
         return parts, state
+
+
+# As they were made: assigning to the class cannot change what counts as overridden.
+_OWN = dict(vars(RLOOTrainer))
