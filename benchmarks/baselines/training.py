@@ -19,6 +19,7 @@ from datasets import Dataset
 
 from benchmarks.baselines.arms import Job, Task
 from rloo import RLOOConfig, RLOOTrainer
+from rloo.algorithm.rollout import Judge
 from rloo.data.prompts import PromptSource
 from rloo.report.monitor import versions
 from rloo.run.evaluate import evaluate, settings_of
@@ -89,9 +90,8 @@ def _measure(trainer: RLOOTrainer, prompts: Sequence[Prompt]) -> dict[str, Any]:
     metrics, groups = evaluate(
         trainer.engine,
         prompts,
-        trainer.rewards,
-        tokenizer=policy.tokenizer,
-        settings=replace(settings_of(policy), pass_threshold=1.0, pass_k=(1,)),
+        Judge(trainer.rewards, policy.tokenizer, trainer.world),
+        replace(settings_of(policy), pass_threshold=1.0, pass_k=(1,)),
     )
     rewards = [[reward or 0.0 for reward in group.rewards] for group in groups]
     return {

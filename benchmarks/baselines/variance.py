@@ -25,7 +25,7 @@ from benchmarks.baselines.arms import PLAIN, Task
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.advantages import Terms, assign
-from rloo.algorithm.rollout import SyncRollouts, score
+from rloo.algorithm.rollout import Judge, SyncRollouts
 from rloo.algorithm.shaping import shape
 from rloo.algorithm.update import micro_loss
 from rloo.config.batches import batches_of
@@ -118,7 +118,8 @@ def draw(trainer: RLOOTrainer, rollouts: SyncRollouts, prompt: Prompt, count: in
         size = min(_AT_ONCE, count - start)
         noise = noise_key(trainer.args.seed, "eval", start)
         sampled = engine.sample([prompt], size, rollouts.sampling, noise)
-        groups, _ = score([prompt], sampled, rollouts.rewards, tokenizer=policy.tokenizer)
+        judge = Judge(rollouts.rewards, policy.tokenizer, policy.world)
+        groups, _ = judge.score([prompt], sampled)
         found += shape(Rollout(groups, {}, 0, policy.version, {}, 0.0), trainer.args)
     return found
 

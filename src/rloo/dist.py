@@ -3,58 +3,125 @@ down: no other module asks for a device or a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+    from rloo.links import Links
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Process `rank` of `size`, which computes on `device`.
+    """Process `rank` of `size`, which computes on `device`; `links` lead to the others.
 
-    Every method is a collective: all processes call it at the same point, with values of the same
-    form, and get the same result; one alone gets what it gave.
+    Every method but `share` and `fail` is a collective: all processes call it at the same point,
+    with values of the same form, and get the same result; one alone gets what it gave. All raise
+    `RankError` where another process has failed, is gone, or does not come within `ddp_timeout`.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
+    links: Links | None = None
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and speaks to the user."""
         return self.rank == 0
 
-    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Each number summed over the processes."""
-        return dict(values)
+    def share(self, count: int) -> range:
+        """This process's part of `count` things: equal parts, in the order of ranks."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def gather(self, value: T) -> list[T]:
         """The value of every process, in the order of ranks."""
-        return [value]
+        return [value] if self.links is None else self.links.gather(value)
+
+    def from_main(self, value: T) -> T:
+        """The value of the main process."""
+        return self.gather(value if self.is_main else None)[0]  # type: ignore[return-value]
 
     def any(self, flag: bool) -> bool:
         """Whether it is true in some process."""
-        return flag
+        return any(self.gather(flag))
 
     def min(self, value: int) -> int:
         """The smallest of all processes."""
-        return value
+        return min(self.gather(value))
+
+    def attempt(self, work: Callable[[], T]) -> list[T]:
+        """What `work` returns in every process. Raises torch.OutOfMemoryError in all of them where
+        one runs out of memory, so that all do the same about it."""
+        if self.links is None:
+            return [work()]
+        import torch
+
+        try:
+            done: list[T] = [work()]
+        except torch.OutOfMemoryError:
+            done = []
+        results = self.gather(done)
+        if not all(results):
+            short = [str(rank) for rank, result in enumerate(results) if not result]
+            raise torch.OutOfMemoryError(f"rank {', '.join(short)} ran out of memory")
+        return [result for (result,) in results]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other processes, as far as they still run, why this one ends."""
+        if self.links is not None:
+            self.links.fail(error)
+
+    def end(self) -> None:
+        """Wait until the main process has ended its run, and saved what is to be saved."""
+        if self.links is not None:
+            self.links.end()
+
+    def sum_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Sum each parameter's gradient over the processes, in place. Where a process has none it
+        counts as zeros; where all have none there is none."""
+        if self.links is not None:
+            self.links.sum_gradients(parameters)
 
 
 def process_count() -> int:
-    """How many processes train together: this version runs as one."""
-    return 1
+    """How many processes train together: as many as the launcher says, whichever it was."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def make_world(*, use_cpu: bool) -> World:
-    """This process alone, on the GPU if there is one and `use_cpu` does not forbid it."""
+def process_rank() -> int:
+    """The number of this process among them."""
+    return int(os.environ.get("RANK") or 0)
+
+
+def rank_here() -> int:
+    """The number of this process among those on this machine."""
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def processes_here() -> int:
+    """How many of them run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or process_count())
+
+
+def make_world(*, use_cpu: bool, timeout: float = 1800.0) -> World:
+    """This process among those that the launcher started, on its GPU if there is one and `use_cpu`
+    does not forbid it. `timeout`: seconds that a process waits for the others."""
     import torch
 
     on_gpu = torch.cuda.is_available() and not use_cpu
-    return World(torch.device("cuda" if on_gpu else "cpu"), size=process_count())
+    rank, size = process_rank(), process_count()
+    if size == 1:
+        return World(torch.device("cuda" if on_gpu else "cpu"))
+    from rloo.links import connect
+
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", rank_here())
+        torch.cuda.set_device(device)
+    return World(device, rank, size, connect(rank, size, timeout, on_gpu=on_gpu))

@@ -11,6 +11,8 @@ T = TypeVar("T")
 Message = dict[str, Any]
 Text = str | list[Message]
 FinishReason = Literal["stop", "length"]
+# How many completions of each prompt, or for each prompt the numbers of its completions.
+Samples = int | Sequence[range]
 # Begins to give a model's weights, names and tensors, when it is called.
 Weights = Callable[[], Iterable[tuple[str, Any]]]
 
@@ -195,9 +197,10 @@ class Engine(Protocol):
         the version, which never stands for two states of the weights, is that of the last load."""
 
     def sample(
-        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """Return `num_samples` completions for each prompt, in the order of `prompts`.
+        """Return `samples` completions for each prompt, in the order of `prompts`; or of the
+        completions that each prompt has over all processes those whose numbers are given.
 
         `noise` is a 64-bit number derived from (seed, purpose, step). Together with the prompt's id
         and epoch, the sample's index and the token's position it determines every random draw,

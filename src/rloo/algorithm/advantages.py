@@ -20,7 +20,8 @@ from rloo.algorithm.chosen import Chosen, chosen_estimator
 from rloo.algorithm.estimators import Returns
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
-from rloo.model.batch import MicroBatch, exceeds, split
+from rloo.dist import World
+from rloo.model.batch import MicroBatch, deal, exceeds, split
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
@@ -105,8 +106,11 @@ class Stored:
         """(T,): the log-probs that each completion had when it was first seen."""
         return _first_seen(self.old_logprobs, batch, now)
 
-    def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
-        """The credit for the other steps on the same rollout."""
+    def after_first_step(self, metrics: Mapping[str, float], world: World) -> Stored:
+        """The credit for the other steps on the same rollout: what was first seen, here or by
+        another process."""
+        if world.size > 1:
+            self.old_logprobs = _of_all(self.old_logprobs, world)
         return self
 
 
@@ -136,10 +140,11 @@ class FromThisPass:
         """As `Stored.old`."""
         return _first_seen(self.old_logprobs, batch, now)
 
-    def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
-        """What was seen in passing, with the KL among the first step's `metrics`."""
+    def after_first_step(self, metrics: Mapping[str, float], world: World) -> Stored:
+        """What was seen in passing, here or by another process, with the KL among the first step's
+        `metrics`."""
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
-        return Stored(self.known, self.old_logprobs, stats)
+        return Stored(_of_all(self.known, world), _of_all(self.old_logprobs, world), stats)
 
 
 Credit = Stored | FromThisPass
@@ -164,24 +169,62 @@ def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
 
 
 def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Stored:
-    old: dict[Key, Tensor] = {}
-    penalties: dict[Key, Tensor] = {}
-    total, tokens, completions, stats = 0.0, 0, 0, {}
-    for part in split(samples, policy.max_tokens, whole_groups=False, packed=policy.packed):
-        batch = policy.batch(part)
-        logprobs = policy.score(batch)
-        old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
-        if terms.kl_in_reward:
-            reference = policy.reference_logprobs(batch)
-            watched_N = terms.watched(batch.truncated_N)
-            watched_T = watched_N[batch.sequence_T]
-            total += (logprobs - reference)[watched_T].sum().item()
-            tokens, completions = tokens + int(watched_T.sum()), completions + int(watched_N.sum())
-            penalty = token_penalty(logprobs, reference, terms).cpu()
-            penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
+    cut = {"whole_groups": False, "packed": policy.packed}
+    mine = deal(samples, policy.world.size, **cut)[policy.world.rank]
+
+    def compute() -> _Seen:
+        seen = _Seen()
+        for part in split(mine, policy.max_tokens, **cut):
+            batch = policy.batch(part)
+            logprobs = policy.score(batch)
+            seen.old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
+            if terms.kl_in_reward:
+                _penalise(batch, logprobs, policy.reference_logprobs(batch), terms, seen)
+        return seen
+
+    parts = policy.world.attempt(compute)
+    old, penalties = {}, {}
+    for part in parts:
+        old.update({key: values.to(policy.device) for key, values in part.old.items()})
+        penalties.update(part.penalties)
+    stats = {}
     if terms.kl_in_reward:
-        stats = {"kl": total / max(tokens, 1), "kl/sequence": total / max(completions, 1)}
+        kl, tokens, completions = (
+            sum(getattr(part, name) for part in parts) for name in ("kl", "tokens", "completions")
+        )
+        stats = {"kl": kl / max(tokens, 1), "kl/sequence": kl / max(completions, 1)}
     return Stored(_sample_advantages(samples, penalties, terms), old, stats)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a pass of its own has found: log-probs and penalties, and sums for the metric kl."""
+
+    old: dict[Key, Tensor] = field(default_factory=dict)
+    penalties: dict[Key, Tensor] = field(default_factory=dict)
+    kl: float = 0.0
+    tokens: int = 0
+    completions: int = 0
+
+
+def _penalise(
+    batch: MicroBatch, logprobs: Tensor, reference: Tensor, terms: Terms, seen: _Seen
+) -> None:
+    watched_N = terms.watched(batch.truncated_N)
+    watched_T = watched_N[batch.sequence_T]
+    seen.kl += (logprobs - reference)[watched_T].sum().item()
+    seen.tokens += int(watched_T.sum())
+    seen.completions += int(watched_N.sum())
+    penalty = token_penalty(logprobs, reference, terms).cpu()
+    seen.penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
+
+
+def _of_all(seen: dict[Key, Tensor], world: World) -> dict[Key, Tensor]:
+    """What any process has seen, on this one's device."""
+    if world.size == 1:
+        return seen
+    parts = world.gather({key: values.cpu() for key, values in seen.items()})
+    return {key: values.to(world.device) for part in parts for key, values in part.items()}
 
 
 def _first_seen(seen: dict[Key, Tensor], batch: MicroBatch, now: Tensor) -> Tensor:

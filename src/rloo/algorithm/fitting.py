@@ -27,15 +27,18 @@ def rehearse(parts: Parts, state: RunState) -> None:
         return
     # Its copy of the weights takes memory as well.
     parts.engine.load(policy.weights, policy.version)
+    size, reason = policy.max_tokens, None
     try:
         fit = fitting_budget(policy, parts.workload)
+        size, reason = fit.max_tokens, fit.reason
     except (TypeError, RuntimeError) as error:
         # Errors of a packed forward are handled where it is compared with the padded one.
         if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
             raise
-        return
-    if fit.reason is not None:
-        _lower_budget(parts, state, fit.max_tokens, fit.reason, cause="rehearsal")
+    # The process with the least memory decides for all.
+    size, reason = min(parts.world.gather((size, reason)), key=lambda found: found[0])
+    if reason is not None:
+        _lower_budget(parts, state, size, reason, cause="rehearsal")
 
 
 def check_first(parts: Parts, state: RunState, samples: Sequence[Sample]) -> None:
@@ -46,6 +49,7 @@ def check_first(parts: Parts, state: RunState, samples: Sequence[Sample]) -> Non
     packed = policy.packed
     groups = groupby(samples, key=lambda sample: sample.key[0])
     policy.check_forward([s for _, members in groups for s in islice(members, 2)][:4])
+    policy.packed = not parts.world.any(not policy.packed)
     if policy.packed != packed:  # other sizes fit now
         rehearse(parts, state)
     tell_notes(parts)
@@ -77,7 +81,8 @@ def update_that_fits(
         if hand.done == 0:
             hand.credit = credit_that_fits(parts, state, hand.samples)
         metrics = work()
-    hand.credit = hand.credit.after_first_step(metrics)
+    if hand.done + 1 < parts.batches.steps_per_rollout:
+        hand.credit = hand.credit.after_first_step(metrics, parts.world)
     return metrics
 
 

@@ -101,6 +101,11 @@ class Stop:
         if self.received is not None and not self._held:
             raise self._error(self.received)
 
+    def pass_on(self, number: int) -> None:
+        """Another process of the run was asked to stop by signal `number`: so is this one."""
+        if self.received is None:
+            self._receive(number, None)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._ends:
             said = str(self._error(number)) or "interrupted"

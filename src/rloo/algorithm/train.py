@@ -58,11 +58,15 @@ def record(parts: Parts, state: RunState, hand: InHand, stats: dict[str, float])
     lowered = [c["to"] for c in state.budget_changes if c["step"] == state.step]
     if lowered:
         stats["update/max_tokens"] = float(lowered[-1])
-    stats |= times | {
-        "step_time": sum(times.values()),
-        "num_tokens": float(state.num_tokens),
-        "epoch": rollout.epoch,
-    }
+    stats |= (
+        _of_links(parts)
+        | times
+        | {
+            "step_time": sum(times.values()),
+            "num_tokens": float(state.num_tokens),
+            "epoch": rollout.epoch,
+        }
+    )
     parts.monitor.step(state.step, stats)
     if first:
         parts.monitor.completions(state.step, rollout.groups)
@@ -80,13 +84,15 @@ def finish_step(parts: Parts, state: RunState, stats: dict[str, float] | None = 
     one of them ended tells them again when it goes on, without metrics (None)."""
     state.step_open = True
     parts.monitor.log(stats)
-    note_what_is_due(state)
+    note_what_is_due(parts, state)
     state.step_open, state.generators = False, capture_rng()
 
 
-def note_what_is_due(state: RunState) -> None:
-    """Note what callbacks want, before the next event. Raises ValueError for what cannot be met."""
+def note_what_is_due(parts: Parts, state: RunState) -> None:
+    """Note what callbacks want, those of the main process where there are several, before the next
+    event. Raises ValueError for what cannot be met."""
     control = state.control
+    vars(control).update(parts.world.from_main(vars(control)))
     state.evaluation_due |= control.should_evaluate and state.evaluated_at != state.step
     state.save_due |= control.should_save
     if control.should_epoch_stop:
@@ -94,6 +100,16 @@ def note_what_is_due(state: RunState) -> None:
             "a callback set should_epoch_stop; an epoch cannot end early, only training can "
             "(should_training_stop)"
         )
+
+
+def _of_links(parts: Parts) -> dict[str, float]:
+    """What came from other processes since the last step, and how long this one waited for it."""
+    links = parts.world.links
+    if links is None:
+        return {}
+    stats = {"rank/gathered_bytes": float(links.received), "rank/wait_time": links.seconds}
+    links.received, links.seconds = 0, 0.0
+    return stats
 
 
 def _count(parts: Parts, state: RunState, hand: InHand, *, refused: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -12,11 +11,14 @@ from rloo.algorithm import objective
 from rloo.algorithm.advantages import Credit, Terms
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
-from rloo.model.batch import MicroBatch, split
+from rloo.model.batch import MicroBatch, count_input_tokens, deal, split
 from rloo.model.logprobs import TokenScores
 from rloo.model.policy import Policy
 from rloo.report.metrics import sampled_entropy
 from rloo.types import Sample
+
+# Sums for the metrics, and maxima, by name.
+Tally = dict[str, float]
 
 
 def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sample]]:
@@ -49,20 +51,29 @@ def update(
     computes_all = _computes_all(policy, samples, terms)
     live = [s for s in samples if computes_all or credit.has_signal(s.key)]
     input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
-    tally: dict[str, float] = defaultdict(float)
     cut = {"whole_groups": credit.from_update, "packed": policy.packed}
-    for part in split(live, policy.max_tokens, **cut):
-        batch = policy.batch(part)
-        loss, parts = micro_loss(policy, batch, credit, terms, denominator, input_tokens)
-        policy.stepper.backward(loss)
-        for name, value in parts.items():
-            tally[name] = max(tally[name], value) if name.endswith("max") else tally[name] + value
+    dealt = deal(live, policy.world.size, **cut)
+
+    def compute() -> Tally:
+        tally: Tally = {}
+        for part in split(dealt[policy.world.rank], policy.max_tokens, **cut):
+            batch = policy.batch(part)
+            loss, sums = micro_loss(policy, batch, credit, terms, denominator, input_tokens)
+            policy.stepper.backward(loss)
+            _add(tally, sums)
+        return tally
+
+    tally: Tally = {}
+    for sums in policy.world.attempt(compute):
+        _add(tally, sums)
     metrics = credit.stats | _averages(tally, samples, config)
     if not computes_all:  # the entropy of those computed is that of completions with signal
         metrics.pop("entropy", None)
         metrics |= sampled_entropy(s.of_trained(s.policy_logprobs) for s in samples)
+    metrics |= _imbalance(dealt, packed=policy.packed)
     before_step()
     if live:
+        policy.stepper.sum_gradients(policy.world)
         return metrics | policy.stepper.step()
     return metrics | {"update/no_signal": 1.0} | policy.stepper.skip()
 
@@ -193,6 +204,20 @@ def _correction(
     sums["weight_squares"] = (weights**2).sum().item()
     sums["sampling/importance_sampling_ratio/max"] = weights.max().item()
     return weights
+
+
+def _add(tally: Tally, sums: Mapping[str, float]) -> None:
+    for name, value in sums.items():
+        before = tally.get(name, 0.0)
+        tally[name] = max(before, value) if name.endswith("max") else before + value
+
+
+def _imbalance(dealt: Sequence[Sequence[Sample]], *, packed: bool) -> dict[str, float]:
+    """The tokens of the busiest process over the mean of all, where there are several."""
+    tokens = [count_input_tokens(samples, packed) if samples else 0 for samples in dealt]
+    if len(tokens) == 1 or not any(tokens):
+        return {}
+    return {"rank/imbalance": max(tokens) * len(tokens) / sum(tokens)}
 
 
 def _averages(

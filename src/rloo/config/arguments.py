@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, make_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rloo.config.config import ONE_PROCESS, RLOOConfig, known_names, option_types
+from rloo.config.config import PLACE, RLOOConfig, known_names, option_types
 from rloo.config.reading import coerce, declare, default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
@@ -64,7 +64,7 @@ def _options() -> Iterator[tuple[str, Any, Any]]:
 
 
 _Fields: Any = make_dataclass(
-    "_Fields", _options(), namespace=dict(ONE_PROCESS), kw_only=True, slots=True
+    "_Fields", _options(), namespace=dict(PLACE), kw_only=True, slots=True
 )
 
 

@@ -17,7 +17,7 @@ from rloo.config.options import LORA, Options
 from rloo.config.presets import LossForm, loss_form, over_preset
 from rloo.config.reading import default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
-from rloo.dist import process_count
+from rloo.dist import process_count, process_rank, rank_here
 
 # Shared options whose default is not TRL's: name -> (TRL's, ours, reason).
 DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
@@ -25,10 +25,11 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
         None, "rloo_output", "TRL resolves null to trainer_output; ours says what made it",
     )
 }  # fmt: skip
-# What TrainingArguments says of where it runs, here always the same.
-ONE_PROCESS = {
-    "world_size": process_count(), "process_index": 0, "local_process_index": 0,
-    "should_save": True, "should_log": True,
+# What TrainingArguments says of where it runs.
+PLACE = {
+    "world_size": process_count(), "process_index": process_rank(),
+    "local_process_index": rank_here(), "should_save": process_rank() == 0,
+    "should_log": process_rank() == 0,
 }  # fmt: skip
 
 
@@ -92,8 +93,8 @@ class RLOOConfig(Options):
                 return REFUSED[name][0][0]
             if name in WITHOUT_EFFECT:
                 return self._idle.get(name, WITHOUT_EFFECT[name][0])
-            if name in ONE_PROCESS:
-                return ONE_PROCESS[name]
+            if name in PLACE:
+                return PLACE[name]
             if name in ALIASES and name not in CONVERSIONS:
                 return getattr(self, ALIASES[name][0])
             raise AttributeError(f"RLOOConfig has no option {name}{suggest(name, option_types())}")

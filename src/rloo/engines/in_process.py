@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from rloo.engines.noise import row_keys
 from rloo.engines.sampling import check_request, collect_completions
-from rloo.types import Completion, EngineFacts, Prompt, Sampling
+from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
 
 # One row: a prompt and the sample's number k in its group.
 Row = tuple[Prompt, int]
@@ -120,15 +120,16 @@ class InProcessEngine(ABC):
         )
 
     def sample(
-        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`."""
-        check_request(prompts, num_samples, sampling)
+        numbers = [range(samples)] * len(prompts) if isinstance(samples, int) else samples
+        check_request(prompts, min(map(len, numbers), default=1), sampling)
         if not prompts:
             return []
         # Sorted, so that prompts of similar length come together and little is padded.
         by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
-        rows = [(index, k) for index in by_length for k in range(num_samples)]
+        rows = [(index, k) for index in by_length for k in numbers[index]]
         longest = len(prompts[by_length[-1]].token_ids)
         wave = self.facts.rows_at_once(len(rows), longest, sampling.max_tokens)
         completions: dict[tuple[int, int], Completion] = {}
@@ -139,7 +140,7 @@ class InProcessEngine(ABC):
                 drawn = self._draw(wave_rows, self._keys(wave_rows, noise), sampling)
                 finished = collect_completions(drawn, sampling.stop_token_ids)
                 completions.update(zip(part, finished, strict=True))
-        return [[completions[i, k] for k in range(num_samples)] for i in range(len(prompts))]
+        return [[completions[i, k] for k in own] for i, own in enumerate(numbers)]
 
     def _keys(self, rows: list[Row], noise: int) -> Tensor:
         device = self._model.device

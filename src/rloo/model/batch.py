@@ -59,12 +59,33 @@ def split(
     """
     batches: list[list[Sample]] = []
     for group in _by_group(samples):
-        for unit in [group] if whole_groups else [[sample] for sample in group]:
+        for unit in _units(group, whole_groups):
             if batches and count_input_tokens([*batches[-1], *unit], packed) <= max_tokens:
                 batches[-1].extend(unit)
             else:
                 batches.append(list(unit))
     return batches
+
+
+def deal(
+    samples: Sequence[Sample], processes: int, *, whole_groups: bool, packed: bool = True
+) -> list[list[Sample]]:
+    """The samples of each process: neighbours, so that few groups are cut and none `with
+    whole_groups`, and with about the same number of input tokens. Depends on the arguments only;
+    one process gets all, in their order."""
+    units = [unit for group in _by_group(samples) for unit in _units(group, whole_groups)]
+    costs = [count_input_tokens(unit, packed) for unit in units]
+    total, before = max(sum(costs), 1), 0.0
+    dealt: list[list[Sample]] = [[] for _ in range(processes)]
+    for unit, cost in zip(units, costs, strict=True):
+        # To whom the middle of the unit belongs.
+        dealt[min(int((before + cost / 2) * processes / total), processes - 1)] += unit
+        before += cost
+    return dealt
+
+
+def _units(group: list[Sample], whole: bool) -> list[list[Sample]]:
+    return [group] if whole else [[sample] for sample in group]
 
 
 def exceeds(samples: Sequence[Sample], max_tokens: int, *, packed: bool = True) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from rloo.config.config import RLOOConfig
 from rloo.config.files import quiet
 from rloo.data.images import tokenizer_of
+from rloo.dist import World
 from rloo.model import adapters, preparation
 from rloo.model.batch import MicroBatch, pack, pad
 from rloo.model.loading import load_weights, num_embedded
@@ -46,8 +47,10 @@ class Policy:
         device: torch.device,
         num_training_steps: int,
         optimizers: Given = (None, None),
+        world: World | None = None,
     ) -> None:
         self.config = config
+        self.world = world or World(device)
         self.processing_class = processing_class
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
         self.device = device

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rloo.config.config import RLOOConfig
+from rloo.dist import World
 from rloo.model.offload import ParkedState
 from rloo.model.optimizers import Scheduler
 from rloo.model.state import (
@@ -50,6 +51,12 @@ class Stepper:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`."""
         self._scaler.scale(loss).backward()
+
+    def sum_gradients(self, world: World) -> None:
+        """Sum the gradients of all processes; one of them may have gathered none."""
+        if world.size > 1:
+            self._scaler.scale(torch.zeros(1, device=world.device))  # or it knows no scale here
+            world.sum_gradients(self._parameters)
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the gradients gathered so far. A gradient that is not finite is

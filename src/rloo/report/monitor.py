@@ -52,15 +52,23 @@ class Monitor:
 
     Steps count finished optimizer steps, from 1. The order of calls is: `load_state_dict` when
     resuming, then `start`, `attach`, those of the loop, and `finish`. `finish` also restores the
-    terminal, so it must be called when training fails, too.
+    terminal, so it must be called when training fails, too. One that is `silent`, of a process
+    that is not the main one, prints and writes nothing, and only sends the callbacks their events.
     """
 
     def __init__(
-        self, config: RLOOConfig, folder: Path, *, max_steps: int, console: Console | None = None
+        self,
+        config: RLOOConfig,
+        folder: Path,
+        *,
+        max_steps: int,
+        console: Console | None = None,
+        silent: bool = False,
     ) -> None:
         self.config, self.output_dir, self.max_steps = config, folder, max_steps
         self.notes: list[str] = []
-        self._console = console or Console()
+        self._silent = silent
+        self._console = Console(file=io.StringIO()) if silent else console or Console()
         self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS))
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []
@@ -95,6 +103,8 @@ class Monitor:
     def load_state_dict(self, saved: Mapping[str, Any], *, step: int, evaluated_at: int) -> None:
         """Go on from `step`: drop what the files have of later steps and evaluations, and torn
         lines, so that nothing occurs twice or is missing."""
+        if self._silent:
+            return
         self._journal.waiting |= saved["waiting"]
         self._last_table = saved["last_table"]
         keep: dict[str, Callable[[Any], bool]] = {
@@ -121,6 +131,8 @@ class Monitor:
             raise error
 
     def _record(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._silent:
+            return
         told = name in self._journal.errors
         self._journal.append(name, rows)
         if (error := self._journal.errors.get(name)) and not told:
@@ -155,6 +167,8 @@ class Monitor:
     def completions(self, step: int, groups: Sequence[Group]) -> None:
         """Record some completions of a rollout; with `log_completions`, at every log, record all
         and print some."""
+        if self._silent:
+            return
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
         chosen = list(view.spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
@@ -215,8 +229,9 @@ class Monitor:
             "training": self._compare_training(),
         }
         whole["verdict"] = verdict(whole)
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        write_json(self.output_dir / SUMMARY, whole)
+        if not self._silent:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            write_json(self.output_dir / SUMMARY, whole)
         for line in ("", *whole["verdict"].split("\n")):
             self.say(line)
         files = [n for n in (METRICS, COMPLETIONS, EVALUATIONS) if (self.output_dir / n).exists()]

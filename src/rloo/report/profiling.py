@@ -165,11 +165,12 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.profile: StepProfile | None = None
+        self.current = ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as a part of phase `name`."""
-        start = time.perf_counter()
+        """Time the block as a part of phase `name`, which stays the current one until the next."""
+        start, self.current = time.perf_counter(), name
         with self.profile.phase(name) if self.profile else nullcontext():
             yield
         self.seconds[f"time/{name}"] += time.perf_counter() - start

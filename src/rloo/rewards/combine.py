@@ -24,6 +24,16 @@ from rloo.types import Text
 
 
 @dataclass(frozen=True, slots=True)
+class Raw:
+    """What the functions returned and logged in one call each, by name; None for a call that
+    failed and may be missing. `count` completions were scored."""
+
+    count: int
+    by_function: dict[str, list[float | None] | None]
+    logs: dict[str, Log]
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """The rewards of N completions; every list has N entries. `totals` are weighted sums over the
     functions that returned a number, None where none did. `extras` are the columns logged with
@@ -125,6 +135,25 @@ class RewardSet:
         one that exits or that changes the state of the process or of the trainer. Exceptions of a
         function are passed on with a note that names it.
         """
+        raw = self.call(prompts, completions, completion_ids, columns, trainer_state)
+        return self.combine([raw], learn=learn)
+
+    @property
+    def shared(self) -> bool:
+        """Whether each process may call the functions with a share of the groups. One that keeps a
+        state of its own sees all completions in one call, in the main process."""
+        keeping = {name for name, _ in self._having("state_dict")}
+        return not keeping - {name for name, _ in self._having("normalize")}
+
+    def call(
+        self,
+        prompts: list[Text],
+        completions: list[Text],
+        completion_ids: list[list[int]],
+        columns: Mapping[str, list[Any]],
+        trainer_state: Any,
+    ) -> Raw:
+        """The first half of `score`: call the functions, and check what they return."""
         self.check(columns)
         given: dict[str, list[Any]] = {
             "prompts": prompts,
@@ -142,7 +171,7 @@ class RewardSet:
             for reward in self._rewards
         }
         results = self._call(arguments)
-        by_function: dict[str, list[float | None]] = {}
+        by_function: dict[str, list[float | None] | None] = {}
         for name in self.names:
             state = arguments[name].get("trainer_state"), trainer_state
             rewards = self._catch(partial(_read, name, results[name], count, state))
@@ -152,15 +181,33 @@ class RewardSet:
                 logs[name] = Log()
             if self._on_error == "missing":
                 logs[name].log_metric(f"rewards/{name}/failed", failed)
-            by_function[name] = [None] * count if failed else rewards
+            by_function[name] = None if failed else rewards
+        return Raw(count, by_function, logs)
+
+    def combine(self, parts: Sequence[Raw], *, learn: bool = True) -> Scores:
+        """The second half of `score`, of the parts that were scored apart, in their order."""
+        count = sum(part.count for part in parts)
+        by_function: dict[str, list[float | None]] = {name: [] for name in self.names}
+        extras: dict[str, list[Any]] = {}
+        logged: dict[str, list[float]] = {}
+        before = 0
+        for part in parts:
+            for name, known in by_function.items():
+                known += part.by_function[name] or [None] * part.count
+            for column, values in _extras(part).items():
+                extras.setdefault(column, [None] * count)[before : before + part.count] = values
+            for log in part.logs.values():
+                for name, numbers in log.metrics.items():
+                    logged.setdefault(name, []).extend(numbers)
+            before += part.count
         for name, function in self._having("normalize") if learn else ():
-            for raw in by_function[name]:
-                if raw is not None:
-                    logs[name].log_metric(f"rewards/{name}/raw_mean", raw)
+            if known := [raw for raw in by_function[name] if raw is not None]:
+                logged[f"rewards/{name}/raw_mean"] = known
             by_function[name] = function.normalize(by_function[name])
         weights = [reward.weight for reward in self._rewards]
         totals = [_sum_weighted(row, weights) for row in zip(*by_function.values(), strict=True)]
-        return Scores(totals, by_function, _merge_extras(logs, count), _mean(logs))
+        means = {name: sum(numbers) / len(numbers) for name, numbers in logged.items()}
+        return Scores(totals, by_function, extras, means)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all functions that have one, by name, as JSON values."""
@@ -259,23 +306,15 @@ def _sum_weighted(row: Sequence[float | None], weights: Sequence[float]) -> floa
     return sum(terms) if terms else None
 
 
-def _merge_extras(logs: Mapping[str, Log], count: int) -> dict[str, list[Any]]:
+def _extras(part: Raw) -> dict[str, list[Any]]:
     merged: dict[str, list[Any]] = {}
-    for name, log in logs.items():
+    for name, log in part.logs.items():
         for column, values in log.extras.items():
-            if len(values) != count or column in merged:
+            if len(values) != part.count or column in merged:
                 raise ValueError(
                     f"the reward function {name!r} logged {len(values)} values of {column!r} for "
-                    f"{count} completions; log_extra takes one per completion, and a column comes "
-                    "from one function"
+                    f"{part.count} completions; log_extra takes one per completion, and a column "
+                    "comes from one function"
                 )
             merged[column] = values
     return merged
-
-
-def _mean(logs: Mapping[str, Log]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for log in logs.values():
-        for name, logged in log.metrics.items():
-            values.setdefault(name, []).extend(logged)
-    return {name: sum(logged) / len(logged) for name, logged in values.items()}

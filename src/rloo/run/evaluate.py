@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import TrainerState
 
-from rloo.algorithm.rollout import score
+from rloo.algorithm.rollout import Judge, sample
 from rloo.config.config import RLOOConfig
 from rloo.engines.noise import noise_key
 from rloo.model.policy import Policy
@@ -50,13 +50,7 @@ def settings_of(policy: Policy) -> Settings:
 
 
 def evaluate(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    rewards: RewardSet,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: Settings,
-    trainer_state: Any = None,
+    engine: Engine, prompts: Sequence[Prompt], judge: Judge, settings: Settings
 ) -> tuple[dict[str, Any], list[Group]]:
     """Sampled and greedy accuracy, pass@k, mean reward and lengths; and the sampled groups.
     `*_interval` are 95 % intervals over the prompts. Raises ValueError for a k larger than the
@@ -69,10 +63,8 @@ def evaluate(
         )
 
     def measure(how: Sampling, count: int) -> tuple[list[Group], dict[str, float]]:
-        sampled = engine.sample(prompts, count, how, settings.noise)
-        return score(
-            prompts, sampled, rewards, tokenizer=tokenizer, trainer_state=trainer_state, learn=False
-        )
+        sampled = sample(engine, prompts, count, how, settings.noise, judge.world)
+        return judge.score(prompts, sampled, learn=False)
 
     groups, logged = measure(settings.sampling, num_samples)
     greedy, _ = measure(replace(settings.sampling, greedy=True), 1)
@@ -130,19 +122,13 @@ class Evaluator:
     def measure(self, sets: Sets) -> Results:
         """The metrics of each set; see `evaluate`."""
         policy, settings = self.policy, settings_of(self.policy)
+        judge = Judge(self.rewards, policy.tokenizer, policy.world, self.state)
         generators = capture_rng()  # reward functions may draw from them
         results = {}
         try:
             self.engine.load(policy.weights, policy.version)
             for name, prompts in sets.items():
-                results[name], _ = evaluate(
-                    self.engine,
-                    prompts,
-                    self.rewards,
-                    tokenizer=policy.tokenizer,
-                    settings=settings,
-                    trainer_state=self.state,
-                )
+                results[name], _ = evaluate(self.engine, prompts, judge, settings)
         finally:
             restore_rng(generators)
         return results

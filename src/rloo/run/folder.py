@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo.config.config import RLOOConfig
+from rloo.dist import World
 from rloo.report.monitor import COMPLETIONS, EVALUATIONS, METRICS, SUMMARY
 from rloo.report.profiling import REPORT, TRACE
 from rloo.report.records import sync
@@ -71,6 +72,18 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
         if not start.finished:
             clear(folder, overwrite=config.overwrite_output_dir, start=start, resume=resume)
         yield start
+
+
+@contextmanager
+def claimed_by_main(
+    world: World, config: RLOOConfig, resume_from_checkpoint: str | bool | None
+) -> Iterator[Start]:
+    """As `claimed`, by the main process for all."""
+    if not world.is_main:
+        yield world.gather(Start(None))[0]
+        return
+    with claimed(config, resume_from_checkpoint) as start:
+        yield world.gather(start)[0]
 
 
 def _make(folder: Path) -> None:

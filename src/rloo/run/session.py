@@ -18,7 +18,7 @@ from rloo.algorithm.train import finish_step, note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.rendering import render_resolved
 from rloo.model import adapters
-from rloo.model.state import NotFinite, capture_rng, restore_rng
+from rloo.model.state import NotFinite, capture_rng, digest, restore_rng
 from rloo.report.hub import Hub
 from rloo.report.model_card import has_other_card
 from rloo.report.monitor import versions
@@ -92,14 +92,16 @@ class Session:
         """
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
-        if self.config.push_to_hub:
+        main = parts.world.is_main
+        if self.config.push_to_hub and main:
             self.hub.create()
         if start.checkpoint is not None:
             self._resume(start.checkpoint, same_options=start.same_options)
         rehearse(parts, state)
         again = {"resume_from_checkpoint": None, "overwrite_output_dir": False}
         shown = render_resolved(self._resolved().with_values(**again))
-        write_text(self._folder / CONFIG, MARK + shown)
+        if main:
+            write_text(self._folder / CONFIG, MARK + shown)
         monitor.start(self._describe(), parts.batches)
         for note in (*start.notes, *parts.policy.notes):
             monitor.note(note)
@@ -150,7 +152,7 @@ class Session:
             rollouts += 1
             last = state.step + parts.batches.steps_per_rollout >= state.trainer.max_steps
             due = rollouts == PROFILED_ROLLOUT or (last and rollouts < PROFILED_ROLLOUT)
-            if self.config.profile and due:
+            if self.config.profile and due and parts.world.is_main:
                 self._profile_rollout(rollouts, pace)
             else:
                 began, tokens = time.perf_counter(), state.num_tokens
@@ -166,8 +168,17 @@ class Session:
         if state.open_epoch is not None and over:
             parts.events.send("on_epoch_end")
             state.open_epoch = None
-            note_what_is_due(state)
+            note_what_is_due(parts, state)
             self._evaluate_if_due()
+        wanted, found = parts.stop.save_wanted, digest(parts.policy.parameters)
+        wants = parts.world.gather((wanted, found))
+        if apart := [rank for rank, (_, other) in enumerate(wants) if other != wants[0][1]]:
+            raise FloatingPointError(
+                f"after step {state.step} the weights of rank {apart[0]} are not those of rank 0; "
+                "all start with the same and sum the same gradients, so one computes wrongly, or a "
+                "callback has changed them on some alone"
+            )
+        parts.stop.save_wanted = any(wanted for wanted, _ in wants)
         if state.save_due or parts.stop.save_wanted:
             state.save_due = parts.stop.save_wanted = False
             self._save_checkpoint()
@@ -244,6 +255,7 @@ class Session:
     def _load_best(self) -> None:
         """Load the weights of the best evaluation, and evaluate them again."""
         state, step = self.state.trainer, self.state.trainer.best_global_step
+        self.parts.world.gather(None)  # the main process has written it
         if state.best_model_checkpoint is None or step is None or step == state.global_step:
             return
         best = Path(state.best_model_checkpoint)
@@ -262,6 +274,9 @@ class Session:
     def _save_model(self) -> None:
         """Write the result, unless it is not finite (NotFinite)."""
         self.parts.policy.stepper.require_finite()
+        self._saved_at = self.state.step
+        if not self.parts.world.is_main:
+            return
         other_card = has_other_card(self._folder)
         with self.parts.stop.held():
             save_model(self._folder, lambda folder: self.owner.save_model(str(folder)))
@@ -273,7 +288,6 @@ class Session:
             )
         else:
             self.owner.create_model_card()
-        self._saved_at = self.state.step
 
     def _save_checkpoint(self, *, push: bool = True) -> None:
         with self.parts.stop.held():
@@ -281,6 +295,8 @@ class Session:
             self._saved_step = self.state.step
             self.parts.events.send("on_save")
             config, step = self.config, self.state.step
+            if not self.parts.world.is_main:
+                return
             if push and config.push_to_hub and config.hub_strategy != "end":
                 self._save_model()
                 self.hub.push_checkpoint(self._folder, self._folder / f"checkpoint-{step}", step)
@@ -295,6 +311,8 @@ class Session:
         path = self._folder / f"checkpoint-{state.global_step}"
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(path)
+        if not self.parts.world.is_main:
+            return
         best = state.best_model_checkpoint if config.compares_evaluations else None
         logs = self.parts.monitor.state_dict()
         told = {"start": self._start, "last": self._last, "seconds": self._seconds(), "logs": logs}
@@ -313,7 +331,7 @@ class Session:
         interrupted one, or what is there must not be saved."""
         state = self.state
         self._status = "failed"
-        if isinstance(error, (KeyboardInterrupt, Stopped)):
+        if isinstance(error, (KeyboardInterrupt, Stopped)) or self.parts.stop.received:
             self._status = "interrupted"
         if state.step == self._saved_step or isinstance(error, (ForcedInterrupt, NotFinite)):
             return
@@ -338,6 +356,7 @@ class Session:
             "engine": parts.engine.facts.name,
             "packing": parts.policy.packed,
             "threads": torch.get_num_threads(),
+            **({"processes": parts.world.size} if parts.world.size > 1 else {}),
             "device": str(parts.world.device),
         }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from rloo.report.profiling import Clock
 from rloo.report.records import strict
 from rloo.run import setup
 from rloo.run.evaluate import Evaluator, Results, flatten
-from rloo.run.folder import claimed
+from rloo.run.folder import claimed_by_main
 from rloo.run.overrides import is_overridden, refuse_assignment, refuse_overrides
 from rloo.run.session import Session
 from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
@@ -89,7 +90,7 @@ class RLOOTrainer:
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
         self.args = obtain_config(args, model)
-        self.world = make_world(use_cpu=self.args.use_cpu)
+        self.world = make_world(use_cpu=self.args.use_cpu, timeout=1800.0)
         self.batches = batches_of(self.args, self.world.size)
         chosen_estimator(self.args)
         transformers.set_seed(self.args.seed)
@@ -126,7 +127,8 @@ class RLOOTrainer:
         refuse_overrides(type(self), _OWN)
         parts, state = self.make_parts()
         session = Session(self, parts, state, self.evaluator, self._eval_prompts, self.hub)
-        with parts.stop.listening(), claimed(self.args, resume_from_checkpoint) as start:
+        resume = resume_from_checkpoint
+        with self._together(parts), claimed_by_main(self.world, self.args, resume) as start:
             if start.finished and session.has_finished(start):
                 self.policy.load_pretrained(self.args.output_dir)
                 totals = start.finished["totals"]
@@ -138,6 +140,19 @@ class RLOOTrainer:
             folder = self.args.output_dir
             self.monitor.say(f"Evaluate it: rloo eval {folder}/config.yaml --model {folder}")
         return TrainOutput(self.state.global_step, totals["train_loss"], totals)
+
+    @contextmanager
+    def _together(self, parts: Parts) -> Iterator[None]:
+        """Signals are handled in this block, and no process leaves it by an error without the
+        others, nor before the main one."""
+        try:
+            with parts.stop.listening():
+                yield
+        except BaseException as error:
+            self.world.fail(error)
+            raise
+        finally:
+            self.world.end()
 
     def evaluate(
         self,
@@ -166,7 +181,8 @@ class RLOOTrainer:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
-        self.policy.save_pretrained(output_dir or self.args.output_dir)
+        if self.world.is_main:
+            self.policy.save_pretrained(output_dir or self.args.output_dir)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer of the options. Called before the first step where a subclass overrides it,
@@ -189,6 +205,8 @@ class RLOOTrainer:
         """Write model and card to `args.output_dir` and upload the folder, without checkpoints, to
         `args.hub_model_id`. `card` is passed to `create_model_card`. Returns the commit, or its
         future if not `blocking`."""
+        if not self.world.is_main:
+            return None
         self.events.send("on_push_begin")
         if self.hub.repo_id is None:
             self.hub.create(token=token, private=private)
@@ -205,6 +223,8 @@ class RLOOTrainer:
         tags: str | Sequence[str] | None = None,
     ) -> None:
         """Write the model card, README.md in `args.output_dir`."""
+        if not self.world.is_main:
+            return
         rewards = self.rewards.names
         write_card(self.policy, rewards, name=model_name, datasets=dataset_name, tags=tags)
 
@@ -290,6 +310,7 @@ class RLOOTrainer:
             device=self.world.device,
             num_training_steps=num_steps,
             optimizers=optimizers,
+            world=self.world,
         )
         stepper = self.policy.stepper
         self.optimizer, self.lr_scheduler = stepper.optimizer, stepper.scheduler
@@ -298,13 +319,16 @@ class RLOOTrainer:
         if self.policy.device.type == "cpu":
             setup.keep_freed_memory()
         setup.set_threads(self.policy.model, self.args)
+        torch.set_num_threads(self.world.from_main(torch.get_num_threads()))
         self.engine = setup.make_engine(self.policy, self.args)
         self.policy.notes += self._notes
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
         )
         folder = Path(self.args.output_dir).absolute()  # a reward may change the current folder
-        self.monitor = Monitor(self.args, folder, max_steps=self.state.max_steps)
+        self.monitor = Monitor(
+            self.args, folder, max_steps=self.state.max_steps, silent=not self.world.is_main
+        )
         self.monitor.attach(self.events, lambda logs: self.log(logs))
         self.callback_handler = self.events.handler
         self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state)
@@ -356,7 +380,16 @@ class RLOOTrainer:
         sampling = setup.make_sampling(args, policy.stop_token_ids, tokenizer)
         policy.notes += setup.bias_of(sampling)
         rollouts = SyncRollouts(
-            args, batches, engine, source, self.rewards, sampling, tokenizer, self.state, clock
+            args,
+            world,
+            batches,
+            engine,
+            source,
+            self.rewards,
+            sampling,
+            tokenizer,
+            self.state,
+            clock,
         )
         stop = Stop(usr1_saves=args.on_sigusr1 == "save")
         parts = Parts(
@@ -372,6 +405,9 @@ class RLOOTrainer:
             clock,
             stop,
         )
+        if world.links is not None:
+            world.links.stop = stop.pass_on
+            world.links.where = lambda: f"{clock.current or 'the start'}, step {state.step + 1}"
         state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
         return parts, state
 

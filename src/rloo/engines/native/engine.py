@@ -20,7 +20,7 @@ from rloo.engines.native.fused import FusedDecoder, can_fuse
 from rloo.engines.noise import uniforms
 from rloo.engines.sampling import StopText, draw
 from rloo.model import attention
-from rloo.types import Completion, Prompt, Sampling, Weights
+from rloo.types import Completion, Prompt, Samples, Sampling, Weights
 
 # Prompt tokens of one prefill forward, padding included.
 PREFILL_TOKENS = 4096
@@ -60,12 +60,12 @@ class NativeEngine(InProcessEngine):
         self.version = version
 
     def sample(
-        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`. Before the first `load` it samples with the model's weights."""
         if self._decoder is not None and self.version < 0:
             self._decoder.load(self._model.named_parameters())
-        return super().sample(prompts, num_samples, sampling, noise)
+        return super().sample(prompts, samples, sampling, noise)
 
     def _draw(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
         device = keys.device

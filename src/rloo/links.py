@@ -1,0 +1,256 @@
+"""The lines between the processes of a run: torch.distributed, with waits that end, that can be
+interrupted, and that tell who is missing."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+# Seconds between two looks at whether another process has failed, and between signs of life.
+LOOK = 0.5
+BEAT = 1.0
+# Elements of the gradients that are sent at once.
+BUCKET = 1 << 24
+FAILED, ASKED = "failed", "asked"
+
+
+class RankError(ConnectionError):
+    """Another process of the run has failed, is gone, or does not come."""
+
+
+class Links:
+    """Collectives over all processes. A wait is interrupted by signals, ends after `timeout`
+    seconds, and ends as soon as another process has failed.
+
+    `where` tells what this process is doing, for the messages of others; `stop` is called with the
+    number of a signal that has stopped another process. `seconds` were spent
+    waiting and `received` bytes gathered since they were last set to 0.
+    """
+
+    def __init__(self, rank: int, size: int, store: dist.Store, timeout: float, group: Any) -> None:
+        self.where: Callable[[], str] = lambda: "the start"
+        self.stop: Callable[[int], None] = lambda number: None
+        self.seconds, self.received = 0.0, 0
+        self._rank, self._size, self._timeout = rank, size, timeout
+        self._store, self._group = store, group
+        self._waits = False
+        self._runs = 0
+        self._over = threading.Event()
+        threading.Thread(target=self._live, daemon=True).start()
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every process, in the order of ranks; anything that can be pickled."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self._size)]
+        self._all_gather(sizes, torch.tensor([len(mine)]))
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        parts = [torch.empty_like(padded) for _ in range(self._size)]
+        self._all_gather(parts, padded)
+        self.received += sum(lengths)
+        values = [pickle.loads(bytes(p[:n].numpy())) for p, n in zip(parts, lengths, strict=True)]
+        return [*values[: self._rank], value, *values[self._rank + 1 :]]
+
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """See `World.sum_gradients`."""
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+        self._wait(dist.all_reduce(has, dist.ReduceOp.MAX, group=self._group, async_op=True))
+        some = [p for p, known in zip(parameters, has.tolist(), strict=True) if known]
+        for bucket in _buckets(some):
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            group = self._group if flat.device.type == "cpu" else None
+            self._wait(dist.all_reduce(flat, group=group, async_op=True))
+            parts = flat.split([grad.numel() for grad in grads])
+            for parameter, grad, part in zip(bucket, grads, parts, strict=True):
+                parameter.grad = grad.copy_(part.view_as(grad))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this process has failed, unless one of them did before."""
+        said: dict[str, Any] = {"rank": self._rank, "where": self.where()}
+        said["error"] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if isinstance(error, KeyboardInterrupt):
+            said["signal"] = int(signal.SIGINT)
+        elif (number := getattr(error, "signal", None)) is not None:  # `Stopped`
+            said["signal"] = int(number)
+        with suppress(RuntimeError):  # the launcher is gone, and so are the others
+            self._store.compare_set(FAILED, "", json.dumps(said))
+
+    def end(self) -> None:
+        """Of the main process, when a run has ended and everything is saved; the others wait for
+        it, so that nobody ends it for their having ended."""
+        self._runs += 1
+        over = f"run {self._runs} is over"
+        with suppress(RuntimeError):
+            if self._rank == 0:
+                self._store.set(over, "")
+                return
+            until = time.monotonic() + self._timeout
+            while not self._store.check([over]) and time.monotonic() < until:
+                if 0 in self._silent():
+                    return
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        """Leave the group, at the end of the process."""
+        self._over.set()
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+
+    def _all_gather(self, parts: list[Tensor], mine: Tensor) -> None:
+        self._wait(dist.all_gather(parts, mine, group=self._group, async_op=True))
+
+    def _wait(self, work: Any) -> None:
+        began = looked = time.monotonic()
+        pause = 2e-5
+        self._waits = True
+        try:
+            # Not `work.wait`, in which Python handles no signal.
+            while not work.is_completed():
+                now = time.monotonic()
+                if now - began > self._timeout:
+                    raise self._late()
+                if now - looked > LOOK:
+                    looked = now
+                    self._look()
+                time.sleep(pause)
+                pause = min(1.5 * pause, 1e-3)
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        finally:
+            self._waits = False
+            self.seconds += time.monotonic() - began
+
+    def _look(self) -> None:
+        """Raise RankError if another process has failed."""
+        if self._store.check([FAILED]):
+            said = json.loads(self._store.get(FAILED))
+            if "signal" in said:
+                self.stop(said["signal"])  # raises, unless signals are held back
+            raise RankError(f"rank {said['rank']} has failed in {said['where']}: {said['error']}")
+
+    def _lost(self, error: RuntimeError) -> RankError:
+        """What a broken line means."""
+        try:
+            for _ in range(20):
+                self._look()
+                time.sleep(0.05)
+            gone = self._silent()
+        except RankError as known:
+            return known
+        except RuntimeError:
+            return RankError("the process that keeps the others together is gone (the launcher)")
+        if not gone:
+            return RankError(f"the line to another process broke in {self.where()}: {error}")
+        names = ", ".join(map(str, sorted(gone)))
+        return RankError(f"rank {names} is gone (killed?); this was in {self.where()}")
+
+    def _late(self) -> RankError:
+        """Name those for which the others wait, and show what they are doing."""
+        self._store.set(ASKED, "")
+        time.sleep(3 * BEAT)
+        said = []
+        for rank in range(self._size):
+            if rank == self._rank:
+                continue
+            if not self._store.check([f"answer {rank}"]):
+                said.append(f"rank {rank} does not answer")
+                continue
+            answer = json.loads(self._store.get(f"answer {rank}"))
+            if not answer["waits"]:
+                said.append(f"rank {rank} is in {answer['where']}")
+                print(f"rank {rank} is here:\n{answer['stack']}", file=sys.stderr, flush=True)
+        who = "; ".join(said) or "all wait, each for another"
+        return RankError(
+            f"this process has waited {self._timeout:g} s for the others in {self.where()}, as "
+            f"long as ddp_timeout allows: {who}"
+        )
+
+    def _silent(self) -> set[int]:
+        """The processes that give no sign of life."""
+        keys = [f"alive {rank}" for rank in range(self._size)]
+        before = self._store.multi_get(keys)
+        time.sleep(2.5 * BEAT)
+        after = self._store.multi_get(keys)
+        pairs = enumerate(zip(before, after, strict=True))
+        return {rank for rank, (old, new) in pairs if old == new and rank != self._rank}
+
+    def _live(self) -> None:
+        """Give signs of life, and answer once where another process asks what this one does."""
+        answered = False
+        with suppress(RuntimeError):  # the store is gone with the process that has it
+            beat = 0
+            while True:
+                beat += 1
+                self._store.set(f"alive {self._rank}", str(beat))
+                if not answered and self._store.check([ASKED]):
+                    answered = True
+                    said = {"waits": self._waits, "where": self.where(), "stack": _stack()}
+                    self._store.set(f"answer {self._rank}", json.dumps(said))
+                if self._over.wait(BEAT):
+                    return
+
+
+def connect(rank: int, size: int, timeout: float, *, on_gpu: bool) -> Links:
+    """Meet the other processes, where the environment says (MASTER_ADDR, MASTER_PORT)."""
+    limit = timedelta(seconds=timeout)
+    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=limit))
+    store = dist.PrefixStore("rloo", store)
+    store.set(f"alive {rank}", "0")
+    # Longer than the own waits, which say more.
+    limit += timedelta(seconds=60)
+    group = None
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        own = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
+    elif (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise ValueError(
+            f"torch.distributed was set up as process {dist.get_rank()} of {dist.get_world_size()},"
+            f" but RANK and WORLD_SIZE say {rank} of {size}"
+        )
+    else:  # a script's own, which may have lines between GPUs alone
+        group = dist.new_group(backend="gloo", timeout=limit)
+    links = Links(rank, size, store, timeout, group)
+    atexit.register(links.close)
+    return links
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters of one dtype and device, of at most `BUCKET` elements together or alone."""
+    bucket: list[Tensor] = []
+    for parameter in parameters:
+        kinds = {(p.dtype, p.device) for p in (*bucket, parameter)}
+        if bucket and (len(kinds) > 1 or sum(p.numel() for p in (*bucket, parameter)) > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+def _stack() -> str:
+    """What all threads of this process are doing."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()
