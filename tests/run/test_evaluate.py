@@ -36,9 +36,8 @@ def test_evaluation_by_hand():
     report, _ = evaluate(
         ScriptedEngine(script),
         [Prompt(i, [9], "p") for i in range(3)],
-        RewardSet([lambda completions: [float("1" in c) for c in completions]]),
-        tokenizer=Words(),
-        settings=Settings(Sampling(4, (2,)), 4, noise=0, pass_threshold=1.0, pass_k=[1, 2, 4]),
+        judge(lambda completions: [float("1" in c) for c in completions]),
+        Settings(Sampling(4, (2,)), 4, noise=0, pass_threshold=1.0, pass_k=[1, 2, 4]),
     )
     assert report["pass@1"] == pytest.approx((0.5 + 0 + 1) / 3)
     # Two of four, drawn twice: both wrong in 1 of 6 cases.
@@ -63,9 +62,8 @@ def test_too_large_a_k_is_refused():
         evaluate(
             ScriptedEngine([]),
             [],
-            RewardSet([lambda completions: []]),
-            tokenizer=Words(),
-            settings=Settings(Sampling(4, (2,)), 4, noise=0, pass_threshold=1.0, pass_k=[8]),
+            judge(lambda completions: []),
+            Settings(Sampling(4, (2,)), 4, noise=0, pass_threshold=1.0, pass_k=[8]),
         )
 
 
