@@ -39,6 +39,11 @@ def test_only_scored_completions_of_groups_with_two_scores_count():
     assert [s.reward for s in samples] == [1, 2, -1, 0.5, 2]
 
 
+def test_a_shaped_reward_beyond_float32_is_refused():
+    with pytest.raises(ValueError, match=r"a shaped reward is 1e\+300, beyond float32 \(reward_sc"):
+        shape(rollout_of([make_group([0.0, 1.0])]), make_policy_config(reward_scaling=1e300))
+
+
 @pytest.mark.parametrize("level", ["sequence", "token"])
 def test_where_all_completions_count_those_without_a_baseline_have_no_advantage(level):
     """Under TRL's preset; no estimator sees them, a user's neither."""

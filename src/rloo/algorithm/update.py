@@ -62,9 +62,8 @@ def update(
         metrics.pop("entropy", None)
         metrics |= sampled_entropy(s.of_trained(s.policy_logprobs) for s in samples)
     before_step()
-    if live:
-        return metrics | policy.stepper.step()
-    return metrics | {"update/no_signal": 1.0} | policy.stepper.skip()
+    metrics["update/no_signal"] = float(not live)
+    return metrics | (policy.stepper.step() if live else policy.stepper.skip())
 
 
 def micro_loss(
