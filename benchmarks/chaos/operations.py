@@ -47,11 +47,15 @@ def build(folder: Path) -> Path | str:
     return library if made.returncode == 0 else f"{compiler} fails: {made.stderr[:300]}"
 
 
+# No run makes so many operations: they are only counted.
+NEVER = 2**30
+
+
 def arm(
     library: ctypes.CDLL,
     below: Path,
     mode: int,
-    at: int = -1,
+    at: int = NEVER,
     *,
     error: int = 0,
     log: Path | None = None,

@@ -72,6 +72,8 @@ def finish(
     """End what is left of a trial's process; with status None its whole group, as `meant` or for
     being late. Raises RuntimeError as `fork` does."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
+        if status is None:
+            os.kill(process, signal.SIGKILL)  # it may not have made its group yet
         os.killpg(process, signal.SIGKILL)
     if status is None:
         os.waitpid(process, 0)

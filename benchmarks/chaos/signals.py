@@ -34,10 +34,10 @@ STARTING = "starting"
 PHASES: dict[str, tuple[str, str, int, int]] = {
     STARTING: ("rloo.run.trainer", "obtain_model", 1, 0),
     "sampling": ("rloo.engines.in_process:InProcessEngine", "sample", 9, 3),
-    "reward": ("rloo.rewards.combine:RewardSet", "score", 8, 3),
+    "reward": ("rloo.rewards.combine:RewardSet", "call", 8, 3),
     "update": ("rloo.model.stepper:Stepper", "backward", 4, 3),
     "saving": ("rloo.model.policy:Policy", "save_checkpoint", 2, 4),
-    "evaluating": ("rloo.rewards.combine:RewardSet", "score", 5, 2),
+    "evaluating": ("rloo.rewards.combine:RewardSet", "call", 5, 2),
 }
 
 

@@ -98,6 +98,7 @@ def _say(text: str) -> None:
 
 def _train(arguments: list[str], signals: Stop) -> int:
     config = parse_command_line(_with_embedded(arguments))
+    signals.usr1_saves = config.on_sigusr1 == "save"
     with signals.ending():
         from rloo.run.trainer import RLOOTrainer
 

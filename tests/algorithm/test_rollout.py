@@ -5,13 +5,14 @@ import pytest
 import torch
 
 from rloo.algorithm.advantages import FromThisPass, Stored, assign
-from rloo.algorithm.rollout import score
+from rloo.algorithm.rollout import Judge
 from rloo.algorithm.shaping import shape
 from rloo.algorithm.update import micro_loss, minibatches, update
 from rloo.config.batches import batches_of
+from rloo.dist import World
 from rloo.rewards import RewardSet
 from rloo.types import Completion, Group, Prompt
-from support.models import make_samples
+from support.models import CPU, make_samples
 from support.policies import make_policy_config, make_policy_of
 from support.terms import rollout_of, terms_of
 from support.text import make_tokenizer
@@ -20,6 +21,10 @@ from support.training import make_config, make_trainer
 
 def completion(*tokens: int, finish="stop") -> Completion:
     return Completion(list(tokens), finish, [0.0] * len(tokens), [0.0] * len(tokens))
+
+
+def judge_of(reward) -> Judge:
+    return Judge(RewardSet([reward]), make_tokenizer(), World(CPU))
 
 
 def make_group(rewards, number=0) -> Group:
@@ -37,6 +42,11 @@ def test_only_scored_completions_of_groups_with_two_scores_count():
     samples = shape(rollout_of(groups), make_policy_config(reward_clip_range=[-1.0, 2.0]))
     assert [s.key for s in samples] == [(0, 0), (0, 2), (3, 0), (3, 1), (3, 2)]
     assert [s.reward for s in samples] == [1, 2, -1, 0.5, 2]
+
+
+def test_a_shaped_reward_beyond_float32_is_refused():
+    with pytest.raises(ValueError, match=r"a shaped reward is 1e\+300, beyond float32 \(reward_sc"):
+        shape(rollout_of([make_group([0.0, 1.0])]), make_policy_config(reward_scaling=1e300))
 
 
 @pytest.mark.parametrize("level", ["sequence", "token"])
@@ -71,7 +81,7 @@ def test_rewards_get_what_belongs_to_each_completion():
         Prompt(1, [5], [{"role": "user", "content": "hi"}], {"level": "hard"}),
     ]
     sampled = [[completion(6, 2), completion(6, 7, 2)], [completion(8, 2)]]
-    groups, _ = score(prompts, sampled, RewardSet([reward]), tokenizer=make_tokenizer())
+    groups, _ = judge_of(reward).score(prompts, sampled)
     assert seen["prompts"] == ["w0", "w0", [{"role": "user", "content": "hi"}]]
     assert seen["completions"] == ["w2", "w2 w3", [{"role": "assistant", "content": "w4"}]]
     assert seen["ids"] == [[6, 2], [6, 7, 2], [8, 2]]
@@ -82,12 +92,8 @@ def test_rewards_get_what_belongs_to_each_completion():
 
 def test_a_begun_assistant_message_is_continued():
     content = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say "}]
-    groups, _ = score(
-        [Prompt(0, [4], content)],
-        [[completion(6, 2)]],
-        RewardSet([lambda completions: [0.0]]),
-        tokenizer=make_tokenizer(),
-    )
+    judge = judge_of(lambda completions: [0.0])
+    groups, _ = judge.score([Prompt(0, [4], content)], [[completion(6, 2)]])
     assert groups[0].texts == [[{"role": "assistant", "content": "I say w2"}]]
 
 

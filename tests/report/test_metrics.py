@@ -5,13 +5,20 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+from rloo.report.metrics import OWN
 from rloo.rewards.normalizer import Normalized
 from support.models import make_model
 from support.training import ROWS, count_words, make_config, make_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-# When memory did not suffice: tests/model/test_memory.py; of one reward: tests/rewards/.
-NOT_LOGGED_HERE = {"update/max_tokens", "rewards/math_reward/unjudged"}
+# When memory did not suffice: tests/model/test_memory.py; of one reward: tests/rewards/; of several
+# processes: tests/test_processes.py.
+NOT_LOGGED_HERE = {
+    "update/max_tokens", "rewards/math_reward/unjudged", "rank/gathered_bytes", "rank/imbalance",
+    "rank/wait_time",
+}  # fmt: skip
 
 
 @cache
@@ -40,6 +47,22 @@ def logged(folder: Path, reward, model: str, **options) -> set[str]:
     rows = [json.loads(line) for text in texts for line in text.splitlines()]
     log = [{re.sub("^eval_[ab]_", "", name) for name in row} for row in trainer.state.log_history]
     return {name for row in [*rows, *log] for name in row}
+
+
+def test_a_reward_cannot_log_what_the_run_logs(tmp_path):
+    """One of the run's own names would stand in place of its number: "step" in every row."""
+    of_steps, _ = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").split("Evaluations (`")
+    named = {n for n in documented() if re.search(rf"^\| .*`{re.escape(n)}`.* \|", of_steps, re.M)}
+    assert {name for name in named if not name.startswith("rewards/")} == OWN
+    for name in ("step", "update/nonfinite", "rewards/logs/mean"):
+
+        def logs(completions, log_metric, name=name):
+            log_metric(name, 1.0)
+            return count_words(completions)
+
+        trainer = make_trainer(make_config(tmp_path / name.replace("/", "_")), logs)
+        with pytest.raises(ValueError, match=f"logged the metric '{name}', which the run writes"):
+            trainer.train()
 
 
 def test_the_page_has_every_metric_that_is_logged_and_no_other(tmp_path):

@@ -82,6 +82,8 @@ def test_a_function_gets_by_name_what_it_accepts_and_nothing_else():
 def test_the_total_is_the_weighted_sum():
     assert score(ones, zeros, weights=[0.7, 0.3]).totals == [0.7, 0.7, 0.7]
     assert score(ones, ones).totals == [2.0, 2.0, 2.0]
+    with pytest.raises(ValueError, match=r"of completion 0 add up to 1e\+308; .*reward_weights"):
+        score(ones, weights=[1e308])
     # float32 would give 0.10000000149...
     assert score(ones, weights=[0.1]).totals == [0.1, 0.1, 0.1]
 

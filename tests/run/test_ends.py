@@ -17,6 +17,7 @@ import transformers
 from datasets import Dataset
 
 import rloo
+from rloo.algorithm.interrupts import ForcedInterrupt, Stop
 from rloo.report import records
 from support.training import count_words, make_config, make_trainer
 from tools.same_folders import SPOKEN, compare_folders
@@ -75,10 +76,10 @@ def trip(owner, name, at, action):
 PHASES = {
     "before the first step": (lambda t: t.engine, "sample", 3, 0),
     "sampling": (lambda t: t.engine, "sample", 8, 3),
-    "scoring": (lambda t: t.rewards, "score", 8, 3),
+    "scoring": (lambda t: t.rewards, "call", 8, 3),
     "backward": (lambda t: t.policy.stepper, "backward", 4, 3),
     "optimizer": (lambda t: t.policy.stepper, "step", 3, 3),
-    "evaluating": (lambda t: t.rewards, "score", 5, 2),
+    "evaluating": (lambda t: t.rewards, "call", 5, 2),
     "recording an evaluation": (lambda t: t.monitor, "log_evaluation", 2, 2),
     "saving": (lambda t: t.policy, "save_checkpoint", 1, 2),
 }
@@ -161,10 +162,54 @@ def test_resuming_a_finished_run_writes_its_last_evaluation_once(whole, tmp_path
 
 def test_sigusr1_saves_and_goes_on_where_it_is_told_to(tmp_path):
     trainer = make(tmp_path, on_sigusr1="save", save_strategy="no")
-    trip(trainer.rewards, "score", 5, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    trip(trainer.rewards, "call", 5, lambda: os.kill(os.getpid(), signal.SIGUSR1))
     trainer.train()
     assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
     assert trainer.state.global_step == 5
+
+
+def test_sigusr1_saves_between_the_steps_of_a_rollout(tmp_path):
+    trainer = make(tmp_path, on_sigusr1="save", save_strategy="no", num_iterations=4, max_steps=4)
+    trip(trainer.policy.stepper, "step", 2, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    trainer.train()
+    assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    stop = Stop(usr1_saves=True)
+    with stop.listening(), stop.ending():  # while nothing is there to be saved
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop.save_wanted
+
+
+def test_a_second_signal_of_a_kind_ends_at_once_also_after_another_kind():
+    stop = Stop()
+    stop.hold()
+    with stop.listening():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert stop.received == signal.SIGTERM
+        with pytest.raises(ForcedInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupted_evaluation_leaves_no_trace_in_later_ones(tmp_path):
+    trainer = make(tmp_path)
+    trip(trainer.rewards, "call", 5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    rows = (tmp_path / "run/evaluations.jsonl").read_text()
+    trainer.evaluate()
+    assert (tmp_path / "run/evaluations.jsonl").read_text() == rows
+
+
+def test_user_code_that_exits_has_not_finished_the_run(tmp_path):
+    class Exits(transformers.TrainerCallback):
+        def on_step_end(self, *_, **__):
+            raise SystemExit(0)
+
+    trainer = make(tmp_path)
+    trainer.add_callback(Exits)
+    with pytest.raises(RuntimeError, match=r"called sys.exit\(0\) in step 2; .*training_stop"):
+        trainer.train()
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
 
 
 def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(tmp_path):
@@ -184,13 +229,13 @@ def test_an_ignored_signal_stays_ignored_and_other_threads_install_nothing(tmp_p
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         trainer = make(tmp_path)
-        trip(trainer.rewards, "score", 3, lambda: os.kill(os.getpid(), signal.SIGHUP))
+        trip(trainer.rewards, "call", 3, lambda: os.kill(os.getpid(), signal.SIGHUP))
         trainer.train()
     finally:
         signal.signal(signal.SIGHUP, previous)
     seen = []
     other = make(tmp_path / "thread", max_steps=1)
-    trip(other.rewards, "score", 2, lambda: seen.append(signal.getsignal(signal.SIGTERM)))
+    trip(other.rewards, "call", 2, lambda: seen.append(signal.getsignal(signal.SIGTERM)))
     thread = threading.Thread(target=other.train)
     thread.start()
     thread.join()

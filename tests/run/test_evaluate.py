@@ -3,10 +3,13 @@ import math
 
 import pytest
 
+from rloo.algorithm.rollout import Judge
+from rloo.dist import World
 from rloo.report.metrics import deviation, rollout_metrics, standard_error, window_mean
 from rloo.rewards import RewardSet
 from rloo.run.evaluate import Settings, evaluate, interval, pass_at_k
 from rloo.types import Completion, Group, Prompt, Sampling
+from support.models import CPU
 
 
 class ScriptedEngine:
@@ -28,6 +31,10 @@ class ScriptedEngine:
 class Words:
     def batch_decode(self, rows, skip_special_tokens):
         return [" ".join(map(str, row)) for row in rows]
+
+
+def judge(reward) -> Judge:
+    return Judge(RewardSet([reward]), Words(), World(CPU))
 
 
 def test_evaluation_by_hand():

@@ -1,6 +1,7 @@
 """Whose an output folder is, and where the run in it goes on."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -9,8 +10,10 @@ import subprocess
 import sys
 import threading
 
+import psutil
 import pytest
 
+from rloo.config.rendering import render_resolved
 from rloo.run import lock
 from rloo.run.folder import MARK, Start, claimed, clear, find_start
 from rloo.run.lock import LOCK, locked
@@ -19,7 +22,7 @@ from support.training import make_config
 
 
 def claim(folder, *, overwrite, resuming):
-    start = Start(folder if resuming else None)
+    start = Start(folder / "checkpoint-1" if resuming else None)
     clear(folder, overwrite=overwrite, start=start, resume=resuming)
 
 
@@ -31,9 +34,7 @@ def test_what_to_resume_from(tmp_path):
     one, two = save(tmp_path, 1), save(tmp_path, 2)
     for newest in (True, "auto", str(two)):
         assert find_start(tmp_path, newest).checkpoint == two
-    start = find_start(tmp_path, str(one))
-    assert start.checkpoint == one
-    assert "resuming from step 1, but" in start.notes[0] and "checkpoint-2:" in start.notes[0]
+    assert find_start(tmp_path, str(one)).checkpoint == one
     with pytest.raises(ValueError, match="checkpoint-3 does not exist"):
         find_start(tmp_path, str(tmp_path / "checkpoint-3"))
     with pytest.raises(ValueError, match=r"has no manifest\.json"):
@@ -65,10 +66,11 @@ def test_what_a_run_without_a_step_left_is_in_nobodys_way(tmp_path):
 def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path):
     marker = "metrics.jsonl"
     (tmp_path / marker).write_text("{}")
+    save(tmp_path, 1)
     with pytest.raises(ValueError, match=rf"{marker}.*_checkpoint auto.*--overwrite_out"):
         claim(tmp_path, overwrite=False, resuming=False)
     claim(tmp_path, overwrite=False, resuming=True)
-    assert names(tmp_path) == [marker]
+    assert names(tmp_path) == ["checkpoint-1", marker]
     claim(tmp_path, overwrite=True, resuming=False)
     assert names(tmp_path) == []
     with pytest.raises(ValueError, match="give only one of the two"):
@@ -143,6 +145,73 @@ def test_a_second_run_is_told_who_holds_the_folder_until_that_is_gone(tmp_path):
         with locked(tmp_path):
             assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
     assert (tmp_path / LOCK).read_text() == ""
+
+
+def test_a_child_of_a_run_that_was_killed_keeps_no_lock(tmp_path):
+    """As the workers of a ProcessPoolExecutor, which are forks."""
+    script = HOLDER.replace("    print", "    import os, time\n    child = os.fork()\n    print")
+    script = script.replace('print("locked"', 'child or time.sleep(60)\n    print("locked"')
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        (child,) = psutil.Process(holder.pid).children()
+        holder.kill()
+        holder.wait()
+        try:
+            with locked(tmp_path):
+                assert child.is_running()
+        finally:
+            child.kill()
+
+
+def test_going_back_sets_later_checkpoints_aside(tmp_path):
+    """Else a run that is killed before it comes there again goes on from a later one, whose rows
+    are gone, or says that it has finished."""
+    config = make_config(tmp_path, output_dir=str(tmp_path))
+    one, two = save(tmp_path, 1), save(tmp_path, 2)
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "summary.json").write_text('{"status": "finished"}')
+    for _ in range(2):
+        with claimed(config, str(one)) as start:
+            (note,) = start.notes
+            assert note.endswith("checkpoint-2 is now superseded-checkpoint-2")
+        assert find_start(tmp_path, "auto") == Start(one, same_options=True)
+        two.mkdir()
+    two.rmdir()
+    other = make_config(tmp_path, output_dir=str(tmp_path / "other"))
+    save(tmp_path / "other", 3)
+    with pytest.raises(ValueError, match=r"holds another run than .*checkpoint-1 is of"):
+        claimed(other, str(one)).__enter__()
+
+
+def test_a_finished_run_without_checkpoints_is_not_made_again(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "summary.json").write_text('{"status": "finished"}')
+    with pytest.raises(ValueError, match="a finished run and no checkpoint to resume from: auto"):
+        find_start(tmp_path, True)
+    assert not find_start(tmp_path, "auto").finished  # which does not say what it was
+
+
+def test_auto_does_not_start_another_run_in_place_of_one_without_checkpoints(tmp_path):
+    config = make_config(tmp_path, output_dir=str(tmp_path))
+    (tmp_path / "config.yaml").write_text(MARK + render_resolved(config))
+    (tmp_path / "metrics.jsonl").write_text("")
+    other = make_config(tmp_path, output_dir=str(tmp_path), learning_rate=0.5)
+    with pytest.raises(ValueError, match=r"other options, .*: learning_rate 0.01 -> 0.5; start"):
+        claimed(other, "auto").__enter__()
+    with claimed(config, "auto") as start:
+        assert start.checkpoint is None
+    assert names(tmp_path) == [LOCK]
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ValueError, match=r"without locks \(No locks available\)"):
+        locked(tmp_path).__enter__()
 
 
 def test_an_owner_that_has_yet_to_write_its_name_is_waited_for(tmp_path):

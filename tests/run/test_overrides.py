@@ -146,6 +146,14 @@ def test_a_trainer_that_has_its_optimizer_takes_no_function_to_make_it():
         object.__new__(RLOOTrainer).create_optimizer = lambda: None
 
 
+@pytest.mark.parametrize("name", ["optimizer", "train_dataset", "compute_metrics", "model"])
+def test_what_nobody_would_read_any_more_is_refused(tmp_path, name):
+    trainer = make(tmp_path)
+    with pytest.raises(TypeError, match=f"{name} is put on a trainer that has been set up"):
+        setattr(trainer, name, None)
+    trainer.my_own = None
+
+
 def test_methods_of_ones_own_are_no_overrides():
     own = {name: lambda self: None for name in (*CALLED, "train", "my_helper", "add_callback")}
     assert issubclass(type("Mine", (RLOOTrainer,), own), RLOOTrainer)

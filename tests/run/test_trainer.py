@@ -665,6 +665,17 @@ def uploads(hub):
 MODEL_FILES = {"model.safetensors", "config.json", "tokenizer.json", "README.md", "config.yaml"}
 
 
+def test_a_push_that_failed_is_made_by_the_same_command(tmp_path, hub):
+    options = {"push_to_hub": True, "hub_model_id": "me/words", "hub_strategy": "end"}
+    hub.upload_folder, upload = None, hub.upload_folder
+    with pytest.raises(TypeError):
+        make_trainer(make_config(tmp_path, **options)).train()
+    hub.upload_folder = upload
+    for pushes in (1, 1):  # and not again
+        make_trainer(make_config(tmp_path, **options)).train("auto")
+        assert len(uploads(hub)) == pushes
+
+
 def test_pushing_uploads_model_card_and_records_but_no_checkpoint(tmp_path, hub):
     trainer = make_trainer(make_config(tmp_path, hub_model_id="me/words", hub_private_repo=True))
     trainer.train()

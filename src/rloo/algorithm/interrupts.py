@@ -42,8 +42,9 @@ class Stop:
 
     def __init__(self, *, usr1_saves: bool = False) -> None:
         self.save_wanted = False
-        self.received: int | None = None
-        self._usr1_saves = usr1_saves
+        self.received: int | None = None  # the first one
+        self._seen: set[int] = set()
+        self.usr1_saves = usr1_saves
         self._held = 0
         self._ends = False
 
@@ -107,15 +108,16 @@ class Stop:
             self._receive(number, None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._ends:
+        if self.usr1_saves and number == signal.SIGUSR1:
+            self.save_wanted = True
+        elif self._ends:
             said = str(self._error(number)) or "interrupted"
             os.write(sys.stderr.fileno(), f"rloo: {said}\n".encode())
             os._exit(128 + number)
-        if self._usr1_saves and number == signal.SIGUSR1:
-            self.save_wanted = True
-        elif number == self.received:
+        elif number in self._seen:
             self._end_now(number)
         else:
+            self._seen.add(number)
             self.received = self.received or number
             self.check()
 

@@ -16,7 +16,12 @@ from rloo.config.config import RLOOConfig
 from rloo.data.stream import Prompts, StreamSource
 from rloo.dist import World
 from rloo.engines.noise import noise_key
-from rloo.report.metrics import mean_of_parts, rollout_metrics, sampled_entropy
+from rloo.report.metrics import (
+    mean_of_parts,
+    require_free,
+    rollout_metrics,
+    sampled_entropy,
+)
 from rloo.report.profiling import Clock
 from rloo.rewards import RewardSet, Scores
 from rloo.rewards.combine import Raw
@@ -69,6 +74,7 @@ class SyncRollouts:
         """
         wanted = self.batches.prompts_per_rollout
         groups, logged = self._collect(wanted)
+        own = list(logged)
         everything = list(groups)
         if self.config.dynamic_sample:
             parts = [(len(groups), logged)]
@@ -86,7 +92,9 @@ class SyncRollouts:
         read = sum(len(g.prompt.token_ids) * len(g.completions) for g in everything)
         speed = {"tokens_per_second/sample": sampled / self.clock.seconds["time/sample"]}
         self.step += self.batches.steps_per_rollout
-        metrics = rollout_metrics(everything) | logged | speed
+        metrics = rollout_metrics(everything)
+        require_free(own, metrics)
+        metrics |= logged | speed
         if not self.sampling.filtered:  # else of what an update computes
             metrics |= sampled_entropy(c.policy_logprobs for g in everything for c in g.completions)
         return Rollout(

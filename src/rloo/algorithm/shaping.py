@@ -12,6 +12,7 @@ from rloo.algorithm.adaptive import Adaptive
 from rloo.algorithm.centring import standardise
 from rloo.algorithm.chosen import chosen_estimator
 from rloo.config.config import RLOOConfig
+from rloo.rewards.calling import LARGEST
 from rloo.types import Completion, Group, Rollout, Sample
 
 
@@ -31,6 +32,11 @@ def shape(rollout: Rollout, config: RLOOConfig, past: Adaptive | None = None) ->
                 found.append((replace(sample, reward=math.nan), completion))
         begin += len(group.completions)
     rewards = [_shape(sample.reward, completion, config) for sample, completion in found]
+    if too_large := [reward for reward in rewards if abs(reward) > LARGEST]:
+        raise ValueError(
+            f"a shaped reward is {too_large[0]:g}, beyond float32 (reward_scaling, reward_bias, "
+            "missing_eos_penalty)"
+        )
     related = _relate(rewards, config, past)
     return [replace(s, reward=r) for (s, _), r in zip(found, related, strict=True)]
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 from rloo.algorithm.fitting import check_first, credit_that_fits, update_that_fits
@@ -16,8 +17,11 @@ from rloo.model.state import capture_rng
 MAX_REFUSED_STEPS = 3
 
 
-def train_on_rollout(parts: Parts, state: RunState) -> None:
-    """Sample a rollout, score it, and make all of its optimizer steps, or those that are left."""
+def train_on_rollout(
+    parts: Parts, state: RunState, save: Callable[[], object] = lambda: None
+) -> None:
+    """Sample a rollout, score it, and make all of its optimizer steps, or those that are left.
+    `save` is called between two of them where a signal has asked for it."""
     hand = state.in_hand or sample(parts, state)
     left = islice(minibatches(hand.samples, parts.batches), hand.done, None)
     for number, minibatch in enumerate(left):
@@ -29,6 +33,8 @@ def train_on_rollout(parts: Parts, state: RunState) -> None:
             record(parts, state, hand, stats)
         if state.is_over:
             break
+        if state.in_hand is not None and parts.world.any(parts.stop.save_wanted):
+            save()
     state.in_hand = None
 
 

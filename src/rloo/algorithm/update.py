@@ -72,10 +72,11 @@ def update(
         metrics |= sampled_entropy(s.of_trained(s.policy_logprobs) for s in samples)
     metrics |= _imbalance(dealt, packed=policy.packed)
     before_step()
-    if live:
-        policy.stepper.sum_gradients(policy.world)
-        return metrics | policy.stepper.step()
-    return metrics | {"update/no_signal": 1.0} | policy.stepper.skip()
+    metrics["update/no_signal"] = float(not live)
+    if not live:
+        return metrics | policy.stepper.skip()
+    policy.stepper.sum_gradients(policy.world)
+    return metrics | policy.stepper.step()
 
 
 def micro_loss(

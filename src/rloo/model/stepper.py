@@ -24,6 +24,8 @@ from rloo.model.state import (
     probe,
 )
 
+_OF_A_STEP = ("update/nonfinite", "update/scale_lowered", "update/changed_share")
+
 
 class Stepper:
     """Optimizer, schedule and (with `fp16`) loss scaling over the trained `parameters`. With
@@ -74,9 +76,9 @@ class Stepper:
         stats: dict[str, float] = {
             "grad_norm": norm.item(),
             "learning_rate": self.learning_rate,
+            **dict.fromkeys(_OF_A_STEP, 0.0),
             "update/nonfinite": float(not finite and not searching),
             "update/scale_lowered": float(not finite and searching),
-            "update/changed_share": 0.0,
         }
         if finite:
             before = probe(self._parameters)
@@ -93,7 +95,8 @@ class Stepper:
 
     def skip(self) -> dict[str, float]:
         """No step, where no gradient was gathered; only the schedule counts it."""
-        stats = {"grad_norm": 0.0, "learning_rate": self.learning_rate, "update/changed_share": 0.0}
+        stats = {"learning_rate": self.learning_rate}
+        stats |= dict.fromkeys(("grad_norm", *_OF_A_STEP), 0.0)
         self._advance_schedule()
         return stats
 

@@ -6,13 +6,41 @@ Metrics that TRL has too have TRL's names; docs/metrics.md explains each of them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from rloo.types import Group
 
 # 97.5 % point of the normal distribution: half the width of a 95 % interval, in standard errors.
 Z = 1.959963984540054
+
+
+# What a step says of itself (docs/metrics.md), besides the metrics of each reward function.
+OWN = {
+    "aux_loss", "baseline/variance", "clip_ratio/high_mean", "clip_ratio/low_mean",
+    "clip_ratio/region_mean", "completions/clipped_ratio", "completions/max_length",
+    "completions/max_terminated_length", "completions/mean_length",
+    "completions/mean_terminated_length", "completions/min_length",
+    "completions/min_terminated_length", "dynamic_sampling/drawn_share", "entropy", "epoch",
+    "frac_reward_zero_std", "grad_norm", "groups/signal", "kl", "kl/coef", "kl/sequence",
+    "learning_rate", "loss", "mismatch/max", "mismatch/mean", "num_tokens", "rank/gathered_bytes",
+    "rank/imbalance", "rank/wait_time", "reward",
+    "reward/standard_error", "reward/unscored", "reward_std", "sampling/effective_share",
+    "sampling/importance_sampling_ratio/max", "sampling/importance_sampling_ratio/mean",
+    "step", "step_time", "time/credit", "time/reward", "time/sample", "time/update",
+    "tokens_per_second/sample", "update/changed_share", "update/computed_share",
+    "update/max_tokens", "update/no_signal", "update/nonfinite", "update/scale_lowered",
+}  # fmt: skip
+
+
+def require_free(names: Iterable[str], taken: Collection[str]) -> None:
+    """Raise ValueError for a name of a user's metric that is the run's own, or `taken`."""
+    for name in names:
+        if name in OWN or name in taken:
+            raise ValueError(
+                f"a reward function logged the metric {name!r}, which the run writes itself; "
+                "choose another name (log_metric)"
+            )
 
 
 def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:

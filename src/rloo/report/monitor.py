@@ -146,7 +146,8 @@ class Monitor:
             self._told_of_unscored = True
             self.note(
                 f"in step {step} every reward function returned None for {unscored:.0f} "
-                "completions, which are left out; later ones are counted in reward/unscored"
+                f"completions, which {self._of_unscored()}; later ones are counted in "
+                "reward/unscored"
             )
         self._remember(metrics)
         if self.config.disable_tqdm:
@@ -239,6 +240,10 @@ class Monitor:
         if self._events is not None:
             self._flush()
             self._events.send("on_train_end")
+
+    def _of_unscored(self) -> str:
+        counted = self.config.loss_form.all_completions
+        return "count in the loss with advantage 0" if counted else "are left out"
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
         self._recent.append(metrics)

@@ -206,6 +206,7 @@ class RewardSet:
             by_function[name] = function.normalize(by_function[name])
         weights = [reward.weight for reward in self._rewards]
         totals = [_sum_weighted(row, weights) for row in zip(*by_function.values(), strict=True)]
+        _require_finite(totals)
         means = {name: sum(numbers) / len(numbers) for name, numbers in logged.items()}
         return Scores(totals, by_function, extras, means)
 
@@ -304,6 +305,15 @@ def _describe(error: Exception) -> str:
 def _sum_weighted(row: Sequence[float | None], weights: Sequence[float]) -> float | None:
     terms = [w * reward for reward, w in zip(row, weights, strict=True) if reward is not None]
     return sum(terms) if terms else None
+
+
+def _require_finite(totals: Sequence[float | None]) -> None:
+    for row, total in enumerate(totals):
+        if total is not None and not abs(total) <= calling.LARGEST:
+            raise ValueError(
+                f"the weighted rewards of completion {row} add up to {total:g}; a reward is a "
+                "finite number of float32 (reward_weights)"
+            )
 
 
 def _extras(part: Raw) -> dict[str, list[Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo.config.config import RLOOConfig
+from rloo.config.parsing import parse_command_line
 from rloo.dist import World
 from rloo.report.monitor import COMPLETIONS, EVALUATIONS, METRICS, SUMMARY
 from rloo.report.profiling import REPORT, TRACE
@@ -24,6 +25,7 @@ from rloo.run.checkpoint import (
     verify_checkpoint,
 )
 from rloo.run.lock import LOCK, locked
+from rloo.run.resume import changed_options
 
 CONFIG = "config.yaml"
 MARK = "# The options of this run, as they were resolved; `rloo train` reads them.\n"
@@ -31,6 +33,8 @@ RUN_FILES = (
     METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, CONFIG, f"profile/{TRACE}", f"profile/{REPORT}"
 )  # fmt: skip
 AUTO = "auto"
+# What a run that has finished says of itself, at least.
+RESULT = {"steps", "config", "totals"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
         raise ValueError(f"output_dir {folder} cannot be written: {error} (output_dir)") from error
     with locked(folder):
         start = find_start(folder, resume)
+        if start.same_options and start.checkpoint is None:
+            _require_same_run(folder, config)
         if not start.finished:
             clear(folder, overwrite=config.overwrite_output_dir, start=start, resume=resume)
         yield start
@@ -86,6 +92,20 @@ def claimed_by_main(
         yield world.gather(start)[0]
 
 
+def _require_same_run(folder: Path, config: RLOOConfig) -> None:
+    """Refuse to start again what was begun with other options and has no checkpoint."""
+    path = folder / CONFIG
+    if not (folder / METRICS).exists() or not path.exists():
+        return
+    changed = changed_options(parse_command_line([str(path)]).to_dict(), config)
+    if changed:
+        raise ValueError(
+            f"output_dir {folder} holds a run with other options, which has no checkpoint to go on "
+            f"from: {', '.join(changed)}; start with those it had, replace it with "
+            "--overwrite_output_dir, or name another folder (resume_from_checkpoint auto)"
+        )
+
+
 def _make(folder: Path) -> None:
     """Make a folder that a power cut does not take away with all checkpoints in it."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -101,25 +121,47 @@ def find_start(folder: Path, resume: str | bool | None) -> Start:
     if resume is None or resume is False:
         return Start(None)
     if resume is True or resume == AUTO:
-        summary = _summary(folder) if resume == AUTO else {}
+        summary = _summary(folder)
         newest, damaged = find_checkpoint(folder)
+        if newest is None and resume is True and summary.get("status") == "finished":
+            raise ValueError(
+                f"{folder} has a finished run and no checkpoint to resume from: auto takes its "
+                "result, and overwrite_output_dir replaces it (resume_from_checkpoint, "
+                "save_strategy)"
+            )
         if newest is None and resume is True and not (folder / METRICS).exists():
             raise ValueError(f"{folder} has no checkpoint to resume from (resume_from_checkpoint)")
         if newest is None and (folder / METRICS).exists():
             damaged = ["the run here ended before its first checkpoint; it starts again"]
-        finished = summary if summary.get("status") == "finished" else {}
+        ended = resume == AUTO and summary.get("status") == "finished"
+        finished = summary if ended and summary.keys() >= RESULT else {}
         return Start(newest, resume == AUTO, finished, damaged)
     path = Path(resume).expanduser()
     if not path.is_dir():
         raise ValueError(f"checkpoint {path} does not exist (resume_from_checkpoint)")
-    step = verify_checkpoint(path)
-    notes = []
-    if later := [other.name for at, other in list_checkpoints(folder) if at > step]:
-        notes.append(
-            f"resuming from step {step}, but {folder} has {', '.join(later)}: "
-            "resume_from_checkpoint=True would choose the last of these; remove obsolete ones"
-        )
-    return Start(path, notes=notes)
+    verify_checkpoint(path)
+    return Start(path)
+
+
+def _go_back_to(start: Start, folder: Path) -> None:
+    """Have nothing in `folder` that tells of a later step than the checkpoint: neither that the run
+    has finished, nor another checkpoint, which a run that is killed now would go on from."""
+    assert start.checkpoint is not None
+    if start.checkpoint.resolve().parent != folder.resolve():
+        if list_checkpoints(folder) or (folder / METRICS).exists():
+            raise ValueError(
+                f"output_dir {folder} holds another run than {start.checkpoint} is of; name "
+                "another folder (output_dir, resume_from_checkpoint)"
+            )
+        return
+    (folder / SUMMARY).unlink(missing_ok=True)
+    step = verify_checkpoint(start.checkpoint)
+    for _, later in [found for found in list_checkpoints(folder) if found[0] > step]:
+        aside = later.with_name(f"superseded-{later.name}")
+        if aside.exists():
+            shutil.rmtree(aside)
+        later.rename(aside)
+        start.notes.append(f"going on from step {step}: {later.name} is now {aside.name}")
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -169,4 +211,6 @@ def clear(folder: Path, *, overwrite: bool, start: Start, resume: str | bool | N
             discard(path)
     for path in folder.glob("tmp-checkpoint-*"):
         shutil.rmtree(path)
+    if start.checkpoint is not None:
+        _go_back_to(start, folder)
     sync(folder)  # what was removed stays so

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LOCK = ".lock"
+# The files of the locks held here: a forked child must not keep them when this process is gone.
+_held: set[int] = set()
 # Seconds between signs of life, by which a run on another host is known to be going on.
 BEAT = 5.0
 
@@ -29,8 +31,13 @@ def locked(folder: Path) -> Iterator[None]:
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise _owned(folder, f"{error.strerror}") from error
+        except OSError as error:
+            raise ValueError(
+                f"output_dir {folder} is on a file system without locks ({error.strerror}), by "
+                "which a run knows that it is alone; name a folder elsewhere (output_dir)"
+            ) from error
         host = socket.gethostname()
         if _read(path).get("host", host) != host and _lives(path):
             raise _owned(folder, "it shows signs of life")
@@ -40,11 +47,22 @@ def locked(folder: Path) -> Iterator[None]:
         file.flush()
         over = threading.Event()
         threading.Thread(target=_beat, args=(path, over), daemon=True).start()
+        _held.add(file.fileno())
         try:
             yield
         finally:
+            _held.discard(file.fileno())
             over.set()
             file.truncate(0)
+
+
+def _let_go() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _beat(path: Path, over: threading.Event) -> None:

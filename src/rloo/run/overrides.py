@@ -89,6 +89,30 @@ def refuse_assignment(name: str, own: Collection[str]) -> None:
         )
 
 
+# What a trainer has read when it was made -> how else to say it.
+_READ = {
+    "model": "the argument model", "args": "the argument args",
+    "processing_class": "the argument processing_class",
+    "train_dataset": "the argument train_dataset",
+    "eval_dataset": "the argument eval_dataset, or evaluate(rows)",
+    "optimizer": "optimizers=(optimizer, scheduler)",
+    "lr_scheduler": "optimizers=(optimizer, scheduler)",
+    "ref_model": "beta and sync_ref_model, which make it",
+    "reward_funcs": "the argument reward_funcs",
+    "data_collator": "prompt_template, or rows as they are to be seen",
+    "compute_metrics": "reward functions and log_metric",
+}  # fmt: skip
+
+
+def refuse_replacement(name: str) -> None:
+    """Raise TypeError for an attribute of a trainer that is read only once, or never."""
+    if name in _READ:
+        raise TypeError(
+            f"{name} is put on a trainer that has been set up, where nothing would read it; use "
+            f"{_READ[name]}"
+        )
+
+
 def is_overridden(trainer: Any, name: str, own: Mapping[str, Any]) -> bool:
     """Whether a method of our trainer's `own` is another one in `trainer`."""
     return getattr(type(trainer), name) is not own[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,9 +22,9 @@ from rloo.model import adapters
 from rloo.model.state import NotFinite, capture_rng, digest, restore_rng
 from rloo.report.hub import Hub
 from rloo.report.model_card import has_other_card
-from rloo.report.monitor import versions
+from rloo.report.monitor import SUMMARY, versions
 from rloo.report.profiling import StepProfile
-from rloo.report.records import write_text
+from rloo.report.records import write_json, write_text
 from rloo.run.checkpoint import save_checkpoint, save_model, verify_checkpoint
 from rloo.run.evaluate import Evaluator, Results, Sets, is_better
 from rloo.run.folder import CONFIG, MARK, Start
@@ -44,6 +45,7 @@ class Owner(Protocol):
     def evaluate(self) -> dict[str, Any]: ...
     def save_model(self, output_dir: str) -> None: ...
     def create_model_card(self) -> None: ...
+    def push_to_hub(self) -> Any: ...
 
 
 @dataclass
@@ -116,12 +118,27 @@ class Session:
             monitor.check_written()
             self._status = "finished"
         except BaseException as error:
+            # The command tells it from input that is refused before.
+            error.in_run = True  # type: ignore[attr-defined]
             self._save_what_is_done(error)
+            if isinstance(error, SystemExit) and not isinstance(error, Stopped):
+                raise RuntimeError(
+                    f"a function of the user's has called sys.exit({error.code!r}) in step "
+                    f"{state.step + 1}; it must raise an error, or a callback should_training_stop"
+                ) from error
             raise
         finally:
             with parts.stop.held():
                 monitor.finish(self._summary())
         return self._totals
+
+    def push(self) -> None:
+        """Push the result, if that is asked for, and note it: until then a finished run is asked to
+        do it again."""
+        if self.config.push_to_hub and self.parts.world.is_main:
+            self.owner.push_to_hub()
+            path = self._folder / SUMMARY
+            write_json(path, json.loads(path.read_text()) | {"pushed": True})
 
     def _resume(self, checkpoint: Path, *, same_options: bool) -> None:
         parts, state, monitor = self.parts, self.state, self.parts.monitor
@@ -156,7 +173,7 @@ class Session:
                 self._profile_rollout(rollouts, pace)
             else:
                 began, tokens = time.perf_counter(), state.num_tokens
-                train_on_rollout(parts, state)
+                train_on_rollout(parts, state, self._save_as_wanted)
                 pace = (time.perf_counter() - began) / max(1, state.num_tokens - tokens)
             self._settle()
 
@@ -178,17 +195,20 @@ class Session:
                 "all start with the same and sum the same gradients, so one computes wrongly, or a "
                 "callback has changed them on some alone"
             )
-        parts.stop.save_wanted = any(wanted for wanted, _ in wants)
-        if state.save_due or parts.stop.save_wanted:
-            state.save_due = parts.stop.save_wanted = False
-            self._save_checkpoint()
+        if state.save_due or any(wanted for wanted, _ in wants):
+            state.save_due = False
+            self._save_as_wanted()
+
+    def _save_as_wanted(self) -> None:
+        self.parts.stop.save_wanted = False
+        self._save_checkpoint()
 
     def _profile_rollout(self, number: int, pace: float | None) -> None:
         parts, state = self.parts, self.state
         first, tokens = state.step + 1, state.num_tokens
         with StepProfile(parts.world.device) as profile:
             parts.clock.profile = profile
-            train_on_rollout(parts, state)
+            train_on_rollout(parts, state, self._save_as_wanted)
             parts.clock.profile = None
         slowdown = profile.total / max(1, state.num_tokens - tokens) / pace if pace else None
         title = f"Profile of rollout {number}, optimizer steps {first} to {state.step}"
@@ -226,9 +246,12 @@ class Session:
 
         with self.parts.stop.released():
             self.owner.on_measured = count
-            flat = self.owner.evaluate() or {}
-            if self.owner.on_measured is not None:  # a subclass has measured in another way
-                count({})
+            try:
+                flat = self.owner.evaluate() or {}
+                if self.owner.on_measured is not None:  # a subclass has measured in another way
+                    count({})
+            finally:
+                self.owner.on_measured = None
             if first:
                 return False
             return is_better(state.trainer, flat, config) and config.compares_evaluations
@@ -372,6 +395,7 @@ class Session:
             "seed": self.config.seed,
             "config": self._resolved().to_dict(),
             "totals": self._totals,
+            **({"pushed": False} if self.config.push_to_hub else {}),
             "versions": versions(),
         }
 

@@ -39,7 +39,12 @@ from rloo.report.records import strict
 from rloo.run import setup
 from rloo.run.evaluate import Evaluator, Results, flatten
 from rloo.run.folder import claimed_by_main
-from rloo.run.overrides import is_overridden, refuse_assignment, refuse_overrides
+from rloo.run.overrides import (
+    is_overridden,
+    refuse_assignment,
+    refuse_overrides,
+    refuse_replacement,
+)
 from rloo.run.session import Session
 from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
 from rloo.types import Prompt
@@ -66,6 +71,8 @@ class RLOOTrainer:
         refuse_overrides(cls, _OWN)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, "evaluator"):
+            refuse_replacement(name)
         if callable(value):
             refuse_assignment(name, _OWN)
         super().__setattr__(name, value)
@@ -132,10 +139,11 @@ class RLOOTrainer:
             if start.finished and session.has_finished(start):
                 self.policy.load_pretrained(self.args.output_dir)
                 totals = start.finished["totals"]
+                if not start.finished.get("pushed", True):
+                    session.push()
                 return TrainOutput(start.finished["steps"], totals["train_loss"], totals)
             totals = session.train(start)
-        if self.args.push_to_hub:
-            self.push_to_hub()
+        session.push()
         if self.args.dataset is not None:
             folder = self.args.output_dir
             self.monitor.say(f"Evaluate it: rloo eval {folder}/config.yaml --model {folder}")
