@@ -114,7 +114,7 @@ def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) ->
         max_tokens_per_micro_batch=(NUM_GENERATIONS + 1) * tokens,  # the group in one pass
     )
     world = make_world(use_cpu=not cuda)
-    policy = Policy(model, tokenizer, config, device=world.device, num_training_steps=10)
+    policy = Policy(model, tokenizer, config, world=world, num_training_steps=10)
     terms = Terms(config, batches_of(config, world.size), config.beta)
 
     def step(some: list[Any]) -> None:

@@ -136,7 +136,7 @@ def make_policy(folder: Path, options: dict[str, Any], *, critic: bool = False) 
         model.lm_head = nn.Linear(model.config.hidden_size, 1, bias=False)
     if config.use_peft:
         model = add_adapter(model, lora_config(config))
-    return Policy(model, tokenizer, config, device=world.device, num_training_steps=10)
+    return Policy(model, tokenizer, config, world=world, num_training_steps=10)
 
 
 def policy_loss(policy: Policy, samples: Sequence[Sample]) -> Tensor:

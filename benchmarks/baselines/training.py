@@ -19,7 +19,7 @@ from datasets import Dataset
 
 from benchmarks.baselines.arms import Job, Task
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm.rollout import Judge
+from rloo.algorithm.sharing import Judge
 from rloo.data.prompts import PromptSource
 from rloo.report.monitor import versions
 from rloo.run.evaluate import evaluate, settings_of

@@ -25,8 +25,9 @@ from benchmarks.baselines.arms import PLAIN, Task
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.advantages import Terms, assign
-from rloo.algorithm.rollout import Judge, SyncRollouts
+from rloo.algorithm.rollout import SyncRollouts
 from rloo.algorithm.shaping import shape
+from rloo.algorithm.sharing import Judge
 from rloo.algorithm.update import micro_loss
 from rloo.config.batches import batches_of
 from rloo.engines.noise import noise_key

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from rloo.algorithm.advantages import FromThisPass, Stored, assign
-from rloo.algorithm.rollout import Judge
 from rloo.algorithm.shaping import shape
+from rloo.algorithm.sharing import Judge
 from rloo.algorithm.update import micro_loss, minibatches, update
 from rloo.config.batches import batches_of
 from rloo.dist import World

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.data.images import with_images
 from rloo.data.prompts import Limit, PromptSource, encode_prompt, image_reader, with_prompts
+from rloo.dist import World
 from rloo.engines import EngineInputs, build_engine
 from rloo.engines.hf import HFEngine, _Drawing
 from rloo.engines.noise import row_keys
@@ -83,7 +84,7 @@ def make_policy(family: str, folder: Path, **options) -> Policy:
         make_model(family),
         make_processor(family),
         config,
-        device=CPU,
+        world=World(CPU),
         num_training_steps=2,
     )
 

@@ -5,6 +5,7 @@ import torch
 
 from rloo.algorithm.advantages import Stored
 from rloo.algorithm.update import update
+from rloo.dist import World
 from rloo.model.batch import pad
 from rloo.model.policy import Policy
 from support.models import CPU, make_model, make_samples
@@ -17,7 +18,7 @@ EXPERTS = ["qwen3_moe", "gpt_oss"]
 
 def make_policy(name: str, folder: Path, model=None, **options) -> Policy:
     model, config = model or make_skewed(name), make_config(folder, **{"beta": 0.0, **options})
-    return Policy(model, make_tokenizer(), config, device=CPU, num_training_steps=4)
+    return Policy(model, make_tokenizer(), config, world=World(CPU), num_training_steps=4)
 
 
 def make_skewed(name: str):

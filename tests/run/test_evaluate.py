@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from rloo.algorithm.rollout import Judge
+from rloo.algorithm.sharing import Judge
 from rloo.dist import World
 from rloo.report.metrics import deviation, rollout_metrics, standard_error, window_mean
 from rloo.rewards import RewardSet

@@ -10,6 +10,7 @@ from rloo.algorithm.advantages import assign
 from rloo.algorithm.shaping import shape
 from rloo.algorithm.update import micro_loss
 from rloo.config.config import RLOOConfig
+from rloo.dist import World
 from rloo.model.policy import Policy
 from rloo.types import Completion, Group, Prompt
 from support.models import CPU, VOCAB_SIZE, make_model
@@ -105,7 +106,7 @@ def judge(model, rollout, change, **options):
         num_iterations=2,  # "old" is what the first pass saw
         **options,
     )
-    policy = Policy(model, make_tokenizer(), config, device=CPU, num_training_steps=1)
+    policy = Policy(model, make_tokenizer(), config, world=World(CPU), num_training_steps=1)
     change(policy, 2)
     groups = []
     for number in range(PROMPTS):

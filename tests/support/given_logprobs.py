@@ -16,6 +16,7 @@ from rloo.algorithm.advantages import assign
 from rloo.algorithm.shaping import shape
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
+from rloo.dist import World
 from rloo.model.batch import pack
 from rloo.model.logprobs import TokenScores
 from rloo.types import Completion, Group, Prompt
@@ -93,6 +94,7 @@ class GivenPolicy:
     """In place of a model: `old` in the rollout's first pass, then `now`, whose gradient counts."""
 
     max_tokens, packed, aux_loss_weight = 10**9, True, 0.0
+    world = World(torch.device("cpu"))
 
     def __init__(self, rollout: Rollout) -> None:
         self.rows = row_of_key(rollout)
@@ -100,6 +102,9 @@ class GivenPolicy:
         self.now = [values.clone().requires_grad_() for values in rollout.now]
         self.current = rollout.old
         self.stepper = self  # which has `backward` and `step`
+
+    def sum_gradients(self, world):
+        pass
 
     def batch(self, samples):
         return pack(samples, torch.device("cpu"))

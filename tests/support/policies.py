@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from rloo.config.config import RLOOConfig
-from rloo.dist import make_world
+from rloo.dist import World, make_world
 from rloo.model.policy import Policy
 from support.models import CPU, make_model
 from support.text import make_tokenizer
@@ -17,8 +17,8 @@ def make_policy(model, **options) -> Policy:
     defaults = {"bf16": False, "beta": 0.0, "gradient_checkpointing": False, "use_cpu": True}
     config = RLOOConfig(**{**defaults, "temperature": TEMPERATURE, **options})
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2)
-    device = make_world(use_cpu=config.use_cpu).device
-    return Policy(model, tokenizer, config, device=device, num_training_steps=10)
+    world = make_world(use_cpu=config.use_cpu)
+    return Policy(model, tokenizer, config, world=world, num_training_steps=10)
 
 
 def weights_of(count: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def make_policy_of(config: RLOOConfig) -> Policy:
         make_model("llama"),
         make_tokenizer(),
         config,
-        device=CPU,
+        world=World(CPU),
         num_training_steps=4,
     )
     if policy.reference.model is not None:

@@ -19,6 +19,7 @@ from rloo.algorithm.advantages import assign
 from rloo.algorithm.shaping import shape
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
+from rloo.dist import World
 from rloo.model.policy import Policy
 from rloo.types import Completion, Group, Prompt
 from support.models import CPU
@@ -68,7 +69,7 @@ class Production:
         tokenizer = make_tokenizer()
         tokenizer.eos_token_id = END
         policy = Policy(
-            make_tiny(self.seed), tokenizer, self.config, device=CPU, num_training_steps=4
+            make_tiny(self.seed), tokenizer, self.config, world=World(CPU), num_training_steps=4
         )
         if policy.reference.model is not None:
             policy.reference.model.load_state_dict(make_tiny(self.seed + 1).state_dict())

@@ -18,6 +18,8 @@ from torch import Tensor
 from rloo.algorithm import objective
 from rloo.algorithm.chosen import Chosen, chosen_estimator
 from rloo.algorithm.estimators import Returns
+from rloo.algorithm.sharing import of_all
+from rloo.algorithm.tally import Tally, add
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.dist import World
@@ -107,10 +109,8 @@ class Stored:
         return _first_seen(self.old_logprobs, batch, now)
 
     def after_first_step(self, metrics: Mapping[str, float], world: World) -> Stored:
-        """The credit for the other steps on the same rollout: what was first seen, here or by
-        another process."""
-        if world.size > 1:
-            self.old_logprobs = _of_all(self.old_logprobs, world)
+        """The credit for the other steps on the same rollout, with what all have first seen."""
+        self.old_logprobs = of_all(self.old_logprobs, world)
         return self
 
 
@@ -141,10 +141,9 @@ class FromThisPass:
         return _first_seen(self.old_logprobs, batch, now)
 
     def after_first_step(self, metrics: Mapping[str, float], world: World) -> Stored:
-        """What was seen in passing, here or by another process, with the KL among the first step's
-        `metrics`."""
+        """What all have seen in passing, with the KL among the first step's `metrics`."""
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
-        return Stored(_of_all(self.known, world), _of_all(self.old_logprobs, world), stats)
+        return Stored(of_all(self.known, world), of_all(self.old_logprobs, world), stats)
 
 
 Credit = Stored | FromThisPass
@@ -172,59 +171,34 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
     cut = {"whole_groups": False, "packed": policy.packed}
     mine = deal(samples, policy.world.size, **cut)[policy.world.rank]
 
-    def compute() -> _Seen:
-        seen = _Seen()
+    def compute() -> tuple[dict[Key, Tensor], dict[Key, Tensor], Tally]:
+        old: dict[Key, Tensor] = {}
+        penalties: dict[Key, Tensor] = {}
+        sums: Tally = {}
         for part in split(mine, policy.max_tokens, **cut):
             batch = policy.batch(part)
             logprobs = policy.score(batch)
-            seen.old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
+            old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
             if terms.kl_in_reward:
-                _penalise(batch, logprobs, policy.reference_logprobs(batch), terms, seen)
-        return seen
+                reference = policy.reference_logprobs(batch)
+                penalty = token_penalty(logprobs, reference, terms).cpu()
+                penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
+                watched_N = terms.watched(batch.truncated_N)
+                watched_T = watched_N[batch.sequence_T]
+                kl = (logprobs - reference)[watched_T].sum().item()
+                counts = watched_T.sum().item(), watched_N.sum().item()
+                add(sums, dict(zip(("kl", "tokens", "sequences"), (kl, *counts), strict=True)))
+        return old, penalties, sums
 
-    parts = policy.world.attempt(compute)
-    old, penalties = {}, {}
-    for part in parts:
-        old.update({key: values.to(policy.device) for key, values in part.old.items()})
-        penalties.update(part.penalties)
-    stats = {}
+    parts, sums, stats = policy.world.attempt(compute), Tally(), {}
+    old = {k: values.to(policy.world.device) for seen, _, _ in parts for k, values in seen.items()}
+    penalties = {key: values for _, seen, _ in parts for key, values in seen.items()}
+    for _, _, some in parts:
+        add(sums, some)
     if terms.kl_in_reward:
-        kl, tokens, completions = (
-            sum(getattr(part, name) for part in parts) for name in ("kl", "tokens", "completions")
-        )
-        stats = {"kl": kl / max(tokens, 1), "kl/sequence": kl / max(completions, 1)}
+        tokens, sequences = (max(sums.get(of, 0.0), 1.0) for of in ("tokens", "sequences"))
+        stats = {"kl": sums.get("kl", 0.0) / tokens, "kl/sequence": sums.get("kl", 0.0) / sequences}
     return Stored(_sample_advantages(samples, penalties, terms), old, stats)
-
-
-@dataclass(slots=True)
-class _Seen:
-    """What a pass of its own has found: log-probs and penalties, and sums for the metric kl."""
-
-    old: dict[Key, Tensor] = field(default_factory=dict)
-    penalties: dict[Key, Tensor] = field(default_factory=dict)
-    kl: float = 0.0
-    tokens: int = 0
-    completions: int = 0
-
-
-def _penalise(
-    batch: MicroBatch, logprobs: Tensor, reference: Tensor, terms: Terms, seen: _Seen
-) -> None:
-    watched_N = terms.watched(batch.truncated_N)
-    watched_T = watched_N[batch.sequence_T]
-    seen.kl += (logprobs - reference)[watched_T].sum().item()
-    seen.tokens += int(watched_T.sum())
-    seen.completions += int(watched_N.sum())
-    penalty = token_penalty(logprobs, reference, terms).cpu()
-    seen.penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
-
-
-def _of_all(seen: dict[Key, Tensor], world: World) -> dict[Key, Tensor]:
-    """What any process has seen, on this one's device."""
-    if world.size == 1:
-        return seen
-    parts = world.gather({key: values.cpu() for key, values in seen.items()})
-    return {key: values.to(world.device) for part in parts for key, values in part.items()}
 
 
 def _first_seen(seen: dict[Key, Tensor], batch: MicroBatch, now: Tensor) -> Tensor:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from rloo.algorithm import objective
 from rloo.algorithm.advantages import Credit, Terms
+from rloo.algorithm.tally import Tally, add, averages, imbalance
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
-from rloo.model.batch import MicroBatch, count_input_tokens, deal, split
+from rloo.model.batch import MicroBatch, deal, split
 from rloo.model.logprobs import TokenScores
 from rloo.model.policy import Policy
 from rloo.report.metrics import sampled_entropy
 from rloo.types import Sample
-
-# Sums for the metrics, and maxima, by name.
-Tally = dict[str, float]
 
 
 def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sample]]:
@@ -60,17 +58,17 @@ def update(
             batch = policy.batch(part)
             loss, sums = micro_loss(policy, batch, credit, terms, denominator, input_tokens)
             policy.stepper.backward(loss)
-            _add(tally, sums)
+            add(tally, sums)
         return tally
 
     tally: Tally = {}
     for sums in policy.world.attempt(compute):
-        _add(tally, sums)
-    metrics = credit.stats | _averages(tally, samples, config)
+        add(tally, sums)
+    metrics = credit.stats | averages(tally, samples, config)
     if not computes_all:  # the entropy of those computed is that of completions with signal
         metrics.pop("entropy", None)
         metrics |= sampled_entropy(s.of_trained(s.policy_logprobs) for s in samples)
-    metrics |= _imbalance(dealt, packed=policy.packed)
+    metrics |= imbalance(dealt, packed=policy.packed)
     before_step()
     metrics["update/no_signal"] = float(not live)
     if not live:
@@ -205,56 +203,3 @@ def _correction(
     sums["weight_squares"] = (weights**2).sum().item()
     sums["sampling/importance_sampling_ratio/max"] = weights.max().item()
     return weights
-
-
-def _add(tally: Tally, sums: Mapping[str, float]) -> None:
-    for name, value in sums.items():
-        before = tally.get(name, 0.0)
-        tally[name] = max(before, value) if name.endswith("max") else before + value
-
-
-def _imbalance(dealt: Sequence[Sequence[Sample]], *, packed: bool) -> dict[str, float]:
-    """The tokens of the busiest process over the mean of all, where there are several."""
-    tokens = [count_input_tokens(samples, packed) if samples else 0 for samples in dealt]
-    if len(tokens) == 1 or not any(tokens):
-        return {}
-    return {"rank/imbalance": max(tokens) * len(tokens) / sum(tokens)}
-
-
-def _averages(
-    tally: Mapping[str, float], samples: Sequence[Sample], config: RLOOConfig
-) -> dict[str, float]:
-    """The metrics of a step, of `samples`, from the sums over those that were computed."""
-    by_token = config.importance_sampling_level == "token"
-    ratios = sum(s.num_trained for s in samples) if by_token else len(samples)
-    # What is not computed has no advantage, and so is not clipped.
-    low, high = (tally.get(f"clipped_{side}", 0.0) / max(ratios, 1) for side in ("low", "high"))
-    metrics = {
-        "loss": tally.get("loss", 0.0),
-        "clip_ratio/low_mean": low,
-        "clip_ratio/high_mean": high,
-        "clip_ratio/region_mean": low + high,
-        "update/computed_share": tally.get("sequences", 0.0) / max(len(samples), 1),
-    }
-    if not tally:
-        return metrics
-    tokens = tally["tokens"]
-    watched, sequences = (max(tally[f"watched_{of}"], 1.0) for of in ("tokens", "sequences"))
-    metrics |= {
-        "entropy": tally["entropy"] / watched,
-        "mismatch/mean": tally["mismatch"] / tokens,
-        "mismatch/max": tally["mismatch/max"],
-    }
-    if "aux_loss" in tally:
-        metrics["aux_loss"] = tally["aux_loss"]
-    if "kl" in tally:
-        metrics |= {"kl": tally["kl"] / watched, "kl/sequence": tally["kl"] / sequences}
-    if "weight" in tally:
-        name = "sampling/importance_sampling_ratio"
-        squares = tally["weight_squares"] or 1.0
-        metrics |= {
-            f"{name}/mean": tally["weight"] / tokens,
-            f"{name}/max": tally[f"{name}/max"],
-            "sampling/effective_share": tally["weight"] ** 2 / (tokens * squares),
-        }
-    return metrics

@@ -44,16 +44,15 @@ class Policy:
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         config: RLOOConfig,
         *,
-        device: torch.device,
+        world: World,
         num_training_steps: int,
         optimizers: Given = (None, None),
-        world: World | None = None,
     ) -> None:
         self.config = config
-        self.world = world or World(device)
+        self.world = world
         self.processing_class = processing_class
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
-        self.device = device
+        self.device = world.device
         prepared = preparation.prepare(model, config, self.device)
         self.model, self.adapter = prepared.model, prepared.adapter
         pad, vocabulary = self.tokenizer.pad_token_id, num_embedded(self.model)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-Flat = tuple[dict[str, Tensor], Any]
+from rloo.dist.trees import Flat, flatten, unflatten
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
@@ -148,40 +148,3 @@ def _optimizer_shapes(optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
             name = names[index] if names else f"{index} of group {number}"
             shapes[name] = list(parameter.shape)
     return shapes
-
-
-def flatten(tree: Any) -> Flat:
-    """Nested dicts, lists and tuples as named tensors and JSON values, which `unflatten` converts
-    back. JSON alone would turn tuples into lists and the keys of dicts into strings."""
-    tensors: dict[str, Tensor] = {}
-
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            if path in tensors:
-                raise ValueError(f"two tensors of the state have the name {path}")
-            tensors[path] = value.detach()
-            return {"tensor": path}
-        if isinstance(value, dict):
-            return {"dict": [[k, walk(v, f"{path}/{k}")] for k, v in value.items()]}
-        if isinstance(value, (list, tuple)):
-            items = [walk(v, f"{path}/{i}") for i, v in enumerate(value)]
-            return items if isinstance(value, list) else {"tuple": items}
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        raise ValueError(f"{path} of the state is a {type(value).__name__}, which is not saved")
-
-    return tensors, walk(tree, "")
-
-
-def unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `flatten`."""
-    if isinstance(value, list):
-        return [unflatten(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "tuple":
-        return tuple(unflatten(item, tensors) for item in content)
-    return {key: unflatten(item, tensors) for key, item in content}

@@ -93,6 +93,10 @@ class RewardSet:
     def names(self) -> list[str]:
         return [reward.name for reward in self._rewards]
 
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        return [reward.function for reward in self._rewards]
+
     def check(self, columns: Iterable[str]) -> None:
         """Raise ValueError for what would fail at the first call: required parameters that are no
         columns, columns with reserved names, and a function's own `check_columns(columns)`."""

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rloo.model.state import Flat, flatten, unflatten
+from rloo.dist.trees import Flat, flatten, unflatten
 from rloo.report.records import sync
 
 FORMAT = 1

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerState
 
-from rloo.algorithm.rollout import Judge, sample
+from rloo.algorithm.sharing import Judge, sample
 from rloo.config.config import RLOOConfig
 from rloo.engines.noise import noise_key
 from rloo.model.policy import Policy

@@ -85,11 +85,15 @@ def claimed_by_main(
     world: World, config: RLOOConfig, resume_from_checkpoint: str | bool | None
 ) -> Iterator[Start]:
     """As `claimed`, by the main process for all."""
-    if not world.is_main:
-        yield world.gather(Start(None))[0]
-        return
-    with claimed(config, resume_from_checkpoint) as start:
-        yield world.gather(start)[0]
+    if world.is_main:
+        with claimed(config, resume_from_checkpoint) as start:
+            found = start.checkpoint and str(start.checkpoint)
+            world.from_main((found, start.same_options, start.finished))
+            yield start
+    else:
+        begins: tuple[str | None, bool, dict[str, Any]] = (None, False, {})
+        found, same_options, finished = world.from_main(begins)
+        yield Start(Path(found) if found else None, same_options, finished)
 
 
 def _require_same_run(folder: Path, config: RLOOConfig) -> None:

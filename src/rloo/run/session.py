@@ -19,7 +19,7 @@ from rloo.algorithm.train import finish_step, note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.rendering import render_resolved
 from rloo.model import adapters
-from rloo.model.state import NotFinite, capture_rng, digest, restore_rng
+from rloo.model.state import NotFinite, capture_rng, restore_rng
 from rloo.report.hub import Hub
 from rloo.report.model_card import has_other_card
 from rloo.report.monitor import SUMMARY, versions
@@ -29,6 +29,7 @@ from rloo.run.checkpoint import save_checkpoint, save_model, verify_checkpoint
 from rloo.run.evaluate import Evaluator, Results, Sets, is_better
 from rloo.run.folder import CONFIG, MARK, Start
 from rloo.run.resume import changed_options, restore, snapshot
+from rloo.run.together import require_same_weights
 
 # The options that say how long a run is.
 LENGTH = ("max_steps", "num_train_epochs")
@@ -187,15 +188,7 @@ class Session:
             state.open_epoch = None
             note_what_is_due(parts, state)
             self._evaluate_if_due()
-        wanted, found = parts.stop.save_wanted, digest(parts.policy.parameters)
-        wants = parts.world.gather((wanted, found))
-        if apart := [rank for rank, (_, other) in enumerate(wants) if other != wants[0][1]]:
-            raise FloatingPointError(
-                f"after step {state.step} the weights of rank {apart[0]} are not those of rank 0; "
-                "all start with the same and sum the same gradients, so one computes wrongly, or a "
-                "callback has changed them on some alone"
-            )
-        if state.save_due or any(wanted for wanted, _ in wants):
+        if require_same_weights(parts, state) or state.save_due:
             state.save_due = False
             self._save_as_wanted()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ from rloo.run.overrides import (
 )
 from rloo.run.session import Session
 from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
+from rloo.run.together import require_same_start, together
 from rloo.types import Prompt
 
 Rewards = RewardFunction | Sequence[RewardFunction]
@@ -135,7 +135,7 @@ class RLOOTrainer:
         parts, state = self.make_parts()
         session = Session(self, parts, state, self.evaluator, self._eval_prompts, self.hub)
         resume = resume_from_checkpoint
-        with self._together(parts), claimed_by_main(self.world, self.args, resume) as start:
+        with together(parts, state), claimed_by_main(self.world, self.args, resume) as start:
             if start.finished and session.has_finished(start):
                 self.policy.load_pretrained(self.args.output_dir)
                 totals = start.finished["totals"]
@@ -148,19 +148,6 @@ class RLOOTrainer:
             folder = self.args.output_dir
             self.monitor.say(f"Evaluate it: rloo eval {folder}/config.yaml --model {folder}")
         return TrainOutput(self.state.global_step, totals["train_loss"], totals)
-
-    @contextmanager
-    def _together(self, parts: Parts) -> Iterator[None]:
-        """Signals are handled in this block, and no process leaves it by an error without the
-        others, nor before the main one."""
-        try:
-            with parts.stop.listening():
-                yield
-        except BaseException as error:
-            self.world.fail(error)
-            raise
-        finally:
-            self.world.end()
 
     def evaluate(
         self,
@@ -315,10 +302,9 @@ class RLOOTrainer:
             self.model,
             self.processing_class,
             self.args,
-            device=self.world.device,
+            world=self.world,
             num_training_steps=num_steps,
             optimizers=optimizers,
-            world=self.world,
         )
         stepper = self.policy.stepper
         self.optimizer, self.lr_scheduler = stepper.optimizer, stepper.scheduler
@@ -341,6 +327,8 @@ class RLOOTrainer:
         self.callback_handler = self.events.handler
         self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state)
         self.hub = Hub(self.args)
+        data = self._source and self._source.state_dict()
+        require_same_start(self.world, self.args, self.policy, self.rewards.functions, data)
 
     def _own_optimizers(self, given: Given, num_steps: int) -> Given:
         """`given`, and what a subclass makes of its own."""
@@ -388,34 +376,14 @@ class RLOOTrainer:
         sampling = setup.make_sampling(args, policy.stop_token_ids, tokenizer)
         policy.notes += setup.bias_of(sampling)
         rollouts = SyncRollouts(
-            args,
-            world,
-            batches,
-            engine,
-            source,
-            self.rewards,
-            sampling,
-            tokenizer,
-            self.state,
+            args, world, batches, engine, source, self.rewards, sampling, tokenizer, self.state,
             clock,
-        )
+        )  # fmt: skip
         stop = Stop(usr1_saves=args.on_sigusr1 == "save")
         parts = Parts(
-            args,
-            world,
-            batches,
-            workload,
-            policy,
-            engine,
-            rollouts,
-            self.monitor,
-            events,
-            clock,
+            args, world, batches, workload, policy, engine, rollouts, self.monitor, events, clock,
             stop,
-        )
-        if world.links is not None:
-            world.links.stop = stop.pass_on
-            world.links.where = lambda: f"{clock.current or 'the start'}, step {state.step + 1}"
+        )  # fmt: skip
         state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
         return parts, state
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     import torch
 
-    from rloo.links import Links
+    from rloo.dist.links import Links
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ def make_world(*, use_cpu: bool, timeout: float = 1800.0) -> World:
     rank, size = process_rank(), process_count()
     if size == 1:
         return World(torch.device("cuda" if on_gpu else "cpu"))
-    from rloo.links import connect
+    from rloo.dist.links import connect
 
     device = torch.device("cpu")
     if on_gpu:

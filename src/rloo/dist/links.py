@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import json
-import pickle
 import signal
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from rloo.dist.trees import decode, encode
 
 T = TypeVar("T")
 
@@ -56,8 +57,8 @@ class Links:
         threading.Thread(target=self._live, daemon=True).start()
 
     def gather(self, value: T) -> list[T]:
-        """The value of every process, in the order of ranks; anything that can be pickled."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        """The value of every process, in the order of ranks; see `flatten`."""
+        mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self._size)]
         self._all_gather(sizes, torch.tensor([len(mine)]))
         lengths = [int(size) for size in sizes]
@@ -66,7 +67,7 @@ class Links:
         parts = [torch.empty_like(padded) for _ in range(self._size)]
         self._all_gather(parts, padded)
         self.received += sum(lengths)
-        values = [pickle.loads(bytes(p[:n].numpy())) for p, n in zip(parts, lengths, strict=True)]
+        values = [decode(bytes(p[:n].numpy())) for p, n in zip(parts, lengths, strict=True)]
         return [*values[: self._rank], value, *values[self._rank + 1 :]]
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:

@@ -1,0 +1,19 @@
+"""The processes of a run."""
+
+from rloo.dist.world import (
+    World,
+    make_world,
+    process_count,
+    process_rank,
+    processes_here,
+    rank_here,
+)
+
+__all__ = [
+    "World",
+    "make_world",
+    "process_count",
+    "process_rank",
+    "processes_here",
+    "rank_here",
+]

@@ -1,0 +1,84 @@
+"""Several processes as one run: they begin alike, stay alike, and end together."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rloo.algorithm.parts import Parts, RunState
+from rloo.config.config import RLOOConfig
+from rloo.dist import World
+from rloo.model.policy import Policy
+from rloo.model.state import digest
+from rloo.report.monitor import versions
+
+
+@contextmanager
+def together(parts: Parts, state: RunState) -> Iterator[None]:
+    """Signals are handled in this block. No process leaves it by an error without the others, nor
+    before the main one has saved what is to be saved."""
+    links = parts.world.links
+    if links is not None:
+        links.stop = parts.stop.pass_on
+        links.where = lambda: f"{parts.clock.current or 'the start'} of step {state.step + 1}"
+    try:
+        with parts.stop.listening():
+            yield
+    except BaseException as error:
+        parts.world.fail(error)
+        raise
+    finally:
+        parts.world.end()
+
+
+def require_same_start(
+    world: World, config: RLOOConfig, policy: Policy, rewards: Sequence[Any], data: Any
+) -> None:
+    """Raise ValueError, with both values and ranks, if a process has other options, weights,
+    rewards, prompts or versions than the main one."""
+    if world.size == 1:
+        return
+    sources = [_source_of(reward) for reward in rewards]
+    mine = {
+        **{f"the option {name}": repr(value) for name, value in config.to_dict().items()},
+        **{f"the version of {name}": value for name, value in versions().items()},
+        "the weights": digest(policy.parameters),
+        "the dataset": repr(data),
+        "the rewards": _short(repr(sources)),
+    }
+    main, *others = world.gather(mine)
+    for rank, facts in enumerate(others, start=1):
+        for name, value in main.items():
+            if facts[name] != value:
+                raise ValueError(
+                    f"{name}: rank 0 has {value}, rank {rank} has {facts[name]}; all processes of "
+                    "a run must start alike"
+                )
+
+
+def require_same_weights(parts: Parts, state: RunState) -> bool:
+    """Whether some process was asked to save. Raises FloatingPointError for weights that have come
+    apart."""
+    wants = parts.world.gather((parts.stop.save_wanted, digest(parts.policy.parameters)))
+    for rank, (_, found) in enumerate(wants):
+        if found != wants[0][1]:
+            raise FloatingPointError(
+                f"after step {state.step} the weights of rank {rank} are not those of rank 0; all "
+                "start with the same and sum the same gradients, so one computes wrongly, or a "
+                "callback has changed them on some alone"
+            )
+    return any(wanted for wanted, _ in wants)
+
+
+def _source_of(reward: Any) -> str:
+    try:
+        return inspect.getsource(reward)
+    except (OSError, TypeError):  # an object, or typed in by hand
+        return getattr(reward, "__name__", type(reward).__name__)
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
