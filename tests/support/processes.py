@@ -1,0 +1,101 @@
+"""Runs of a float64 policy that one process and several must end alike: `python -m torch.distributed.run
+... tests/support/processes.py FOLDER [CASE ...]` makes them; each rank runs all."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
+
+from rloo import RLOOConfig, RLOOTrainer
+from support.models import make_model
+from support.text import WORDS, make_tokenizer
+
+ROWS = Dataset.from_dict(
+    {"prompt": [" ".join(WORDS[i : i + 3 + i % 4]) for i in range(12)], "number": [*range(12)]}
+)
+
+
+def mixed(completion_ids, number, **_):
+    """Rewards that differ in length and word."""
+    pairs = zip(completion_ids, number, strict=True)
+    return [len(ids) + 0.25 * (ids[0] % 5) - 0.1 * row for ids, row in pairs]
+
+
+def ranked(prompts, completion_ids, **_):
+    """The rank of each completion in its group, which must be whole."""
+    found = []
+    for _, rows in groupby(zip(prompts, completion_ids, strict=True), key=lambda row: row[0]):
+        group = [tuple(ids) for _, ids in rows]
+        assert len(group) in (1, 2, 4)  # greedy, in an evaluation, in training
+        found += [float(sorted(group).index(ids)) for ids in group]
+    return found
+
+
+def flat_for_some(completion_ids, number, **_):
+    """No signal in the groups of even rows."""
+    return [
+        0.0 if row % 2 == 0 else float(len(ids))
+        for ids, row in zip(completion_ids, number, strict=True)
+    ]
+
+
+def missing(completion_ids, number, **_):
+    """No reward for some completions, and for all of some groups."""
+    pairs = zip(completion_ids, number, strict=True)
+    return [None if row % 3 == 0 or ids[0] % 4 == 0 else float(len(ids)) for ids, row in pairs]
+
+
+CASES = {
+    "paper": (mixed, {}),
+    "ranked in its group": (ranked, {}),
+    "KL in the reward": (mixed, {"beta": 0.05}),
+    "KL in the loss": (mixed, {"beta": 0.05, "kl_placement": "loss", "kl_estimator": "k3"}),
+    "one group over all": (mixed, {"num_prompts": 1, "num_generations": 3}),
+    "no signal on one": (flat_for_some, {"num_prompts": 2, "num_generations": 2}),
+    "missing": (missing, {"beta": 0.05}),
+    "two passes": (mixed, {"beta": 0.05, "num_iterations": 2}),
+    "several updates": (mixed, {"beta": 0.05, "steps_per_generation": 3, "num_prompts": 1}),
+    "dynamic sampling": (flat_for_some, {"dynamic_sample": True, "num_generations": 2}),
+    "over the batch": (mixed, {"normalize_rewards": "batch"}),
+    "by token": (mixed, {"importance_sampling_level": "token", "num_iterations": 2}),
+    "mean over tokens": (mixed, {"loss_aggregation": "token_mean"}),
+    "LoRA": (mixed, {"use_peft": True, "beta": 0.05}),
+    "adaptive KL": (mixed, {"beta": 0.05, "kl_target": 0.1, "kl_horizon": 20}),
+    "padded": (mixed, {"packing": False, "max_tokens_per_micro_batch": 40}),
+    "TRL": (missing, {"preset": "trl"}),
+}
+
+
+def make(folder: Path, name: str) -> RLOOTrainer:
+    reward, options = CASES[name]
+    args = RLOOConfig(
+        str(folder / name),
+        **{
+            "num_prompts": 3, "num_generations": 4, "max_completion_length": 8, "max_steps": 3,
+            "learning_rate": 1e-2, "bf16": False, "gradient_checkpointing": False, "seed": 7,
+            "num_threads": 1, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no",
+            "eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 2, "beta": 0.0,
+        } | options,
+    )  # fmt: skip
+    rows, held_out = ROWS, ROWS.select(range(3))
+    model = make_model("qwen3").double()
+    return RLOOTrainer(model, reward, args, rows, held_out, processing_class=make_tokenizer())
+
+
+def run(folder: Path, names: list[str]) -> None:
+    for name in names:
+        trainer = make(folder, name)
+        trainer.train()
+        if trainer.world.is_main:
+            weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+            save_file(weights, folder / name / "weights.safetensors")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]), sys.argv[2:] or [*CASES])
