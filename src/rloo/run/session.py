@@ -41,9 +41,17 @@ class Owner(Protocol):
 
     on_measured: Callable[[Results], None] | None
 
-    def evaluate(self) -> dict[str, Any]: ...
-    def save_model(self, output_dir: str) -> None: ...
-    def create_model_card(self) -> None: ...
+    def evaluate(self) -> dict[str, Any]:
+        """Measure the evaluation sets; returns flat metrics."""
+        ...
+
+    def save_model(self, output_dir: str) -> None:
+        """Write model and tokenizer to a folder."""
+        ...
+
+    def create_model_card(self) -> None:
+        """Write README.md."""
+        ...
 
 
 @dataclass
