@@ -59,7 +59,7 @@ _REWRITES = [
         (r"\\neq(?![A-Za-z])", r"\\ne"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(?<!\\)\$([^$]*)(?<!\\)\$", r"\1"),
-        (r"\*\*([^*]*)\*\*", r"\1"),
+        (r"\*\*([^*]*)\*\*|`([^`]*)`", r"\1\2"),
         (r"\\text\s*\{([^a-zA-Z{}]*)\}", r"\1"),
         (r"\\text\s*\{([A-Za-z' ]+?)\s*(?:([:=])|\bis:?)\s*\}(?=\s*[^\s=:])", _label),
         (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
@@ -174,7 +174,7 @@ def read_numeral(text: str, asked: str = "") -> Numeral | None:
     match = _NUMERAL.fullmatch(clean(text))
     if match is None or (match["sign"] and match["sign2"]):
         return None
-    if match["words"] and alters(_TEXT.sub(r"\1", match["words"])):
+    if match["words"] and alters(_TEXT.sub(r"\1", f"{match['words']} is")):
         return None
     value = _value_of(match)
     if value is None:

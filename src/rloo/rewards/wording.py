@@ -50,6 +50,8 @@ MULTIPLIERS = _NUMBER_WORDS - {"one"} | _set(
     mio mil thou mega giga tera milli micro half halves third thirds quarter quarters tenth tenths
     hundredth hundredths thousandth thousandths percent percentage permille"""
 )
+# What a label, or a sentence with `is`, may call its number.
+_RESULTS = _set("sum difference product quotient ratio power root minimum maximum")
 _RATE = re.compile(r"\b(?:per|an?|each|every)\s+(?:dozen|pair|couple|gross|half|quarter)\b", re.I)
 _DENIALS = _set(
     """not no non none never neither nor without cannot except excluding unlike unequal isnt arent
@@ -119,9 +121,11 @@ def asks_for(mark: str, question: str) -> bool:
 
 
 def alters(words: str, asked: str = "") -> bool:
-    """Whether some of the words before a number make another number, or another answer, of it.
-    `asked` is what the question asks (`asked_in`)."""
-    return _alter(set(words_of(words)) & _ALTERING, asked)
+    """Whether some of the words before a number make another number, or another answer, of it, as
+    `the difference of` does and `the difference is` does not. `asked` is what the question asks
+    (`asked_in`)."""
+    found = set(words_of(words))
+    return _alter(found & (_ALTERING - _RESULTS if "is" in found else _ALTERING), asked)
 
 
 def alters_after(words: str, asked: str = "", *, in_prose: bool = False) -> bool:
@@ -158,7 +162,7 @@ def is_unit(text: str, attached: bool = False, asked: str = "") -> bool:
     """Whether `text`, which follows a number, names what is counted: nothing, or up to five words,
     none of which changes the number. `attached` says that no space is between."""
     opened = _TEXT.sub(lambda found: f" {found[1].strip()}", text)  # an exponent stays with it
-    opened = re.sub(r"(?<=[A-Za-z])[.!]$", "", opened.strip())
+    opened = re.sub(r"^\(([A-Za-z /]+)\)$|(?<=[A-Za-z])[.!]$", r"\1", opened.strip())
     words = [word for word in re.split(r"[\s/]+|\\cdot", opened) if word]
     if text.strip()[:1] in ("/", "^") or len(words) > _MOST_WORDS:
         return False
