@@ -66,7 +66,8 @@ class Reference:
         return f"$({latex})$" if brackets == "()" and "bare" in form.lists else f"${latex}$"
 
     def _without_label(self, label: re.Match[str]) -> str:
-        is_kept = label["relation"] in self._text or alters(f"{label['words']} is")
+        words = label["words"]
+        is_kept = label["relation"] in self._text or (words and alters(f"{words} is"))
         return label.group() if is_kept else label["before"]
 
     def _is_number(self, answer: Numeral | None) -> bool:

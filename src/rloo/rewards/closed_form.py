@@ -29,30 +29,20 @@ _RELATIONS = {"=", "<", ">", ":", "\\le", "\\ge", "\\ne", "\\in", "\\approx", "\
               "\\cong", "\\to", "\\mid", "\\Rightarrow", "\\implies", "\\iff"}  # fmt: skip
 _INEQUALITIES = {"<", ">", "\\le", "\\ge", "\\in"}
 _SUMS = {"+", "-", "\\pm", "\\mp", "\\cup", "\\cap", "\\setminus"}
-_PRODUCTS = {
-    "*": "product",
-    "\\cdot": "product",
-    "\\times": "product",
-    "/": "quotient",
-    "\\div": "quotient",
-}
+_PRODUCTS = {"*": "product", "\\cdot": "product", "\\times": "product",
+             "/": "quotient", "\\div": "quotient"}  # fmt: skip
 _OPENING = {"(": ")", "[": "]", "\\{": "\\}", "|": "|", "\\langle": "\\rangle",
             "\\lfloor": "\\rfloor", "\\lceil": "\\rceil", "\\|": "\\|"}  # fmt: skip
 _CLOSING = set(_OPENING.values()) | {"}", "&", "\\\\", ",", ";"}
-_FUNCTIONS = (
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp det gcd lcm max min"
-)
 _NAMES = (
     "pi infty alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu"
     " xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
     " emptyset ell hbar imath"
 )
 _KNOWN_NAMES = {f"\\{name}" for name in _NAMES.split()}
-_KNOWN_FUNCTIONS = {f"\\{name}" for name in _FUNCTIONS.split()} | {
-    "\\binom",
-    "\\mathbb",
-    "\\overline",
-}
+_FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp det gcd lcm"
+_WITH_GROUP = {"\\binom", "\\mathbb", "\\overline"}
+_KNOWN_FUNCTIONS = {f"\\{name}" for name in f"{_FUNCTIONS} max min".split()} | _WITH_GROUP
 _SAME = {"\\lt": "<", "\\gt": ">", "\\lvert": "|", "\\rvert": "|"}
 _ALWAYS = {"\\sqrt"}
 _PLAIN = str.maketrans("", "", "{}() ")
@@ -81,11 +71,8 @@ class Form:
         if not self.lists or not reference.lists or self.lists == reference.lists:
             return "bare"
         for kind in ("()", "\\{\\}"):
-            ours, theirs = (
-                {kind if found == "bare" else found for found in form.lists}
-                for form in (self, reference)
-            )
-            if ours == theirs:
+            both = [{kind if k == "bare" else k for k in form.lists} for form in (self, reference)]
+            if both[0] == both[1]:
                 return kind
         return None
 
@@ -94,6 +81,8 @@ class Form:
         allowed = set(reference.parts) | _ALWAYS
         if "list" in allowed:
             allowed |= {"\\pm", "\\cup"} | ({f"relation {name}" for name in _INEQUALITIES})
+        if "bare" in reference.lists:
+            allowed.add("\\{\\}")
         if "\\pm" in allowed:
             allowed.add("list")
         if any(part.startswith("relation") and part != "relation =" for part in allowed):
@@ -127,8 +116,7 @@ def read_form(text: str) -> Form:
 
 
 class _Operand(NamedTuple):
-    """What was read: its text, and its core, which is empty for a rational number; what has the
-    same core is alike."""
+    """What was read, and its core: empty for a rational number, the same for what is alike."""
 
     core: str
     text: str = ""
@@ -205,11 +193,10 @@ class _Parser:
 
     def _read_sum(self) -> str:
         start = self._at
-        if self.token in _SUMS:
-            self._take_sum_sign()
-        operands = [self._read_operand(self._read_product)]
-        while self.token in _SUMS:
-            self._take_sum_sign()
+        operands: list[_Operand] = []
+        while not operands or self.token in _SUMS:
+            if self.token in _SUMS:
+                self._take_sum_sign()
             operands.append(self._read_operand(self._read_product))
         cores = self._combine(operands, "sum")
         return f"({self._irrational(start)})" if cores and len(operands) > 1 else "".join(cores)
@@ -348,8 +335,7 @@ class _Parser:
     def _read_base(self) -> str:
         kind, token = self._tokens[self._at]
         if kind == "number":
-            self._take()
-            return ""
+            return self._take() and ""
         if kind == "name" or token in _KNOWN_NAMES:
             self.form.parts.add(self._take())
             return token
@@ -406,7 +392,9 @@ class _Parser:
         while self.token in ("^", "_"):
             self._take()
             self._read_group()
-        if self.token == "{" or command in ("\\binom", "\\mathbb", "\\overline"):
+        if self.token == "{" or command in _WITH_GROUP:
             self._read_group()
-        if command == "\\binom" or self._begins_factor():
-            self._read_group() if command == "\\binom" else self._read_power()
+        if command == "\\binom":
+            self._read_group()
+        elif self._begins_factor():
+            self._read_power()

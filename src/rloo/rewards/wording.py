@@ -47,7 +47,7 @@ _ABBREVIATIONS = _set("hrs min mins sec secs lbs mph kmh kph usd kwh")
 MULTIPLIERS = _NUMBER_WORDS - {"one"} | _set(
     """tens dozen dozens score scores gross pair pairs couple couples lakh lakhs crore crores
     hundreds thousands grand million millions billion billions trillion trillions quadrillion mln
-    mio mil thou mega giga tera milli micro half halves third thirds quarter quarters tenth tenths
+    mio mil thou mega giga tera milli micro tenth tenths
     hundredth hundredths thousandth thousandths percent percentage permille"""
 )
 # What a label, or a sentence with `is`, may call its number.
@@ -55,10 +55,13 @@ _RESULTS = _set("sum difference product quotient ratio power root minimum maximu
 _RATE = re.compile(r"\b(?:per|an?|each|every)\s+(?:dozen|pair|couple|gross|half|quarter)\b", re.I)
 _DENIALS = _set(
     """not no non none never neither nor without cannot except excluding unlike unequal isnt arent
-    wasnt werent dont doesnt didnt cant wont wouldnt couldnt shouldnt hasnt nope nah wrong wrongly
-    incorrect incorrectly false falsely invalid untrue error erroneous mistake mistaken impossible
-    unknown undefined undetermined bad fake trick differs differ denied refuted rejected disproved
-    retracted nonsense absurd kidding joking unlikely instead"""
+    wasnt werent dont doesnt didnt cant wont wouldnt couldnt shouldnt hasnt nope nah unknown
+    undefined undetermined differs differ unlikely instead"""
+)
+_JUDGEMENTS = _set(
+    """wrong wrongly incorrect incorrectly false falsely invalid untrue error erroneous mistake
+    mistaken impossible bad fake trick denied refuted rejected disproved retracted nonsense absurd
+    kidding joking"""
 )
 _HEDGES = _set(
     """nearly almost approximately approx roughly circa estimated estimate guess guessing maybe
@@ -69,29 +72,33 @@ _CONDITIONS = _set("if unless assuming supposing suppose provided ignoring disre
 _COMPUTING = _set(
     """plus minus times divided multiplied subtracted squared cubed power root factorial modulo mod
     sum difference product quotient ratio negative opposite inverse reciprocal complement twice
-    thrice double doubled triple tripled quadruple quadrupled halved fold tenfold"""
+    thrice half halves third thirds quarter quarters double doubled triple tripled quadruple
+    quadrupled halved fold tenfold"""
 )
-# A sentence may go on with these; a unit has none of them, nor have the words before a number.
+# Bounds, comparisons and clauses: a unit has none of them, nor have the words before a number.
+_BOUNDS = _set(
+    """otherwise and but either versus vs whether though although because over under above below
+    beyond within up upto exceeding minimum maximum bigger larger smaller greater lower higher
+    better worse further short shy base binary hex octal question different distinct than"""
+)
+_CLAUSES = _set(
+    "too when whenever until till given while where depending considering compared relative"
+)
+# These are harmless behind a noun: 42 miles from this town, or since then.
 _JOINING = _set(
-    """other otherwise rather anything everything nothing something and but either versus vs as like
-    whether though although because since over under above below beyond within between up upto
-    exceeding minimum maximum bigger larger smaller greater lower higher better worse further short
-    shy far about around near close closer merely some any several added base binary hex octal
-    question different distinct than"""
+    """other rather anything everything nothing something as like since between far about around
+    near close closer merely some any several added"""
 )
-# These may stand before a number only.
-_REFERRING = _set(
-    """that this these those which too when whenever until till given while where depending
-    considering away off compared relative"""
-)
+_REFERRING = _set("that this these those which away off")
 # These name what is asked for where the question has them itself.
 _ASKABLE = _set(
     """more less fewer than times bigger larger smaller greater lower higher further different
     distinct other"""
 )
 _BARE_COMPARISON = re.compile(r"\b(more|less|fewer)\b(?!\s+(?!than|of|that|and|or)[A-Za-z])", re.I)
-_IN_PROSE = _DENIALS | _HEDGES | _CONDITIONS | _COMPUTING | {"than"}
-_ALTERING = _IN_PROSE | _JOINING | (MULTIPLIERS - _NUMBER_WORDS) | {"hundred", "thousand"}
+_BESIDE = _DENIALS | _JUDGEMENTS | _HEDGES | _CONDITIONS | _COMPUTING | {"than"}
+_ANYWHERE = _BESIDE | _BOUNDS
+_ALTERING = _ANYWHERE | _JOINING | (MULTIPLIERS - _NUMBER_WORDS) | {"hundred", "thousand"}
 # Verbs that make a sentence of a number: what follows is a statement, no unit.
 _VERBS = _set(
     """is are was were be been being am do does did has have had can could may might must shall
@@ -129,12 +136,21 @@ def alters(words: str, asked: str = "") -> bool:
 
 
 def alters_after(words: str, asked: str = "", *, in_prose: bool = False) -> bool:
-    """The same of the words after it; `in_prose` allows those that go on with a sentence."""
+    """The same of the words after it; `in_prose`, where a sentence may go on with what is `not`
+    there and with less `than` something, only two of them are the number's own."""
     plain = _RATE.sub("", words)
     said = words_of(plain)
-    found = set(said) & ((_IN_PROSE if in_prose else _ALTERING | _REFERRING) - MULTIPLIERS)
-    found |= set(said[:2]) & MULTIPLIERS  # not: 42 eggs for two days
-    return _alter(found | {word.lower() for word in _BARE_COMPARISON.findall(plain)}, asked)
+    first, beside = set(said[:1]), set(said[:2])
+    found = beside & MULTIPLIERS  # not: 42 eggs for two days
+    if in_prose:
+        found |= beside & _BESIDE | set(said) & _JUDGEMENTS
+    else:
+        found |= set(said) & ((_ANYWHERE | _CLAUSES) - MULTIPLIERS)
+        found |= first & (_JOINING | _REFERRING)
+    bare = _BARE_COMPARISON.search(plain)
+    if bare is not None and (not in_prose or bare[0].lower() in first):
+        found.add(bare[0].lower())
+    return _alter(found, asked)
 
 
 def _alter(words: set[str], asked: str) -> bool:
@@ -143,8 +159,11 @@ def _alter(words: set[str], asked: str) -> bool:
 
 def _is_asked(word: str, asked: str) -> bool:
     if word in MULTIPLIERS:
+        word = f"{word.removesuffix('s')}s?"
         number = rf"(?:how many|number of)\s+(?:[a-z]+\s+){{0,2}}{word}\b|\bin {word}\b"
         return re.search(number, asked, re.IGNORECASE) is not None
+    if word == "than":
+        return bool({"than", "more", "less", "fewer"} & set(words_of(asked)))
     return word in _ASKABLE and word in words_of(asked)
 
 
