@@ -78,6 +78,8 @@ class LoopThread:
             except BaseException:  # SystemExit of a task, which keeps it; asyncio lets it through
                 continue
         cancelled = asyncio.all_tasks(self._loop)
+        for task in cancelled:
+            task.cancel()  # of a call that was given up in this moment
         if cancelled:
             self._loop.run_until_complete(asyncio.wait(cancelled, timeout=_RESPONSE_SECONDS))
         self._loop.close()
