@@ -1,5 +1,6 @@
 """The command `rloo` as a user meets it: exit statuses, output, files and messages."""
 
+import io
 import json
 import os
 import resource
@@ -42,6 +43,21 @@ def string(completions):
 
 def infinite(completions):
     return [1.0, float("inf")] + [1.0] * (len(completions) - 2)
+
+def ends(completions):
+    raise SystemExit(0)
+
+def pipe(completions):
+    raise BrokenPipeError("the judge is away")
+
+def silence(completion_ids):
+    import sys
+    if STREAMS == "closed":
+        sys.stdout.close()
+        sys.stderr.close()
+    else:
+        sys.stdout = sys.stderr = None
+    return length(completion_ids)
 
 def crash(completions):
     raise RuntimeError("the judge is away")
@@ -107,10 +123,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def refusal(capsys, *arguments: str) -> str:
-    """The one line on stderr with which the command refuses, with status 2."""
+def refusal(capsys, *arguments: str, status: int = 2) -> str:
+    """The one line on stderr with which the command refuses, or with status 1 fails."""
     capsys.readouterr()
-    assert cli.main(list(arguments)) == 2
+    assert cli.main(list(arguments)) == status
     error = capsys.readouterr().err.splitlines()[-1]  # after transformers' bars
     assert error.startswith("rloo: ")
     return error
@@ -338,11 +354,48 @@ def test_another_run_in_the_folder_is_refused_and_left_as_it_was(folder, capsys)
         ("wrong_length", "'wrong_length' returned 11 rewards for 12 completions"),
         ("string", "'string' returned str: 'high' for completion 2"),
         ("infinite", "'infinite' returned inf for completion 1"),
+        ("ends", "'ends' raised exit(0), which would end the run"),
     ],
 )
-def test_a_faulty_reward_is_named_with_its_row_and_value(folder, capsys, function, expected):
-    error = refusal(capsys, "train", "run.yaml", "--reward", f"rewards.py:{function}")
-    assert expected in error
+def test_a_faulty_reward_is_named_in_one_line_and_status_1(folder, capsys, function, expected):
+    options = ["run.yaml", "--reward", f"rewards.py:{function}"]
+    assert expected in refusal(capsys, "train", *options, status=1)
+    assert f"'{function}' r" in refusal(capsys, "eval", *options, status=1)
+
+
+def test_a_reward_whose_pipe_breaks_is_not_a_reader_that_has_seen_enough(folder):
+    with pytest.raises(BrokenPipeError, match="the judge is away"):
+        cli.main(["train", "run.yaml", "--reward", "rewards.py:pipe"])
+
+
+@pytest.mark.parametrize("streams", ["closed", "none"])
+def test_a_reward_that_takes_the_output_away_changes_neither_status_nor_result(
+    folder, monkeypatch, streams
+):
+    Path("rewards.py").write_text(f"STREAMS = {streams!r}\n{REWARDS}")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.StringIO())
+    train("--reward", "rewards.py:silence")
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "finished"
+
+
+def test_a_failure_in_training_is_no_refusal_and_an_exit_no_success(monkeypatch, capsys):
+    def fail(error, in_run):
+        def command(arguments, signals):
+            error.in_run = in_run
+            raise error
+
+        monkeypatch.setattr(cli, "_train", command)
+        return cli.main(["train"]), capsys.readouterr().err
+
+    assert fail(ValueError("no"), True) == (1, "rloo: no\n")
+    assert fail(ValueError("no"), False) == (2, "rloo: no\n")
+    assert fail(BrokenPipeError("no"), True) == (1, "rloo: no\n")
+    assert fail(BrokenPipeError("no"), False) == (0, "")
+    for code in (0, 7, "done"):
+        status, said = fail(SystemExit(code), True)
+        assert status == 1 and "test_cli.py:" in said
+        assert f"command called sys.exit({code!r}); what a run calls" in said
 
 
 def test_what_a_reward_raises_is_shown_with_its_name(folder):

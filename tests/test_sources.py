@@ -276,13 +276,22 @@ def test_help_and_options_need_neither_torch_nor_transformers(code, tmp_path):
     assert result.stdout.splitlines()[-1] == "[]"
 
 
-def test_public_functions_and_classes_have_docstrings():
+def test_public_functions_classes_and_methods_have_docstrings():
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+    def public(body: list[ast.stmt], place: str) -> Iterator[tuple[str, ast.AST]]:
+        """Functions, classes and what public classes have."""
+        for node in body:
+            if isinstance(node, kinds) and node.name[0] != "_":
+                yield f"{place}.{node.name}", node
+                if isinstance(node, ast.ClassDef):
+                    yield from public(node.body, f"{place}.{node.name}")
+
     missing = [
-        f"{name_of(path)}.{node.name}"
+        name
         for path in source_files()
-        for node in parse(path).body
-        if isinstance(node, kinds) and node.name[0] != "_" and not ast.get_docstring(node)
+        for name, node in public(parse(path).body, name_of(path))
+        if not ast.get_docstring(node)
     ]
     missing += [name_of(path) for path in source_files() if not ast.get_docstring(parse(path))]
     assert not missing

@@ -33,9 +33,9 @@ TIMEOUT = 2.0
 LATE = r"TimeoutError: the reward function '{name}' did not return within 2 s"
 ENDED = r"Timeout \(0:00:.*\)!(.|\n)*in {name}\n(.|\n)*in call_within_reward_timeout"
 ENDED_ASYNC = r"Timeout \(0:00:.*\)!(.|\n)*in {name}\n"
-EXIT = r"RuntimeError: the reward function '{name}' raised exit\({code}\)"
+EXIT = r"NotAllowed: the reward function '{name}' raised exit\({code}\)"
 RAISED = r"raised by the reward function '{name}'"
-CHANGED = r"RuntimeError: the reward function '{name}' changed {what}"
+CHANGED = r"NotAllowed: the reward function '{name}' changed {what}"
 UNJUDGED = r"scored \[None\], then \[1.0\], .*unjudged': 1.0"
 
 
@@ -258,7 +258,7 @@ def recurses(completions):
     return recurses(completions)
 
 
-@case(r"RuntimeError: the reward function '{name}' raised Custom\(\)")
+@case(r"NotAllowed: the reward function '{name}' raised Custom\(\)")
 def raises_no_exception(completions):
     class Custom(BaseException):
         pass
@@ -266,7 +266,7 @@ def raises_no_exception(completions):
     raise Custom
 
 
-@case(RAISED)
+@case(r"NotAllowed: the reward function '{name}' raised CancelledError\(\)")
 async def cancels_itself(completions):
     raise asyncio.CancelledError
 
@@ -384,7 +384,7 @@ def turns_gradients_off(completions):
     return ones(completions)
 
 
-@case(r"RuntimeError: the reward function '{name}' set trainer_state.global_step from 0 to 999")
+@case(r"NotAllowed: the reward function '{name}' set trainer_state.global_step from 0 to 999")
 def ends_the_run(completions, trainer_state):
     trainer_state.global_step = 999
     return ones(completions)

@@ -4,16 +4,21 @@ r"""How many right answers `math` and `gsm8k` accept, and how many hacks they re
 
 A hack is an answer that a policy can write without having solved the problem, or that says
 something else than the reference: an unsolved expression, a chain, several answers, a relation, a
-hedge, a decoration. Pairs of (what stands in the box or after the mark, reference).
+hedge, a decoration. Rows of (what stands in the box or after the mark,
+reference), some with the prompt.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import TypeAlias
 
 from rloo.rewards import gsm8k_reward, make_math
+from rloo.rewards.math import MathReward
 
-MATH_RIGHT = [
+Corpus: TypeAlias = list[tuple[str, str] | tuple[str, str, str]]
+
+MATH_RIGHT: Corpus = [
     ("42", "42"),
     ("42.0", "42"),
     ("-42", "-42"),
@@ -111,7 +116,7 @@ MATH_RIGHT = [
     (r"101_2", r"101_2"),
 ]
 
-MATH_HACKS = [
+MATH_HACKS: Corpus = [
     ("40+2", "42"),
     ("6 \\cdot 7", "42"),
     ("6*7", "42"),
@@ -202,7 +207,7 @@ MATH_HACKS = [
     (r"\frac{\pi}{4}\text{ or so}", r"\frac{\pi}{4}"),
 ]
 
-GSM8K_RIGHT = [
+GSM8K_RIGHT: Corpus = [
     ("#### 42", "42"),
     ("6 * 7 = 42\n#### 42", "42"),
     ("####42", "42"),
@@ -245,7 +250,7 @@ GSM8K_RIGHT = [
     ("The answer is 1,234 km per hour", "1234"),
 ]
 
-GSM8K_HACKS = [
+GSM8K_HACKS: Corpus = [
     (r"#### \neq 42", "42"),
     (r"#### \text{not } 42", "42"),
     (r"#### \approx 42", "42"),
@@ -302,21 +307,131 @@ GSM8K_HACKS = [
 ]
 
 
-def measure() -> dict[str, tuple[int, int, list[tuple[str, str]]]]:
+# fmt: off
+# What a review found, and its relatives.
+MATH_HACKS += [
+    ("42M", "42"), ("42 G", "42"), ("42 K", "42"), ("42 lakh", "42"), ("42 gross", "42"),
+    ("42 pairs", "42"), ("42 dozen", "42"), ("42k", "42"), ("42 bn", "42"), ("(1,2)", r"\{1,2\}"),
+    ("(3,2,1)", r"\{1,2,3\}"), ("(2,1)", "1,2"), ("2,1", "(1,2)"), (r"\sqrt2+\sqrt2", r"2\sqrt2"),
+    (r"\pi+\pi", r"2\pi"), (r"\sqrt{10/2}", r"\sqrt5"), (r"\frac{\pi}{2}+\frac{\pi}{2}", r"\pi"),
+    (r"\sqrt{4}\pi", r"2\pi"), (r"x \cdot x", "x^2"), (r"\sqrt{\frac{6}{4}}", r"\frac{\sqrt6}{2}"),
+    (r"\frac{4}{2}\pi", r"2\pi"), (r"\text{not: }\frac{\pi}{4}", r"\frac{\pi}{4}"), ("42❌", "42"),
+    (r"42\%", "42", "What is 20% of 210?"),
+    (r"42^\circ", "42", "What is the area of the triangle?"),
+    (r"42\text{ dozen}", "42", "She has 3 dozen eggs. How many eggs is that?"),
+    (r"50\%", "50", "Find 25% of 200."),
+]
+GSM8K_HACKS += [
+    ("the answer is 42? No.", "42"), ("The answer is 42, which is wrong.", "42"),
+    ("the answer is 42 less than that", "42"), ("The answer is 42 times that.", "42"),
+    ("The answer is 42 dozen", "42"), ("So the answer is 42 if you ignore the tax.", "42"),
+    ("#### 42 less", "42"), ("#### 42 pairs", "42"), ("The answer is 42. No, it is not.", "42"),
+    ("Is it 42?", "42"), ("The answer is 42!", "42"), ("#### 42 👎", "42"),
+    ("She has 42 times that", "42"), ("It is 42 dozen", "42"),
+]
+MATH_RIGHT += [
+    (r"\text{Total: }42", "42"), (r"\log_e 2", r"\ln 2"), (r"3 \cdot 2^{1/3}", r"3\sqrt[3]{2}"),
+    ("5^{1/2}", r"\sqrt5"), (r"90^\circ", "90", "Find the angle in degrees."),
+    (r"42\%", "42", "Express the answer as a percent."),
+    (r"42\%", "42", "If x = 3.5, find the percent increase. Show your work."),
+    (r"\text{The area is }42", "42"), (r"\text{Total: }2\sqrt{2}", r"2\sqrt{2}"), ("1,2", "(1,2)"),
+    (r"\{2,1\}", "1,2"), ("300 K", "300", "What is the temperature in kelvin?"), ("42 m", "42"),
+    (r"42\text{ pairs}", r"42\text{ pairs}"),
+    ("42 distinct triples", "42", "How many distinct triples are there?"),
+    (r"42\ \checkmark", "42"),
+]
+GSM8K_RIGHT += [
+    ("#### 42 ✓", "42"), ("#### 42%", "42", "Express the answer as a percent."),
+    ("The answer is 42 per box.", "42"), ("#### 42 each way", "42"), ("#### $42 per dozen", "42"),
+    ("So Tom has 42 more apples than Tim.", "42", "How many more apples does Tom have than Tim?"),
+    ("He ran 42 times.", "42", "How many times did he run?"), ("#### 42 eggs for two days", "42"),
+    ("So the difference is 42 dollars", "42"),
+]
+
+# Written from docs/rewards.md before the rules were mended for the review. At their first run 61 of
+# 63 hacks were rejected (two sums of logarithms, as $\ln 6-\ln 2$ for $\ln 3$, are another way to
+# write one and are left out here) and 61 of 64 right answers accepted; all of these are now.
+LATER_MATH_HACKS: Corpus = [
+    (r"7 \text{ million}", "7"), (r"7\text{ dozens}", "7"), (r"15 \text{ percent of } x", "15"),
+    (r"12 \text{ if } x>0", "12"), (r"\sqrt{5}+2\sqrt{5}", r"3\sqrt{5}"), (r"4\pi-\pi", r"3\pi"),
+    (r"\sqrt{2 \cdot 3}", r"\sqrt{6}"), ("[2,5,9]", r"\{2,5,9\}"), (r"\{3,-1\}", "(3,-1)"),
+    (r"\{0,4\}", "[0,4]"), ("(4,0)", "(0,4)"), ("(2,5]", "[2,5)"), (r"\text{five or six}", "5"),
+    (r"9 \text{ times as many}", "9"), (r"9 \text{ more than } 0", "9"), (r"\gcd(12,18)", "6"),
+    (r"\binom{5}{2}", "10"), ("4!", "24"), (r"\lceil 1.5 \rceil", "2"), ("x^2+x+2x", "x^2+3x"),
+    (r"e \cdot e^2", "e^3"), (r"0.5=\frac{1}{2}", r"\frac{1}{2}"),
+    (r"30^\circ", "30", "What is the value of x?"), (r"60^\circ", r"\frac{\pi}{3}"),
+    (r"25\,\text{k}", "25"), (r"25\text{ couples}", "25"), (r"\text{odd? no, even}", r"\text{odd}"),
+    (r"x=3 \text{ or } x=4", "x=3"), ("2+i+2i", "2+3i"), ("(1,1+1)", "(1,2)"),
+    (r"\sin 60^\circ", r"\frac{\sqrt{3}}{2}"), ("(2,1)", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"8 \text{ fewer}", "8"), (r"17 \text{ (incorrect)}", "17"), (r"17\text{, I guess}", "17"),
+    (r"3\sqrt{2} \times 2", r"6\sqrt{2}"), (r"17\text{ dozen}", "17", "How many eggs are there?"),
+]
+LATER_GSM8K_HACKS: Corpus = [
+    ("#### 18 fewer", "18"), ("#### 18 million", "18"),
+    ("The answer is 18, but that is wrong.", "18"), ("The answer is 18. Wait, no.", "18"),
+    ("The answer is 18 unless it rains.", "18"), ("#### 18 more", "18"), ("#### 18 twice", "18"),
+    ("The answer is 18 times 2.", "18"), ("The answer is 18? Maybe not.", "18"),
+    ("#### 18 couples", "18"), ("The answer is 18 compared to 20.", "18"),
+    ("#### 18 cannot be right", "18"), ("The answer is 18 only if he sleeps.", "18"),
+    ("#### 18 lakh", "18"), ("The answer is 18 divided by 2.", "18"),
+    ("The answer is 18 doubled.", "18"), ("#### 18 - no", "18"), ("#### 18 is too small", "18"),
+    ("The answer is 18 assuming no tax.", "18"), ("#### 18 away from 20", "18"),
+    ("The answer is 18 when rounded.", "18"), ("#### 18 × 3", "18"), ("#### 18 & 19", "18"),
+    ("#### either 18", "18"),
+]
+LATER_MATH_RIGHT: Corpus = [
+    (r"14 \text{ students}", "14"), (r"\text{Sum: }14", "14"), (r"2.5\text{ km}", "2.5"),
+    (r"70^{\circ}", "70", "Determine the measure of angle B in degrees."),
+    (r"35\%", "35", "Give your answer as a percentage."), (r"\{4,1\}", r"\{1,4\}"),
+    ("(2, -3)", "(2,-3)"), (r"\left(-\infty, 2\right]", r"(-\infty,2]"),
+    (r"5 \cdot 4^{1/3}", r"5\sqrt[3]{4}"), (r"\log_e(5)", r"\ln 5"), ("7^{1/2}", r"\sqrt{7}"),
+    (r"\frac{1}{\sqrt{5}}", r"\frac{\sqrt{5}}{5}"), (r"\tfrac{2}{3}\pi", r"\frac{2\pi}{3}"),
+    (r"\sqrt{3}+1", r"1+\sqrt{3}"), ("1-4x+x^2", "x^2-4x+1"), ("-2i+3", "3-2i"),
+    (r"8 \text{ m}", "8"), (r"8\,\mathrm{g}", "8"), (r"\$250", "250"),
+    (r"\frac{-5}{6}", r"-\frac{5}{6}"), ("12{,}000", "12000"), (r"4\frac{1}{2}", "4.5"),
+    ("y = -1+3x", "y=3x-1"), ("Tuesday", r"\text{Tuesday}"), (r"\frac{1}{e}", "e^{-1}"),
+    (r"x=\frac13", r"\frac{1}{3}"), (r"20\text{ minutes}", "20"), ("1, 3", "1,3"),
+    (r"\textbf{(C)}", "(C)"), (r"\sqrt{12}", r"2\sqrt{3}"), (r"\frac{3}{4}", "0.75"),
+    (r"(1,+\infty)", r"(1,\infty)"), (r"\frac{3\sqrt{2}}{2}", r"\frac{3}{2}\sqrt{2}"),
+    ("ba^2", "a^2b"), (r"\frac12 \ln 3", r"\frac{\ln 3}{2}"), ("A=16", "16"),
+    (r"16 \text{ cubic inches}", "16"), (r"\text{Area} = 16\text{ cm}^2", "16"),
+    (r"18\text{ pairs}", "18", "How many pairs of shoes does she own?"),
+]
+LATER_GSM8K_RIGHT: Corpus = [
+    ("#### 18 apples", "18"), ("#### $18", "18"), ("#### 18 ✅", "18"),
+    ("The answer is 18 pages.", "18"), ("The answer is 18 km per hour.", "18"),
+    ("So the answer is **18** dollars.", "18"), ("#### 18 gallons of milk", "18"),
+    ("#### 18 g", "18"), ("The final answer is 18 years old.", "18"), ("#### 18 meters\n", "18"),
+    (r"Therefore, the answer is: \boxed{18}", "18"), ("#### Answer: 18", "18"),
+    ("#### 18 inches", "18"), ("#### 18 square feet", "18"), ("The answer is 18 people.", "18"),
+    ("So Sam pays $18 in total.", "18"), ("#### 18 hours a week", "18"), ("#### 18 🎉", "18"),
+    ("#### 18 (dollars)", "18"), ("#### £18", "18"), (r"#### \(18\)", "18"), ("#### `18`", "18"),
+    ("The answer is 18 apples left.", "18"),
+    ("#### 18%", "18", "Calculate the percent of the eggs that broke."),
+    ("#### 18 dozen", "18", "How many dozen eggs does he sell?"),
+]
+# fmt: on
+
+
+def rewards_of(verifier: str, corpus: Corpus, math: MathReward) -> list[float | None]:
+    """What `math` or `gsm8k` gives to each."""
+    texts, answers, prompts = zip(*((*row, "")[:3] for row in corpus), strict=True)
+    if verifier == "math":
+        return math([rf"So \boxed{{{text}}}" for text in texts], answer=answers, prompts=prompts)
+    return gsm8k_reward(texts, answers, prompts)
+
+
+def measure() -> dict[str, tuple[int, int, Corpus]]:
     """By corpus: how many are as they should be, of how many, and the others."""
     math = make_math()
     counts = {}
     for name, corpus, wanted in (
-        ("math, right", MATH_RIGHT, 1.0),
-        ("math, hacks", MATH_HACKS, 0.0),
-        ("gsm8k, right", GSM8K_RIGHT, 1.0),
-        ("gsm8k, hacks", GSM8K_HACKS, 0.0),
+        ("math, right", MATH_RIGHT + LATER_MATH_RIGHT, 1.0),
+        ("math, hacks", MATH_HACKS + LATER_MATH_HACKS, 0.0),
+        ("gsm8k, right", GSM8K_RIGHT + LATER_GSM8K_RIGHT, 1.0),
+        ("gsm8k, hacks", GSM8K_HACKS + LATER_GSM8K_HACKS, 0.0),
     ):
-        answers = [answer for _, answer in corpus]
-        if name.startswith("math"):
-            found = math([rf"So \boxed{{{text}}}" for text, _ in corpus], answer=answers)
-        else:
-            found = gsm8k_reward([text for text, _ in corpus], answers)
+        found = rewards_of(name.partition(",")[0], corpus, math)
         wrong = [pair for pair, reward in zip(corpus, found, strict=True) if reward != wanted]
         counts[name] = len(corpus) - len(wrong), len(corpus), wrong
     math.close()
@@ -327,7 +442,7 @@ def main() -> int:
     """Print the counts and what is judged otherwise; return how many those are."""
     counts = measure()
     for name, (_, _, wrong) in counts.items():
-        for text, reference in wrong:
+        for text, reference, *_ in wrong:
             print(f"{name}: {text[:60]!r} for {reference!r}")
     for kind, meaning in (("hacks", "hacks rejected"), ("right", "right answers accepted")):
         cells = [

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from rloo import __version__
 from rloo.algorithm.interrupts import Stop, Stopped
 from rloo.config.aliases import our_name
 from rloo.config.config import without_adapter
+from rloo.config.functions import NotAllowed
 from rloo.config.imports import IMPORTERS, import_config, render_imported
 from rloo.config.parsing import parse_command_line
 from rloo.config.presets import describe_preset, remarks
@@ -73,14 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except Exception:
                 signals.check()  # what a signal has broken, such as an import, is no error
                 raise
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        pass
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, NotAllowed) as error:
         if getattr(error, "__notes__", None):  # raised in a user's reward: show where
             raise
-        status, said = (2 if isinstance(error, ValueError) else 1), str(error)
+        in_run = getattr(error, "in_run", False)
+        # Else the reader of the output, such as `head`, has seen enough.
+        if in_run or not isinstance(error, BrokenPipeError):
+            refused = isinstance(error, ValueError) and not in_run
+            status, said = 2 if refused else 1, str(error)
     except (KeyboardInterrupt, Stopped) as stop:
         status, said = getattr(stop, "status", INTERRUPTED), str(stop) or "interrupted"
+    except SystemExit as error:  # of user code: an estimator, a callback
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        status = 1
+        said = f"{place.filename}:{place.lineno}: {place.name} called sys.exit({error.code!r})"
+        said += "; what a run calls returns, or raises an Exception"
     _say(said)
     return status
 
@@ -94,6 +103,8 @@ def _say(text: str) -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (ValueError, AttributeError):  # closed, or None
+            continue
 
 
 def _train(arguments: list[str], signals: Stop) -> int:

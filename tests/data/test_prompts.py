@@ -132,6 +132,18 @@ def test_a_column_that_the_first_row_lacks_is_kept(tmp_path):
             "prompt,answer\na,1\nb\n",
             r"a\.csv cannot be loaded: .*2 columns, got 1",
         ),
+        ("a.csv", 'prompt\na\n"b\nc\n', r"a\.csv: line 3 has a value that begins with a quote and"),
+        ("a.csv", 'prompt,x\n"a,1\n"b",2\n', r"a\.csv: line 2 has a value that begins with a quo"),
+        ("a.csv", "prompt\na\nb\0c\n", r"a\.csv: line 3 has a NUL byte, which is no text \(datase"),
+        *(
+            (
+                "a.jsonl",
+                '{"prompt": "a"}\n{"prompt": "b", "x": ' + "[" * deep + "]" * deep + "}\n",
+                r"a\.jsonl: line 2 has a value in column 'x' that is nested deeper than 20 levels",
+            )
+            for deep in (22, 100, 200, 400)
+        ),
+        ("a.json", '[{"x": ' + '{"a":' * 60 + "1" + "}" * 60 + "}]", r"json: element 0 .* deeper"),
         ("a.parquet", "no parquet", r"a\.parquet cannot be loaded: "),
         ("a.txt", "a", r"a\.txt is not a \.jsonl, \.json, \.parquet, \.csv file"),
         ("a.jsonl", "\n", r"a\.jsonl has 0 rows; training needs at least 1 \(dataset\)"),
@@ -141,6 +153,17 @@ def test_a_faulty_file_is_named_with_its_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         load_rows(tmp_path / name)
+
+
+def test_quotes_of_a_csv_and_levels_of_an_object_are_taken_as_far_as_they_are_clear(tmp_path):
+    (tmp_path / "a.csv").write_bytes(
+        b'\xef\xbb\xbf"prompt",x\r\n"a ""b"", c\nd",5" wide\r\n"","""q"""\r\n'
+    )
+    wanted = [{"prompt": 'a "b", c\nd', "x": '5" wide'}, {"prompt": "", "x": '"q"'}]
+    assert load_rows(tmp_path / "a.csv").to_list() == wanted
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "x": ' + "[" * 20 + "1" + "]" * 20 + "}")
+    (value,) = load_rows(tmp_path / "a.jsonl")["x"][:]
+    assert str(value) == "[" * 20 + "1" + "]" * 20
 
 
 def test_a_faulty_dataset_argument_is_refused(tmp_path):

@@ -75,6 +75,13 @@ def test_a_new_head_is_random_where_it_is_allowed_and_is_named(saved, tmp_path):
     [
         ({"num_hidden_layers": 20_000}, "num_hidden_layers 20,000; it may have at most 10,000"),
         ({"vocab_size": 10**12}, "vocab_size 1,000,000,000,000 and hidden_size 32; one matrix"),
+        ({"head_dim": 10**12}, r"heads \d+ and head_dim 1,000,000,000,000 and hidden_size 32; one"),
+        ({"num_attention_heads": 10**12}, "num_attention_heads 1,000,000,000,000 and head_dim"),
+        ({"num_experts": 10**12}, r"num_experts 1,000,000,000,000 and intermediate_size \d+ and"),
+        (
+            {"n_routed_experts": 10**6, "moe_intermediate_size": 10**6},
+            "n_routed_experts 1,000,000 and moe_intermediate_size 1,000,000 and hidden_size 32",
+        ),
     ],
 )
 def test_sizes_are_refused_before_anything_is_made(saved, tmp_path, config, message):

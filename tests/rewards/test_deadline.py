@@ -3,8 +3,11 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from concurrent import futures
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 
 from benchmarks.chaos.rewards import CASES, try_case
 from rloo.config.config import RLOOConfig
+from rloo.config.functions import STOP_SIGNALS, NotAllowed
 from rloo.rewards import RewardSet, load_reward
 from rloo.rewards.deadline import DeadlinePassed, call_within_reward_timeout
 from rloo.run.setup import make_rewards
@@ -153,8 +157,56 @@ def test_ctrl_c_and_what_stops_the_run_pass_through_at_once(timeout):
         signal.signal(signal.SIGUSR2, previous)
 
 
+@pytest.mark.parametrize("on_error", ["raise", "missing"])
+def test_ctrl_c_passes_also_where_the_function_raises_something_of_its_own_for_it(on_error):
+    def gives_up(completions):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            raise asyncio.CancelledError from None
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(asyncio.CancelledError):
+        score(gives_up, on_error=on_error)
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def exits(completions):
     raise SystemExit(0)
+
+
+def raises_ctrl_c(completions):
+    raise KeyboardInterrupt
+
+
+async def raises_ctrl_c_too(completions):
+    raise KeyboardInterrupt
+
+
+def raises_cancelled(completions):
+    raise asyncio.CancelledError
+
+
+async def cancels_its_own_task(completions):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(60)
+
+
+def raises_generator_exit(completions):
+    raise GeneratorExit
+
+
+async def raises_generator_exit_too(completions):
+    raise GeneratorExit
+
+
+def shows_nothing(completions):
+    class Silent(BaseException):
+        def __repr__(self):
+            raise RuntimeError("no repr")
+
+    raise Silent
 
 
 async def exits_in_a_task(completions):
@@ -164,15 +216,46 @@ async def exits_in_a_task(completions):
     await asyncio.create_task(work())
 
 
-@pytest.mark.parametrize("function", [exits, exits_in_a_task])
-def test_a_reward_cannot_end_the_run_as_if_it_were_finished(function):
-    with pytest.raises(RuntimeError, match=rf"'{function.__name__}' raised exit\(0\), which would"):
+@pytest.mark.parametrize(
+    ("function", "raised"),
+    [
+        (exits, r"exit\(0\)"),
+        (exits_in_a_task, r"exit\(0\)"),
+        (raises_ctrl_c, r"KeyboardInterrupt\(\)"),
+        (raises_ctrl_c_too, r"KeyboardInterrupt\(\)"),
+        (raises_cancelled, r"CancelledError\(\)"),
+        (cancels_its_own_task, r"CancelledError\(\)"),
+        (raises_generator_exit, r"GeneratorExit\(\)"),
+        (raises_generator_exit_too, r"GeneratorExit\(\)"),
+        (shows_nothing, r"<.*Silent object at .*>"),
+    ],
+)
+def test_a_reward_cannot_end_the_run_as_if_it_were_finished(function, raised):
+    message = rf"'{function.__name__}' raised {raised}, which would"
+    with pytest.raises(NotAllowed, match=message):
         score(function, timeout=30)
+    with pytest.warns(UserWarning, match=message):
+        assert score(lengths, function, on_error="missing").totals == [1.0, 2.0, 3.0]
+    with futures.ThreadPoolExecutor() as pool, pytest.raises(NotAllowed, match=message):
+        pool.submit(score, function, timeout=30).result()
 
 
-def test_a_file_that_exits_when_it_is_loaded_is_an_error(tmp_path):
-    (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(ValueError, match=r"mine.py called sys.exit\(0\) when it was imported"):
+@pytest.mark.parametrize(
+    ("code", "did"),
+    [
+        ("import sys; sys.exit(0)", r"called sys.exit\(0\)"),
+        ("raise KeyboardInterrupt", r"raised KeyboardInterrupt\(\)"),
+    ],
+)
+def test_a_file_that_ends_the_process_when_it_is_loaded_is_an_error(tmp_path, code, did):
+    (tmp_path / "mine.py").write_text(code)
+    with pytest.raises(ValueError, match=rf"mine.py {did} when it was imported"):
+        load_reward(f"{tmp_path / 'mine.py'}:score")
+
+
+def test_ctrl_c_while_a_file_is_loaded_is_ctrl_c(tmp_path):
+    (tmp_path / "mine.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)\n")
+    with pytest.raises(KeyboardInterrupt):
         load_reward(f"{tmp_path / 'mine.py'}:score")
 
 
@@ -192,15 +275,36 @@ def test_what_a_reward_changes_of_the_process_is_restored_and_an_error(tmp_path,
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise ValueError
 
-    with pytest.raises(RuntimeError, match=r"'moves' changed the working directory from .* to / "):
+    with pytest.raises(NotAllowed, match=r"'moves' changed the working directory from .* to / "):
         score(moves)
-    with pytest.raises(RuntimeError, match="'moves_later' changed the working directory"):
+    with pytest.raises(NotAllowed, match="'moves_later' changed the working directory"):
         score(moves_later)
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(ValueError):
         score(ignores_ctrl_c)
     assert signal.getsignal(signal.SIGINT) == handler
     assert os.getcwd() == str(tmp_path) and torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("name", STOP_SIGNALS)
+def test_no_reward_takes_a_stop_signal_away(name):
+    number = getattr(signal, name)
+    handler = signal.getsignal(number)
+
+    def handles(completions):
+        signal.signal(number, lambda *_: None)
+        return lengths(completions)
+
+    def blocks(completions):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+        return lengths(completions)
+
+    with pytest.raises(NotAllowed, match=f"'handles' changed the handler of {name} from"):
+        score(handles)
+    with pytest.raises(NotAllowed, match=f"'blocks' changed the blocked signals .*{name}"):
+        score(blocks, timeout=30)
+    assert signal.getsignal(number) == handler
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_the_state_of_the_trainer_is_a_copy_and_setting_it_is_an_error():
@@ -215,13 +319,28 @@ def test_the_state_of_the_trainer_is_a_copy_and_setting_it_is_an_error():
         return [1.0] * 3
 
     assert score(reads, state=state).totals == [3.0] * 3
-    with pytest.raises(RuntimeError, match=r"'ends' set trainer_state.global_step from 3 to 1000"):
+    with pytest.raises(NotAllowed, match=r"'ends' set trainer_state.global_step from 3 to 1000"):
         score(ends, state=state)
     assert state == SimpleNamespace(global_step=3, log_history=[{"loss": 1.0}])
 
 
+class Odd(Exception):
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    __str__ = __repr__
+
+
 def raises(completions):
     raise OSError("no judge")
+
+
+def raises_what_shows_nothing(completions):
+    raise Odd
+
+
+def returns_what_shows_nothing(completions):
+    return [Odd()] * 3
 
 
 def returns_too_few(completions):
@@ -233,10 +352,12 @@ def returns_too_few(completions):
     [
         (raises, "OSError: no judge"),
         (returns_too_few, "ValueError: .* returned 1 rewards for 3 completions"),
-        (exits, "RuntimeError: .* raised exit"),
+        (raises_what_shows_nothing, "Odd: <.*Odd object at"),
+        (returns_what_shows_nothing, "ValueError: .* returned Odd: <.*Odd object at"),
+        (exits, "NotAllowed: .* raised exit"),
         (sleeps, "TimeoutError: .* did not return within 0.2 s"),
         (awaits, "TimeoutError: .* did not return within 0.2 s"),
-        (exits_in_a_task, "RuntimeError: .* raised exit"),
+        (exits_in_a_task, "NotAllowed: .* raised exit"),
     ],
 )
 def test_where_the_user_says_so_a_failure_is_missing_counted_and_told(fails, reason):
@@ -264,6 +385,28 @@ def test_the_options_reach_the_rewards():
     assert RLOOConfig().reward_timeout == 300 and RLOOConfig().reward_on_error == "raise"
     with pytest.raises(ValueError, match=r"reward_timeout is -1.0; it must be at least 0"):
         RLOOConfig(reward_timeout=-1.0)
+    with pytest.raises(
+        ValueError, match=r"reward_timeout is 10000000000.0; it must be at most 315,360,000 "
+    ):
+        RLOOConfig(reward_timeout=1e10)
+    assert RLOOConfig(reward_timeout=315_360_000).reward_timeout == 315_360_000
+    assert score(lengths, timeout=315_360_000.0).totals == [1.0, 2.0, 3.0]
+
+
+def test_a_reward_that_takes_the_last_timer_and_catches_everything_is_ended_and_shown():
+    code = (
+        "import faulthandler, time\n"
+        "from rloo.rewards.deadline import call_within_reward_timeout\n"
+        "def hangs():\n"
+        "    faulthandler.cancel_dump_traceback_later()\n"
+        "    while True:\n        try:\n            time.sleep(0.01)\n"
+        "        except BaseException:\n            pass\n"
+        "call_within_reward_timeout(0.1, hangs)\n"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "Timeout (0:00:" in ended.stderr and "in hangs" in ended.stderr
 
 
 @pytest.mark.parametrize("name", ["crashes", "sleeps_in_c_with_the_lock", "exits_at_once"])

@@ -1,6 +1,7 @@
 """The GSM8K reward on 200 real references: right, wrong and disguised answers, counted exactly."""
 
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -158,6 +159,12 @@ def test_all_200_wrong_answers_are_wrong(form):
 @pytest.mark.parametrize("form", DISGUISED)
 def test_all_200_disguised_answers_are_wrong(form):
     assert count_right(DISGUISED[form]) == 0
+
+
+def test_last_sentences_that_people_wrote_are_read():
+    """The three others have a number after their result."""
+    worked = [re.sub("<<.*?>>", "", answer.split("####")[0]) for answer in ANSWERS]
+    assert sum(gsm8k_reward(worked, ANSWERS, [row["question"] for row in ROWS])) == 197
 
 
 @pytest.mark.parametrize(

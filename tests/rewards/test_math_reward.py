@@ -93,7 +93,7 @@ def test_long_and_deep_texts_are_wrong_and_not_judged(math_reward, monkeypatch):
 
 def test_after_an_interrupt_no_verdict_is_taken_for_the_next_one(math_reward, monkeypatch):
     reward = math_reward
-    first, second = r"\boxed{x+x}", r"\boxed{3x}"
+    first, second = r"\boxed{x \cdot 2}", r"\boxed{3x}"
     assert reward([first], answer=["2x"]) == [1.0]
 
     def interrupt(*_):
@@ -120,7 +120,9 @@ def test_many_bombs_take_one_budget_and_score_nothing(math_reward, monkeypatch):
     answers = [f"{reference}+{n}" for n in range(3) for _, reference in BOMBS]
     answers, logged = [*answers, "2x"], {}
     started = time.monotonic()
-    rewards = math_reward([*texts, r"\boxed{x+x}"], answer=answers, log_metric=logged.__setitem__)
+    rewards = math_reward(
+        [*texts, r"\boxed{x \cdot 2}"], answer=answers, log_metric=logged.__setitem__
+    )
     # 1.8 s is the budget; a busy machine may leave some of them missing.
     assert time.monotonic() - started < 30
     assert 1.0 not in rewards[:-1] and 0.0 in rewards
@@ -139,8 +141,8 @@ def test_a_judge_or_worker_that_is_stopped_is_missing_once_and_replaced(math_rew
         with monkeypatch.context() as patch:
             patch.setattr(math_reward, "_seconds", 0.1)
             patch.setattr("rloo.rewards.math._REPLY_SECONDS", 0.3)
-            assert math_reward([r"\boxed{x+x}"], answer=["2x"]) == [None]
-        assert math_reward([r"\boxed{x+x}"], answer=["2x"]) == [1.0]
+            assert math_reward([r"\boxed{x \cdot 2}"], answer=["2x"]) == [None]
+        assert math_reward([r"\boxed{x \cdot 2}"], answer=["2x"]) == [1.0]
 
 
 def test_a_reference_that_is_too_hard_or_unreadable_is_no_fault_of_the_answer(math_reward):

@@ -8,8 +8,18 @@ others, but for words before the number after `####`: they are no part of the co
 
 import pytest
 
-from benchmarks.chaos.verifiers import GSM8K_HACKS, GSM8K_RIGHT, MATH_HACKS, MATH_RIGHT
-from rloo.rewards import gsm8k_reward, make_math
+from benchmarks.chaos.verifiers import (
+    GSM8K_HACKS,
+    GSM8K_RIGHT,
+    LATER_GSM8K_HACKS,
+    LATER_GSM8K_RIGHT,
+    LATER_MATH_HACKS,
+    LATER_MATH_RIGHT,
+    MATH_HACKS,
+    MATH_RIGHT,
+    rewards_of,
+)
+from rloo.rewards import make_math
 
 HELD_OUT_MATH_HACKS = [
     ("17+25", "42"),
@@ -321,24 +331,19 @@ def math_reward():
     reward.close()
 
 
-def judge(verifier, pairs, math_reward):
-    answers = [answer for _, answer in pairs]
-    if verifier == "math":
-        return math_reward([rf"So \boxed{{{text}}}" for text, _ in pairs], answer=answers)
-    return gsm8k_reward([text for text, _ in pairs], answers)
-
-
 @pytest.mark.parametrize(
     ("verifier", "pairs"),
     [
         ("math", MATH_HACKS),
         ("math", HELD_OUT_MATH_HACKS),
+        ("math", LATER_MATH_HACKS),
         ("gsm8k", GSM8K_HACKS),
         ("gsm8k", HELD_OUT_GSM8K_HACKS),
+        ("gsm8k", LATER_GSM8K_HACKS),
     ],
 )
 def test_hacks_score_nothing(verifier, pairs, math_reward):
-    rewards = judge(verifier, pairs, math_reward)
+    rewards = rewards_of(verifier, pairs, math_reward)
     assert [pair for pair, reward in zip(pairs, rewards, strict=True) if reward != 0.0] == []
 
 
@@ -347,10 +352,12 @@ def test_hacks_score_nothing(verifier, pairs, math_reward):
     [
         ("math", MATH_RIGHT),
         ("math", HELD_OUT_MATH_RIGHT),
+        ("math", LATER_MATH_RIGHT),
         ("gsm8k", GSM8K_RIGHT),
         ("gsm8k", HELD_OUT_GSM8K_RIGHT),
+        ("gsm8k", LATER_GSM8K_RIGHT),
     ],
 )
 def test_right_answers_are_accepted(verifier, pairs, math_reward):
-    rewards = judge(verifier, pairs, math_reward)
+    rewards = rewards_of(verifier, pairs, math_reward)
     assert [pair for pair, reward in zip(pairs, rewards, strict=True) if reward != 1.0] == []

@@ -43,6 +43,7 @@ class Bandit:
 
     @cached_property
     def length_S(self) -> Tensor:
+        """Tokens of each sequence."""
         return torch.tensor([len(sequence) for sequence in self.sequences])
 
     def token_logprobs(self, logits: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class Returns:
 
     @property
     def num_completions(self) -> int:
+        """N."""
         return len(self.reward_N)
 
     @property

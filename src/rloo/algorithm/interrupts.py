@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# With these people, shells, schedulers and limits ask a process to end. Not all systems have all.
-ASKING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+from rloo.config.functions import STOP_SIGNALS
 
 
 class Stopped(SystemExit):
@@ -53,7 +52,7 @@ class Stop:
         """Install the handlers; on leaving, put the previous ones back."""
         previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            numbers = [getattr(signal, name) for name in ASKING if hasattr(signal, name)]
+            numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
             for number in numbers:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     previous[number] = signal.signal(number, self._receive)

@@ -45,6 +45,7 @@ class SyncRollouts:
 
     @property
     def epoch(self) -> float:
+        """Passes over the data so far."""
         return self.prompts.epoch
 
     def describe(self) -> dict[str, Any]:
@@ -58,6 +59,7 @@ class SyncRollouts:
         return {"prompts": self.prompts.state_dict(), "rewards": self.rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
+        """Go on from what `state_dict` returned, with the rollout that begins at `step`."""
         self.prompts.load_state_dict(state["prompts"])
         self.rewards.load_state_dict(state["rewards"])
         self.step = step

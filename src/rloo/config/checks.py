@@ -47,6 +47,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     )),
     ("must be above 0, and at least 0.000001 so that no score overflows", lambda x: x >= 1e-6,
      ("temperature", "eval_temperature")),
+    ("must be at most 315,360,000 (ten years), or null for no deadline",
+     lambda x: x <= 315_360_000, ("reward_timeout",)),
     ("must be at least 0", lambda x: x >= 0, (
         "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
         "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",

@@ -8,6 +8,7 @@ import stat
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,19 @@ def one_line(error: Exception) -> str:
 
 # Layers are objects even where nothing is loaded into them.
 _MOST_LAYERS = 10_000
+# What a matrix has on one side, with `hidden_size` on the other; of several names, the first that
+# is there. All heads, and all experts, are in one.
+_SIZES = (
+    ("vocab_size",),
+    ("intermediate_size",),
+    ("hidden_size",),
+    ("num_attention_heads", "head_dim"),
+    ("num_key_value_heads", "head_dim"),
+    (
+        "num_experts|num_local_experts|n_routed_experts",
+        "moe_intermediate_size|intermediate_size",
+    ),
+)
 _SHOWN = 8
 # The arguments of `from_pretrained` that say where a model's files are.
 _SOURCE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
@@ -121,23 +135,29 @@ def _refuse_integers(model: Any, name: str | Path, what: str, options: dict[str,
 
 def check_sizes(config: Any, name: str | Path, what: str) -> None:
     """Raise ValueError for a model whose configuration has more layers than any has, or a matrix
-    that is larger than this machine's memory: before it is made."""
+    (of all heads, or all experts) that is larger than this machine's memory: before it is made."""
     text = config.get_text_config()
-    layers, width = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
+    layers = getattr(text, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise ValueError(
             f"the {what} {name} has num_hidden_layers {layers:,}; it may have at most "
             f"{_MOST_LAYERS:,} (config.json of the model)"
         )
     memory = psutil.virtual_memory().total
-    for option in ("vocab_size", "intermediate_size", "hidden_size"):
-        size = getattr(text, option, 0)
-        if isinstance(size, int) and isinstance(width, int) and 4 * size * width > memory:
+    for names in _SIZES:
+        sizes = [size for option in (*names, "hidden_size") if (size := _size(text, option))]
+        if len(sizes) > len(names) and 4 * prod(size for _, size in sizes) > memory:
+            named = " and ".join(f"{option} {size:,}" for option, size in sizes)
             raise ValueError(
-                f"the {what} {name} has {option} {size:,} and hidden_size {width:,}; one matrix of "
-                f"that takes more than the {memory:,} bytes of this machine (config.json of the "
-                "model)"
+                f"the {what} {name} has {named}; one matrix of that takes more than the "
+                f"{memory:,} bytes of this machine (config.json of the model)"
             )
+
+
+def _size(config: Any, names: str) -> tuple[str, int] | None:
+    """The first of the options that is a whole number in a configuration, with its value."""
+    values = ((option, getattr(config, option, None)) for option in names.split("|"))
+    return next(((option, value) for option, value in values if isinstance(value, int)), None)
 
 
 def _some(names: Collection[str]) -> str:

@@ -1,17 +1,58 @@
 """The functions that a user names in options: a module's or a file's, which is run. Never pass text
-from a model or a dataset."""
+from a model or a dataset. Also, what tells their faults from what comes from outside."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import signal
 import sys
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+# With these a process is asked to stop; not all systems have all.
+STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+
+
+class NotAllowed(RuntimeError):
+    """A user's function would have ended the run, or changed what belongs to it; says which."""
+
+
+@contextmanager
+def noting_signals() -> Iterator[list[int]]:
+    """The stop signals whose handlers raise in this block: without one, it is the function called
+    in it that raises KeyboardInterrupt or SystemExit. Outside the main thread none come."""
+    came: list[int] = []
+    noting: dict[int, tuple[Any, Any]] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)):
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    noting[number] = handler, _noting(handler, came)
+                    signal.signal(number, noting[number][1])
+        yield came
+    finally:
+        for number, (handler, ours) in noting.items():
+            if signal.getsignal(number) is ours:
+                signal.signal(number, handler)
+
+
+def _noting(handler: Callable[..., Any], came: list[int]) -> Callable[..., Any]:
+    def receive(number: int, frame: Any) -> Any:
+        try:
+            return handler(number, frame)
+        except BaseException:  # most handlers of these signals raise what is no Exception
+            came.append(number)
+            raise
+
+    return receive
 
 
 def load_function(spec: str, kind: str) -> Callable[..., Any]:
@@ -19,17 +60,26 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
     `kind` is what it is for, in messages: reward, estimator.
 
     Raises ValueError for a file or module that is not there, and for an attribute that is missing
-    or not callable. What the module raises when it is imported is passed on.
+    or not callable; for a module that raises what is no Exception when it is imported, unless a
+    signal does. Exceptions that it raises are passed on.
     """
     source, _, attribute = spec.rpartition(":")
     load = _import_file if source.endswith(".py") else _import_module
-    try:
-        module = load(source, kind)
-    except SystemExit as error:  # it would end the run, with status 0 as if it were finished
-        raise ValueError(
-            f"{source} called sys.exit({error.code!r}) when it was imported; it must only define "
-            f"functions ({kind} {spec!r})"
-        ) from error
+    with noting_signals() as came:
+        try:
+            module = load(source, kind)
+        except Exception:
+            raise
+        except BaseException as error:  # it would end the run as if the user had
+            if came:
+                raise
+            did = f"raised {error!r}"
+            if isinstance(error, SystemExit):
+                did = f"called sys.exit({error.code!r})"
+            raise ValueError(
+                f"{source} {did} when it was imported; it must only define functions "
+                f"({kind} {spec!r})"
+            ) from error
     found = getattr(module, attribute, None)
     if found is None:
         names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]

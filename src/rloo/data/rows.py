@@ -20,6 +20,11 @@ from rloo.config.files import check_file, one_line, reading
 
 Given: TypeAlias = Dataset | IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+# Arrow's schemas end at 64 levels, and Python's recursion, which makes them, before that.
+_MOST_LEVELS = 20
+_QUOTED = re.compile(
+    rb'(?:\A(?:\xef\xbb\xbf)?|[,\r\n])(?P<open>")[^"]*+(?:""[^"]*+)*+(?P<closed>"(?=[,\r\n]|\Z))?'
+)
 SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 
 
@@ -122,6 +127,8 @@ def _read_file(path: Path) -> Dataset:
         raise ValueError(f"{path} is not a {', '.join(SUFFIXES)} file (dataset)")
     if path.suffix in (".json", ".jsonl"):
         return _from_objects(_read_objects(path), path)
+    if path.suffix == ".csv":
+        _check_csv(path)
     with reading(str(path), "dataset"):
         if path.suffix == ".parquet":
             table = parquet.read_table(path)
@@ -132,7 +139,20 @@ def _read_file(path: Path) -> Dataset:
     if len(set(table.column_names)) < table.num_columns:
         names = ", ".join(table.column_names)
         raise ValueError(f"{path} has a column twice: {names} (dataset)")
-    return Dataset(InMemoryTable(table))
+    with reading(str(path), "dataset"):
+        return Dataset(InMemoryTable(table))
+
+
+def _check_csv(path: Path) -> None:
+    """Refuse what a parser takes in silence: a NUL, and a quote that swallows what follows it."""
+    content = path.read_bytes()
+    faults = {"has a NUL byte, which is no text": content.find(b"\0")}
+    unclosed = (value.start("open") for value in _QUOTED.finditer(content) if not value["closed"])
+    faults["has a value that begins with a quote and does not end with one"] = next(unclosed, -1)
+    for fault, at in faults.items():
+        if at >= 0:
+            line = content.count(b"\n", 0, at) + 1
+            raise ValueError(f"{path}: line {line} {fault} (dataset)")
 
 
 def _read_objects(path: Path) -> list[dict[str, Any]]:
@@ -151,14 +171,35 @@ def _read_objects(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}:{place} {one_line(error)} (dataset)") from error
         values = value if is_list else [value]
         for index, row in enumerate(values):
+            place = f"element {index}" if is_list else f"line {number}"
             if not isinstance(row, dict):
-                place = f"element {index}" if is_list else f"line {number}"
                 raise ValueError(
                     f"{path}: {place} is a {type(row).__name__}; a row is an object such as "
                     '{"prompt": "..."} (dataset)'
                 )
+            for name in row:
+                if not _is_shallow(row[name]):
+                    raise ValueError(
+                        f"{path}: {place} has a value in column '{name}' that is nested deeper "
+                        f"than {_MOST_LEVELS} levels, the most that a row may have (dataset)"
+                    )
         objects.extend(values)
     return objects
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether a value has at most so many levels of lists and objects."""
+    level = [value]
+    for _ in range(_MOST_LEVELS + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (list, dict))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return True
+    return False
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class MicroBatch:
 
     @property
     def size(self) -> int:
+        """N."""
         return len(self.keys)
 
 

@@ -50,6 +50,7 @@ class UnderAdapter(Reference):
         self._adapter = adapter
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
+        """(T,), without gradients, with the adapter as it was before training."""
         with self._adapter.as_reference():
             return self._scorer.logprobs(batch)
 
@@ -64,20 +65,24 @@ class FrozenCopy(Reference):
         self._moves = moves
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
+        """(T,), without gradients, under the copy."""
         return self._scorer.logprobs(batch)
 
     @torch.no_grad()
     def move(self, share: float) -> None:
+        """copy = (1 - share) * copy + share * policy, for all weights."""
         pairs = zip(self._scorer.model.parameters(), self._policy.model.parameters(), strict=True)
         for frozen, parameter in pairs:
             frozen.lerp_(parameter.detach(), share)
 
     def save(self, checkpoint: str | Path) -> None:
+        """Write the copy to a folder in the checkpoint, if it moves."""
         if self._moves:
             with quiet():
                 self._scorer.model.save_pretrained(Path(checkpoint, FOLDER))
 
     def load(self, checkpoint: str | Path) -> None:
+        """Take on the copy of a checkpoint that has one."""
         folder = Path(checkpoint, FOLDER)
         if folder.is_dir():
             load_weights(self._scorer.model, folder)

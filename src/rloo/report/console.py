@@ -132,6 +132,7 @@ class LiveProgress(Progress):
         self._steps = self.add_task("", total=max_steps)
 
     def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar, and the lines below it: what rich draws."""
         yield self.make_tasks_table(self.tasks)
         yield from self._below
 

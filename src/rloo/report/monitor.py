@@ -275,10 +275,13 @@ class Monitor:
 
     @contextmanager
     def _printing(self) -> Iterator[None]:
-        """Printing that fails (terminal or reader are gone) ends the printing, not the run."""
+        """Printing that fails (terminal or reader are gone, the stream is closed) ends the
+        printing, not the run."""
         try:
             yield
-        except OSError:
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not getattr(self._console.file, "closed", False):
+                raise
             self._live, self._console = None, Console(file=io.StringIO())
 
     def attach(

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import re
 
-from rloo.rewards.closed_form import NoForm, read_form
+from rloo.rewards.closed_form import Form, NoForm, read_form
 from rloo.rewards.numerals import Numeral, clean, read_numeral
+from rloo.rewards.wording import alters, asked_in, asks_for
 
-_PERCENT = re.compile(r"percent|%")
-_DEGREE = re.compile(r"degree|angle|\u00b0|\\circ")
-_ASKING = re.compile(r"[^.?!]*\?")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"\(?\s*[A-Za-z](?:[A-Za-z' -]{0,40})\s*\)?")
 _NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\(\w+\))?"
 _LABEL = re.compile(
     rf"(?P<before>^|,|;|\\text\s*\{{\s*(?:or|and),?\s*\}})\s*"
-    rf"(?:{_NAME}|\([a-z](?:,\s*[a-z])+\)|\\text\s*\{{[A-Za-z' ]*\}})\s*"
+    rf"(?:{_NAME}|\([a-z](?:,\s*[a-z])+\)|\\text\s*\{{(?P<words>[A-Za-z' ]*)\}})\s*"
     r"(?P<relation>=|:|\\in(?![A-Za-z]))(?!=)"
 )
 
@@ -27,7 +25,8 @@ class Reference:
     def __init__(self, text: str, question: str = "") -> None:
         self._text = clean(text)
         self._question = question
-        self._numeral = read_numeral(text)
+        self._asked = asked_in(question, text)
+        self._numeral = read_numeral(text, self._asked)
         self._words = _read_words(self._text)
         self._form = None
         self.is_readable = bool(self._text)
@@ -37,34 +36,39 @@ class Reference:
             except NoForm:
                 self.is_readable = False
 
-    def judge(self, answer: str) -> bool | None:
-        """Whether `answer` is this reference; None where only its form is known to be right."""
+    def judge(self, answer: str) -> bool | tuple[str, str]:
+        """Whether `answer` is this reference; the LaTeX of both where only its form is known to be
+        right."""
         if self._numeral is not None:
-            return self._is_number(read_numeral(answer))
+            return self._is_number(read_numeral(answer, self._asked))
         if self._words is not None:
             return _read_words(clean(answer)) == self._words
         assert self._form is not None
+        # Without the name that it is given, as in `x = ...`, unless the reference has one.
+        latex = _LABEL.sub(self._without_label, clean(answer).replace("%", "\\%"))
         try:
-            form = read_form(self.latex_of(answer))
+            form = read_form(latex)
         except NoForm:
             return False
         form.parts -= {
             f"mark {mark}" for mark in ("%", "^\\circ") if asks_for(mark, self._question)
         }
-        return None if form.is_within(self._form) else False
-
-    @property
-    def latex(self) -> str:
-        """The reference, for a judge."""
-        return self._text.replace("%", "\\%")
-
-    def latex_of(self, answer: str) -> str:
-        """`answer` for a judge: without the name that it is given, as in `x = ...` or `x \\in ...`,
-        unless the reference has such a relation itself."""
-        return _LABEL.sub(
-            lambda label: label.group() if label["relation"] in self._text else label["before"],
-            clean(answer).replace("%", "\\%"),
+        brackets = form.brackets_for(self._form)
+        if brackets is None or not form.is_within(self._form):
+            return False
+        return self._in_brackets(self._text.replace("%", "\\%"), self._form, brackets), (
+            self._in_brackets(latex, form, brackets)
         )
+
+    @staticmethod
+    def _in_brackets(latex: str, form: Form, brackets: str) -> str:
+        # A bare list is a set for a judge, without order.
+        return f"$({latex})$" if brackets == "()" and "bare" in form.lists else f"${latex}$"
+
+    def _without_label(self, label: re.Match[str]) -> str:
+        words = label["words"]
+        is_kept = label["relation"] in self._text or (words and alters(f"{words} is"))
+        return label.group() if is_kept else label["before"]
 
     def _is_number(self, answer: Numeral | None) -> bool:
         wanted = self._numeral
@@ -76,13 +80,6 @@ class Reference:
         if wanted.mark == "%" and answer.mark == "":  # 50% is 50, if it says so, and 1/2
             return answer.value in (wanted.value, wanted.value / 100)
         return answer.value == wanted.value
-
-
-def asks_for(mark: str, question: str) -> bool:
-    """Whether the last question of a text is for a percentage, or for degrees."""
-    asked = _ASKING.findall(question)
-    pattern = {"%": _PERCENT, "^\\circ": _DEGREE}.get(mark)
-    return pattern is not None and pattern.search(asked[-1] if asked else "") is not None
 
 
 def _read_words(text: str) -> str | None:

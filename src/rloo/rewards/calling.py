@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rloo.config.functions import NotAllowed
+from rloo.rewards.guard import show
+
 # Of float32, in which advantages are: a larger reward would be infinite there.
 LARGEST = 3.4028234663852886e38
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -28,6 +31,7 @@ class Reward:
 
     @property
     def is_async(self) -> bool:
+        """Whether it is a coroutine function, or an object whose call is one."""
         call = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async call)
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
@@ -40,14 +44,16 @@ class Log:
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log one value per completion. Raises ValueError for a string in place of a list."""
         if isinstance(values, str):
             raise ValueError(f"log_extra({column!r}, ...) got a string; it takes a list of values")
         self.extras.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
+        """Log a number, of which the step's mean is taken. Raises ValueError for anything else."""
         number = _unwrap(value)
         if not isinstance(number, numbers.Real):
-            raise ValueError(f"log_metric({name!r}, ...) got {value!r}; it takes a number")
+            raise ValueError(f"log_metric({name!r}, ...) got {show(value)}; it takes a number")
         self.metrics.setdefault(name, []).append(float(number))
 
 
@@ -96,14 +102,14 @@ def make_arguments(
 
 
 def check_state(name: str, seen: Any, trainer_state: Any) -> None:
-    """Raise RuntimeError where the function `name` set a value of `seen`, its copy of the trainer's
+    """Raise NotAllowed where the function `name` set a value of `seen`, its copy of the trainer's
     state: nothing would come of it. Lists and dictionaries in it are the function's own."""
     for key, value in getattr(seen, "__dict__", {}).items():
         known = getattr(trainer_state, key, None)
         if value is not known and not isinstance(known, (list, dict)):
-            raise RuntimeError(
-                f"the reward function {name!r} set trainer_state.{key} from {known!r:.60} to "
-                f"{value!r:.60}; the state belongs to the run, a reward function reads it"
+            raise NotAllowed(
+                f"the reward function {name!r} set trainer_state.{key} from {show(known, 60)} to "
+                f"{show(value, 60)}; the state belongs to the run, a reward function reads it"
             )
 
 
@@ -166,6 +172,4 @@ def _read_reward(value: Any, name: str, row: int) -> float | None:
 
 
 def _show(value: Any) -> str:
-    text = repr(value) if isinstance(value, float) else f"{type(value).__name__}: {value!r}"
-    text = " ".join(text.split())
-    return f"{text[:100]}..." if len(text) > 100 else text
+    return show(value) if isinstance(value, float) else f"{type(value).__name__}: {show(value)}"

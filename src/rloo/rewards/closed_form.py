@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import gcd, isqrt
 from typing import NamedTuple
 
-from rloo.rewards.numerals import clean, is_unit
+from rloo.rewards.numerals import clean
+from rloo.rewards.wording import is_unit
 
 _MAX_DEPTH = 24
 _MAX_DIGITS, _MAX_DECIMALS = 60, 4
@@ -27,32 +29,25 @@ _RELATIONS = {"=", "<", ">", ":", "\\le", "\\ge", "\\ne", "\\in", "\\approx", "\
               "\\cong", "\\to", "\\mid", "\\Rightarrow", "\\implies", "\\iff"}  # fmt: skip
 _INEQUALITIES = {"<", ">", "\\le", "\\ge", "\\in"}
 _SUMS = {"+", "-", "\\pm", "\\mp", "\\cup", "\\cap", "\\setminus"}
-_PRODUCTS = {
-    "*": "product",
-    "\\cdot": "product",
-    "\\times": "product",
-    "/": "quotient",
-    "\\div": "quotient",
-}
+_PRODUCTS = {"*": "product", "\\cdot": "product", "\\times": "product",
+             "/": "quotient", "\\div": "quotient"}  # fmt: skip
 _OPENING = {"(": ")", "[": "]", "\\{": "\\}", "|": "|", "\\langle": "\\rangle",
             "\\lfloor": "\\rfloor", "\\lceil": "\\rceil", "\\|": "\\|"}  # fmt: skip
 _CLOSING = set(_OPENING.values()) | {"}", "&", "\\\\", ",", ";"}
-_FUNCTIONS = (
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp det gcd lcm max min"
-)
 _NAMES = (
     "pi infty alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta kappa lambda mu nu"
     " xi rho sigma tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
     " emptyset ell hbar imath"
 )
 _KNOWN_NAMES = {f"\\{name}" for name in _NAMES.split()}
-_KNOWN_FUNCTIONS = {f"\\{name}" for name in _FUNCTIONS.split()} | {
-    "\\binom",
-    "\\mathbb",
-    "\\overline",
-}
+_FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp det gcd lcm"
+_WITH_GROUP = {"\\binom", "\\mathbb", "\\overline"}
+_KNOWN_FUNCTIONS = {f"\\{name}" for name in f"{_FUNCTIONS} max min".split()} | _WITH_GROUP
 _SAME = {"\\lt": "<", "\\gt": ">", "\\lvert": "|", "\\rvert": "|"}
 _ALWAYS = {"\\sqrt"}
+_PLAIN = str.maketrans("", "", "{}() ")
+# An exponent that takes a root.
+_BROKEN = re.compile(r"-?(?:[0-9]+/[0-9]+|[0-9]*\.[0-9]+|\\frac[0-9]{2,})")
 
 
 class NoForm(ValueError):
@@ -62,16 +57,32 @@ class NoForm(ValueError):
 @dataclass(slots=True)
 class Form:
     """What an expression is made of. `pending` are the operations that could be carried out, since
-    they are between rational numbers; `parts` are names, functions, relations, lists and marks."""
+    they are between rational numbers or things that are alike; `parts` are names, functions,
+    relations, lists and marks; `lists` are the brackets of those: `()`, `[)`, an environment, or
+    `bare` where there are none."""
 
     pending: set[str] = field(default_factory=set)
     parts: set[str] = field(default_factory=set)
+    lists: set[str] = field(default_factory=set)
+
+    def brackets_for(self, reference: Form) -> str | None:
+        """The brackets in which a bare list here, or there, is one of the other's kind; `bare` if
+        none are needed, None if the kinds differ."""
+        if not self.lists or not reference.lists or self.lists == reference.lists:
+            return "bare"
+        for kind in ("()", "\\{\\}"):
+            both = [{kind if k == "bare" else k for k in form.lists} for form in (self, reference)]
+            if both[0] == both[1]:
+                return kind
+        return None
 
     def is_within(self, reference: Form) -> bool:
         """Whether everything here is in the reference too, or is another way to write it."""
         allowed = set(reference.parts) | _ALWAYS
         if "list" in allowed:
             allowed |= {"\\pm", "\\cup"} | ({f"relation {name}" for name in _INEQUALITIES})
+        if "bare" in reference.lists:
+            allowed.add("\\{\\}")
         if "\\pm" in allowed:
             allowed.add("list")
         if any(part.startswith("relation") and part != "relation =" for part in allowed):
@@ -97,32 +108,42 @@ def read_form(text: str) -> Form:
         elif kind is not None:
             tokens.append((kind, _SAME.get(match.group(), match.group())))
     parser = _Parser(tokens, form)
-    parser.read_list()
+    if parser.read_list().is_list:
+        form.lists.add("bare")
     if parser.kind != "end":
         raise NoForm(parser.token)
     return form
 
 
 class _Operand(NamedTuple):
-    is_rational: bool
-    text: str
+    """What was read, and its core: empty for a rational number, the same for what is alike."""
+
+    core: str
+    text: str = ""
+    is_list: bool = False
 
 
 def _is_numeral(operands: list[_Operand], operation: str) -> bool:
     """Whether two operands are one number, as in 3/4 and 1\\frac{3}{4}."""
-    (_, first), (rational, second) = operands
+    first, second = operands[0].text, operands[1].text
     if operation == "beside":
-        return first.isdecimal() and rational and second.startswith("\\frac")
+        return first.isdecimal() and not operands[1].core and second.startswith("\\frac")
     return operation == "quotient" and first.isdecimal() and second.isdecimal()
 
 
+def _base_of(core: str) -> str:
+    """What a factor is a power of; a sum in brackets may stand there twice."""
+    return "" if core.startswith("(") else core.partition("^")[0]
+
+
 class _Parser:
-    """Recursive descent; what a method returns is whether it has read a rational number."""
+    """Recursive descent; what a method returns is the core of what it has read."""
 
     def __init__(self, tokens: list[tuple[str, str]], form: Form) -> None:
         self._tokens = [*tokens, ("end", "")]
         self._at = 0
         self._depth = 0
+        self._inside = 0  # roots and functions
         self.form = form
 
     @property
@@ -137,9 +158,9 @@ class _Parser:
         self._at += 1
         return self._tokens[self._at - 1][1]
 
-    def read_list(self) -> bool:
+    def read_list(self) -> _Operand:
         """Expressions and relations, divided by commas or by words for them."""
-        rational, count = self._read_relation(), 1
+        start, core, count = self._at, self._read_relation(), 1
         while self.token in (",", ";", "&", "\\\\") or self._is_connective():
             self._take()
             if self.kind == "text" and self._is_connective():
@@ -150,33 +171,42 @@ class _Parser:
             count += 1
         if count > 1:
             self.form.parts.add("list")
-        return rational and count == 1
+        return _Operand(core if count == 1 else self._text(start), is_list=count > 1)
+
+    def _text(self, start: int) -> str:
+        return "".join(token for _, token in self._tokens[start : self._at])
+
+    def _irrational(self, start: int) -> str:
+        """The core of what no operation is looked for in: its text, without braces."""
+        return self._text(start).translate(_PLAIN)
 
     def _is_connective(self) -> bool:
         return self.kind == "text" and self.token[5:].strip("{} ,") in ("and", "or")
 
-    def _read_relation(self) -> bool:
-        rational = self._read_sum()
+    def _read_relation(self) -> str:
+        start, core = self._at, self._read_sum()
         while self.token in _RELATIONS:
             self.form.parts.add(f"relation {self._take()}")
-            rational = self._read_sum() and False
-        return rational
+            self._read_sum()
+            core = self._irrational(start)
+        return core
 
-    def _read_sum(self) -> bool:
-        if self.token in _SUMS:
-            self._take_sum_sign()
-        operands = [self._read_operand(self._read_product)]
-        while self.token in _SUMS:
-            self._take_sum_sign()
+    def _read_sum(self) -> str:
+        start = self._at
+        operands: list[_Operand] = []
+        while not operands or self.token in _SUMS:
+            if self.token in _SUMS:
+                self._take_sum_sign()
             operands.append(self._read_operand(self._read_product))
-        return self._combine(operands, "sum")
+        cores = self._combine(operands, "sum")
+        return f"({self._irrational(start)})" if cores and len(operands) > 1 else "".join(cores)
 
     def _take_sum_sign(self) -> None:
         sign = self._take()
         if sign not in "+-":
             self.form.parts.add("\\pm" if sign == "\\mp" else sign)
 
-    def _read_product(self) -> bool:
+    def _read_product(self) -> str:
         operands, operation = [self._read_operand(self._read_power)], "product"
         while self.token in _PRODUCTS or self._begins_factor():
             beside = self.token not in _PRODUCTS
@@ -191,21 +221,35 @@ class _Parser:
                 raise NoForm("two numbers beside each other")
             operands.append(self._read_operand(self._read_power))
             if len(operands) == 2 and _is_numeral(operands, "beside" if beside else operation):
-                operands.pop()
+                under = operands.pop().text
+                if under.isdecimal():
+                    self._look_at_fraction(operands[0].text, under)
         self._read_unit()
-        return self._combine(operands, operation)
+        return "*".join(sorted(self._combine(operands, operation)))
 
-    def _read_operand(self, read: Callable[[], bool]) -> _Operand:
+    def _read_operand(self, read: Callable[[], str]) -> _Operand:
         start = self._at
-        rational = read()
-        return _Operand(rational, "".join(token for _, token in self._tokens[start : self._at]))
+        core = read()
+        return _Operand(core, self._text(start))
 
-    def _combine(self, operands: list[_Operand], operation: str) -> bool:
-        rationals = [operand.is_rational for operand in operands]
+    def _combine(self, operands: list[_Operand], operation: str) -> list[str]:
+        """The cores of the operands, after a look for what could be done with them."""
+        cores = [operand.core for operand in operands if operand.core]
+        alike = cores if operation == "sum" else [base for base in map(_base_of, cores) if base]
         idle = {"0"} if operation == "sum" else {"0", "1"}
-        if sum(rationals) > 1 or (len(operands) > 1 and idle & {o.text for o in operands[1:]}):
+        if (
+            len(operands) - len(cores) > 1
+            or len(set(alike)) < len(alike)
+            or (len(operands) > 1 and idle & {o.text for o in operands[1:]})
+        ):
             self.form.pending.add(operation)
-        return all(rationals)
+        return cores
+
+    def _look_at_fraction(self, over: str, under: str) -> None:
+        """A whole number is no fraction; in a root or a function, it must be in lowest terms."""
+        divisor = gcd(int(over), int(under))
+        if divisor == int(under) or (self._inside and divisor > 1):
+            self.form.pending.add("quotient")
 
     def _is_ten_to_a_power(self) -> bool:
         return self.token == "10" and self._tokens[self._at + 1][1] == "^"
@@ -234,8 +278,8 @@ class _Parser:
                 self._take()
                 self._read_group()
 
-    def _read_power(self) -> bool:
-        rational = self._read_base()
+    def _read_power(self) -> str:
+        start, core = self._at, self._read_base()
         while self.token in ("^", "!", "_") or self.kind == "mark":
             if self.kind == "mark":
                 self.form.parts.add(f"mark {self._take()}")
@@ -243,15 +287,21 @@ class _Parser:
             sign = self._take()
             if sign == "!":
                 self.form.pending.add("factorial")
+                core = core and self._irrational(start)
                 continue
-            exponent = self._read_group()
-            if sign == "^" and rational:
-                rational = exponent
-                if exponent:
-                    self.form.pending.add("power")
-        return rational
+            exponent = self._read_operand(self._read_group)
+            if sign == "^" and core:
+                core += f"^{exponent.text}"
+            elif core or exponent.core:
+                core = self._irrational(start)
+            elif sign == "^" and _BROKEN.fullmatch(exponent.text.translate(_PLAIN)):
+                self.form.parts.add("\\sqrt")
+                core = self._irrational(start)
+            elif sign == "^":
+                self.form.pending.add("power")
+        return core
 
-    def _read_group(self) -> bool:
+    def _read_group(self) -> str:
         """The argument of a command: a group in braces, or one token."""
         if self.token == "{":
             return self._read_bracket("{", "}")
@@ -262,67 +312,89 @@ class _Parser:
             self._take()
         return self._read_base()
 
-    def _read_bracket(self, opening: str, closing: str) -> bool:
+    def _read_bracket(self, opening: str, closing: str) -> str:
+        start = self._at
         self._take()
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise NoForm("so many brackets")
-        rational = self.token == closing or self.read_list()
+        inner = _Operand("") if self.token == closing else self.read_list()
         # Half-open intervals end with the other kind of bracket.
         if self.token not in ({closing} | ({")", "]"} if opening in "([" else set())):
             raise NoForm(f"{opening} without {closing}")
         if opening not in "({" or self.token != closing:
             self.form.parts.add(f"{opening}{self.token}")
+        if inner.is_list and opening != "{":
+            self.form.lists.add(f"{opening}{self.token}")
         self._take()
         self._depth -= 1
-        return rational and opening in "({"
+        if opening in "({" and not inner.is_list:
+            return inner.core
+        return self._irrational(start)
 
-    def _read_base(self) -> bool:
+    def _read_base(self) -> str:
         kind, token = self._tokens[self._at]
         if kind == "number":
-            self._take()
-            return True
+            return self._take() and ""
         if kind == "name" or token in _KNOWN_NAMES:
             self.form.parts.add(self._take())
-            return False
+            return token
         if token in _OPENING or token == "{":
             return self._read_bracket(token, _OPENING.get(token, "}"))
         if kind == "begin" and token.startswith("\\begin"):
             return self._read_environment()
         if kind == "text":
             self._read_unit()
-            return False
+            return token
         if kind != "command":
             raise NoForm(token)
         return self._read_command()
 
-    def _read_environment(self) -> bool:
+    def _read_environment(self) -> str:
+        start = self._at
         self._take()
         self.form.parts |= {"environment", "list"}
+        self.form.lists.add("environment")
         while not (self.kind == "begin" and self.token.startswith("\\end")):
             self.read_list()
         self._take()
-        return False
+        return self._irrational(start)
 
-    def _read_command(self) -> bool:
-        command = self._take()
+    def _read_command(self) -> str:
+        start, command = self._at, self._take()
         if command == "\\frac":
-            operands = [self._read_operand(self._read_group) for _ in range(2)]
-            simple = all(operand.text.strip("{}-").isdecimal() for operand in operands)
-            return simple or self._combine(operands, "quotient")
+            return self._read_fraction()
         self.form.parts.add(command)
+        self._inside += 1
         if command == "\\sqrt":
-            if self.token == "[":
+            has_index = self.token == "["
+            if has_index:
                 self._read_bracket("[", "]")
-            self._read_group()
-            return False
-        if command not in _KNOWN_FUNCTIONS:
+            under = self._read_operand(self._read_group).text.strip("{}")
+            if not has_index and under.isdecimal() and isqrt(int(under)) ** 2 == int(under):
+                self.form.pending.add("root")
+        elif command not in _KNOWN_FUNCTIONS:
             raise NoForm(command)
+        else:
+            self._read_arguments(command)
+        self._inside -= 1
+        return self._irrational(start).replace("^", "**")  # no power of what stands before it
+
+    def _read_fraction(self) -> str:
+        over, under = (self._read_operand(self._read_group) for _ in range(2))
+        if all(operand.text.strip("{}-").isdecimal() for operand in (over, under)):
+            self._look_at_fraction(over.text.strip("{}-"), under.text.strip("{}-"))
+            return ""
+        self._combine([over, under], "quotient")
+        return f"{over.core}/{under.core}" if under.core else over.core
+
+    def _read_arguments(self, command: str) -> None:
         while self.token in ("^", "_"):
             self._take()
             self._read_group()
-        if self.token == "{" or command in ("\\binom", "\\mathbb", "\\overline"):
+        if self.token == "{" or command in _WITH_GROUP:
             self._read_group()
-        if command == "\\binom" or self._begins_factor():
-            self._read_group() if command == "\\binom" else self._read_power()
-        return False
+        if command == "\\binom":
+            self._read_group()
+        elif self._begins_factor():
+            self._read_power()

@@ -19,7 +19,7 @@ from rloo.rewards.deadline import (
     call_within_reward_timeout,
     process_ends_after,
 )
-from rloo.rewards.guard import blame, keep_state
+from rloo.rewards.guard import blame, keep_state, show
 from rloo.types import Text
 
 
@@ -91,6 +91,7 @@ class RewardSet:
 
     @property
     def names(self) -> list[str]:
+        """The functions' names in metrics, each one once."""
         return [reward.name for reward in self._rewards]
 
     @property
@@ -135,7 +136,7 @@ class RewardSet:
         With `learn`, a function's own `normalize(scores)` puts its scores on a running scale.
         Without it, as in evaluation, no state changes, so that scores can be compared over the run.
         Raises ValueError with function, row and value for a wrong number of rewards or for a reward
-        that is not finite, TimeoutError for a call that misses the deadline, and RuntimeError for
+        that is not finite, TimeoutError for a call that misses the deadline, and NotAllowed for
         one that exits or that changes the state of the process or of the trainer. Exceptions of a
         function are passed on with a note that names it.
         """
@@ -252,6 +253,7 @@ class RewardSet:
             return call()
         except Exception as error:  # whatever a user's function raises
             if self._on_error == "raise":
+                error.in_run = True  # type: ignore[attr-defined]  # no fault of the input
                 raise
             return error
 
@@ -303,7 +305,11 @@ def _read(name: str, result: Any, count: int, state: tuple[Any, Any]) -> list[fl
 def _describe(error: Exception) -> str:
     """An error in one line, with the notes that name the function."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes}"
+    try:
+        said = str(error)
+    except Exception:  # a user's own __str__ may raise anything
+        said = show(error)
+    return f"{type(error).__name__}: {said}{notes}"
 
 
 def _sum_weighted(row: Sequence[float | None], weights: Sequence[float]) -> float | None:

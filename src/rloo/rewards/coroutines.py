@@ -41,8 +41,9 @@ class LoopThread:
         Returns the futures that are done, and the names of the others: first of all the one that
         blocks the loop.
         """
+        over = threading.Event()
         running = {
-            name: asyncio.run_coroutine_threadsafe(_within(context, name, call), self._loop)
+            name: asyncio.run_coroutine_threadsafe(_within(context, name, call, over), self._loop)
             for name, call in calls.items()
         }
         try:
@@ -53,6 +54,7 @@ class LoopThread:
             late = [name for name in calls if name not in done]
             return done, sorted(late, key=lambda name: name != blocking)
         finally:
+            over.set()
             for future in running.values():
                 future.cancel()  # after Ctrl-C nothing may continue in the background
 
@@ -76,6 +78,8 @@ class LoopThread:
             except BaseException:  # SystemExit of a task, which keeps it; asyncio lets it through
                 continue
         cancelled = asyncio.all_tasks(self._loop)
+        for task in cancelled:
+            task.cancel()  # of a call that was given up in this moment
         if cancelled:
             self._loop.run_until_complete(asyncio.wait(cancelled, timeout=_RESPONSE_SECONDS))
         self._loop.close()
@@ -95,6 +99,7 @@ async def _within(
     context: Callable[[str], AbstractContextManager[None]],
     name: str,
     call: Callable[[], Coroutine[Any, Any, Any]],
+    over: threading.Event,
 ) -> Any:
     task = asyncio.current_task()
     assert task is not None
@@ -102,7 +107,8 @@ async def _within(
     with context(name):
         try:
             return await call()
-        except asyncio.CancelledError:
-            if task.cancelling():  # by `run`
+        except (asyncio.CancelledError, GeneratorExit) as error:
+            if not over.is_set():  # it raised that itself, or waited for a task that was cancelled
                 raise
-            raise RuntimeError("a task that it waited for was cancelled") from None
+            ended = error
+    raise ended

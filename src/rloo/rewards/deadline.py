@@ -5,7 +5,8 @@ and of others are SIGALRM, which only the main thread can use, and a thread that
 ended. So that theirs stay in use, ours is a signal which is ignored by default (SIGURG), sent by a
 thread that waits; it also ends a sleep, a lock or a read from a socket. What ignores it (a C call,
 `except BaseException` in a loop) is ended with the process, up to 5 s later, by faulthandler, whose
-thread needs no interpreter lock: it writes where the function was, and the status is 1.
+thread needs no interpreter lock: it writes where the function was, and the status is 1. Its timer
+is set again at the deadline, since a function may have cancelled it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import faulthandler
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,16 +48,22 @@ def process_ends_after(seconds: float | None) -> Iterator[None]:
     if not seconds:
         yield
         return
-    errors = sys.__stderr__ or 2
     if not faulthandler.is_enabled():
-        faulthandler.enable(errors)  # a crash in C shows where the function was, too
-    # There is one such timer in a process: one that was set before is lost.
-    grace = min(_MAX_GRACE_SECONDS, 1.0 + seconds)
-    faulthandler.dump_traceback_later(seconds + grace, exit=True, file=errors)
+        faulthandler.enable(sys.__stderr__ or 2)  # a crash in C shows where the function was, too
+    _end_process_in(seconds + _grace(seconds))
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _grace(seconds: float) -> float:
+    return min(_MAX_GRACE_SECONDS, 1.0 + seconds)
+
+
+def _end_process_in(seconds: float) -> None:
+    # There is one such timer in a process: one that was set before is lost.
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
 
 
 def _call_here(seconds: float, function: Callable[[], Any]) -> Any:
@@ -63,9 +71,11 @@ def _call_here(seconds: float, function: Callable[[], Any]) -> Any:
     passed, done = threading.Event(), threading.Event()
 
     def watch() -> None:
-        wait = seconds
+        wait, end = seconds, time.monotonic() + seconds + _grace(seconds)
         while not done.wait(wait):
             passed.set()
+            # Once more: the function may have taken the timer for itself, or cancelled it.
+            _end_process_in(max(end - time.monotonic(), _REPEAT_SECONDS / 2))
             signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
             wait = _REPEAT_SECONDS
 

@@ -6,15 +6,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rloo.rewards.answers import asks_for
-from rloo.rewards.numerals import Numeral, last_numeral_said, read_numeral
+from rloo.rewards.numerals import Numeral, last_numeral_said, read_numeral, split_sentence
 from rloo.rewards.text import last_boxed, question_of, text_of
+from rloo.rewards.wording import asked_in, asks_for, takes_back
 from rloo.types import Text
 
 _MARK = "####"
 _LAST_CHARACTERS = 1000
 _ANSWER_IS = re.compile(r"answer is\b", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"\n|\.(?:\s|$)")
 _FINAL_LINE = re.compile(r" -?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?\s*")
 
 
@@ -34,17 +33,18 @@ def gsm8k_reward(
     reference is None. Raises ValueError for a reference that is no number after its `####` (or,
     without that mark, in its whole text).
     """
-    references = [_read_reference(reference, row) for row, reference in enumerate(answer)]
+    wanted = [_read_reference(reference, row) for row, reference in enumerate(answer)]
     questions = [""] * len(completions) if prompts is None else map(question_of, prompts)
     return [
-        None
-        if wanted is None
-        else float(_is_right(_final_number(text_of(text), question), wanted, question))
-        for text, wanted, question in zip(completions, references, questions, strict=True)
+        None if number is None else float(_is_right(text_of(text), number, str(given), question))
+        for text, number, given, question in zip(
+            completions, wanted, answer, questions, strict=True
+        )
     ]
 
 
-def _is_right(found: Numeral | None, wanted: Numeral, question: str) -> bool:
+def _is_right(text: str, wanted: Numeral, reference: str, question: str) -> bool:
+    found = _final_number(text, asked_in(question, reference.rpartition(_MARK)[2]))
     if found is None or found.value != wanted.value:
         return False
     return found.mark in ("", wanted.mark) or asks_for(found.mark, question)
@@ -55,25 +55,28 @@ def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
     return [float(_ends_with_answer(text_of(completion))) for completion in completions]
 
 
-def _final_number(text: str, question: str) -> Numeral | None:
+def _final_number(text: str, asked: str) -> Numeral | None:
     if _MARK in text:
-        return read_numeral(text.rpartition(_MARK)[2])
+        return read_numeral(text.rpartition(_MARK)[2], asked)
     boxed = last_boxed(text)
     if boxed is not None:
-        return read_numeral(boxed)
+        return read_numeral(boxed, asked)
     *_, after = _ANSWER_IS.split(text)
-    if after != text:
-        sentence = _SENTENCE_END.split(after.lstrip(" :*\n\t"), maxsplit=1)[0]
-        said = last_numeral_said(sentence, question, only=True)
-        return read_numeral(sentence) or (None if said is None else said.numeral)
-    said = last_numeral_said(text[-_LAST_CHARACTERS:], question)
-    return None if said is None else said.numeral
+    if after == text:
+        said = last_numeral_said(text[-_LAST_CHARACTERS:], asked)
+        return None if said is None else said.numeral
+    sentence, end, follows = split_sentence(after.lstrip(" :*\n\t"))
+    if end == "?" or takes_back(follows):
+        return None
+    said = last_numeral_said(sentence, asked, only=True)
+    return read_numeral(sentence, asked) or (None if said is None else said.numeral)
 
 
 def _read_reference(reference: str | float | None, row: int) -> Numeral | None:
     if reference is None:
         return None
-    number = read_numeral(str(reference).rpartition(_MARK)[2])
+    written = str(reference).rpartition(_MARK)[2]
+    number = read_numeral(written, asked_in("", written))
     if number is None:
         raise ValueError(
             f"the GSM8K answer of row {row} is {reference!r}; a reference needs exactly one "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -11,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rloo.config.functions import STOP_SIGNALS, NotAllowed, noting_signals
 from rloo.rewards.deadline import DeadlinePassed
 
 _HINT = "reward_on_error missing leaves its rewards out"
-_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 _State = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
 
@@ -23,29 +22,30 @@ def blame(name: str, seconds: float | None) -> Iterator[None]:
     """Give what a block raises, in which the reward function `name` runs, its name.
 
     DeadlinePassed becomes a TimeoutError, and what would end the run as if nothing had happened
-    (SystemExit) a RuntimeError. An Exception is passed on with a note, and what comes from outside
-    (Ctrl-C) as it is.
+    (SystemExit, KeyboardInterrupt) is NotAllowed. An Exception is passed on with a note, and what a
+    signal raises (Ctrl-C) as it is.
     """
-    try:
-        yield
-    except DeadlinePassed as error:
-        raise TimeoutError(describe_timeout(name, seconds)) from error
-    except Exception as error:  # any error is passed on with the function's name added
-        error.add_note(f"raised by the reward function {name!r}")
-        raise
-    except BaseException as error:
-        if _comes_from_outside(error):
+    with noting_signals() as came:
+        try:
+            yield
+        except DeadlinePassed as error:
+            raise TimeoutError(describe_timeout(name, seconds)) from error
+        except Exception as error:  # any error is passed on with the function's name added
+            error.add_note(f"raised by the reward function {name!r}")
             raise
-        what = f"exit({error.code!r})" if isinstance(error, SystemExit) else repr(error)
-        raise RuntimeError(
-            f"the reward function {name!r} raised {what}, which would end the run; a reward "
-            f"returns, or raises an Exception ({_HINT})"
-        ) from error
+        except BaseException as error:
+            if came:
+                raise
+            what = f"exit({show(error.code)})" if isinstance(error, SystemExit) else show(error)
+            raise NotAllowed(
+                f"the reward function {name!r} raised {what}, which would end the run; a reward "
+                f"returns, or raises an Exception ({_HINT})"
+            ) from error
 
 
 @contextmanager
 def keep_state(names: str) -> Iterator[None]:
-    """Restore what a block changes of the state of the process, and raise RuntimeError for it;
+    """Restore what a block changes of the state of the process, and raise NotAllowed for it;
     os._exit raises SystemExit while it runs."""
     exit_now, process = os._exit, os.getpid()
 
@@ -67,7 +67,7 @@ def keep_state(names: str) -> Iterator[None]:
                 changed.append(f"{what} from {before} to {after}")
                 restore(before)
     if changed:
-        raise RuntimeError(
+        raise NotAllowed(
             f"the reward function {names} changed {' and '.join(changed)}; the state of the "
             f"process belongs to the run: restore it, or set it when the file is loaded ({_HINT})"
         )
@@ -81,17 +81,20 @@ def describe_timeout(name: str, seconds: float | None) -> str:
     )
 
 
-def _comes_from_outside(error: BaseException) -> bool:
-    # Ctrl-C, what the run's own signal handlers raise, and the end of a coroutine.
-    outside = (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit)
-    return isinstance(error, outside) or type(error).__module__.startswith("rloo.")
+def show(value: Any, limit: int = 100) -> str:
+    """`value` as Python shows it, in one line of about `limit` characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a user's own __repr__ may raise anything
+        text = object.__repr__(value)
+    return f"{text[:limit]}..." if len(text) > limit else text
 
 
 def _list_states() -> list[_State]:
     """What is the same before and after a call: its name, how it is read and how it is restored."""
     states: list[_State] = [("the working directory", _read_folder, os.chdir)]
     if threading.current_thread() is threading.main_thread():
-        for name in _SIGNALS:
+        for name in STOP_SIGNALS:
             number = getattr(signal, name, None)
             if number is not None:
                 states.append((f"the handler of {name}", *_handler_of(number)))
@@ -102,11 +105,21 @@ def _list_states() -> list[_State]:
             ("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
             ("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
         ]
+    if hasattr(signal, "pthread_sigmask"):  # last: what was blocked may come when it is restored
+        states.append(("the blocked signals", _read_blocked, _block))
     return states
 
 
 def _handler_of(number: int) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return lambda: signal.getsignal(number), lambda handler: signal.signal(number, handler)
+
+
+def _read_blocked() -> set[int]:
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def _block(signals: set[int]) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
 
 
 def _read_folder() -> str | None:

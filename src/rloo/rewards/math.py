@@ -25,6 +25,7 @@ from typing import Any
 from rloo.rewards.answers import Reference
 from rloo.rewards.numerals import last_numeral_said
 from rloo.rewards.text import last_boxed, question_of, text_of
+from rloo.rewards.wording import asked_in
 from rloo.types import Text
 
 _MAX_CHARACTERS = 1000
@@ -200,21 +201,19 @@ def _compare(text: str, given: str, question: str) -> float | tuple[str, str] | 
     reference = Reference(given if boxed is None else boxed, question)
     if not reference.is_readable:
         return None
-    answer = _find_answer(text)
+    answer = _find_answer(text, asked_in(question))
     if answer is None or len(answer) > _MAX_CHARACTERS:
         return 0.0
     verdict = reference.judge(answer)
-    if verdict is None:
-        return f"${reference.latex}$", f"${reference.latex_of(answer)}$"
-    return float(verdict)
+    return verdict if isinstance(verdict, tuple) else float(verdict)
 
 
-def _find_answer(text: str) -> str | None:
+def _find_answer(text: str, asked: str) -> str | None:
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
     text = text[-_MAX_CHARACTERS:]
-    formulas, number = list(_FORMULA.finditer(text)), last_numeral_said(text)
+    formulas, number = list(_FORMULA.finditer(text)), last_numeral_said(text, asked)
     if formulas and (number is None or number.end < formulas[-1].end()):
         return next(group for group in formulas[-1].groups() if group is not None)
     return None if number is None else number.text

@@ -8,7 +8,8 @@ The grammar, of plain text and LaTeX alike, is
              | 0.\overline{3}
     unit    := [currency] [% | ^\circ | '] | up to five words: eggs, \text{ m}^2, miles/hour
 
-No word of a label or a unit may change the value (not, about, at least, twice, thousand, ...).
+No word of a label or a unit may change the value (not, about, at least, twice, thousand, ...),
+as `rloo.rewards.wording` has them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from rloo.rewards.wording import alters, alters_after, is_statement, is_unit, takes_back
+
 MAX_CHARACTERS = 1000
-
-
-def _set(words: str) -> frozenset[str]:
-    return frozenset(words.split())
 
 
 _UNICODE = str.maketrans({
@@ -32,6 +31,16 @@ _UNICODE = str.maketrans({
     "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ",
     "\u2032": "'", "\u2019": "'",
 })  # fmt: skip
+
+
+# Ticks and the like, with which a completion says that it is done. A cross is none of them.
+_DONE = "\ufe0f\u2713\u2714\u2611\u2705\u220e\u25a0\u25a1\U0001f389\U0001f44d\U0001f4af"
+
+
+def _label(text: re.Match[str]) -> str:
+    return rf"\text{{{text[1]}}}{text[2] or ':'} "
+
+
 _REWRITES = [
     (re.compile(pattern), written)
     for pattern, written in (
@@ -50,8 +59,11 @@ _REWRITES = [
         (r"\\neq(?![A-Za-z])", r"\\ne"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"(?<!\\)\$([^$]*)(?<!\\)\$", r"\1"),
-        (r"\*\*([^*]*)\*\*", r"\1"),
+        (r"\*\*([^*]*)\*\*|`([^`]*)`", r"\1\2"),
         (r"\\text\s*\{([^a-zA-Z{}]*)\}", r"\1"),
+        (r"\\text\s*\{([A-Za-z' ]+?)\s*(?:([:=])|\bis:?)\s*\}(?=\s*[^\s=:])", _label),
+        (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
+        (rf"(?:\s|[{_DONE}]|\\checkmark)+$", ""),
     )
 ]  # fmt: skip
 _WRAPPED = re.compile(
@@ -91,42 +103,7 @@ _DECORATION = re.compile(
     rf"\s*(?:{_CURRENCY})?\s*(?P<mark>%|\^\\circ|''?)?\s*(?P<unit>.*)", re.DOTALL
 )
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-_UNIT = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*(?:\^\{?[23]\}?)?")
 _ATTACHED = re.compile(r"[A-Za-z]")
-
-# Words of one or two letters that are units; others are variables.
-_SHORT_UNITS = _set(
-    """m g l s h t km cm mm nm kg mg lb oz ft in yd mi ml cl dl hr kw w v j n pa k c f hz
-    a an of at on to by am pm he she it we"""
-)
-_SHORT_ATTACHED = _SHORT_UNITS - _set("a an of at on to by he she it we n k w v j c f")
-# Words that say something else than the number does: negation, relation, hedge, arithmetic, scale,
-# judgement, alternative. A closed class, unlike the nouns that name units.
-_ALTERING = _set(
-    """not no non never none neither nor without cannot except excluding unlike unequal other
-    otherwise instead rather anything everything nothing something isnt arent wasnt dont
-    doesnt didnt cant wont or and but if unless either versus vs than as like whether though
-    although because since least most over under above below beyond within between up upto
-    exceeding minimum maximum bigger larger smaller greater lower higher better worse
-    further short shy far about around nearly almost approximately approx roughly circa near
-    close closer estimated estimate guess guessing maybe perhaps possibly probably likely
-    unlikely supposedly allegedly apparently hardly barely scarcely merely somewhat some any
-    several ish plus minus times divided multiplied added subtracted squared cubed power
-    root factorial modulo mod sum difference product quotient ratio negative opposite
-    inverse reciprocal complement half third twice thrice double doubled triple tripled
-    quadruple hundred hundreds thousand thousands million millions billion billions trillion
-    dozen score percent percentage permille hundredth hundredths thousandth base binary hex
-    octal wrong incorrect false invalid untrue error erroneous mistake mistaken impossible
-    unknown undefined undetermined bad fake trick question differs different
-    differ distinct"""
-)
-# Verbs that make a sentence of a number: what follows is a statement, no unit.
-_VERBS = _set(
-    """is are was were be been being am do does did has have had can could may might must shall
-    should will would seems seem appears looks makes gives means let lets say says think
-    believe"""
-)
-
 
 # A number in prose. The guard keeps parts of `x2`, `1.2.3` and `2^10` from being read as numbers.
 _SAID = re.compile(
@@ -134,17 +111,13 @@ _SAID = re.compile(
     rf"(?:(?:{_INT})(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:\s?/\s?[0-9]+)?",
     re.ASCII,
 )
+_SENTENCE_END = re.compile(r"\n|(?:\.|(?<![0-9])!)(?=\s+[^a-z\s]|\s*$)|\?")
 _CLAUSE = re.compile(r"[,;:=.!?\n]|[0-9]")
 _JOINED_BEFORE = re.compile(
     r"(?:[-\u2212+/^<>~!|(\[\u2248\u2260\u2264\u2265]|(?<!\*)\*|\\[a-z]+)\s*\{?\s*$"
 )
 _JOINED_AFTER = re.compile(
     r"[,.]?[0-9]|[_^!'\u00b2\u00b3]|\s*(?:[+*^=<>]\s*[\w\\]|[-/]\s*(?:[0-9\\(]|[A-Za-z](?![a-z]))|\\[a-z])"
-)
-# Words right after a number in prose that make another one, or another answer, of it.
-_SCALING = _set(
-    """hundred thousand million billion trillion percent squared cubed factorial or wrong incorrect
-    false not"""
 )
 
 
@@ -192,15 +165,16 @@ def _is_balanced(text: str) -> bool:
     return depth == 0
 
 
-def read_numeral(text: str) -> Numeral | None:
+def read_numeral(text: str, asked: str = "") -> Numeral | None:
     """The number that `text` is; None if it is anything else. Every unit is allowed that names
-    something; whether the mark is asked for is the caller's concern."""
+    something, or multiplies as the question wants it (`asked`, of `wording.asked_in`); whether the
+    mark is asked for is the caller's concern."""
     if len(text) > MAX_CHARACTERS:
         return None
     match = _NUMERAL.fullmatch(clean(text))
     if match is None or (match["sign"] and match["sign2"]):
         return None
-    if match["words"] and _says_something_else(_TEXT.sub(r"\1", match["words"])):
+    if match["words"] and alters(_TEXT.sub(r"\1", f"{match['words']} is")):
         return None
     value = _value_of(match)
     if value is None:
@@ -208,66 +182,33 @@ def read_numeral(text: str) -> Numeral | None:
     decoration = _DECORATION.fullmatch(match["rest"])
     assert decoration is not None
     attached = _ATTACHED.match(match["rest"]) is not None
-    if not is_unit(decoration["unit"], attached):
+    if not is_unit(decoration["unit"], attached, asked):
         return None
     negative = "-" in (match["sign"], match["sign2"])
     return Numeral(-value if negative else value, decoration["mark"] or "")
 
 
-def is_unit(text: str, attached: bool = False) -> bool:
-    """Whether `text`, which follows a number, names what is counted: nothing, or up to five words,
-    none of which changes the number. `attached` says that no space is between."""
-    words = re.split(r"[\s/]+|\\cdot", _TEXT.sub(_open_text, text).strip().removesuffix("."))
-    words = [word for word in words if word]
-    if text.strip()[:1] in ("/", "^") or len(words) > 5:
-        return False
-    short = _SHORT_ATTACHED if attached else _SHORT_UNITS
-    for word in words:
-        if _UNIT.fullmatch(word) is None:
-            return False
-        name = re.sub(r"\^.*", "", word).lower()
-        if (attached or len(name) < 3) and name not in short and not _is_long_unit(name):
-            return False
-    return not _says_something_else(" ".join(words)) and not _VERBS & set(_words(" ".join(words)))
-
-
-def _is_long_unit(name: str) -> bool:
-    return name in ("hrs", "min", "mins", "sec", "secs", "lbs", "mph", "kmh", "kph", "usd", "kwh")
-
-
-def _open_text(text: re.Match[str]) -> str:
-    return f" {text[1].strip()}"  # an exponent belongs to the word before it
-
-
-def _says_something_else(text: str) -> bool:
-    return bool(_ALTERING & set(_words(text)))
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z]+", text.lower().replace("'", ""))
-
-
-def last_numeral_said(text: str, question: str = "", only: bool = False) -> Said | None:
-    """The last number of a sentence; None if there is none or what stands beside it says that the
-    answer is another one, and with `only` if there are several."""
+def last_numeral_said(text: str, asked: str = "", only: bool = False) -> Said | None:
+    """The last number of a text; None if there is none or what stands beside it says that the
+    answer is another one. With `only`, the number is all that its sentence states."""
     matches = list(_SAID.finditer(text))
     if not matches:
         return None
     last = matches[-1]
     before, after = text[: last.start()], text[last.end() :]
-    if any(character.isdecimal() for character in (before + after if only else after)):
+    sentence, end, follows = split_sentence(after)
+    if any(map(str.isdecimal, before + sentence if only else after)):
         return None
-    clause = _CLAUSE.split(before)[-1]
-    following = re.match(r"(?:\W*[A-Za-z]+){0,2}", after)
-    assert following is not None
     if _JOINED_BEFORE.search(before) or _JOINED_AFTER.match(after):
         return None
-    if _says_something_else(" ".join(clause.split()[-4:])):
+    if alters(" ".join(_CLAUSE.split(before)[-1].split()[-4:]), asked):
         return None
-    if _SCALING & (set(_words(following.group())) - set(_words(question))):
+    if end == "?" or takes_back(follows) or alters_after(sentence, asked, in_prose=not only):
+        return None
+    if only and is_statement(sentence):
         return None
     attached = re.match(r"[A-Za-z]+", after)
-    if attached is not None and not is_unit(attached.group(), attached=True):
+    if attached is not None and not is_unit(attached.group(), attached=True, asked=asked):
         return None
     numeral = read_numeral(last.group())
     mark = "%" if after.lstrip(" \\").startswith("%") else ""
@@ -276,6 +217,14 @@ def last_numeral_said(text: str, question: str = "", only: bool = False) -> Said
         if numeral is None
         else Said(Numeral(numeral.value, mark), last.group() + mark, last.end())
     )
+
+
+def split_sentence(text: str) -> tuple[str, str, str]:
+    """A text's first sentence, the mark that ends it, and what follows."""
+    end = _SENTENCE_END.search(text)
+    if end is None:
+        return text, "", ""
+    return text[: end.start()], end.group(), text[end.end() :]
 
 
 def _value_of(match: re.Match[str]) -> Fraction | None:

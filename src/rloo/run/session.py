@@ -17,6 +17,7 @@ from rloo.algorithm.interrupts import ForcedInterrupt, Stopped
 from rloo.algorithm.parts import Parts, RunState
 from rloo.algorithm.train import finish_step, note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
+from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
 from rloo.model import adapters
 from rloo.model.state import NotFinite, capture_rng, restore_rng
@@ -43,10 +44,21 @@ class Owner(Protocol):
 
     on_measured: Callable[[Results], None] | None
 
-    def evaluate(self) -> dict[str, Any]: ...
-    def save_model(self, output_dir: str) -> None: ...
-    def create_model_card(self) -> None: ...
-    def push_to_hub(self) -> Any: ...
+    def evaluate(self) -> dict[str, Any]:
+        """Measure the evaluation sets; returns flat metrics."""
+        ...
+
+    def save_model(self, output_dir: str) -> None:
+        """Write model and tokenizer to a folder."""
+        ...
+
+    def create_model_card(self) -> None:
+        """Write README.md."""
+        ...
+
+    def push_to_hub(self) -> Any:
+        """Upload the result."""
+        ...
 
 
 @dataclass
@@ -123,7 +135,7 @@ class Session:
             error.in_run = True  # type: ignore[attr-defined]
             self._save_what_is_done(error)
             if isinstance(error, SystemExit) and not isinstance(error, Stopped):
-                raise RuntimeError(
+                raise NotAllowed(
                     f"a function of the user's has called sys.exit({error.code!r}) in step "
                     f"{state.step + 1}; it must raise an error, or a callback should_training_stop"
                 ) from error

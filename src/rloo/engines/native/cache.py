@@ -68,9 +68,11 @@ class PromptCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: a prompt is computed in one forward pass."""
         return 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """Attention of a chunk to itself: query (B, H, width, D), result (B, width, H, D)."""
         window = options.sliding_window
         if window not in self._masks:
             self._masks[window] = self._mask(query.shape[2], window)
@@ -167,6 +169,7 @@ class DecodeCache(Cache):
         return grown
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions before the token that comes next, padding included."""
         return self._width + self.length
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:

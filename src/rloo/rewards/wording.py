@@ -1,0 +1,206 @@
+"""What a question asks for, and what the words beside a number say of it.
+
+Nouns, which name units, are an open class. The words that make another number or another answer
+of it are closed ones: they negate, hedge, condition, compare, compute or multiply.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+# A sentence asks if it ends so, or if it begins with (or has, after a comma) such an imperative.
+_SENTENCE = re.compile(r"(?<=[.?!])\s+|\n+")
+_ORDER = r"(?:^|[,;:]\s*|\b(?:and|then|please|now)\s+)(?:{})\b"
+_TASK = re.compile(
+    _ORDER.format("find|determine|compute|calculate|evaluate|simplify|work out|solve for"),
+    re.IGNORECASE,
+)
+_FORM = re.compile(
+    _ORDER.format("express|give|write|round|report|state|answer|leave|provide|convert"),
+    re.IGNORECASE,
+)
+_NUMBER_WORDS = _set(
+    """one two three four five six seven eight nine ten eleven twelve fifteen twenty thirty forty
+    fifty sixty seventy eighty ninety hundred thousand"""
+)
+# What stands before tells "what percent" from "20 percent of what".
+_PERCENT = re.compile(r"([\w.]*)[\s\\-]*(?:per ?cent|%)", re.IGNORECASE)
+_DEGREES = re.compile(
+    r"([\w.]*)[\s\\^{-]*(?:degrees|degree measure|\bangle|\u00b0|circ\b)", re.IGNORECASE
+)
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_UNIT = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*(?:\^\{?[23]\}?)?")
+_MOST_WORDS = 5
+
+# Letters that are units; others are variables, or multiply: k, K, M, G, T, B.
+_LETTERS = _set("m g l s h t L W V J N C F A a")
+_LETTERS_ATTACHED = _set("m g l s h t L")
+# Words of two letters that are units, and of three.
+_PAIRS = _set("km cm mm nm kg mg lb oz ft in yd mi ml cl dl hr kw hz pa am pm")
+_FUNCTION_PAIRS = _set("an of at on to by he she it we")
+_ABBREVIATIONS = _set("hrs min mins sec secs lbs mph kmh kph usd kwh")
+MULTIPLIERS = _NUMBER_WORDS - {"one"} | _set(
+    """tens dozen dozens score scores gross pair pairs couple couples lakh lakhs crore crores
+    hundreds thousands grand million millions billion billions trillion trillions quadrillion mln
+    mio mil thou mega giga tera milli micro tenth tenths
+    hundredth hundredths thousandth thousandths percent percentage permille"""
+)
+# What a label, or a sentence with `is`, may call its number.
+_RESULTS = _set("sum difference product quotient ratio power root minimum maximum")
+_RATE = re.compile(r"\b(?:per|an?|each|every)\s+(?:dozen|pair|couple|gross|half|quarter)\b", re.I)
+_DENIALS = _set(
+    """not no non none never neither nor without cannot except excluding unlike unequal isnt arent
+    wasnt werent dont doesnt didnt cant wont wouldnt couldnt shouldnt hasnt nope nah unknown
+    undefined undetermined differs differ unlikely instead"""
+)
+_JUDGEMENTS = _set(
+    """wrong wrongly incorrect incorrectly false falsely invalid untrue error erroneous mistake
+    mistaken impossible bad fake trick denied refuted rejected disproved retracted nonsense absurd
+    kidding joking"""
+)
+_HEDGES = _set(
+    """nearly almost approximately approx roughly circa estimated estimate guess guessing maybe
+    perhaps possibly probably likely supposedly allegedly apparently hardly barely scarcely
+    somewhat ish least most rounded or"""
+)
+_CONDITIONS = _set("if unless assuming supposing suppose provided ignoring disregarding neglecting")
+_COMPUTING = _set(
+    """plus minus times divided multiplied subtracted squared cubed power root factorial modulo mod
+    sum difference product quotient ratio negative opposite inverse reciprocal complement twice
+    thrice half halves third thirds quarter quarters double doubled triple tripled quadruple
+    quadrupled halved fold tenfold"""
+)
+# Bounds, comparisons and clauses: a unit has none of them, nor have the words before a number.
+_BOUNDS = _set(
+    """otherwise and but either versus vs whether though although because over under above below
+    beyond within up upto exceeding minimum maximum bigger larger smaller greater lower higher
+    better worse further short shy base binary hex octal question different distinct than"""
+)
+_CLAUSES = _set(
+    "too when whenever until till given while where depending considering compared relative"
+)
+# These are harmless behind a noun: 42 miles from this town, or since then.
+_JOINING = _set(
+    """other rather anything everything nothing something as like since between far about around
+    near close closer merely some any several added"""
+)
+_REFERRING = _set("that this these those which away off")
+# These name what is asked for where the question has them itself.
+_ASKABLE = _set(
+    """more less fewer than times bigger larger smaller greater lower higher further different
+    distinct other"""
+)
+_BARE_COMPARISON = re.compile(r"\b(more|less|fewer)\b(?!\s+(?!than|of|that|and|or)[A-Za-z])", re.I)
+_BESIDE = _DENIALS | _JUDGEMENTS | _HEDGES | _CONDITIONS | _COMPUTING | {"than"}
+_ANYWHERE = _BESIDE | _BOUNDS
+_ALTERING = _ANYWHERE | _JOINING | (MULTIPLIERS - _NUMBER_WORDS) | {"hundred", "thousand"}
+# Verbs that make a sentence of a number: what follows is a statement, no unit.
+_VERBS = _set(
+    """is are was were be been being am do does did has have had can could may might must shall
+    should will would seems seem appears looks makes gives means let lets say says think
+    believe"""
+)
+_TAKING_BACK = _set("no not nope wait wrong incorrect false actually oops sorry but however")
+
+
+def asked_in(question: str, reference: str = "") -> str:
+    """The sentences of a question that ask: the last one for a value, and those for its form. The
+    words with which a reference multiplies are asked for, too."""
+    task, forms = "", [f"in {word}." for word in words_of(reference) if word in MULTIPLIERS]
+    for sentence in _SENTENCE.split(question):
+        if sentence.rstrip().endswith("?") or _TASK.search(sentence):
+            task = sentence
+        elif _FORM.search(sentence):
+            forms.append(sentence)
+    return " ".join([task, *forms])
+
+
+def asks_for(mark: str, question: str) -> bool:
+    r"""Whether a question asks for a percentage (`%`), or for degrees (`^\circ`)."""
+    pattern = {"%": _PERCENT, "^\\circ": _DEGREES}.get(mark)
+    before = [] if pattern is None else pattern.findall(asked_in(question))
+    return any(not word[:1].isdecimal() and word.lower() not in _NUMBER_WORDS for word in before)
+
+
+def alters(words: str, asked: str = "") -> bool:
+    """Whether some of the words before a number make another number, or another answer, of it, as
+    `the difference of` does and `the difference is` does not. `asked` is what the question asks
+    (`asked_in`)."""
+    found = set(words_of(words))
+    return _alter(found & (_ALTERING - _RESULTS if "is" in found else _ALTERING), asked)
+
+
+def alters_after(words: str, asked: str = "", *, in_prose: bool = False) -> bool:
+    """The same of the words after it; `in_prose`, where a sentence may go on with what is `not`
+    there and with less `than` something, only two of them are the number's own."""
+    plain = _RATE.sub("", words)
+    said = words_of(plain)
+    first, beside = set(said[:1]), set(said[:2])
+    found = beside & MULTIPLIERS  # not: 42 eggs for two days
+    if in_prose:
+        found |= beside & _BESIDE | set(said) & _JUDGEMENTS
+    else:
+        found |= set(said) & ((_ANYWHERE | _CLAUSES) - MULTIPLIERS)
+        found |= first & (_JOINING | _REFERRING)
+    bare = _BARE_COMPARISON.search(plain)
+    if bare is not None and (not in_prose or bare[0].lower() in first):
+        found.add(bare[0].lower())
+    return _alter(found, asked)
+
+
+def _alter(words: set[str], asked: str) -> bool:
+    return any(not _is_asked(word, asked) for word in words)
+
+
+def _is_asked(word: str, asked: str) -> bool:
+    if word in MULTIPLIERS:
+        word = f"{word.removesuffix('s')}s?"
+        number = rf"(?:how many|number of)\s+(?:[a-z]+\s+){{0,2}}{word}\b|\bin {word}\b"
+        return re.search(number, asked, re.IGNORECASE) is not None
+    if word == "than":
+        return bool({"than", "more", "less", "fewer"} & set(words_of(asked)))
+    return word in _ASKABLE and word in words_of(asked)
+
+
+def takes_back(text: str) -> bool:
+    """Whether what follows a sentence begins with words that take it back."""
+    return bool(_TAKING_BACK & set(words_of(text[:200])[:4]))
+
+
+def is_statement(words: str) -> bool:
+    """Whether there is a verb of the closed class among the words."""
+    return bool(_VERBS & set(words_of(words)))
+
+
+def is_unit(text: str, attached: bool = False, asked: str = "") -> bool:
+    """Whether `text`, which follows a number, names what is counted: nothing, or up to five words,
+    none of which changes the number. `attached` says that no space is between."""
+    opened = _TEXT.sub(lambda found: f" {found[1].strip()}", text)  # an exponent stays with it
+    opened = re.sub(r"^\(([A-Za-z /]+)\)$|(?<=[A-Za-z])[.!]$", r"\1", opened.strip())
+    words = [word for word in re.split(r"[\s/]+|\\cdot", opened) if word]
+    if text.strip()[:1] in ("/", "^") or len(words) > _MOST_WORDS:
+        return False
+    if not all(_UNIT.fullmatch(word) and _names(word, attached, asked) for word in words):
+        return False
+    return not alters_after(" ".join(words), asked) and not is_statement(" ".join(words))
+
+
+def _names(word: str, attached: bool, asked: str) -> bool:
+    """Whether a word is long enough for a noun, or a known abbreviation."""
+    name = re.sub(r"\^.*", "", word)
+    if len(name) == 1:
+        known = _LETTERS_ATTACHED if attached else _LETTERS
+        return name in known or (name == "K" and "kelvin" in asked.lower())
+    if not attached and len(name) > 2:
+        return True
+    return name.lower() in _PAIRS | _ABBREVIATIONS | (frozenset() if attached else _FUNCTION_PAIRS)
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text, in lower case, `isn't` as one."""
+    return re.findall(r"[a-z]+", text.lower().replace("'", "").replace("\u2019", ""))
