@@ -190,6 +190,9 @@ def test_batch_arithmetic(options, prompts, completions, steps):
 def test_processes_multiply_batch_sizes_but_not_num_prompts():
     assert batches_of(RLOOConfig(), 4).completions_per_step == 32
     assert batches_of(RLOOConfig(num_prompts=8), 4).completions_per_step == 16
+    RLOOConfig(num_generations=16, num_processes=2)  # 8 completions on each
+    with pytest.raises(ValueError, match="a rollout has 8 completions"):
+        RLOOConfig(num_generations=16)
 
 
 @pytest.mark.parametrize(
@@ -304,10 +307,10 @@ def test_an_option_without_effect_reads_what_was_given():
     with pytest.warns(UserWarning, match="dataloader_num_workers is 4, which has no effect"):
         config = RLOOConfig(dataloader_num_workers=4)
     assert (config.dataloader_num_workers, RLOOConfig().dataloader_num_workers) == (4, 0)
-    with pytest.warns(UserWarning, match="ddp_timeout is 60, which has no effect"):
-        config.ddp_timeout = 60
+    with pytest.warns(UserWarning, match="log_level is 'info', which has no effect"):
+        config.log_level = "info"
     fixed = config.fixed()
-    assert (fixed.dataloader_num_workers, fixed.ddp_timeout) == (4, 60)
+    assert (fixed.dataloader_num_workers, fixed.log_level) == (4, "info")
     assert fixed.with_values(seed=1).dataloader_num_workers == 4
 
 

@@ -127,7 +127,6 @@ _IDLE: dict[str, dict[str, Any]] = {
         "ds3_gather_for_generation": True, "average_tokens_across_devices": True,
         "ddp_find_unused_parameters": None, "ddp_bucket_cap_mb": None,
         "ddp_broadcast_buffers": None, "ddp_static_graph": None, "ddp_backend": None,
-        "ddp_timeout": 1800,
     },
     "the logits of all tokens are never in memory at once": {"use_liger_kernel": False},
     "the model and packing decide how attention is computed": {"attn_implementation": None},
