@@ -29,7 +29,7 @@ from rloo.config.launchers import restart_count
 
 BAD_INPUT = 2
 # Seconds that ranks are given to end: those that a signal has told to save, those that are left
-# when one has died, and those that were told a second time.
+# when one has died, and those that were told a second time or have read the same bad input.
 SAVING, LEFT, AT_ONCE = 1800.0, 120.0, 5.0
 # A signal of the same kind within so many seconds is the same one: `timeout` sends it to a process
 # and to its group.
@@ -169,8 +169,11 @@ class _Ranks:
             left = min(self._deadline - time.monotonic(), 3600.0)
             got = signal.sigtimedwait(self._caught, max(0.0, left))
             if time.monotonic() >= self._deadline:
-                self._send(signal.SIGKILL)
                 self._deadline = float("inf")
+                if self._sent:
+                    self._send(signal.SIGKILL)
+                else:
+                    self._end_others()
             if got is None:
                 continue
             if got.si_signo == signal.SIGCHLD:
@@ -216,6 +219,12 @@ class _Ranks:
             self._give(self._saving)
             return
         self._failed = rank
+        if status == BAD_INPUT and not self._sent:
+            self._give(AT_ONCE)  # the others have read the same, and shall say so themselves
+        else:
+            self._end_others()
+
+    def _end_others(self) -> None:
         if not self._sent:
             self._send(signal.SIGTERM)
         self._give(LEFT)
