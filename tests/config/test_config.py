@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from rloo.config.aliases import ALIASES, CONVERSIONS
 from rloo.config.arguments import to_training_arguments
@@ -229,6 +231,14 @@ def test_training_arguments_work_on_a_cpu_with_the_default_precision():
         to_training_arguments(RLOOConfig(optim="adamm"))
     with pytest.raises(ValueError, match="lr_scheduler_type is 'cosin'; did you mean cosine"):
         to_training_arguments(RLOOConfig(lr_scheduler_type="cosin"))
+
+
+def test_accelerate_does_not_change_the_number_of_threads_of_a_rank(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "to be put back")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("rloo.config.arguments.is_launched", lambda: True)
+    to_training_arguments(RLOOConfig())
+    assert os.environ["OMP_NUM_THREADS"] == str(torch.get_num_threads())
 
 
 def test_callbacks_and_loggers_are_given_every_option():

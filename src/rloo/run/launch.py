@@ -104,13 +104,11 @@ def restarted(config: RLOOConfig) -> RLOOConfig:
 
     began = psutil.Process(os.getppid()).create_time()
     made = [path for _, path in list_checkpoints(Path(config.output_dir))]
-    changes: dict[str, object] = {}
-    if any(path.stat().st_mtime >= began for path in made):
-        changes = {"resume_from_checkpoint": "auto", "overwrite_output_dir": False}
-    elif not config.resume_from_checkpoint and not config.overwrite_output_dir:
-        changes = {"resume_from_checkpoint": "auto"}
+    own = any(path.stat().st_mtime >= began for path in made)
     # What it was told to overwrite or to resume from holds until it has saved something.
-    return replace(config, **changes) if changes else config
+    if own or not (config.resume_from_checkpoint or config.overwrite_output_dir):
+        return replace(config, resume_from_checkpoint="auto", overwrite_output_dir=False)
+    return config
 
 
 class _Ranks:
