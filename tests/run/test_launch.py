@@ -245,7 +245,10 @@ def test_a_ranks_output_moves_to_the_runs_folder_with_what_it_had_printed():
         "import os, sys\nfrom pathlib import Path\nfrom rloo.run.launch import redirect_output\n"
         "rank = os.environ['RANK']\nprint('early')\n"
         "redirect_output(Path(f'logs/rank-{rank}.log'))\n"
-        "print('late', flush=True)\nos.write(2, b'error\\n')\nsys.exit(3 if rank == '1' else 0)"
+        "print('late', flush=True)\nos.write(2, b'error\\n')\n"
+        "other = Path('logs/rank-0.log')\n"
+        "while not (other.exists() and 'error' in other.read_text()): pass\n"
+        "sys.exit(3 if rank == '1' else 0)"
     )
     Path("logs").mkdir()
     Path("logs/rank-1.log").write_text("an earlier run\n")
