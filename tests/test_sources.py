@@ -42,6 +42,7 @@ ROWS = [
     "algorithm",
     "run",
     "cli",
+    "__main__",
 ]
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row.split()}
 # The package itself imports nothing when it is loaded: what it exports is found when asked for.

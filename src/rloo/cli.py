@@ -18,6 +18,7 @@ examples:
   rloo train
   rloo train examples/gsm8k.yaml --model Qwen/Qwen3-0.6B --beta 0.02 --num_generations 8
   rloo plan examples/gsm8k.yaml --max_completion_length 1024
+  rloo train examples/gsm8k.yaml --num_processes 8   # or torchrun, accelerate: -m rloo train ...
   rloo train examples/gsm8k.yaml --profile   # where time and memory went: OUTPUT_DIR/profile
   rloo config num_generations
   rloo config --preset verl
@@ -38,9 +39,10 @@ from pathlib import Path
 from rloo import __version__
 from rloo.algorithm.interrupts import Stop, Stopped
 from rloo.config.aliases import our_name
-from rloo.config.config import without_adapter
+from rloo.config.config import in_one_process, without_adapter
 from rloo.config.functions import NotAllowed
 from rloo.config.imports import IMPORTERS, import_config, render_imported
+from rloo.config.launchers import check_alone, check_launch, is_launched, restart_count
 from rloo.config.parsing import parse_command_line
 from rloo.config.presets import describe_preset, remarks
 from rloo.config.rendering import render_all, render_basic, render_option, render_resolved
@@ -109,16 +111,26 @@ def _say(text: str) -> None:
 
 def _train(arguments: list[str], signals: Stop) -> int:
     config = parse_command_line(_with_embedded(arguments))
+    if not is_launched() and ((config.num_processes or 1) > 1 or config.max_restarts > 0):
+        from rloo.run.launch import launch
+
+        return launch(arguments, config)
+    check_launch(config)
     signals.usr1_saves = config.on_sigusr1 == "save"
     with signals.ending():
         from rloo.run.trainer import RLOOTrainer
 
+        if restart_count() > 0:
+            from rloo.run.launch import restarted
+
+            config = restarted(config)
     RLOOTrainer(args=config).train()
     return 0
 
 
 def _plan(arguments: list[str], signals: Stop) -> int:
     config = parse_command_line(_with_embedded(arguments))
+    check_alone("plan")
     with signals.ending():
         from rloo.run.plan import make_plan, print_plan
 
@@ -128,9 +140,15 @@ def _plan(arguments: list[str], signals: Stop) -> int:
 
 def _evaluate(arguments: list[str], signals: Stop) -> int:
     config = parse_command_line(_with_embedded(arguments))
+    check_alone("eval")
+    if (config.num_processes or 1) > 1 and "num_processes" in _names(arguments):
+        raise ValueError(
+            f"num_processes is {config.num_processes}; an evaluation is not divided among "
+            "processes in this version: leave it out (num_processes)"
+        )
     own_set = config.eval_dataset is not None or config.eval_split is not None
-    # Evaluation needs no estimator, reference, gradients, new adapter or training data.
-    config = without_adapter(config).with_values(
+    # Evaluation needs no estimator, reference, gradients, new adapter, training data or processes.
+    config = in_one_process(without_adapter(config)).with_values(
         estimator="composed",
         estimator_kwargs=None,
         beta=0.0,
@@ -204,13 +222,18 @@ def _import(arguments: list[str]) -> int:
 
 def _with_embedded(arguments: list[str]) -> list[str]:
     """Put the embedded task's configuration first unless the user names a config, model or data."""
-    given = {a.lstrip("-").partition("=")[0].replace("-", "_") for a in arguments if a[:1] == "-"}
-    given |= {a.partition("=")[0] for a in arguments if "=" in a}
-    names = {our_name(name) for name in given}
+    names = _names(arguments)
     own_file = "config" in names or any(a.endswith((".yaml", ".yml")) for a in arguments)
     if own_file or names & {"model", "dataset", "eval_dataset"}:
         return arguments
     return [str(EMBEDDED), *arguments]
+
+
+def _names(arguments: list[str]) -> set[str]:
+    """Our names of the options on a command line."""
+    given = {a.lstrip("-").partition("=")[0].replace("-", "_") for a in arguments if a[:1] == "-"}
+    given |= {a.partition("=")[0] for a in arguments if "=" in a}
+    return {our_name(name) for name in given}
 
 
 if __name__ == "__main__":

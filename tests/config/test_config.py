@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from rloo.config.aliases import ALIASES, CONVERSIONS
 from rloo.config.arguments import to_training_arguments
@@ -190,6 +192,9 @@ def test_batch_arithmetic(options, prompts, completions, steps):
 def test_processes_multiply_batch_sizes_but_not_num_prompts():
     assert batches_of(RLOOConfig(), 4).completions_per_step == 32
     assert batches_of(RLOOConfig(num_prompts=8), 4).completions_per_step == 16
+    RLOOConfig(num_generations=16, num_processes=2)  # 8 completions on each
+    with pytest.raises(ValueError, match="a rollout has 8 completions"):
+        RLOOConfig(num_generations=16)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +231,14 @@ def test_training_arguments_work_on_a_cpu_with_the_default_precision():
         to_training_arguments(RLOOConfig(optim="adamm"))
     with pytest.raises(ValueError, match="lr_scheduler_type is 'cosin'; did you mean cosine"):
         to_training_arguments(RLOOConfig(lr_scheduler_type="cosin"))
+
+
+def test_accelerate_does_not_change_the_number_of_threads_of_a_rank(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "to be put back")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("rloo.config.arguments.is_launched", lambda: True)
+    to_training_arguments(RLOOConfig())
+    assert os.environ["OMP_NUM_THREADS"] == str(torch.get_num_threads())
 
 
 def test_callbacks_and_loggers_are_given_every_option():
@@ -304,10 +317,10 @@ def test_an_option_without_effect_reads_what_was_given():
     with pytest.warns(UserWarning, match="dataloader_num_workers is 4, which has no effect"):
         config = RLOOConfig(dataloader_num_workers=4)
     assert (config.dataloader_num_workers, RLOOConfig().dataloader_num_workers) == (4, 0)
-    with pytest.warns(UserWarning, match="ddp_timeout is 60, which has no effect"):
-        config.ddp_timeout = 60
+    with pytest.warns(UserWarning, match="log_level is 'info', which has no effect"):
+        config.log_level = "info"
     fixed = config.fixed()
-    assert (fixed.dataloader_num_workers, fixed.ddp_timeout) == (4, 60)
+    assert (fixed.dataloader_num_workers, fixed.log_level) == (4, "info")
     assert fixed.with_values(seed=1).dataloader_num_workers == 4
 
 

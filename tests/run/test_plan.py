@@ -13,7 +13,7 @@ from rloo.engines import MAKERS
 from rloo.model import budget
 from rloo.model.memory import phase_peaks, weight_bytes
 from rloo.model.policy import Policy
-from rloo.run.plan import make_plan
+from rloo.run.plan import _rows, make_plan
 from rloo.run.trainer import RLOOTrainer
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
@@ -112,6 +112,21 @@ def test_the_command_prints_the_plan_and_writes_nothing(folder, capsys):
     after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     assert after == before
     assert not Path("run").exists()
+
+
+def test_the_work_of_several_processes_is_that_of_one_divided(folder, monkeypatch):
+    monkeypatch.setattr("rloo.run.plan._seconds", lambda parts, work: (work(), 1.0)[1])
+    both = ["--num_prompts", "null", "--per_device_train_batch_size"]
+    one = make_plan(config_of(*both, "16"))
+    two = make_plan(config_of(*both, "8", "--num_processes", "2"))
+    assert (one.processes, two.processes) == (1, 2)
+    assert one.completions_per_step == two.completions_per_step == 16
+    assert two.seconds["update"] == one.seconds["update"] / 2
+    assert two.memory["sampling"] == one.memory["sampling"] / 2
+    assert make_plan(config_of("--num_processes", "3")).completions_per_step == 24
+    assert ("optimizer steps", "4 of 4 prompts, 16 completions, shared by 2 processes") in _rows(
+        two
+    )
 
 
 def test_rows_sampled_at_once_are_those_of_the_engines_own_facts(folder, monkeypatch):

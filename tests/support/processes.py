@@ -1,5 +1,5 @@
-"""Runs of a float64 policy that one process and several must end alike: `python -m torch.distributed.run
-... tests/support/processes.py FOLDER [CASE ...]` makes them; each rank runs all."""
+"""Runs of a float64 policy that one process and several must end alike. As a program of each rank
+it makes those named: FOLDER [CASE ...]."""
 
 from __future__ import annotations
 

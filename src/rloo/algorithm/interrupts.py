@@ -6,12 +6,17 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from rloo.config.functions import STOP_SIGNALS
+from rloo.config.launchers import is_launched
+
+# Seconds within which a signal of the same kind is the same one.
+ECHO = 1.0
 
 
 class Stopped(SystemExit):
@@ -42,7 +47,7 @@ class Stop:
     def __init__(self, *, usr1_saves: bool = False) -> None:
         self.save_wanted = False
         self.received: int | None = None  # the first one
-        self._seen: set[int] = set()
+        self._seen: dict[int, float] = {}  # when each kind came first
         self.usr1_saves = usr1_saves
         self._held = 0
         self._ends = False
@@ -114,9 +119,11 @@ class Stop:
             os.write(sys.stderr.fileno(), f"rloo: {said}\n".encode())
             os._exit(128 + number)
         elif number in self._seen:
-            self._end_now(number)
+            # Schedulers and launchers may both tell a process of several the same thing.
+            if not is_launched() or time.monotonic() - self._seen[number] > ECHO:
+                self._end_now(number)
         else:
-            self._seen.add(number)
+            self._seen[number] = time.monotonic()
             self.received = self.received or number
             self.check()
 

@@ -79,6 +79,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "algorithm.kl_ctrl.horizon": "kl_horizon", "data.max_prompt_length": "max_prompt_length",
         "data.max_response_length": "max_completion_length",
     },
+    "torchrun": {"nproc_per_node": "num_processes"},
     "OpenRLHF": {
         "algo.kl.init_coef": "beta", "algo.kl.estimator": "kl_estimator",
         "algo.kl.target": "kl_target", "algo.kl.horizon": "kl_horizon", "actor.dual_clip": "delta",

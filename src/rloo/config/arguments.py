@@ -4,6 +4,7 @@ factories and callbacks."""
 
 from __future__ import annotations
 
+import os
 import typing
 from collections.abc import Iterator
 from copy import deepcopy
@@ -12,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rloo.config.config import PLACE, RLOOConfig, known_names, option_types
+from rloo.config.launchers import is_launched
 from rloo.config.reading import coerce, declare, default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
@@ -107,11 +109,15 @@ def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
     """The arguments that optimizer and scheduler factories and callbacks are given. Every option of
     ours is among them, so that a logger records it and a callback reads `args.beta`, as with TRL.
     Raises ValueError when transformers knows no optimizer or schedule of that name."""
+    import torch
+
     kind = _arguments_type()
     known = {field.name for field in fields(kind)}
     values = {name: value for name, value in config.to_dict().items() if name in known}
     values["metric_for_best_model"] = config.metric_for_best_model or "reward"
     _check_names(config)
+    if is_launched():  # accelerate would change the number of threads
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     made = kind(**{n: v for n, v in values.items() if n not in SET_AFTERWARDS}, bf16=False)
     for name in SET_AFTERWARDS:
         setattr(made, name, values[name])

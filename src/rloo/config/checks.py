@@ -28,15 +28,18 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
         "num_iterations", "max_completion_length", "max_prompt_length",
         "max_tokens_per_micro_batch", "num_threads", "eval_size", "num_generations_eval",
-        "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha",
+        "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha", "num_processes",
+        "ddp_timeout",
     )),
     # A rank beyond the widest layer adds nothing; the others only ever wait.
     ("must be at most 16,384", lambda x: x <= 16_384, ("lora_r",)),
-    ("must be at most 1,000", lambda x: x <= 1_000, ("max_resample_times",)),
+    ("must be at most 1,000", lambda x: x <= 1_000, ("max_resample_times", "max_restarts")),
+    ("must be at most 1,024; null takes as many as a launcher has started", lambda x: x <= 1_024,
+     ("num_processes",)),
     ("must be at most 1,000,000", lambda x: x <= 1_000_000, ("num_iterations",)),
     ("must be at most 1,000,000,000", lambda x: x <= 1_000_000_000, (
         "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
-        "warmup_steps", "max_completion_length", "eval_max_completion_length",
+        "warmup_steps", "max_completion_length", "eval_max_completion_length", "ddp_timeout",
     )),
     (f"must be at most {MOST_COMPLETIONS:,}", lambda x: x <= MOST_COMPLETIONS,
      ("num_generations", "num_generations_eval")),
@@ -52,7 +55,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at least 0", lambda x: x >= 0, (
         "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
         "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
-        "rollout_importance_sampling_min", "reward_timeout",
+        "rollout_importance_sampling_min", "reward_timeout", "max_restarts",
     )),
     ("must be above 0 and at most 1", lambda x: 0 < x <= 1,
      ("top_p", "eval_top_p", "ref_model_mixup_alpha")),
@@ -163,7 +166,7 @@ def _check_batches(config: Options) -> None:
             f"generation_batch_size is {config.generation_batch_size} and steps_per_generation is "
             f"{config.steps_per_generation}; both set the size of a rollout, so give only one"
         )
-    batches = batches_of(config, process_count())
+    batches = batches_of(config, config.num_processes or process_count())
     if batches.completions_per_rollout > MOST_COMPLETIONS:
         raise ValueError(
             f"a rollout would have {batches.completions_per_rollout:,} completions; it may have at "

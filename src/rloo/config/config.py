@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
 from rloo.config.checks import check
 from rloo.config.generation_kwargs import sampling_options
-from rloo.config.options import LORA, Options
+from rloo.config.options import DEFAULT_BATCH, LORA, Options
 from rloo.config.presets import LossForm, loss_form, over_preset
 from rloo.config.reading import default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
@@ -150,6 +150,14 @@ def known_names() -> tuple[str, ...]:
 def without_adapter(config: RLOOConfig) -> RLOOConfig:
     """`config` with every option about adapters at its default: none is added."""
     return config.with_values(**{field.name: field.default for field in LORA.fields_of(config)})
+
+
+def in_one_process(config: RLOOConfig) -> RLOOConfig:
+    """`config` with the batches of all its `num_processes` in one process."""
+    size, batch = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    if config.num_prompts is None or (size, batch) != DEFAULT_BATCH:
+        size *= config.num_processes or 1
+    return config.with_values(num_processes=None, per_device_train_batch_size=size)
 
 
 def resolve_interval(steps: float, total_steps: int) -> int:

@@ -22,6 +22,7 @@ BATCHES = Subject("Batches and number of steps")
 OPTIMIZER = Subject("Optimizer and learning rate")
 MEMORY = Subject("Memory")
 MACHINE = Subject("Precision, machine and seeds")
+PROCESSES = Subject("Several processes")
 EVALUATION = Subject("Evaluation")
 SAVING = Subject("Saving and resuming")
 LOGGING = Subject("Logging")
@@ -269,6 +270,14 @@ class Options:
         "CPU threads; null measures which number is fastest.")
     seed: int = MACHINE.shared(42, "Seed of everything random.", basic=True)
     data_seed: int | None = MACHINE.shared(None, "Seed of the prompt order; null takes `seed`.")
+
+    num_processes: int | None = PROCESSES.own(None,
+        "Processes that train together: `rloo train` starts them unless a launcher has; null takes "
+        "as many as were started.")
+    max_restarts: int = PROCESSES.own(0,
+        "How often `rloo train` starts all its processes again after one has died.")
+    ddp_timeout: int = PROCESSES.shared(1800,
+        "Seconds that a process waits for the others before the run ends.")
 
     eval_strategy: Literal["no", "steps", "epoch"] = EVALUATION.shared("no",
         "Evaluate never (no), every `eval_steps` (steps), or after every epoch.", basic=True)

@@ -32,10 +32,15 @@ _REASONS: dict[str, dict[str, Any]] = {
     "every column of the dataset is passed to the rewards": {
         "remove_unused_columns": (False, None),
     },
-    "this version runs as one process on one device": {
-        "log_on_each_node": True, "save_on_each_node": False, "accelerator_config": None,
+    "sharding is not part of this version: every process has the whole model (num_processes)": {
         "parallelism_config": None, "fsdp": (None, "", False), "fsdp_config": None,
-        "deepspeed": None, "local_rank": -1,
+        "deepspeed": None,
+    },
+    "the first of all processes logs and saves": {
+        "log_on_each_node": True, "save_on_each_node": False,
+    },
+    "launchers say in the environment which process this is": {
+        "local_rank": -1, "accelerator_config": None,
     },
     "the loss is RLOO's, which has no labels": {
         "label_smoothing_factor": 0.0, "label_names": None, "neftune_noise_alpha": None,
@@ -123,11 +128,11 @@ _IDLE: dict[str, dict[str, Any]] = {
         "dataloader_persistent_workers": False, "dataloader_prefetch_factor": None,
         "dataloader_multiprocessing_context": None, "dataloader_in_order": True,
     },
-    "this version runs as one process on one device": {
-        "ds3_gather_for_generation": True, "average_tokens_across_devices": True,
+    "every process has the whole model": {"ds3_gather_for_generation": True},
+    "the loss is divided by what all processes have": {"average_tokens_across_devices": True},
+    "processes add up their gradients once a step, without DistributedDataParallel": {
         "ddp_find_unused_parameters": None, "ddp_bucket_cap_mb": None,
         "ddp_broadcast_buffers": None, "ddp_static_graph": None, "ddp_backend": None,
-        "ddp_timeout": 1800,
     },
     "the logits of all tokens are never in memory at once": {"use_liger_kernel": False},
     "the model and packing decide how attention is computed": {"attn_implementation": None},

@@ -91,22 +91,28 @@ class World:
 
 def process_count() -> int:
     """How many processes train together: as many as the launcher says, whichever it was."""
-    return int(os.environ.get("WORLD_SIZE") or 1)
+    return _number("WORLD_SIZE", 1)
 
 
 def process_rank() -> int:
     """The number of this process among them."""
-    return int(os.environ.get("RANK") or 0)
+    return _number("RANK", 0)
 
 
 def rank_here() -> int:
     """The number of this process among those on this machine."""
-    return int(os.environ.get("LOCAL_RANK") or 0)
+    return _number("LOCAL_RANK", 0)
 
 
 def processes_here() -> int:
     """How many of them run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or process_count())
+    return _number("LOCAL_WORLD_SIZE", process_count())
+
+
+def _number(name: str, default: int) -> int:
+    """What is no number is refused by name in `rloo.config.launchers`."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else default
 
 
 def make_world(*, use_cpu: bool, timeout: float = 1800.0) -> World:

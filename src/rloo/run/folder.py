@@ -24,6 +24,7 @@ from rloo.run.checkpoint import (
     list_checkpoints,
     verify_checkpoint,
 )
+from rloo.run.launch import OUTPUT, redirect_output
 from rloo.run.lock import LOCK, locked
 from rloo.run.resume import changed_options
 
@@ -32,6 +33,7 @@ MARK = "# The options of this run, as they were resolved; `rloo train` reads the
 RUN_FILES = (
     METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, CONFIG, f"profile/{TRACE}", f"profile/{REPORT}"
 )  # fmt: skip
+LOGS = "logs"
 AUTO = "auto"
 # What a run that has finished says of itself, at least.
 RESULT = {"steps", "config", "totals"}
@@ -93,6 +95,8 @@ def claimed_by_main(
     else:
         begins: tuple[str | None, bool, dict[str, Any]] = (None, False, {})
         found, same_options, finished = world.from_main(begins)
+        if OUTPUT in os.environ:
+            redirect_output(Path(config.output_dir) / LOGS / f"rank-{world.rank}.log")
         yield Start(Path(found) if found else None, same_options, finished)
 
 
@@ -192,6 +196,7 @@ def clear(folder: Path, *, overwrite: bool, start: Start, resume: str | bool | N
             "overwrite; move it or name another folder (output_dir)"
         )
     files = [folder / name for name in RUN_FILES if (folder / name).exists()]
+    files += sorted((folder / LOGS).glob("rank-*.log"))
     checkpoints = [path for _, path in list_checkpoints(folder)]
     # A run without a single step has left nothing worth keeping.
     another = checkpoints or (folder / METRICS).exists()

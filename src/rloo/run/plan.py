@@ -20,7 +20,7 @@ from rloo.algorithm.advantages import Credit, Terms, assign
 from rloo.algorithm.fitting import rehearse
 from rloo.algorithm.parts import Parts
 from rloo.algorithm.rollout import SyncRollouts
-from rloo.config.config import RLOOConfig
+from rloo.config.config import RLOOConfig, in_one_process
 from rloo.data.prompts import PromptSource
 from rloo.engines.noise import noise_key
 from rloo.model import memory
@@ -44,8 +44,10 @@ class Plan:
     """A prediction for the worst case: every completion has the maximum length, every prompt that
     of the dataset's longest. Sizes are bytes, times seconds. `memory` has what training holds
     throughout and the peaks of sampling, updating, stepping and loading the engine, which do not
-    happen at the same time."""
+    happen at the same time. Times and memory are those of one of `processes`, which share the work
+    evenly, without what they exchange; counts are those of all."""
 
+    processes: int
     parameters: int
     trained_parameters: int
     num_rows: int
@@ -80,7 +82,8 @@ def make_plan(config: RLOOConfig) -> Plan:
     """Build the run of `config`, measure, and predict. Raises ValueError as training would."""
     if config.dataset is None:
         raise ValueError("there is no dataset to train on (dataset)")
-    trainer = RLOOTrainer(args=config)
+    processes = config.num_processes or 1
+    trainer = RLOOTrainer(args=in_one_process(config))
     parts, state = trainer.make_parts()
     policy, rollouts = parts.policy, parts.rollouts
     assert isinstance(rollouts, SyncRollouts)
@@ -93,12 +96,12 @@ def make_plan(config: RLOOConfig) -> Plan:
     longest, groups = workload.longest_prompt, workload.num_groups
     largest = largest_micro_batch(policy, workload, policy.max_tokens)
     held = lasting | {
-        "sampling": _rows_at_once(parts, longest)
+        "sampling": _rows_at_once(parts, longest, processes)
         * parts.engine.facts.bytes_per_row(longest, config.max_completion_length),
         "micro-batch": memory.predicted_peak_bytes(policy, largest),
         "step": memory.step_bytes(policy),
     }
-    seconds, whole_groups = _measure_time(parts, rollouts, longest)
+    seconds, whole_groups = _measure_time(parts, rollouts, longest, processes)
     length = _expected_length(rollouts, prompts, seconds["sample"] / config.max_completion_length)
 
     def count(prompt: int, completion: int) -> int:
@@ -107,6 +110,7 @@ def make_plan(config: RLOOConfig) -> Plan:
         return len(split(samples, policy.max_tokens, **how))
 
     return Plan(
+        processes=processes,
         parameters=count_parameters(policy.model),
         trained_parameters=sum(p.numel() for p in policy.parameters),
         num_rows=len(prompts),
@@ -161,6 +165,7 @@ def print_plan(plan: Plan) -> None:
 
 def _rows(plan: Plan) -> list[tuple[str, str]]:
     parts = {name: size for name, size in plan.memory.items() if size}
+    shared = f", shared by {plan.processes:,} processes" if plan.processes > 1 else ""
     spent = {name: seconds for name, seconds in plan.seconds.items() if seconds >= 5e-4}
     return [
         ("parameters", f"{plan.parameters:,}, {plan.trained_parameters:,} of them trained"),
@@ -168,7 +173,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         (
             "optimizer steps",
             f"{plan.steps:,} of {plan.workload.num_groups:,} prompts, "
-            f"{plan.completions_per_step:,} completions",
+            f"{plan.completions_per_step:,} completions" + shared,
         ),
         (
             "micro-batches per step",
@@ -196,14 +201,15 @@ def _sized(plan: Plan, name: str, size: int) -> str:
     return f"{gigabytes(size)}, {size / plan.parameters:.2f} bytes per parameter"
 
 
-def _rows_at_once(parts: Parts, longest: int) -> int:
-    """The number of completions that the engine samples at the same time in the worst case."""
-    rows, tokens = parts.batches.completions_per_rollout, parts.config.max_completion_length
+def _rows_at_once(parts: Parts, longest: int, processes: int) -> int:
+    """The number of completions that an engine samples at the same time in the worst case."""
+    rows = -(-parts.batches.completions_per_rollout // processes)
+    tokens = parts.config.max_completion_length
     return parts.engine.facts.rows_at_once(rows, longest, tokens)
 
 
 def _measure_time(
-    parts: Parts, rollouts: SyncRollouts, longest: int
+    parts: Parts, rollouts: SyncRollouts, longest: int, processes: int
 ) -> tuple[dict[str, float], bool]:
     """Seconds of each part of an optimizer step in the worst case, and whether its micro-batches
     have whole groups. The measurement changes the policy, which must be discarded."""
@@ -227,30 +233,30 @@ def _measure_time(
 
     learn()
     policy.stepper.step()  # the first step creates the optimizer's state
-    update = share * _seconds(parts, learn)
+    update = share / processes * _seconds(parts, learn)
     step = _seconds(parts, policy.stepper.step)
     share_of_rollout = 1 / parts.batches.steps_per_rollout
-    sample = share_of_rollout * _sampling_seconds(parts, rollouts, longest)
-    credit = share_of_rollout * parts.batches.prompts_per_rollout * once
+    sample = share_of_rollout * _sampling_seconds(parts, rollouts, longest, processes)
+    credit = share_of_rollout * parts.batches.prompts_per_rollout / processes * once
     seconds = {"sample": sample, "credit": credit, "update": update, "optimizer": step}
     return seconds, whole_groups
 
 
-def _sampling_seconds(parts: Parts, rollouts: SyncRollouts, longest: int) -> float:
+def _sampling_seconds(parts: Parts, rollouts: SyncRollouts, longest: int, processes: int) -> float:
     """Seconds of sampling a rollout: its prompts once, and every position at the cost of the last
     one, which has the longest context, measured on completions that share none of it."""
     config = parts.config
     positions = min(_POSITIONS, config.max_completion_length)
     context = longest + config.max_completion_length - positions
-    rows = _rows_at_once(parts, longest)
+    rows = _rows_at_once(parts, longest, processes)
     measured = max(1, min(rows, _MOST_CONTEXT // context))
-    prompts = _prompts(parts.batches.prompts_per_rollout, longest)
+    prompts = _prompts(-(-parts.batches.prompts_per_rollout // processes), longest)
     first = _seconds(parts, lambda: _sample(rollouts, prompts, config.num_generations, 1))
     apart = _prompts(measured, context)
     begun = _seconds(parts, lambda: _sample(rollouts, apart, 1, 1))
     more = _seconds(parts, lambda: _sample(rollouts, apart, 1, positions)) - begun
     each = max(0.0, more) / max(1, positions - 1)
-    scale = parts.batches.completions_per_rollout / measured
+    scale = parts.batches.completions_per_rollout / processes / measured
     return first + (config.max_completion_length - 1) * each * scale
 
 

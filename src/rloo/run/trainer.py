@@ -21,6 +21,7 @@ from rloo.algorithm.rollout import SyncRollouts
 from rloo.config.arguments import RLOOArguments
 from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
+from rloo.config.launchers import check_launch
 from rloo.config.presets import remarks
 from rloo.data.prompts import PromptSource
 from rloo.data.stream import Prompts, StreamSource
@@ -97,7 +98,8 @@ class RLOOTrainer:
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
         self.args = obtain_config(args, model)
-        self.world = make_world(use_cpu=self.args.use_cpu, timeout=1800.0)
+        check_launch(self.args)
+        self.world = make_world(use_cpu=self.args.use_cpu, timeout=self.args.ddp_timeout)
         self.batches = batches_of(self.args, self.world.size)
         chosen_estimator(self.args)
         transformers.set_seed(self.args.seed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rloo.config.imports.areal_objective import read_objective
-from rloo.config.imports.source import ENGINES, ONE_PROCESS, Imported, Source, follow_references
+from rloo.config.imports.source import ENGINES, PROCESSES, Imported, Source, follow_references
 from rloo.config.parsing import read_config_file
 
 # AReaL's key -> its default, for those that mean what an option of ours means
@@ -69,7 +69,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
 # why -> the beginnings of keys that have no counterpart
 _REASONS: dict[str, tuple[str, ...]] = {
     "the run's files go to output_dir": ("cluster.fileroot",),
-    ONE_PROCESS: (
+    PROCESSES: (
         "cluster.", "scheduler.", "launcher.", "allocation_mode.", "actor.backend.",
         "actor.scheduling", "actor.fsdp.", "actor.megatron.", "actor.archon.",
     ),

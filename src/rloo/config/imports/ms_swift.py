@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from rloo.config.imports.source import ENGINES, ONE_PROCESS, Imported, Source
+from rloo.config.imports.source import ENGINES, PROCESSES, Imported, Source
 
 # ms-swift's option -> its default, for those that mean what an option of ours means
 _SAME: dict[str, Any] = {
@@ -53,7 +53,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "async_generate": (False, "a rollout is sampled from the newest weights"),
     "top_entropy_quantile": (1.0, "no token is left out of the loss"),
     "lora_bias": ("none", "biases are not trained with an adapter"),
-    "deepspeed": (None, ONE_PROCESS),
+    "deepspeed": (None, PROCESSES),
     "tuner_backend": ("peft", "adapters are peft's"),
     "use_swift_lora": (False, "adapters are peft's"),
 }
@@ -62,7 +62,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "only swift rlhf is read": ("command ",),
     ENGINES: ("vllm_", "sleep_level", "structured_outputs_regex", "move_model_batches"),
     "only the optimizer's state is moved (offload_optimizer)": ("offload_model",),
-    ONE_PROCESS: ("deepspeed", "fsdp", "ddp", "sequence_parallel_size"),
+    PROCESSES: ("deepspeed", "fsdp", "ddp", "sequence_parallel_size"),
     "set it in the shell, or use_cpu": ("CUDA_VISIBLE_DEVICES",),
     "no effect: prompts are tokenised once, without loader workers": (
         "dataloader_", "dataset_num_proc",
