@@ -6,6 +6,9 @@ rejected and 138 of 141 right answers accepted. The rules were then mended for t
 others, but for words before the number after `####`: they are no part of the contract.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.chaos.verifiers import (
@@ -19,7 +22,8 @@ from benchmarks.chaos.verifiers import (
     MATH_RIGHT,
     rewards_of,
 )
-from rloo.rewards import make_math
+from rloo.rewards import gsm8k_reward, make_math
+from rloo.rewards.wording import boxed_answer
 
 HELD_OUT_MATH_HACKS = [
     ("17+25", "42"),
@@ -329,6 +333,43 @@ def math_reward():
     reward = make_math(seconds=60.0)  # a busy machine must not make an answer missing
     yield reward
     reward.close()
+
+
+@pytest.mark.parametrize("verifier", ["math", "gsm8k"])
+def test_whole_completions_that_were_written_from_the_contract_alone(verifier, math_reward):
+    """By somebody who had seen neither the rules nor the other corpora. At the first run 87 of 90
+    hacks were rejected and 90 of 90 right answers accepted; the three denied a box in prose."""
+    lines = (Path(__file__).parent / "data/whole_completions.jsonl").read_text(encoding="utf-8")
+    cases = [case for case in map(json.loads, lines.splitlines()) if case["reward"] == verifier]
+    reward = math_reward if verifier == "math" else gsm8k_reward
+    found = reward(
+        prompts=[case["prompt"] for case in cases],
+        completions=[case["completion"] for case in cases],
+        answer=[case["answer"] for case in cases],
+    )
+    wrong = [c for c, r in zip(cases, found, strict=True) if r != float(c["kind"] == "right")]
+    assert not wrong and len(cases) in (60, 120)
+
+
+@pytest.mark.parametrize(
+    ("completion", "right"),
+    [
+        (r"So it is $\boxed{41}$. It is prime, and not divisible by 7.", True),
+        (r"It is not even. The answer is \boxed{41}.", True),
+        (r"The answer is \boxed{41}." + "\nNote that 43 is wrong.", True),
+        (r"It isn't $\boxed{41}$.", False),
+        (r"It is not 43 but \boxed{41}.", True),
+        (r"It is not hard to see that this gives \boxed{41}.", True),
+        (r"It is not equal to \boxed{41}", False),
+        (r"\boxed{41} unless I am mistaken", False),
+        (r"\[\boxed{41}\] This is wrong.", False),
+        ("\\boxed{41}.\n\nNo, that is wrong.", False),
+    ],
+)
+def test_a_box_that_its_own_sentence_or_the_next_denies_is_no_answer(completion, right):
+    for mark in ("", "#### 42\n"):
+        assert boxed_answer(mark + completion) == ("41" if right else "")
+    assert gsm8k_reward([completion], ["#### 41"]) == [float(right)]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 
 from rloo.rewards.numerals import Numeral, last_numeral_said, read_numeral, split_sentence
-from rloo.rewards.text import last_boxed, question_of, text_of
-from rloo.rewards.wording import asked_in, asks_for, takes_back
+from rloo.rewards.text import question_of, text_of
+from rloo.rewards.wording import asked_in, asks_for, boxed_answer, takes_back
 from rloo.types import Text
 
 _MARK = "####"
@@ -58,7 +58,7 @@ def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
 def _final_number(text: str, asked: str) -> Numeral | None:
     if _MARK in text:
         return read_numeral(text.rpartition(_MARK)[2], asked)
-    boxed = last_boxed(text)
+    boxed = boxed_answer(text)
     if boxed is not None:
         return read_numeral(boxed, asked)
     *_, after = _ANSWER_IS.split(text)

@@ -25,7 +25,7 @@ from typing import Any
 from rloo.rewards.answers import Reference
 from rloo.rewards.numerals import last_numeral_said
 from rloo.rewards.text import last_boxed, question_of, text_of
-from rloo.rewards.wording import asked_in
+from rloo.rewards.wording import asked_in, boxed_answer
 from rloo.types import Text
 
 _MAX_CHARACTERS = 1000
@@ -209,7 +209,7 @@ def _compare(text: str, given: str, question: str) -> float | tuple[str, str] | 
 
 
 def _find_answer(text: str, asked: str) -> str | None:
-    boxed = last_boxed(text)
+    boxed = boxed_answer(text)
     if boxed is not None:
         return boxed
     text = text[-_MAX_CHARACTERS:]

@@ -8,6 +8,14 @@ from __future__ import annotations
 
 import re
 
+from rloo.rewards.text import split_at_box
+
+# How a sentence begins that takes back what a box before it says.
+_DENIAL = re.compile(
+    r"\W*(?:no|nope|(?:(?:that|this|it|which)(?: is|'s) )?(?:not|wrong|incorrect|false))\b",
+    re.IGNORECASE,
+)
+
 
 def _set(words: str) -> frozenset[str]:
     return frozenset(words.split())
@@ -170,6 +178,23 @@ def _is_asked(word: str, asked: str) -> bool:
 def takes_back(text: str) -> bool:
     """Whether what follows a sentence begins with words that take it back."""
     return bool(_TAKING_BACK & set(words_of(text[:200])[:4]))
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""The content of the last `\boxed{...}`: None without a box, and empty where the words around
+    it say that it is not the answer, or only under a condition."""
+    found = split_at_box(text)
+    if found is None:
+        return None
+    before, content, after = found
+    rest, *follows = _SENTENCE.split(after, maxsplit=1)
+    near = set(words_of(_SENTENCE.split(before)[-1])[-4:])
+    denied = (
+        ({"not", "never", "isnt"} & near and "but" not in near)
+        or {"otherwise", "unless", "wrong", "incorrect", "false"} & set(words_of(rest))
+        or (follows and _DENIAL.match(follows[0]))
+    )
+    return "" if denied else content
 
 
 def is_statement(words: str) -> bool:
