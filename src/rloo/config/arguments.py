@@ -4,6 +4,7 @@ factories and callbacks."""
 
 from __future__ import annotations
 
+import logging
 import os
 import typing
 from collections.abc import Iterator
@@ -118,6 +119,8 @@ def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
     _check_names(config)
     if is_launched():  # accelerate would change the number of threads
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        # At every look at its device it would say that the processes are not accelerate's.
+        logging.getLogger("transformers.training_args").addFilter(_not_of_processes)
     made = kind(**{n: v for n, v in values.items() if n not in SET_AFTERWARDS}, bf16=False)
     for name in SET_AFTERWARDS:
         setattr(made, name, values[name])
@@ -132,6 +135,10 @@ def _arguments_type() -> type[TrainingArguments]:
     ours: list[Any] = [(name, Any, None) for name in option_types() if name not in theirs]
     made: Any = make_dataclass("CallbackArguments", ours, bases=(TrainingArguments,))
     return made
+
+
+def _not_of_processes(record: logging.LogRecord) -> bool:
+    return "parallel_mode" not in record.getMessage()
 
 
 def _check_names(config: RLOOConfig) -> None:

@@ -27,6 +27,8 @@ T = TypeVar("T")
 # Seconds between two looks at whether another process has failed, and between signs of life.
 LOOK = 0.5
 BEAT = 1.0
+# Seconds that the main process waits at its end for others to leave.
+PATIENCE = 3.0
 # Elements of the gradients that are sent at once.
 BUCKET = 1 << 24
 FAILED, ASKED = "failed", "asked"
@@ -111,9 +113,16 @@ class Links:
                 time.sleep(0.05)
 
     def close(self) -> None:
-        """Leave the group, at the end of the process."""
+        """Leave the group, at the end of the process; the main one, which may have the store that
+        the others look into, leaves last."""
         self._over.set()
         with suppress(RuntimeError):
+            if self._rank > 0:
+                self._store.set(f"left {self._rank}", "")
+            others = [f"left {rank}" for rank in range(1, self._size)]
+            until = time.monotonic() + (PATIENCE if self._rank == 0 else 0)
+            while time.monotonic() < until and not self._store.check(others):
+                time.sleep(0.02)
             dist.destroy_process_group()
 
     def _all_gather(self, parts: list[Tensor], mine: Tensor) -> None:
