@@ -1,3 +1,5 @@
+import os
+import signal
 import statistics
 
 import pytest
@@ -153,7 +155,7 @@ def test_ctrl_c_between_two_draws_leaves_nothing_of_them(tmp_path, wrap):
     def reward(prompts, completions, **_):
         draws.append(trainers[-1].state.global_step)
         if stopping and draws[-2:] == [1, 1]:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
         # Of each draw the first group alone has signal.
         return [float(len(c)) if i < 4 else 0.5 for i, c in enumerate(completions)]
 

@@ -337,7 +337,7 @@ def math_reward():
 
 @pytest.mark.parametrize("verifier", ["math", "gsm8k"])
 def test_whole_completions_that_were_written_from_the_contract_alone(verifier, math_reward):
-    """By somebody who had seen neither the rules nor the other corpora. At the first run 87 of 90
+    """Without sight of the rules and of the other corpora. At the first run 87 of 90
     hacks were rejected and 90 of 90 right answers accepted; the three denied a box in prose."""
     lines = (Path(__file__).parent / "data/whole_completions.jsonl").read_text(encoding="utf-8")
     cases = [case for case in map(json.loads, lines.splitlines()) if case["reward"] == verifier]
