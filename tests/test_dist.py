@@ -1,16 +1,60 @@
 """One process alone is the identity of every collective."""
 
+import pytest
 import torch
 
 from rloo.dist import World, make_world
+from rloo.dist.trees import decode, encode
+from rloo.model.batch import count_input_tokens, deal
+from support.models import make_samples
 
 
 def test_alone_every_collective_returns_what_it_was_given():
     world = World(torch.device("cpu"))
     assert (world.rank, world.size, world.is_main) == (0, 1, True)
-    assert world.sum({"loss": 0.5, "tokens": 7.0}) == {"loss": 0.5, "tokens": 7.0}
+    assert world.attempt(lambda: 7) == [7] and world.from_main("a") == "a"
     assert world.gather(["a", "b"]) == [["a", "b"]]
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    world.sum_gradients([parameter])
+    assert parameter.grad is None and list(world.share(3)) == [0, 1, 2]
     assert (world.any(True), world.any(False), world.min(3)) == (True, False, 3)
+
+
+@pytest.mark.parametrize(("count", "size"), [(8, 2), (7, 3), (2, 4), (0, 2)])
+def test_shares_are_equal_parts_in_the_order_of_ranks(count, size):
+    shares = [World(torch.device("cpu"), rank, size).share(count) for rank in range(size)]
+    assert [number for share in shares for number in share] == [*range(count)]
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("whole", [True, False])
+def test_samples_are_dealt_once_as_neighbours_with_about_as_many_tokens(processes, whole):
+    samples = make_samples(6, 3)
+    dealt = deal(samples, processes, whole_groups=whole)
+    assert len(dealt) == processes and [s.key for part in dealt for s in part] == [
+        s.key for s in samples
+    ]
+    if whole:
+        cut = [{s.key[0] for s in part} for part in dealt]
+        assert sum(map(len, cut)) == 6  # no group is in two parts
+    units = len(samples) if not whole else 6
+    if processes <= 3:
+        tokens = [count_input_tokens(part, packed=True) for part in dealt]
+        assert max(tokens) <= sum(tokens) / processes + sum(tokens) / units * 2
+
+
+def test_nested_values_travel_to_the_last_bit():
+    value = {
+        "tensors": [torch.arange(3), torch.tensor([0.1, float("nan")], dtype=torch.float64)],
+        ("a", 1): (None, True, 1e-300, 2**70, "\u00e9", {}),
+        2: [],
+    }
+    found = decode(encode(value))
+    assert repr(found) == repr(value) and found["tensors"][1][0] == value["tensors"][1][0]
+    assert decode(encode(None)) is None
+    with pytest.raises(ValueError, match="is a set, which is not saved"):
+        encode({"x": {1}})
 
 
 def test_only_the_first_rank_is_main():

@@ -9,7 +9,9 @@ import transformers
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
+from rloo.algorithm.sharing import Judge
 from rloo.config.parsing import parse_command_line
+from rloo.dist import World
 from rloo.rewards import RewardSet
 from rloo.rewards.model import RewardModel, as_reward
 from rloo.rewards.normalizer import Normalized
@@ -314,13 +316,9 @@ def test_evaluation_does_not_move_the_running_scale(folder):
     rewards = make_rewards({"name": folder, "normalize": True}, RLOOConfig(), device=CPU)
     rewards.score(["w1", "w2"], [" w1", " w3"], [[1]] * 2, {}, None)
     before = rewards.state_dict()
-    report, _ = evaluate(
-        Fixed(),
-        [Prompt(0, [4], "w1 ")],
-        rewards,
-        tokenizer=make_tokenizer(),
-        settings=Settings(Sampling(4, (2,)), 2, noise=0, pass_threshold=1.0),
-    )
+    judge = Judge(rewards, make_tokenizer(), World(CPU))
+    settings = Settings(Sampling(4, (2,)), 2, noise=0, pass_threshold=1.0)
+    report, _ = evaluate(Fixed(), [Prompt(0, [4], "w1 ")], judge, settings)
     assert rewards.state_dict() == before and before["tiny-rm"]["count"] == 2
     raw = alone(make_reward_model(), make_reward_tokenizer(), ["w1 w1"])  # token 5 is w1
     assert report["reward"] == pytest.approx(raw[0], abs=1e-5)

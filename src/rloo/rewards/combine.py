@@ -96,6 +96,7 @@ class RewardSet:
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
+        """The functions as they were given."""
         return [reward.function for reward in self._rewards]
 
     def check(self, columns: Iterable[str]) -> None:

@@ -3,11 +3,13 @@ Trainer and TRL's RLOOTrainer call and a run here does not."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import transformers
+
+from rloo.run.evaluate import Results
 
 # A run calls these; the others of RLOOTrainer are called by scripts alone, as they are in TRL.
 CALLED = ("create_model_card", "create_optimizer", "create_scheduler", "evaluate",
@@ -116,3 +118,26 @@ def refuse_replacement(name: str) -> None:
 def is_overridden(trainer: Any, name: str, own: Mapping[str, Any]) -> bool:
     """Whether a method of our trainer's `own` is another one in `trainer`."""
     return getattr(type(trainer), name) is not own[name]
+
+
+class Owner(Protocol):
+    """The trainer, of which a subclass may override these methods: they are what a run uses.
+    `on_measured` is called as soon as `evaluate` has measured the trainer's own sets."""
+
+    on_measured: Callable[[Results], None] | None
+
+    def evaluate(self) -> dict[str, Any]:
+        """Measure the evaluation sets; returns flat metrics."""
+        ...
+
+    def save_model(self, output_dir: str) -> None:
+        """Write model and tokenizer to a folder."""
+        ...
+
+    def create_model_card(self) -> None:
+        """Write README.md."""
+        ...
+
+    def push_to_hub(self) -> Any:
+        """Upload the result."""
+        ...

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ from rloo.report.records import write_json, write_text
 from rloo.run.checkpoint import save_checkpoint, save_model, verify_checkpoint
 from rloo.run.evaluate import Evaluator, Results, Sets, is_better
 from rloo.run.folder import CONFIG, MARK, Start
+from rloo.run.overrides import Owner
 from rloo.run.resume import changed_options, restore, snapshot
 from rloo.run.together import require_same_weights
 
@@ -36,29 +36,6 @@ from rloo.run.together import require_same_weights
 LENGTH = ("max_steps", "num_train_epochs")
 # The rollout that is profiled; the first two still fill caches and select kernels.
 PROFILED_ROLLOUT = 3
-
-
-class Owner(Protocol):
-    """The trainer, of which a subclass may override these methods: they are what a run uses.
-    `on_measured` is called as soon as `evaluate` has measured the trainer's own sets."""
-
-    on_measured: Callable[[Results], None] | None
-
-    def evaluate(self) -> dict[str, Any]:
-        """Measure the evaluation sets; returns flat metrics."""
-        ...
-
-    def save_model(self, output_dir: str) -> None:
-        """Write model and tokenizer to a folder."""
-        ...
-
-    def create_model_card(self) -> None:
-        """Write README.md."""
-        ...
-
-    def push_to_hub(self) -> Any:
-        """Upload the result."""
-        ...
 
 
 @dataclass
