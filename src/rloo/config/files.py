@@ -122,8 +122,8 @@ def _refuse_integers(model: Any, name: str | Path, what: str, options: dict[str,
     config = cached_file(name, "config.json", **source)
     assert config is not None  # the model has just been made by it
     weights = {key for key, value in model.named_parameters() if value.is_floating_point()}
-    for file in sorted(Path(config).parent.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
+    for file in sorted(Path(config).parent.glob("model*.safetensors")):
+        with reading(f"the {what} {name}", "model"), safe_open(file, "pt") as tensors:
             kinds = {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118
         wrong = {k for k, kind in kinds.items() if kind[0] in "IU" and k in weights}
         if wrong:
