@@ -114,6 +114,13 @@ def test_a_rank_that_is_killed_costs_nothing(folder):
     assert same("again", "whole") and steps("again") == [*range(1, 7)]
 
 
+def test_a_folder_that_is_refused_ends_all_with_2_and_nothing_starts_again(folder):
+    before = steps("whole")
+    status, said = train("--output_dir", "whole", "--max_restarts", "1")
+    assert status == 2 and said.count("holds another run") == 1 and "starts again" not in said
+    assert steps("whole") == before
+
+
 def test_who_fails_or_does_not_come_is_named(folder):
     Path("raise-1-3").touch()
     status, said = train("--output_dir", "raises")

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
+from transformers import TrainerCallback
 
 from rloo import RLOOConfig, RLOOTrainer
 from support.models import make_model
@@ -50,6 +51,14 @@ def missing(completion_ids, number, **_):
     return [None if row % 3 == 0 or ids[0] % 4 == 0 else float(len(ids)) for ids, row in pairs]
 
 
+class StopsTheMainOne(TrainerCallback):
+    """Asks to stop after the first evaluation, in the main process alone."""
+
+    def on_evaluate(self, args, state, control, **_):
+        control.should_training_stop = state.is_world_process_zero
+
+
+STOPPED = "stopped by a callback of the main process"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
 PACKED = "packed"
 CASES = {
@@ -69,6 +78,7 @@ CASES = {
     "LoRA": (mixed, {"use_peft": True, "beta": 0.05}),
     "adaptive KL": (mixed, {"beta": 0.05, "kl_target": 0.1, "kl_horizon": 20}),
     "small micro-batches": (mixed, {"max_tokens_per_micro_batch": 40}),
+    STOPPED: (mixed, {"eval_steps": 1, "num_iterations": 2}),
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
 }
@@ -89,7 +99,11 @@ def make(folder: Path, name: str) -> RLOOTrainer:
     )  # fmt: skip
     rows, held_out = ROWS, ROWS.select(range(3))
     model = make_model("qwen3").double()
-    return RLOOTrainer(model, reward, args, rows, held_out, processing_class=make_tokenizer())
+    callbacks = [StopsTheMainOne] if name == STOPPED else []
+    tokenizer = make_tokenizer()
+    return RLOOTrainer(
+        model, reward, args, rows, held_out, processing_class=tokenizer, callbacks=callbacks
+    )
 
 
 def run(folder: Path, names: list[str]) -> None:

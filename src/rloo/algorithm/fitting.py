@@ -12,6 +12,7 @@ import torch
 from rloo.algorithm.advantages import Credit, assign
 from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.algorithm.update import update
+from rloo.dist.links import AllOutOfMemory
 from rloo.model.budget import fitting_budget
 from rloo.model.memory import count_tokens
 from rloo.types import Sample
@@ -105,7 +106,8 @@ def _attempt(
     try:
         return work()
     except torch.OutOfMemoryError as error:
-        if moved or any(change["cause"] == "update" for change in state.budget_changes):
+        alone = parts.world.size > 1 and not isinstance(error, AllOutOfMemory)
+        if alone or moved or any(change["cause"] == "update" for change in state.budget_changes):
             error.add_note(
                 "the token budget was lowered before and is not lowered again; lower "
                 "max_tokens_per_micro_batch or max_completion_length, or turn on "

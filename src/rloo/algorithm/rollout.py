@@ -109,9 +109,9 @@ class SyncRollouts:
         """Draw prompts, sample and score completions; return groups and the rewards' metrics."""
         prompts = self.prompts.next(num_prompts)
         noise = noise_key(self.config.seed, "train", self.step)
-        count, keyed = self.config.num_generations, (self.config.seed, self.step)
+        count = self.config.num_generations
         with self.clock.phase("sample"):
             sampled = sample(self.engine, prompts, count, self.sampling, noise, self.world)
-        judge = Judge(self.rewards, self.tokenizer, self.world, self.trainer, keyed)
+        judge = Judge(self.rewards, self.tokenizer, self.world, self.trainer, noise)
         with self.clock.phase("reward"):
             return judge.score(prompts, sampled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,22 +42,29 @@ def sample(
     drawn = engine.sample(
         [prompts[index] for index in own], [numbers[index] for index in own], sampling, noise
     )
-    parts = world.gather(_pack([c for group in drawn for c in group]))
-    flat = [completion for part in parts for completion in _unpack(part)]
+    drew = zlib.crc32(repr([(prompt.id, prompt.token_ids) for prompt in prompts]).encode())
+    parts = world.gather((drew, _pack([c for group in drawn for c in group])))
+    for rank, (other, _) in enumerate(parts):
+        if other != drew:
+            raise ValueError(
+                f"rank {rank} has drawn other prompts than rank {world.rank}; all must read the "
+                "same rows in the same order (train_dataset, eval_dataset, shuffle_dataset)"
+            )
+    flat = [completion for _, part in parts for completion in _unpack(part)]
     return [flat[first : first + count] for first in range(0, len(flat), count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Scores completions, of which each process judges an equal part of the groups. `keyed` numbers
-    what is judged: the other processes' global generators are a function of it, since checkpoints
-    have only the main one's."""
+    """Scores completions, of which each process judges an equal part of the groups. `noise` numbers
+    what is judged: the other processes' global generators are a function of it and of the prompts,
+    since checkpoints have only the main one's."""
 
     rewards: RewardSet
     tokenizer: PreTrainedTokenizerBase
     world: World
     trainer_state: Any = None
-    keyed: tuple[int, int] = (0, 0)
+    noise: int = 0
 
     def score(
         self,
@@ -72,8 +80,8 @@ class Judge:
         if not self.rewards.shared:
             mine = range(len(prompts) if world.is_main else 0)
         if not world.is_main:
-            seed, number = self.keyed
-            transformers.set_seed(noise_key(seed, f"rank {world.rank}", number) >> 32)
+            first = prompts[0].noise_id if prompts else 0
+            transformers.set_seed(noise_key(self.noise, f"rank {world.rank}", first) >> 32)
         groups = [(prompts[index], sampled[index]) for index in mine]
         done = [self._call(groups, names)] if groups else []
         if world.size > 1:

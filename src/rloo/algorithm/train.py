@@ -90,15 +90,13 @@ def finish_step(parts: Parts, state: RunState, stats: dict[str, float] | None = 
     one of them ended tells them again when it goes on, without metrics (None)."""
     state.step_open = True
     parts.monitor.log(stats)
-    note_what_is_due(parts, state)
+    note_what_is_due(state)
     state.step_open, state.generators = False, capture_rng()
 
 
-def note_what_is_due(parts: Parts, state: RunState) -> None:
-    """Note what callbacks want, those of the main process where there are several, before the next
-    event. Raises ValueError for what cannot be met."""
+def note_what_is_due(state: RunState) -> None:
+    """Note what callbacks want, before the next event. Raises ValueError for what cannot be met."""
     control = state.control
-    vars(control).update(parts.world.from_main(vars(control)))
     state.evaluation_due |= control.should_evaluate and state.evaluated_at != state.step
     state.save_due |= control.should_save
     if control.should_epoch_stop:

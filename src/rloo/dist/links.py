@@ -38,6 +38,10 @@ class RankError(ConnectionError):
     """Another process of the run has failed, is gone, or does not come."""
 
 
+class AllOutOfMemory(torch.OutOfMemoryError):
+    """Some process ran out of memory, and all know it."""
+
+
 class Links:
     """Collectives over all processes. A wait is interrupted by signals, ends after `timeout`
     seconds, and ends as soon as another process has failed.
@@ -226,8 +230,8 @@ def connect(rank: int, size: int, timeout: float, *, on_gpu: bool) -> Links:
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=limit))
     store = dist.PrefixStore("rloo", store)
     store.set(f"alive {rank}", "0")
-    # Longer than the own waits, which say more.
-    limit += timedelta(seconds=60)
+    # Longer than the own waits, which say more; what is left of one keeps a process so long.
+    limit += timedelta(seconds=10)
     group = None
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"

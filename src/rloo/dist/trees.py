@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+# The name of what is no tensor; those of tensors begin with a slash, or are empty.
+_PLAIN = "plain"
 Flat = tuple[dict[str, Tensor], Any]
 
 
@@ -55,11 +58,12 @@ def encode(value: Any) -> bytes:
     """A nested value that `flatten` takes as bytes, to the last bit."""
     tensors, plain = flatten(value)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return save(contiguous, metadata={"value": json.dumps(plain)})
+    text = bytearray(json.dumps(plain, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    return save({**contiguous, _PLAIN: torch.frombuffer(text, dtype=torch.uint8)})
 
 
 def decode(data: bytes) -> Any:
     """The inverse of `encode`; tensors are on the CPU."""
-    length = int.from_bytes(data[:8], "little")
-    plain = json.loads(data[8 : 8 + length])["__metadata__"]["value"]
-    return unflatten(json.loads(plain), load(data))
+    tensors = load(data)
+    text = bytes(tensors.pop(_PLAIN).numpy()).decode("utf-8", "surrogatepass")
+    return unflatten(json.loads(text), tensors)

@@ -4,7 +4,8 @@ down: no other module asks for a device or a rank."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -62,6 +63,8 @@ class World:
             return [work()]
         import torch
 
+        from rloo.dist.links import AllOutOfMemory
+
         try:
             done: list[T] = [work()]
         except torch.OutOfMemoryError:
@@ -69,8 +72,17 @@ class World:
         results = self.gather(done)
         if not all(results):
             short = [str(rank) for rank, result in enumerate(results) if not result]
-            raise torch.OutOfMemoryError(f"rank {', '.join(short)} ran out of memory")
+            raise AllOutOfMemory(f"rank {', '.join(short)} ran out of memory")
         return [result for (result,) in results]
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An error in this block is told to the other processes."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """Tell the other processes, as far as they still run, why this one ends."""
@@ -126,8 +138,15 @@ def make_world(*, use_cpu: bool, timeout: float = 1800.0) -> World:
         return World(torch.device("cuda" if on_gpu else "cpu"))
     from rloo.dist.links import connect
 
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // processes_here()))
     device = torch.device("cpu")
     if on_gpu:
         device = torch.device("cuda", rank_here())
+        if rank_here() >= torch.cuda.device_count():
+            raise ValueError(
+                f"LOCAL_RANK is {rank_here()} and there are {torch.cuda.device_count()} GPUs; each "
+                "process needs its own (num_processes, or use_cpu)"
+            )
         torch.cuda.set_device(device)
     return World(device, rank, size, connect(rank, size, timeout, on_gpu=on_gpu))

@@ -95,6 +95,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor],
                     optimizer.state[parameter][key] = saved.to(loaded.device, copy=True)
 
 
+class WeightsApart(FloatingPointError):
+    """The processes of a run have other weights than the main one: nothing of it may be saved."""
+
+
 class NotFinite(FloatingPointError):
     """Weights, or what the optimizer keeps of them, are not finite: nothing of it may be saved."""
 

@@ -14,6 +14,8 @@ from rloo.config.arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
 from rloo.model.policy import Policy
 
+# Events that the main process may send alone, or of which nothing can follow.
+ALONE = ("on_init_end", "on_log", "on_save", "on_push_begin", "on_train_end")
 Callback = TrainerCallback | type[TrainerCallback]
 
 
@@ -47,6 +49,7 @@ class Events:
     ) -> None:
         self.state, self.control = state, control
         self._arguments, self._stepper = to_training_arguments(config), policy.stepper
+        self._world = policy.world
         self.handler = CallbackHandler(
             [DefaultFlowCallback, *callbacks],
             policy.model,
@@ -56,8 +59,11 @@ class Events:
         )
 
     def send(self, event: str, **details: Any) -> None:
-        """Call the method `event` of every callback."""
+        """Call the method `event` of every callback. What the main process's ask for, all do."""
         getattr(self.handler, event)(self._arguments, self.state, self.control, **details)
+        if self._world.size > 1 and event not in ALONE:
+            asked = {n: bool(v) for n, v in vars(self.control).items() if n.startswith("should_")}
+            vars(self.control).update(self._world.from_main(asked))
 
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import platform
 import time
 from collections import deque
@@ -68,7 +69,8 @@ class Monitor:
         self.config, self.output_dir, self.max_steps = config, folder, max_steps
         self.notes: list[str] = []
         self._silent = silent
-        self._console = Console(file=io.StringIO()) if silent else console or Console()
+        unread = Path(os.devnull).open("w") if silent else None  # noqa: SIM115 - to the run's end
+        self._console = Console(file=unread) if unread else console or Console()
         self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS))
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []

@@ -122,7 +122,7 @@ class Evaluator:
     def measure(self, sets: Sets) -> Results:
         """The metrics of each set; see `evaluate`."""
         policy, settings = self.policy, settings_of(self.policy)
-        judge = Judge(self.rewards, policy.tokenizer, policy.world, self.state)
+        judge = Judge(self.rewards, policy.tokenizer, policy.world, self.state, settings.noise)
         generators = capture_rng()  # reward functions may draw from them
         results = {}
         try:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,13 +88,20 @@ def claimed_by_main(
 ) -> Iterator[Start]:
     """As `claimed`, by the main process for all."""
     if world.is_main:
-        with claimed(config, resume_from_checkpoint) as start:
+        with ExitStack() as stack:
+            try:
+                start = stack.enter_context(claimed(config, resume_from_checkpoint))
+            except ValueError as error:
+                world.from_main((str(error), None, False, {}))
+                raise
             found = start.checkpoint and str(start.checkpoint)
-            world.from_main((found, start.same_options, start.finished))
+            world.from_main(("", found, start.same_options, start.finished))
             yield start
     else:
-        begins: tuple[str | None, bool, dict[str, Any]] = (None, False, {})
-        found, same_options, finished = world.from_main(begins)
+        begins: tuple[str, str | None, bool, dict[str, Any]] = ("", None, False, {})
+        refused, found, same_options, finished = world.from_main(begins)
+        if refused:
+            raise ValueError(refused)
         if OUTPUT in os.environ:
             redirect_output(Path(config.output_dir) / LOGS / f"rank-{world.rank}.log")
         yield Start(Path(found) if found else None, same_options, finished)

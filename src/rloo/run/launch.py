@@ -103,8 +103,9 @@ def restarted(config: RLOOConfig) -> RLOOConfig:
     began = psutil.Process(os.getppid()).create_time()
     made = [path for _, path in list_checkpoints(Path(config.output_dir))]
     own = any(path.stat().st_mtime >= began for path in made)
-    # What it was told to overwrite or to resume from holds until it has saved something.
-    if own or not (config.resume_from_checkpoint or config.overwrite_output_dir):
+    # Until it has saved something, what it was told to overwrite or to resume from holds, and the
+    # refusal of a folder with another run's checkpoints.
+    if own or not (made or config.resume_from_checkpoint or config.overwrite_output_dir):
         return replace(config, resume_from_checkpoint="auto", overwrite_output_dir=False)
     return config
 

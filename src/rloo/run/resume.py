@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def snapshot(
         "config": resolved.to_dict(),
         "shapes": parameter_shapes(policy.model),
         "initial_weights": policy.initial_weights,
+        "batches": asdict(parts.batches),
         **told,
         "scaler": scaler,
         "callbacks": parts.events.state_dict(),
@@ -75,6 +77,11 @@ def restore(
             "the KL penalty (model, resume_from_checkpoint)"
         )
     changed = changed_options(saved["config"], parts.config)
+    batches = asdict(parts.batches)
+    before = saved.get("batches", batches)["completions_per_step"]  # a newer entry
+    if before != batches["completions_per_step"]:
+        now = f"{batches['completions_per_step']} (on {parts.world.size} processes)"
+        changed.append(f"completions of an optimizer step {before} -> {now}")
     if changed and same_options:
         raise ValueError(
             f"{path} is of a run with other options: {', '.join(changed)}; go on with those it "

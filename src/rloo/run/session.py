@@ -19,7 +19,7 @@ from rloo.config.config import RLOOConfig
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
 from rloo.model import adapters
-from rloo.model.state import NotFinite, capture_rng, restore_rng
+from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
 from rloo.report.hub import Hub
 from rloo.report.model_card import has_other_card
 from rloo.report.monitor import SUMMARY, versions
@@ -170,14 +170,15 @@ class Session:
     def _settle(self) -> None:
         """Do what is due between two rollouts: evaluate, end the epoch, save."""
         parts, state = self.parts, self.state
+        save_wanted = require_same_weights(parts, state)
         self._evaluate_if_due()
         over = state.is_over or int(parts.rollouts.epoch) != state.open_epoch
         if state.open_epoch is not None and over:
             parts.events.send("on_epoch_end")
             state.open_epoch = None
-            note_what_is_due(parts, state)
+            note_what_is_due(state)
             self._evaluate_if_due()
-        if require_same_weights(parts, state) or state.save_due:
+        if save_wanted or state.save_due:
             state.save_due = False
             self._save_as_wanted()
 
@@ -338,7 +339,9 @@ class Session:
         self._status = "failed"
         if isinstance(error, (KeyboardInterrupt, Stopped)) or self.parts.stop.received:
             self._status = "interrupted"
-        if state.step == self._saved_step or isinstance(error, (ForcedInterrupt, NotFinite)):
+        if state.step == self._saved_step or isinstance(
+            error, (ForcedInterrupt, NotFinite, WeightsApart)
+        ):
             return
         restore_rng(state.generators)  # of the step in hand nothing stays
         self._save_checkpoint(push=False)

@@ -23,7 +23,6 @@ from rloo.data.prompts import Limit, PromptSource, encode_prompt, image_reader, 
 from rloo.data.rows import Given, load_rows
 from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows
-from rloo.dist import processes_here
 from rloo.engines import EngineInputs, build_engine
 from rloo.model.loading import num_embedded
 from rloo.model.policy import Policy
@@ -300,9 +299,6 @@ def set_threads(model: PreTrainedModel, args: RLOOConfig) -> None:
         torch.set_num_threads(args.num_threads)
         return
     available = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        available = max(1, available // processes_here())
-        torch.set_num_threads(available)
     if available == 1 or model.device.type != "cpu":
         return
     tokens = torch.zeros(64, 4, dtype=torch.long)

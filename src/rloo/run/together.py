@@ -12,7 +12,7 @@ from rloo.algorithm.parts import Parts, RunState
 from rloo.config.config import RLOOConfig
 from rloo.dist import World
 from rloo.model.policy import Policy
-from rloo.model.state import digest
+from rloo.model.state import WeightsApart, digest
 from rloo.report.monitor import versions
 
 
@@ -45,7 +45,7 @@ def require_same_start(
     mine = {
         **{f"the option {name}": repr(value) for name, value in config.to_dict().items()},
         **{f"the version of {name}": value for name, value in versions().items()},
-        "the weights": digest(policy.parameters),
+        "the weights": digest(list(policy.model.parameters())),
         "the dataset": repr(data),
         "the rewards": _short(repr(sources)),
     }
@@ -60,12 +60,14 @@ def require_same_start(
 
 
 def require_same_weights(parts: Parts, state: RunState) -> bool:
-    """Whether some process was asked to save. Raises FloatingPointError for weights that have come
+    """Whether some process was asked to save. Raises WeightsApart for weights that have come
     apart."""
+    if parts.world.size == 1:
+        return parts.stop.save_wanted
     wants = parts.world.gather((parts.stop.save_wanted, digest(parts.policy.parameters)))
     for rank, (_, found) in enumerate(wants):
         if found != wants[0][1]:
-            raise FloatingPointError(
+            raise WeightsApart(
                 f"after step {state.step} the weights of rank {rank} are not those of rank 0; all "
                 "start with the same and sum the same gradients, so one computes wrongly, or a "
                 "callback has changed them on some alone"

@@ -100,31 +100,32 @@ class RLOOTrainer:
         self.args = obtain_config(args, model)
         check_launch(self.args)
         self.world = make_world(use_cpu=self.args.use_cpu, timeout=self.args.ddp_timeout)
-        self.batches = batches_of(self.args, self.world.size)
-        chosen_estimator(self.args)
-        transformers.set_seed(self.args.seed)
-        loggers = make_loggers(self.args)
-        self.reward_processing_classes = reward_processing_classes
-        self.rewards = setup.make_rewards(
-            reward_model if reward_funcs is None else reward_funcs,
-            self.args,
-            reward_processing_classes,
-            device=self.world.device,
-        )
-        self.reward_func_names = self.rewards.names
-        self.model, self.processing_class, self.args = obtain_model(
-            model,
-            processing_class,
-            self.args,
-            device=self.world.device,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
-        self.train_dataset = self.args.dataset if train_dataset is None else train_dataset
-        self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
-        self._load_prompts()
-        self._set_up(optimizers, [*loggers, *(callbacks or [])])
-        self.events.send("on_init_end")
+        with self.world.telling():
+            self.batches = batches_of(self.args, self.world.size)
+            chosen_estimator(self.args)
+            transformers.set_seed(self.args.seed)
+            loggers = make_loggers(self.args)
+            self.reward_processing_classes = reward_processing_classes
+            self.rewards = setup.make_rewards(
+                reward_model if reward_funcs is None else reward_funcs,
+                self.args,
+                reward_processing_classes,
+                device=self.world.device,
+            )
+            self.reward_func_names = self.rewards.names
+            self.model, self.processing_class, self.args = obtain_model(
+                model,
+                processing_class,
+                self.args,
+                device=self.world.device,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+            )
+            self.train_dataset = self.args.dataset if train_dataset is None else train_dataset
+            self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
+            self._load_prompts()
+            self._set_up(optimizers, [*loggers, *(callbacks or [])])
+            self.events.send("on_init_end")
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train and write everything to `args.output_dir`. Returns the number of steps, the mean
@@ -169,7 +170,8 @@ class RLOOTrainer:
             sets = self._prompts_of_sets(eval_dataset)
         if not sets:
             raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
-        results = self.evaluator.measure(sets)
+        with self.world.telling():
+            results = self.evaluator.measure(sets)
         if eval_dataset is None and self.on_measured is not None:
             self.on_measured(results)
         metrics = flatten(results, metric_key_prefix)
