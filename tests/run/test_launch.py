@@ -323,8 +323,10 @@ def test_a_restarted_rank_goes_on_at_a_checkpoint_of_its_own(folder, monkeypatch
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert [start(c) for c in (plain, over, given)] == [("auto", False)] * 3
     os.utime(path, (0, 0))  # of a run before
-    assert start(plain) == ("auto", False) and start(over) == (None, True)
+    assert start(plain) == (None, False) and start(over) == (None, True)  # refused, or replaced
     assert start(given) == ("elsewhere/checkpoint-7", False)
+    path.rmdir()
+    assert start(plain) == ("auto", False)
 
 
 # -- the command ----------------------------------------------------------------------------------

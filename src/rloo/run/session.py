@@ -178,7 +178,7 @@ class Session:
             state.open_epoch = None
             note_what_is_due(state)
             self._evaluate_if_due()
-        if save_wanted or state.save_due:
+        if save_wanted or parts.stop.save_wanted or state.save_due:
             state.save_due = False
             self._save_as_wanted()
 
