@@ -52,10 +52,6 @@ class World:
         """Whether it is true in some process."""
         return any(self.gather(flag))
 
-    def min(self, value: int) -> int:
-        """The smallest of all processes."""
-        return min(self.gather(value))
-
     def attempt(self, work: Callable[[], T]) -> list[T]:
         """What `work` returns in every process. Raises torch.OutOfMemoryError in all of them where
         one runs out of memory, so that all do the same about it."""
