@@ -252,11 +252,13 @@ def connect(rank: int, size: int, timeout: float, *, on_gpu: bool) -> Links:
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters of one dtype and device, of at most `BUCKET` elements together or alone."""
     bucket: list[Tensor] = []
+    size = 0
     for parameter in parameters:
-        kinds = {(p.dtype, p.device) for p in (*bucket, parameter)}
-        if bucket and (len(kinds) > 1 or sum(p.numel() for p in (*bucket, parameter)) > BUCKET):
+        size += parameter.numel()
+        alike = bucket and (bucket[0].dtype, bucket[0].device) == (parameter.dtype, parameter.device)
+        if bucket and (not alike or size > BUCKET):
             yield bucket
-            bucket = []
+            bucket, size = [], parameter.numel()
         bucket.append(parameter)
     if bucket:
         yield bucket

@@ -25,11 +25,8 @@ def together(parts: Parts, state: RunState) -> Iterator[None]:
         links.stop = parts.stop.pass_on
         links.where = lambda: f"{parts.clock.current or 'the start'} of step {state.step + 1}"
     try:
-        with parts.stop.listening():
+        with parts.world.telling(), parts.stop.listening():
             yield
-    except BaseException as error:
-        parts.world.fail(error)
-        raise
     finally:
         parts.world.end()
 
