@@ -1,11 +1,13 @@
 """Runs of a float64 policy that one process and several must end alike. As a program of each rank
-it makes those named: FOLDER [CASE ...]."""
+it makes those named: FOLDER OPTIONS CASE [CASE ...]; OPTIONS, of JSON, are added to each."""
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from rloo import RLOOConfig, RLOOTrainer
+from rloo.model.sharding import full
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -84,8 +87,20 @@ CASES = {
 }
 
 
-def make(folder: Path, name: str) -> RLOOTrainer:
-    reward, options = CASES[name]
+# Saved and taken up again, perhaps by another number of processes.
+RESUMED = {
+    "full": (mixed, {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 1}),
+    "adapter": (mixed, {"beta": 0.05, "use_peft": True}),
+    "among steps": (mixed, {"beta": 0.05, "num_iterations": 2, "num_prompts": 1}),
+}
+HALF = {
+    "optim": "adamw_torch", "adam_epsilon": 0.1, "save_strategy": "steps", "save_steps": 2,
+    "lr_scheduler_type": "constant", "eval_strategy": "no",
+}  # fmt: skip
+
+
+def make(folder: Path, name: str, others: dict[str, Any]) -> RLOOTrainer:
+    reward, options = {**CASES, **{n: (r, HALF | o) for n, (r, o) in RESUMED.items()}}[name]
     args = RLOOConfig(
         str(folder / name),
         **{
@@ -95,7 +110,7 @@ def make(folder: Path, name: str) -> RLOOTrainer:
             "eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 2, "beta": 0.0,
             # Not divided by itself where it is 0 but for rounding, as with Adam.
             "optim": "sgd", "learning_rate": 0.1, "packing": False,
-        } | options,
+        } | options | others,
     )  # fmt: skip
     rows, held_out = ROWS, ROWS.select(range(3))
     model = make_model("qwen3").double()
@@ -106,15 +121,15 @@ def make(folder: Path, name: str) -> RLOOTrainer:
     )
 
 
-def run(folder: Path, names: list[str]) -> None:
+def run(folder: Path, names: list[str], **options: Any) -> None:
     for name in names:
-        trainer = make(folder, name)
-        trainer.train()
+        trainer = make(folder, name, options)
+        trainer.train("auto")
+        weights = {n: full(p).clone() for n, p in trainer.model.named_parameters()}
         if trainer.world.is_main:
-            weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
             save_file(weights, folder / name / "weights.safetensors")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]), sys.argv[2:] or [*CASES])
+    run(Path(sys.argv[1]), sys.argv[3:], **json.loads(sys.argv[2]))

@@ -23,7 +23,7 @@ from rloo.algorithm.tally import Tally, add
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.dist import World
-from rloo.model.batch import MicroBatch, deal, exceeds, split
+from rloo.model.batch import MicroBatch, deal, exceeds
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
@@ -168,19 +168,19 @@ def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
 
 
 def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Stored:
-    cut = {"whole_groups": False, "packed": policy.packed}
-    mine = deal(samples, policy.world.size, **cut)[policy.world.rank]
+    dealt = deal(samples, policy.world.size, whole_groups=False, packed=policy.packed)
 
     def compute() -> tuple[dict[Key, Tensor], dict[Key, Tensor], Tally]:
         old: dict[Key, Tensor] = {}
         penalties: dict[Key, Tensor] = {}
         sums: Tally = {}
-        for part in split(mine, policy.max_tokens, **cut):
-            batch = policy.batch(part)
+        for batch, is_ours in policy.micro_batches(dealt, whole_groups=False):
             logprobs = policy.score(batch)
+            reference = policy.reference_logprobs(batch) if terms.kl_in_reward else None
+            if not is_ours:
+                continue
             old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
-            if terms.kl_in_reward:
-                reference = policy.reference_logprobs(batch)
+            if reference is not None:
                 penalty = token_penalty(logprobs, reference, terms).cpu()
                 penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
                 watched_N = terms.watched(batch.truncated_N)
@@ -190,7 +190,9 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
                 add(sums, dict(zip(("kl", "tokens", "sequences"), (kl, *counts), strict=True)))
         return old, penalties, sums
 
-    parts, sums, stats = policy.world.attempt(compute), Tally(), {}
+    with policy.in_step():
+        parts = policy.world.attempt(compute)
+    sums, stats = Tally(), {}
     old = {k: values.to(policy.world.device) for seen, _, _ in parts for k, values in seen.items()}
     penalties = {key: values for _, seen, _ in parts for key, values in seen.items()}
     for _, _, some in parts:

@@ -36,8 +36,6 @@ def rehearse(parts: Parts, state: RunState) -> None:
         # Errors of a packed forward are handled where it is compared with the padded one.
         if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
             raise
-    # The process with the least memory decides for all.
-    size, reason = min(parts.world.gather((size, reason)), key=lambda found: found[0])
     if reason is not None:
         _lower_budget(parts, state, size, reason, cause="rehearsal")
 
@@ -72,6 +70,10 @@ def update_that_fits(
     """One optimizer step on a part of the rollout's samples, again with smaller micro-batches
     where memory did not suffice; then the credit is assigned for these, too, unless the weights
     have moved since it was. Keeps the credit for the steps that follow; returns the metrics."""
+
+    if parts.policy.divides:
+        with parts.policy.in_step():
+            parts.stop.hold()  # all processes make this step, or none does
 
     def work() -> dict[str, float]:
         with parts.clock.phase("update"):

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from rloo.config.config import RLOOConfig
 from rloo.config.files import quiet
 from rloo.data.images import tokenizer_of
 from rloo.dist import World
-from rloo.model import adapters, preparation
-from rloo.model.batch import MicroBatch, pack, pad
+from rloo.model import adapters, preparation, sharding
+from rloo.model.batch import MicroBatch, make_sample, pack, pad, split
 from rloo.model.loading import load_weights, num_embedded
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.offload import activations_on_host
 from rloo.model.optimizers import Given, make_optimizers
 from rloo.model.reference import make_reference
 from rloo.model.scorer import Scorer, balancing_coefficient
-from rloo.model.state import Version
+from rloo.model.sharding import full
+from rloo.model.state import Version, digest
 from rloo.model.stepper import Stepper
 from rloo.types import Sample
 
@@ -53,12 +54,14 @@ class Policy:
         self.processing_class = processing_class
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
         self.device = world.device
+        self.divides = config.parallel == "fsdp2"
         prepared = preparation.prepare(model, config, self.device)
         self.model, self.adapter = prepared.model, prepared.adapter
         pad, vocabulary = self.tokenizer.pad_token_id, num_embedded(self.model)
         known = pad is not None and pad < vocabulary  # what is padded is masked, so any will do
         self.pad_token_id = int(pad) if known else self.stop_token_ids[0]
         self.packed, self.checked = prepared.packed, False
+        self._collected: dict[str, Tensor] | None = None
         self.initial_weights = prepared.initial_weights
         self.notes = prepared.notes
         self.aux_loss_weight = balancing_coefficient(self.model, config)
@@ -68,22 +71,56 @@ class Policy:
         self.reference = make_reference(self.scorer, self.adapter, config)
         if config.gradient_checkpointing:
             preparation.enable_checkpointing(self.model, config.gradient_checkpointing_kwargs)
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.parameters = list(trained.values())
+        self.start = digest(list(self.model.parameters()))
+        if self.divides:
+            self._divide()
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
-        self._version = Version(self.model, optimizer)
-        self.stepper = Stepper(trained, optimizer, scheduler, config, self.device)
+        self._version = Version(self.model, optimizer, world)
+        self.stepper = Stepper(self.model, optimizer, scheduler, config, world)
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
         self.max_tokens = config.max_tokens_per_micro_batch or preparation.token_budget(
             self.model, self.device
         )
 
+    def _divide(self) -> None:
+        self.reference.divide(self.world)
+        sharding.shard(self.scorer, self.world)
+        # Which weights take gradients is settled at the first forward, and what is called first is
+        # what is called as a whole.
+        first = pad([make_sample((0, 0), 1, 1)], self.device, self.pad_token_id)
+        self.score(first)
+        if self.reference.model is not None:
+            self.reference_logprobs(first)
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """`World.in_step` where weights are divided: for all that computes with them."""
+        return self.world.in_step() if self.divides else nullcontext()
+
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
         """A micro-batch on the policy's device, packed where its attention can."""
         if self.packed:
             return pack(samples, self.device)
         return pad(samples, self.device, self.pad_token_id)
+
+    def micro_batches(
+        self, dealt: Sequence[Sequence[Sample]], *, whole_groups: bool
+    ) -> Iterator[tuple[MicroBatch, bool]]:
+        """This process's micro-batches (see `split`) of what was dealt, and whether each counts.
+        Where weights are divided all processes compute in step: those that have fewer take part
+        in the others' with one that does not count."""
+
+        def cut(samples: Sequence[Sample]) -> list[list[Sample]]:
+            return split(samples, self.max_tokens, whole_groups=whole_groups, packed=self.packed)
+
+        mine = cut(dealt[self.world.rank])
+        for part in mine:
+            yield self.batch(part), True
+        if self.divides and self.world.size > 1:
+            most = max(len(cut(samples)) for samples in dealt)
+            for _ in range(most - len(mine)):
+                yield self.batch([make_sample((0, 0), 1, 1)]), False
 
     def logprobs(self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS) -> TokenScores:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients if
@@ -104,7 +141,8 @@ class Policy:
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.bf16 or self.config.fp16:
             dtype = torch.bfloat16 if self.config.bf16 else torch.float16
-            return torch.autocast(self.device.type, dtype=dtype)
+            # Of divided weights, copies that are kept would be those of all layers.
+            return torch.autocast(self.device.type, dtype=dtype, cache_enabled=not self.divides)
         return nullcontext()
 
     def _offloading(self) -> AbstractContextManager[Any]:
@@ -125,9 +163,51 @@ class Policy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values of the model's weights; an adapter is merged into its base."""
-        if self.adapter is not None:
-            return self.adapter.weights()
-        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        with self.in_step():
+            if self.adapter is not None:
+                yield from self.adapter.weights()
+            else:
+                yield from ((name, full(p)) for name, p in self.model.named_parameters())
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, each process computes with all weights by itself, without gradients."""
+        with self.in_step():
+            context = sharding.whole(self.scorer)
+            context.__enter__()
+        try:
+            yield
+        finally:
+            context.__exit__(None, None, None)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Inside, the main process can save; a collective at its start. Of divided weights it has
+        the whole there, on the host, of an adapted model those of the adapter."""
+        if not self.divides or self._collected is not None:
+            yield
+            return
+        with self.in_step():
+            self._collected = self._collect(self.model)
+            self.reference.collect(self._collect)
+        try:
+            yield
+        finally:
+            self._collected = None
+            self.reference.collected = None
+
+    def _collect(self, model: nn.Module) -> dict[str, Tensor]:
+        """The state of `model`, in the main process; one tensor after the other."""
+        found: dict[str, Tensor] = {}
+        whole: dict[int, Tensor] = {}  # tied ones stay so
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if self.adapter is not None and not tensor.requires_grad:
+                continue
+            if id(tensor) not in whole:
+                gathered = full(tensor)
+                whole[id(tensor)] = gathered.cpu() if self.world.is_main else gathered[:0]
+            found[name] = whole[id(tensor)]
+        return found
 
     @property
     def version(self) -> int:
@@ -156,13 +236,14 @@ class Policy:
         return tuple(dict.fromkeys(drawn))
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the model (of an adapted one the adapter, as peft does) and its tokenizer."""
+        """Write the model (of an adapted one the adapter, as peft does) and its tokenizer. Where
+        weights are divided, within `collected`."""
         if self.adapter is not None:
-            self.adapter.save(path)
+            self.adapter.save(path, self._collected)
         else:
             adapters.remove(path)
             with quiet():
-                self.model.save_pretrained(path)
+                self.model.save_pretrained(path, state_dict=self._collected)
         self.processing_class.save_pretrained(path)
 
     def load_pretrained(self, path: str | Path) -> None:

@@ -125,7 +125,11 @@ class Session:
     def push(self) -> None:
         """Push the result, if that is asked for, and note it: until then a finished run is asked to
         do it again."""
-        if self.config.push_to_hub and self.parts.world.is_main:
+        if not self.config.push_to_hub:
+            return
+        with self.parts.policy.collected():
+            if not self.parts.world.is_main:
+                return
             self.owner.push_to_hub()
             path = self._folder / SUMMARY
             write_json(path, json.loads(path.read_text()) | {"pushed": True})
@@ -281,8 +285,11 @@ class Session:
         """Write the result, unless it is not finite (NotFinite)."""
         self.parts.policy.stepper.require_finite()
         self._saved_at = self.state.step
-        if not self.parts.world.is_main:
-            return
+        with self.parts.policy.collected():
+            if self.parts.world.is_main:
+                self._write_model()
+
+    def _write_model(self) -> None:
         other_card = has_other_card(self._folder)
         with self.parts.stop.held():
             save_model(self._folder, lambda folder: self.owner.save_model(str(folder)))
@@ -296,35 +303,41 @@ class Session:
             self.owner.create_model_card()
 
     def _save_checkpoint(self, *, push: bool = True) -> None:
-        with self.parts.stop.held():
+        with self.parts.policy.in_step(), self.parts.stop.held():
             self._commit()
             self._saved_step = self.state.step
             self.parts.events.send("on_save")
             config, step = self.config, self.state.step
-            if not self.parts.world.is_main:
-                return
             if push and config.push_to_hub and config.hub_strategy != "end":
                 self._save_model()
-                self.hub.push_checkpoint(self._folder, self._folder / f"checkpoint-{step}", step)
+                if self.parts.world.is_main:
+                    checkpoint = self._folder / f"checkpoint-{step}"
+                    self.hub.push_checkpoint(self._folder, checkpoint, step)
 
     def _commit(self) -> None:
         """Write a checkpoint of what is finite, from which the run goes on to the last bit. Raises
         FloatingPointError, and writes nothing, for anything that is not finite."""
-        state, config = self.state.trainer, self.config
+        state = self.state.trainer
         self.parts.policy.stepper.require_finite(moments=True)
         # What is under way reads checkpoints that may go now.
         self.hub.finish(self.parts.monitor.note)
         path = self._folder / f"checkpoint-{state.global_step}"
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(path)
+        with self.parts.policy.collected():
+            self._write_checkpoint(path)
+
+    def _write_checkpoint(self, path: Path) -> None:
+        state, config = self.state.trainer, self.config
+        logs = self.parts.monitor.state_dict()
+        told = {"start": self._start, "last": self._last, "seconds": self._seconds(), "logs": logs}
+        checkpoint = snapshot(self.parts, self.state, self._resolved(), told)
         if not self.parts.world.is_main:
             return
         best = state.best_model_checkpoint if config.compares_evaluations else None
-        logs = self.parts.monitor.state_dict()
-        told = {"start": self._start, "last": self._last, "seconds": self._seconds(), "logs": logs}
         save_checkpoint(
             self._folder,
-            snapshot(self.parts, self.state, self._resolved(), told),
+            checkpoint,
             write_model=partial(
                 self.parts.policy.save_checkpoint, save_model=self.owner.save_model
             ),
@@ -344,7 +357,16 @@ class Session:
         ):
             return
         restore_rng(state.generators)  # of the step in hand nothing stays
-        self._save_checkpoint(push=False)
+        if self.parts.policy.divides:
+            self.parts.world.fail(error)  # so that the others come
+            if len(set(self.parts.world.meet(state.step) or [])) != 1:
+                self.parts.monitor.note(
+                    "weights are divided, and not all processes came to save them: the run goes on "
+                    "from its last checkpoint (parallel, save_steps)"
+                )
+                return
+        with self.parts.stop.held():
+            self._save_checkpoint(push=False)
 
     def _resolved(self) -> RLOOConfig:
         """The options, including everything that was chosen automatically."""

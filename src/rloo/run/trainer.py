@@ -99,7 +99,11 @@ class RLOOTrainer:
             raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
         self.args = obtain_config(args, model)
         check_launch(self.args)
-        self.world = make_world(use_cpu=self.args.use_cpu, timeout=self.args.ddp_timeout)
+        self.world = make_world(
+            use_cpu=self.args.use_cpu,
+            timeout=self.args.ddp_timeout,
+            divides=self.args.parallel != "replicate",
+        )
         with self.world.telling():
             self.batches = batches_of(self.args, self.world.size)
             chosen_estimator(self.args)
@@ -180,8 +184,9 @@ class RLOOTrainer:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
-        if self.world.is_main:
-            self.policy.save_pretrained(output_dir or self.args.output_dir)
+        with self.policy.collected():
+            if self.world.is_main:
+                self.policy.save_pretrained(output_dir or self.args.output_dir)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer of the options. Called before the first step where a subclass overrides it,
@@ -316,8 +321,6 @@ class RLOOTrainer:
         self.ref_model = self.policy.reference.model
         if self.policy.device.type == "cpu":
             setup.keep_freed_memory()
-        setup.set_threads(self.policy.model, self.args)
-        torch.set_num_threads(self.world.from_main(torch.get_num_threads()))
         self.engine = setup.make_engine(self.policy, self.args)
         self.policy.notes += self._notes
         self.events = Events(
@@ -337,6 +340,13 @@ class RLOOTrainer:
     def _own_optimizers(self, given: Given, num_steps: int) -> Given:
         """`given`, and what a subclass makes of its own."""
         self.optimizer, self.lr_scheduler = given
+        own = [n for n in ("create_optimizer", "create_scheduler") if is_overridden(self, n, _OWN)]
+        if self.args.parallel != "replicate" and (own or given != (None, None)):
+            raise ValueError(
+                f"{', '.join(own) or 'optimizers'} makes an optimizer or schedule of your own, and "
+                f"parallel is {self.args.parallel}, which makes other parameters of those that it "
+                "would hold; name them instead (optim, optim_args, lr_scheduler_type, parallel)"
+            )
         if self.optimizer is None and is_overridden(self, "create_optimizer", _OWN):
             # Overrides written for Trainer may set the attribute and return nothing.
             self.optimizer = self.create_optimizer() or self.optimizer
