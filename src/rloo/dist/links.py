@@ -207,7 +207,8 @@ class Links:
             until = time.monotonic() + (PATIENCE if self._rank == 0 else 0)
             while time.monotonic() < until and not self._store.check(others):
                 time.sleep(0.02)
-            dist.destroy_process_group()
+            if dist.is_initialized():  # by another trainer of this process
+                dist.destroy_process_group()
 
     def _all_gather(self, parts: list[Tensor], mine: Tensor) -> None:
         self._wait(dist.all_gather(parts, mine, group=self._group, async_op=True))

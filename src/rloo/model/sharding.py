@@ -30,7 +30,9 @@ def shard(module: nn.Module, world: World) -> None:
     for part in (*_layers(module), module):
         fully_shard(part, reshard_after_forward=True, **options)
     for part in _divided(module):
-        part.set_gradient_divide_factor(1.0)  # the loss has its divisor
+        # The loss has its divisor: gradients are summed, by what gloo can do as well.
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
 
 
 def is_divided(tensor: Tensor) -> bool:
@@ -71,12 +73,13 @@ def divide(whole: Tensor, like: Tensor) -> Tensor:
 
 def whole_copy(module: nn.Module) -> Any:
     """A deep copy with whole parameters. Of divided ones a collective."""
-    parameters = {
-        id(p): nn.Parameter(full(p), requires_grad=p.requires_grad)
-        for p in module.parameters()
-        if is_divided(p)
-    }
-    return copy.deepcopy(module, dict(parameters))
+    parameters: dict[int, Any] = {}
+    for parameter in filter(is_divided, module.parameters()):
+        gathered = full(parameter)
+        if gathered.data_ptr() == local(parameter).data_ptr():  # of one process
+            gathered = gathered.clone()
+        parameters[id(parameter)] = nn.Parameter(gathered, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(module, parameters)
 
 
 @contextmanager

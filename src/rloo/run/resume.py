@@ -25,7 +25,7 @@ HARMLESS = (
     "model", "save_strategy", "save_steps", "save_total_limit", "logging_steps",
     "logging_first_step", "log_completions", "num_completions_to_print", "report_to", "run_name",
     "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
-    "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout",
+    "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout", "parallel",
 )
 # fmt: on
 # Chosen automatically in the first session, and kept unless the user sets them now.
