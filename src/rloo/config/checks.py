@@ -203,6 +203,11 @@ def _check_model(config: Options) -> None:
 
 def _check_parallel(config: Options) -> None:
     if config.parallel == "replicate":
+        if config.state_dict_type == "sharded":
+            raise ValueError(
+                "state_dict_type is sharded and parallel is replicate, which divides nothing; "
+                "leave one of them out (state_dict_type, parallel)"
+            )
         return
     for name, why in _ONLY_WHOLE.items():
         if getattr(config, name):

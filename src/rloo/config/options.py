@@ -277,6 +277,8 @@ class Options:
     parallel: Literal["replicate", "fsdp2"] = PROCESSES.own("replicate",
         "Each process has all weights (replicate), or they are divided (fsdp2: torch's "
         "fully_shard).")
+    state_dict_type: Literal["full", "sharded"] = PROCESSES.own("full",
+        "Checkpoints hold whole tensors, or what is divided as every process writes its part.")
     max_restarts: int = PROCESSES.own(0,
         "How often `rloo train` starts all its processes again after one has died.")
     ddp_timeout: int = PROCESSES.shared(1800,

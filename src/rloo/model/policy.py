@@ -21,6 +21,7 @@ from rloo.model.loading import load_weights, num_embedded
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.offload import activations_on_host
 from rloo.model.optimizers import Given, make_optimizers
+from rloo.model.parts import has_parts, read_parts
 from rloo.model.reference import make_reference
 from rloo.model.scorer import Scorer, balancing_coefficient
 from rloo.model.sharding import full
@@ -200,14 +201,28 @@ class Policy:
         """The state of `model`, in the main process; one tensor after the other."""
         found: dict[str, Tensor] = {}
         whole: dict[int, Tensor] = {}  # tied ones stay so
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if self.adapter is not None and not tensor.requires_grad:
-                continue
+        for name, tensor in self._saved_of(model):
             if id(tensor) not in whole:
                 gathered = full(tensor)
                 whole[id(tensor)] = gathered.cpu() if self.world.is_main else gathered[:0]
             found[name] = whole[id(tensor)]
         return found
+
+    def _saved_of(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        saved = model.state_dict(keep_vars=True).items()
+        return [(n, t) for n, t in saved if self.adapter is None or t.requires_grad]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint in parts keeps of weights: the live tensors, divided or whole."""
+        models: dict[str, nn.Module] = {"model": self.model}
+        if self.reference.moves and self.reference.model is not None:
+            models["reference"] = self.reference.model
+        named = {
+            id(tensor): (f"{kind}/{name}", tensor.detach())
+            for kind, model in models.items()
+            for name, tensor in self._saved_of(model)
+        }
+        return dict(named.values())
 
     @property
     def version(self) -> int:
@@ -247,8 +262,10 @@ class Policy:
         self.processing_class.save_pretrained(path)
 
     def load_pretrained(self, path: str | Path) -> None:
-        """Load the weights that `save_pretrained` wrote, bit for bit."""
-        if self.adapter is not None:
+        """Load the weights that `save_pretrained` or `write_parts` wrote, bit for bit."""
+        if has_parts(path):
+            read_parts(path, self.tensors(), self.world)
+        elif self.adapter is not None:
             self.adapter.load(path)
         else:
             load_weights(self.model, path)
@@ -270,3 +287,8 @@ class Policy:
         """Load what `save_checkpoint` wrote."""
         self.load_pretrained(path)
         self.reference.load(path)
+
+    def save_description(self, path: str | Path) -> None:
+        """Write what a model's folder has beside weights: configuration and tokenizer."""
+        self.model.config.save_pretrained(path)
+        self.processing_class.save_pretrained(path)

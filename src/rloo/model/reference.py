@@ -28,6 +28,7 @@ class Reference:
     is the reference's own copy of the weights, None where it has none."""
 
     model: PreTrainedModel | None = None
+    moves = False
     collected: dict[str, Tensor] | None = None
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -74,7 +75,7 @@ class FrozenCopy(Reference):
         self.model = copy.deepcopy(policy.model).eval().requires_grad_(False)
         self._scorer = Scorer(self.model, temperature=policy.temperature)
         self._policy = policy
-        self._moves = moves
+        self.moves = moves
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """(T,), without gradients, under the copy."""
@@ -93,11 +94,11 @@ class FrozenCopy(Reference):
 
     def collect(self, state_of: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
         """See `Reference`."""
-        self.collected = state_of(self.model) if self._moves else None
+        self.collected = state_of(self.model) if self.moves else None
 
     def save(self, checkpoint: str | Path) -> None:
         """Write the copy to a folder in the checkpoint, if it moves."""
-        if self._moves:
+        if self.moves:
             with quiet():
                 folder = Path(checkpoint, FOLDER)
                 self.model.save_pretrained(folder, state_dict=self.collected)

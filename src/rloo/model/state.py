@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,18 +85,18 @@ def require_same_shapes(saved: dict[str, list[int]], current: dict[str, list[int
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, gathered: bool = False
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    take: Callable[[Tensor], Tensor] = local,
 ) -> dict[str, Any]:
     """The state of an optimizer by the `names` of its parameters (by id): its live tensors, not
-    copies, of divided ones the parts that are here. `gathered`: of these the whole, on the host, in
-    the main process; a collective."""
+    copies. `take`: what is taken of a divided one (`local`, `gathered`, `as_is`)."""
     saved = optimizer.state_dict()
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     groups = [
         {**group, "params": [order[index] for index in group["params"]]}
         for group in saved["param_groups"]
     ]
-    take = _gather_one if gathered else local
     state = {
         order[index]: {
             key: take(value) if isinstance(value, Tensor) else value
@@ -138,8 +138,13 @@ def load_optimizer(
                 present[key] = saved.to(loaded.device, copy=True)
 
 
-def _gather_one(tensor: Tensor) -> Tensor:
-    """The whole of a divided tensor, on the host where it is saved."""
+def as_is(tensor: Tensor) -> Tensor:
+    """A tensor, whole or divided."""
+    return tensor
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a divided tensor, on the host, in the main process alone; a collective."""
     if not is_divided(tensor):
         return tensor
     whole = full(tensor)
@@ -149,7 +154,27 @@ def _gather_one(tensor: Tensor) -> Tensor:
 def _part(value: Any, parameter: Tensor) -> Any:
     """A value of the optimizer's state, divided where it has a number for each of a parameter's."""
     alike = isinstance(value, Tensor) and value.shape == parameter.shape
-    return divide(value, parameter) if alike else value
+    return divide(value, parameter) if alike and not is_divided(value) else value
+
+
+def empty_state(
+    listed: Mapping[str, tuple[torch.Size, torch.dtype]], named: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Room for an optimizer's tensors, which are `listed` as `flatten` has named them, divided as
+    the `named` parameters are."""
+    found = {}
+    for name, (shape, dtype) in listed.items():
+        _, *path = name.split("/")
+        if name.startswith("/state/"):
+            parameter = named[path[1]]
+            alike = shape == parameter.shape
+            empty = (
+                torch.zeros_like(parameter, dtype=dtype)
+                if alike
+                else torch.zeros(shape, dtype=dtype)
+            )
+            found[name] = empty.detach()
+    return found
 
 
 class WeightsApart(FloatingPointError):

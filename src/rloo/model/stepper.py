@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +17,14 @@ from rloo.dist import World
 from rloo.dist.trees import Flat, flatten, unflatten
 from rloo.model.offload import ParkedState
 from rloo.model.optimizers import Scheduler
+from rloo.model.parts import listed_parts, read_parts
 from rloo.model.sharding import full, is_divided
 from rloo.model.state import (
     NotFinite,
+    as_is,
+    empty_state,
     first_not_finite,
+    gathered,
     load_optimizer,
     optimizer_state,
     parameter_names,
@@ -143,13 +148,21 @@ class Stepper:
                 "on from the last checkpoint with smaller steps (learning_rate, max_grad_norm)"
             )
 
-    def state(self) -> tuple[Flat, dict[str, Any], dict[str, Any] | None]:
+    def state(
+        self, *, in_parts: bool = False
+    ) -> tuple[Flat, dict[str, Any], dict[str, Any] | None]:
         """The state of optimizer (its live tensors, not copies; of divided weights whole ones, in
-        the main process, for which all must call this), schedule and loss scaling, of which there
-        is none (None) without `fp16`."""
+        the main process, for which all must call this, unless `in_parts`), schedule and loss
+        scaling, of which there is none (None) without `fp16`."""
         scaler = self._scaler.state_dict() or None
-        state = optimizer_state(self.optimizer, self._names, gathered=True)
-        return flatten(state), self.scheduler.state_dict(), scaler
+        taken = optimizer_state(self.optimizer, self._names, as_is if in_parts else gathered)
+        return flatten(taken), self.scheduler.state_dict(), scaler
+
+    def read_state(self, checkpoint: Path, meta: Any) -> Flat:
+        """The optimizer's state from a checkpoint in parts, to load."""
+        tensors = empty_state(listed_parts(checkpoint), self._named)
+        read_parts(checkpoint, tensors, self._world)
+        return tensors, meta
 
     def load_state(
         self, optimizer: Flat, scheduler: dict[str, Any], scaler: dict[str, Any] | None

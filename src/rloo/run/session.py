@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rloo.algorithm.fitting import rehearse
 from rloo.algorithm.interrupts import ForcedInterrupt, Stopped
@@ -19,6 +21,7 @@ from rloo.config.config import RLOOConfig
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
 from rloo.model import adapters
+from rloo.model.parts import write_parts
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
 from rloo.report.hub import Hub
 from rloo.report.model_card import has_other_card
@@ -324,7 +327,8 @@ class Session:
         path = self._folder / f"checkpoint-{state.global_step}"
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(path)
-        with self.parts.policy.collected():
+        whole = self.config.state_dict_type == "full"
+        with self.parts.policy.collected() if whole else nullcontext():
             self._write_checkpoint(path)
 
     def _write_checkpoint(self, path: Path) -> None:
@@ -332,18 +336,31 @@ class Session:
         logs = self.parts.monitor.state_dict()
         told = {"start": self._start, "last": self._last, "seconds": self._seconds(), "logs": logs}
         checkpoint = snapshot(self.parts, self.state, self._resolved(), told)
-        if not self.parts.world.is_main:
+        policy, world = self.parts.policy, self.parts.world
+        write_model = partial(policy.save_checkpoint, save_model=self.owner.save_model)
+        if config.state_dict_type == "sharded":
+            tensors, meta = checkpoint.optimizer
+            checkpoint = replace(checkpoint, optimizer=({}, meta))
+            write_model = partial(self._write_parts, policy.tensors() | tensors)
+            if not world.is_main:
+                write_model(None)
+        if not world.is_main:
             return
         best = state.best_model_checkpoint if config.compares_evaluations else None
         save_checkpoint(
             self._folder,
             checkpoint,
-            write_model=partial(
-                self.parts.policy.save_checkpoint, save_model=self.owner.save_model
-            ),
+            write_model=write_model,
             keep=config.save_total_limit,
             best=Path(best) if best else None,
         )
+
+    def _write_parts(self, tensors: dict[str, Tensor], folder: Path | None) -> None:
+        """With all other processes, write what is divided to the main one's `folder`."""
+        world = self.parts.world
+        write_parts(world.from_main(str(folder)), tensors, world)
+        if folder is not None:
+            self.parts.policy.save_description(folder)
 
     def _save_what_is_done(self, error: BaseException) -> None:
         """Save a checkpoint of the last finished step if there is none, unless a second Ctrl-C has
