@@ -27,7 +27,7 @@ def rehearse(parts: Parts, state: RunState) -> None:
     if changes and changes[-1]["to"] == policy.max_tokens:
         return
     # Its copy of the weights takes memory as well.
-    parts.engine.load(policy.weights, policy.version)
+    policy.load_into(parts.engine)
     size, reason = policy.max_tokens, None
     try:
         fit = fitting_budget(policy, parts.workload)

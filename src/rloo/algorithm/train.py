@@ -40,7 +40,7 @@ def train_on_rollout(
 
 def sample(parts: Parts, state: RunState) -> InHand:
     """A rollout of the present weights, its samples and their credit."""
-    parts.engine.load(parts.policy.weights, parts.policy.version)
+    parts.policy.load_into(parts.engine)
     rollout = parts.rollouts.next()
     samples = shape(rollout, parts.config, state.adaptive)
     check_first(parts, state, samples)

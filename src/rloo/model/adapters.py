@@ -157,16 +157,12 @@ class Adapter:
         """Write only the adapter, as peft does: `adapter_config.json` and the tensors, those of
         `state` by their names in `model` where it is given."""
         if state is not None:
-            names = {id(p): name for name, p in self.wrapper.state_dict(keep_vars=True).items()}
-            of_model = self.model.state_dict(keep_vars=True)
-            state = {names[id(of_model[name])]: tensor for name, tensor in state.items()}
+            state = {f"base_model.model.{name}": tensor for name, tensor in state.items()}
         with warnings.catch_warnings():
             # These say that embeddings are saved too, or that peft could not look them up.
             warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
             warnings.filterwarnings("ignore", message="Could not find a config file in")
-            self.wrapper.save_pretrained(
-                str(path), selected_adapters=[TRAINED], **({"state_dict": state} if state else {})
-            )
+            self.wrapper.save_pretrained(path, selected_adapters=[TRAINED], state_dict=state)
 
     def load(self, path: str | Path) -> None:
         """Load what `save` wrote, bit for bit. Raises ValueError for another configuration."""
@@ -282,9 +278,7 @@ def _load_tensors(wrapper: Any, name: str, **source: Any) -> None:
     peft = _peft()
     with reading(f"the adapter {name}", "model"):
         tensors = peft.load_peft_weights(name, device=str(wrapper.device), **source)
-        result = peft.set_peft_model_state_dict(
-            wrapper, divide_all(tensors, wrapper), adapter_name=TRAINED
-        )
+        result = peft.set_peft_model_state_dict(wrapper, divide_all(tensors, wrapper), TRAINED)
     missing = [key for key in result.missing_keys if TRAINED in key.split(".")]
     for fault, keys in (
         ("no weights for", missing),

@@ -27,7 +27,7 @@ from rloo.model.scorer import Scorer, balancing_coefficient
 from rloo.model.sharding import full
 from rloo.model.state import Version, digest
 from rloo.model.stepper import Stepper
-from rloo.types import Sample
+from rloo.types import Engine, Sample
 
 
 class Policy:
@@ -163,12 +163,16 @@ class Policy:
             self.packed = False
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of the model's weights; an adapter is merged into its base."""
+        """Names and values of the model's weights, which may be divided; an adapter is merged into
+        its base, which gathers what is divided."""
+        if self.adapter is not None:
+            return self.adapter.weights()
+        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+
+    def load_into(self, engine: Engine) -> None:
+        """Have an engine take the weights; where they are divided a collective."""
         with self.in_step():
-            if self.adapter is not None:
-                yield from self.adapter.weights()
-            else:
-                yield from ((name, full(p)) for name, p in self.model.named_parameters())
+            engine.load(self.weights, self.version)
 
     @contextmanager
     def whole(self) -> Iterator[None]:

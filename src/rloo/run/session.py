@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rloo.algorithm.fitting import rehearse
 from rloo.algorithm.interrupts import ForcedInterrupt, Stopped
@@ -20,19 +17,17 @@ from rloo.algorithm.train import finish_step, note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
-from rloo.model import adapters
-from rloo.model.parts import write_parts
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
 from rloo.report.hub import Hub
-from rloo.report.model_card import has_other_card
 from rloo.report.monitor import SUMMARY, versions
 from rloo.report.profiling import StepProfile
 from rloo.report.records import write_json, write_text
-from rloo.run.checkpoint import save_checkpoint, save_model, verify_checkpoint
+from rloo.run.checkpoint import verify_checkpoint
 from rloo.run.evaluate import Evaluator, Results, Sets, is_better
 from rloo.run.folder import CONFIG, MARK, Start
 from rloo.run.overrides import Owner
-from rloo.run.resume import changed_options, restore, snapshot
+from rloo.run.resume import changed_options, restore
+from rloo.run.saving import write_checkpoint, write_result
 from rloo.run.together import require_same_weights
 
 # The options that say how long a run is.
@@ -288,22 +283,7 @@ class Session:
         """Write the result, unless it is not finite (NotFinite)."""
         self.parts.policy.stepper.require_finite()
         self._saved_at = self.state.step
-        with self.parts.policy.collected():
-            if self.parts.world.is_main:
-                self._write_model()
-
-    def _write_model(self) -> None:
-        other_card = has_other_card(self._folder)
-        with self.parts.stop.held():
-            save_model(self._folder, lambda folder: self.owner.save_model(str(folder)))
-            if self.parts.policy.adapter is None:
-                adapters.remove(self._folder)
-        if other_card:
-            self.parts.monitor.note(
-                "README.md in output_dir is not this program's and was left as it is"
-            )
-        else:
-            self.owner.create_model_card()
+        write_result(self.parts, self.owner)
 
     def _save_checkpoint(self, *, push: bool = True) -> None:
         with self.parts.policy.in_step(), self.parts.stop.held():
@@ -327,40 +307,9 @@ class Session:
         path = self._folder / f"checkpoint-{state.global_step}"
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(path)
-        whole = self.config.state_dict_type == "full"
-        with self.parts.policy.collected() if whole else nullcontext():
-            self._write_checkpoint(path)
-
-    def _write_checkpoint(self, path: Path) -> None:
-        state, config = self.state.trainer, self.config
         logs = self.parts.monitor.state_dict()
         told = {"start": self._start, "last": self._last, "seconds": self._seconds(), "logs": logs}
-        checkpoint = snapshot(self.parts, self.state, self._resolved(), told)
-        policy, world = self.parts.policy, self.parts.world
-        write_model = partial(policy.save_checkpoint, save_model=self.owner.save_model)
-        if config.state_dict_type == "sharded":
-            tensors, meta = checkpoint.optimizer
-            checkpoint = replace(checkpoint, optimizer=({}, meta))
-            write_model = partial(self._write_parts, policy.tensors() | tensors)
-            if not world.is_main:
-                write_model(None)
-        if not world.is_main:
-            return
-        best = state.best_model_checkpoint if config.compares_evaluations else None
-        save_checkpoint(
-            self._folder,
-            checkpoint,
-            write_model=write_model,
-            keep=config.save_total_limit,
-            best=Path(best) if best else None,
-        )
-
-    def _write_parts(self, tensors: dict[str, Tensor], folder: Path | None) -> None:
-        """With all other processes, write what is divided to the main one's `folder`."""
-        world = self.parts.world
-        write_parts(world.from_main(str(folder)), tensors, world)
-        if folder is not None:
-            self.parts.policy.save_description(folder)
+        write_checkpoint(self.parts, self.state, self.owner, self._resolved(), told)
 
     def _save_what_is_done(self, error: BaseException) -> None:
         """Save a checkpoint of the last finished step if there is none, unless a second Ctrl-C has

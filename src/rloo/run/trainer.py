@@ -340,13 +340,6 @@ class RLOOTrainer:
     def _own_optimizers(self, given: Given, num_steps: int) -> Given:
         """`given`, and what a subclass makes of its own."""
         self.optimizer, self.lr_scheduler = given
-        own = [n for n in ("create_optimizer", "create_scheduler") if is_overridden(self, n, _OWN)]
-        if self.args.parallel != "replicate" and (own or given != (None, None)):
-            raise ValueError(
-                f"{', '.join(own) or 'optimizers'} makes an optimizer or schedule of your own, and "
-                f"parallel is {self.args.parallel}, which makes other parameters of those that it "
-                "would hold; name them instead (optim, optim_args, lr_scheduler_type, parallel)"
-            )
         if self.optimizer is None and is_overridden(self, "create_optimizer", _OWN):
             # Overrides written for Trainer may set the attribute and return nothing.
             self.optimizer = self.create_optimizer() or self.optimizer
