@@ -21,24 +21,50 @@ OTHERS = ("time/", "step_time", "tokens_per_second", "rank/")
 HARDEST = ("one group over all", "missing", "several updates")
 
 
-def together(processes: int, folder: Path, names: Iterable[str], **options: Any) -> None:
-    """Make the runs `names` in several processes."""
+def launch(processes: int, jobs: list[tuple[Path, Iterable[str], dict[str, Any]]]) -> None:
+    """Make these runs, one after the other, in several processes: folder, cases, options."""
     paths = [str(ROOT / name) for name in ("src", "tests")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc_per_node={processes}", str(ROOT / "tests/support/processes.py"), str(folder),
-        json.dumps(options), *names,
+        f"--nproc_per_node={processes}", str(ROOT / "tests/support/processes.py"),
+        json.dumps([(str(folder), [*names], options) for folder, names, options in jobs]),
     ]  # fmt: skip
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("alone")
-    run(folder, [*CASES])
-    run(folder, [*RESUMED], max_steps=4)
+def made(tmp_path_factory) -> Path:
+    """The runs of one process (`alone`), and of several: PARALLEL-PROCESSES; and those that two
+    made half of (`full`, `sharded`: what their checkpoints hold; `half`: one alone), ended
+    elsewhere: KIND-PROCESSES. One start for each number of processes."""
+    folder = tmp_path_factory.mktemp("made")
+    run(folder / "alone", [*CASES])
+    run(folder / "alone", [*RESUMED], max_steps=4)
+    run(folder / "half", [*RESUMED], max_steps=2)
+    shutil.copytree(folder / "half", folder / "half-2")
+    divided = {"parallel": "fsdp2"}
+    kinds = [(kind, divided | {"state_dict_type": kind}) for kind in ("full", "sharded")]
+    launch(
+        2,
+        [
+            (folder / "replicate-2", CASES, {}),
+            (folder / "fsdp2-2", CASES, divided),
+            *[(folder / kind, RESUMED, {"max_steps": 2} | options) for kind, options in kinds],
+            (folder / "half-2", RESUMED, {"max_steps": 4} | divided),
+        ],
+    )
+    for processes, (kind, options) in zip((3, 4), kinds, strict=True):
+        there = folder / f"{kind}-{processes}"
+        shutil.copytree(folder / kind, there)
+        hardest = [
+            (folder / f"{parallel}-{processes}", HARDEST, {"parallel": parallel})
+            for parallel in ("replicate", "fsdp2")
+        ]
+        launch(processes, [*hardest, (there, RESUMED, {"max_steps": 4} | options)])
+        shutil.copytree(folder / kind, folder / f"{kind}-1")
+        run(folder / f"{kind}-1", [*RESUMED], max_steps=4)
     return folder
 
 
@@ -58,11 +84,9 @@ def close(one, other) -> bool:
     return one == other
 
 
-def require_equal(
-    alone: Path, others: Path, names: Iterable[str], *, tolerance: float = 1e-12
-) -> None:
+def require_equal(alone: Path, others: Path) -> None:
     wrong = []
-    for name in names:
+    for name in (path.name for path in others.iterdir()):
         files = ["metrics.jsonl", "completions.jsonl"]
         files += ["evaluations.jsonl"] if name in CASES else []
         for file in files:
@@ -75,35 +99,19 @@ def require_equal(
                 ]
         before, after = (load_file(f / name / "weights.safetensors") for f in (alone, others))
         apart = {n: (before[n] - after[n]).abs().max() / before[n].abs().max() for n in before}
-        if (worst := max(apart.values())) > (1e-6 if name == PACKED else tolerance):
+        if (worst := max(apart.values())) > (1e-6 if name == PACKED else 1e-12):
             wrong.append(f"{name}: weights differ by {worst:.1e}")
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("processes", (2, 3, 4))
 @pytest.mark.parametrize("parallel", ("replicate", "fsdp2"))
-@pytest.mark.parametrize(("processes", "names"), [(2, CASES), (3, HARDEST), (4, HARDEST)])
-def test_several_processes_end_as_one(alone, tmp_path, parallel, processes, names):
-    together(processes, tmp_path, names, parallel=parallel)
-    require_equal(alone, tmp_path, names)
+def test_several_processes_end_as_one(made, parallel, processes):
+    require_equal(made / "alone", made / f"{parallel}-{processes}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ("full", "sharded"))
-def test_a_checkpoint_of_divided_weights_goes_on_with_other_numbers_of_processes(
-    alone, tmp_path, kind
-):
-    """Two steps on two processes, two more on another number, or on one without division."""
-    together(2, tmp_path / "2", RESUMED, parallel="fsdp2", max_steps=2, state_dict_type=kind)
-    for processes, options in (
-        (1, {}),
-        *([(3, {"parallel": "fsdp2"})] if kind == "sharded" else [(4, {"parallel": "fsdp2"})]),
-    ):
-        there = tmp_path / str(processes)
-        shutil.copytree(tmp_path / "2", there)
-        together(processes, there, RESUMED, max_steps=4, **options)
-        require_equal(alone, there, RESUMED)
-    back = tmp_path / "back"
-    run(back, [*RESUMED], max_steps=2)
-    together(2, back, RESUMED, max_steps=4, parallel="fsdp2", state_dict_type=kind)
-    require_equal(alone, back, RESUMED)
+@pytest.mark.parametrize("where", ("full-1", "full-3", "sharded-1", "sharded-4", "half-2"))
+def test_divided_weights_go_on_with_other_numbers_of_processes(made, where):
+    require_equal(made / "alone", made / where)

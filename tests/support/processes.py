@@ -1,5 +1,5 @@
 """Runs of a float64 policy that one process and several must end alike. As a program of each rank
-it makes those named: FOLDER OPTIONS CASE [CASE ...]; OPTIONS, of JSON, are added to each."""
+it makes those of a list in JSON: [[folder, [case, ...], {option: value, ...}], ...]."""
 
 from __future__ import annotations
 
@@ -132,4 +132,5 @@ def run(folder: Path, names: list[str], **options: Any) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]), sys.argv[3:], **json.loads(sys.argv[2]))
+    for to, names, options in json.loads(sys.argv[1]):
+        run(Path(to), names, **options)
