@@ -114,7 +114,8 @@ def test_a_signal_saves_the_last_step_and_the_run_goes_on_exactly(whole, tmp_pat
 SEVERAL = {
     "own pass": {"num_iterations": 2, "steps_per_generation": 2},
     "first pass": {"num_iterations": 3, "num_prompts": 2},
-    "adaptive": {"num_iterations": 2, "kl_target": 0.1, "kl_horizon": 20},
+    # The second rollout ends an epoch.
+    "adaptive": {"num_iterations": 2, "num_prompts": 6, "kl_target": 0.1, "kl_horizon": 24},
 }
 
 

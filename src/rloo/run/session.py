@@ -14,7 +14,7 @@ import torch
 from rloo.algorithm.fitting import rehearse
 from rloo.algorithm.interrupts import ForcedInterrupt, Stopped
 from rloo.algorithm.parts import Parts, RunState
-from rloo.algorithm.train import finish_step, note_what_is_due, train_on_rollout
+from rloo.algorithm.train import begin_step, finish_step, note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
@@ -151,11 +151,12 @@ class Session:
         while not state.is_over:
             parts.stop.check()
             state.generators = capture_rng()
-            state.open_epoch = int(parts.rollouts.epoch)
+            if state.in_hand is None:  # else it is known, and the data is already behind the rollout
+                state.open_epoch = int(parts.rollouts.epoch)
             if state.open_epoch != epoch:
                 epoch = state.open_epoch
                 parts.events.send("on_epoch_begin")
-            parts.events.send("on_step_begin")
+            begin_step(parts)
             rollouts += 1
             last = state.step + parts.batches.steps_per_rollout >= state.trainer.max_steps
             due = rollouts == PROFILED_ROLLOUT or (last and rollouts < PROFILED_ROLLOUT)
