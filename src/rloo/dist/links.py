@@ -58,6 +58,7 @@ class Links:
         self._rank, self._size, self._timeout = rank, size, timeout
         self._store, self._group = store, group
         self._waits = False
+        self._broken: RankError | None = None
         self._runs = 0
         self._over = threading.Event()
         threading.Thread(target=self._live, daemon=True).start()
@@ -133,6 +134,8 @@ class Links:
         self._wait(dist.all_gather(parts, mine, group=self._group, async_op=True))
 
     def _wait(self, work: Any) -> None:
+        if self._broken is not None:
+            raise self._broken
         began = looked = time.monotonic()
         pause = 2e-5
         self._waits = True
@@ -149,7 +152,11 @@ class Links:
                 pause = min(1.5 * pause, 1e-3)
             work.wait()
         except RuntimeError as error:
-            raise self._lost(error) from error
+            self._broken = self._lost(error)
+            raise self._broken from error
+        except RankError as error:
+            self._broken = error
+            raise
         finally:
             self._waits = False
             self.seconds += time.monotonic() - began

@@ -151,7 +151,7 @@ class Session:
         while not state.is_over:
             parts.stop.check()
             state.generators = capture_rng()
-            if state.in_hand is None:  # else it is known, and the data is already behind the rollout
+            if state.in_hand is None:  # else it is known; the data is already at what follows
                 state.open_epoch = int(parts.rollouts.epoch)
             if state.open_epoch != epoch:
                 epoch = state.open_epoch
