@@ -59,6 +59,9 @@ def differences(alone: Path, together: Path, name: str) -> list[str]:
             found.append(f"{name}: {file} differs:\n{ours}\n{theirs}")
     before, after = (load_file(f / name / "weights.safetensors") for f in (alone, together))
     worst = max(((before[n] - after[n]).abs().max() / before[n].abs().max()).item() for n in before)
+    known = [path.read_text() for path in (together / name).glob("rank-*.json")]
+    if known != known[:1] * len(known) or len(known) < 2:
+        found.append(f"{name}: what is logged differs between ranks:\n{known}")
     if worst > (1e-6 if name == PACKED else 1e-12):
         found.append(f"{name}: weights differ by {worst:.1e}")
     return found

@@ -81,6 +81,7 @@ def record(parts: Parts, state: RunState, hand: InHand, stats: dict[str, float])
             "epoch": rollout.epoch,
         }
     )
+    stats = parts.world.from_main(stats)  # all log the same, its times too
     parts.monitor.step(state.step, stats)
     if first:
         parts.monitor.completions(state.step, rollout.groups)

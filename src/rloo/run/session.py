@@ -136,6 +136,7 @@ class Session:
         self._start, self._seconds_before = saved["start"], saved["seconds"]
         self._last = saved["last"]
         monitor.load_state_dict(saved["logs"], step=state.step, evaluated_at=state.evaluated_at)
+        monitor.window = parts.world.from_main(monitor.window)  # it alone reads the files
         monitor.note(f"resumed from {checkpoint} at step {state.step}")
 
     def _train_to_the_end(self) -> None:
@@ -257,7 +258,8 @@ class Session:
         completions = steps * self.parts.batches.completions_per_step
         totals = {"train_runtime": seconds, "train_steps_per_second": steps / seconds}
         totals["train_samples_per_second"] = completions / seconds
-        return self.parts.monitor.log_totals(totals)
+        totals["train_loss"] = self.parts.monitor.mean_loss
+        return self.parts.monitor.log_totals(self.parts.world.from_main(totals))
 
     def _load_best(self) -> None:
         """Load the weights of the best evaluation, and evaluate them again."""
