@@ -22,8 +22,12 @@ ROWS = Dataset.from_dict(
 )
 
 
-def mixed(completion_ids, number, **_):
+def mixed(completion_ids, number, log_metric, **_):
     """Rewards that differ in length and word."""
+    log_metric("mean over a call", sum(map(sum, completion_ids)) / len(completion_ids))
+    for ids in completion_ids:
+        if ids[0] % 4:
+            log_metric("mean over some", ids[0])
     pairs = zip(completion_ids, number, strict=True)
     return [len(ids) + 0.25 * (ids[0] % 5) - 0.1 * row for ids, row in pairs]
 
