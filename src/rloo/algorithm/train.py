@@ -125,6 +125,7 @@ def _of_links(parts: Parts) -> dict[str, float]:
 
 def _count(parts: Parts, state: RunState, hand: InHand, *, refused: bool) -> None:
     state.trainer.global_step += 1
+    state.moved = False
     if not hand.done:
         state.position = hand.rollout.position
         state.num_tokens += hand.rollout.num_tokens

@@ -346,6 +346,12 @@ class Session:
             error, (ForcedInterrupt, NotFinite, WeightsApart)
         ):
             return
+        if state.moved:
+            self.parts.monitor.note(
+                f"the weights are those of step {state.step + 1}, which was not recorded: nothing "
+                "of it is saved; go on from the last checkpoint"
+            )
+            return
         restore_rng(state.generators)  # of the step in hand nothing stays
         self._save_checkpoint(push=False)
 
