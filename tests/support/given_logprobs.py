@@ -158,9 +158,7 @@ def ours(rollout: Rollout, **options) -> Result:
     samples = shape(rollout_of(_groups(rollout)), config)
     given = assign(samples, policy, terms_of(config))
     if not given.old_logprobs:
-        given = given.after_first_step(
-            update(policy, samples, given, terms_of(config)), policy.world
-        )
+        given = given.after_first_step(update(policy, samples, given, terms_of(config)))
     policy.current = policy.now
     metrics = update(policy, samples, given, terms_of(config))
     advantages = []

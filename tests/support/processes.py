@@ -24,8 +24,12 @@ ROWS = Dataset.from_dict(
 )
 
 
-def mixed(completion_ids, number, **_):
+def mixed(completion_ids, number, log_metric, **_):
     """Rewards that differ in length and word."""
+    log_metric("mean over a call", sum(map(sum, completion_ids)) / len(completion_ids))
+    for ids in completion_ids:
+        if ids[0] % 4:
+            log_metric("mean over some", ids[0])
     pairs = zip(completion_ids, number, strict=True)
     return [len(ids) + 0.25 * (ids[0] % 5) - 0.1 * row for ids, row in pairs]
 
@@ -62,6 +66,8 @@ class StopsTheMainOne(TrainerCallback):
 
 
 STOPPED = "stopped by a callback of the main process"
+# After its first step, in the middle of what is logged as one.
+GOES_ON = "goes on"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
 PACKED = "packed"
 CASES = {
@@ -84,6 +90,7 @@ CASES = {
     STOPPED: (mixed, {"eval_steps": 1, "num_iterations": 2}),
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
+    GOES_ON: (mixed, {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}),
 }
 
 
@@ -99,7 +106,7 @@ HALF = {
 }  # fmt: skip
 
 
-def make(folder: Path, name: str, others: dict[str, Any]) -> RLOOTrainer:
+def make(folder: Path, name: str, **changed: Any) -> RLOOTrainer:
     reward, options = {**CASES, **{n: (r, HALF | o) for n, (r, o) in RESUMED.items()}}[name]
     args = RLOOConfig(
         str(folder / name),
@@ -110,7 +117,7 @@ def make(folder: Path, name: str, others: dict[str, Any]) -> RLOOTrainer:
             "eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 2, "beta": 0.0,
             # Not divided by itself where it is 0 but for rounding, as with Adam.
             "optim": "sgd", "learning_rate": 0.1, "packing": False,
-        } | options | others,
+        } | options | changed,
     )  # fmt: skip
     rows, held_out = ROWS, ROWS.select(range(3))
     model = make_model("qwen3").double()
@@ -123,8 +130,12 @@ def make(folder: Path, name: str, others: dict[str, Any]) -> RLOOTrainer:
 
 def run(folder: Path, names: list[str], **options: Any) -> None:
     for name in names:
-        trainer = make(folder, name, options)
-        trainer.train("auto")
+        if name == GOES_ON:
+            make(folder, name, **options, max_steps=1).train()
+        trainer = make(folder, name, **options)
+        output = trainer.train("auto")
+        known = trainer.state.log_history, output.training_loss, output.metrics
+        (folder / name / f"rank-{trainer.world.rank}.json").write_text(json.dumps(known))
         weights = {n: full(p).clone() for n, p in trainer.model.named_parameters()}
         if trainer.world.is_main:
             save_file(weights, folder / name / "weights.safetensors")

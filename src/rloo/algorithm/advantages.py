@@ -18,11 +18,9 @@ from torch import Tensor
 from rloo.algorithm import objective
 from rloo.algorithm.chosen import Chosen, chosen_estimator
 from rloo.algorithm.estimators import Returns
-from rloo.algorithm.sharing import of_all
 from rloo.algorithm.tally import Tally, add
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
-from rloo.dist import World
 from rloo.model.batch import MicroBatch, deal, exceeds
 from rloo.model.policy import Policy
 from rloo.types import Sample
@@ -108,9 +106,8 @@ class Stored:
         """(T,): the log-probs that each completion had when it was first seen."""
         return _first_seen(self.old_logprobs, batch, now)
 
-    def after_first_step(self, metrics: Mapping[str, float], world: World) -> Stored:
-        """The credit for the other steps on the same rollout, with what all have first seen."""
-        self.old_logprobs = of_all(self.old_logprobs, world)
+    def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
+        """The credit for the other steps on the same rollout."""
         return self
 
 
@@ -140,10 +137,10 @@ class FromThisPass:
         """As `Stored.old`."""
         return _first_seen(self.old_logprobs, batch, now)
 
-    def after_first_step(self, metrics: Mapping[str, float], world: World) -> Stored:
-        """What all have seen in passing, with the KL among the first step's `metrics`."""
+    def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
+        """What was seen in passing, with the KL among the first step's `metrics`."""
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
-        return Stored(of_all(self.known, world), of_all(self.old_logprobs, world), stats)
+        return Stored(self.known, self.old_logprobs, stats)
 
 
 Credit = Stored | FromThisPass

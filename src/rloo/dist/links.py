@@ -93,6 +93,7 @@ class Links:
         self._store, self._group = store, group
         self._waits = False
         self._left_behind = False
+        self._broken: RankError | None = None
         self._runs = 0
         self._over = threading.Event()
         threading.Thread(target=self._live, daemon=True).start()
@@ -214,6 +215,8 @@ class Links:
         self._wait(dist.all_gather(parts, mine, group=self._group, async_op=True))
 
     def _wait(self, work: Any) -> None:
+        if self._broken is not None:
+            raise self._broken
         began = looked = time.monotonic()
         pause = 2e-5
         self._waits = True
@@ -231,7 +234,11 @@ class Links:
             work.wait()
         except RuntimeError as error:
             broke = f"the line to another process broke in {self.where()}: {error}"
-            raise self._lost() or RankError(broke) from error
+            self._broken = self._lost() or RankError(broke)
+            raise self._broken from error
+        except RankError as error:
+            self._broken = error
+            raise
         finally:
             self._waits = False
             self.seconds += time.monotonic() - began

@@ -25,7 +25,8 @@ class World:
 
     Every method but `share` and `fail` is a collective: all processes call it at the same point,
     with values of the same form, and get the same result; one alone gets what it gave. All raise
-    `RankError` where another process has failed, is gone, or does not come within `ddp_timeout`.
+    `RankError` where another process has failed, is gone, or does not come within `ddp_timeout`,
+    from then on at once.
     """
 
     device: torch.device
@@ -48,8 +49,14 @@ class World:
         return [value] if self.links is None else self.links.gather(value)
 
     def from_main(self, value: T) -> T:
-        """The value of the main process."""
-        return self.gather(value if self.is_main else None)[0]  # type: ignore[return-value]
+        """The value of the main process. That needs no answer: where another is gone, what it is
+        about to record is recorded whole, and its next gathering raises RankError."""
+        try:
+            return self.gather(value if self.is_main else None)[0]  # type: ignore[return-value]
+        except ConnectionError:  # RankError
+            if not self.is_main:
+                raise
+            return value
 
     def any(self, flag: bool) -> bool:
         """Whether it is true in some process."""

@@ -1,30 +1,27 @@
-"""The model that is trained: what computes with it, what it learns by, and its files."""
+"""The model that is trained: what computes with it, and what it learns by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from rloo.config.config import RLOOConfig
-from rloo.config.files import quiet
 from rloo.data.images import tokenizer_of
 from rloo.dist import World
-from rloo.model import adapters, preparation, sharding
+from rloo.model import preparation, sharding
 from rloo.model.batch import MicroBatch, make_sample, pack, pad, split
-from rloo.model.loading import load_weights, num_embedded
+from rloo.model.files import ModelFiles
+from rloo.model.loading import num_embedded
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.offload import activations_on_host
 from rloo.model.optimizers import Given, make_optimizers
-from rloo.model.parts import has_parts, read_parts
 from rloo.model.reference import make_reference
 from rloo.model.scorer import Scorer, balancing_coefficient
-from rloo.model.sharding import full
 from rloo.model.state import Version, digest
 from rloo.model.stepper import Stepper
 from rloo.types import Engine, Sample
@@ -37,7 +34,8 @@ class Policy:
     (autocast), since bf16 parameters lose updates at RLOO's learning rates. For a PeftModel the
     adapter is trained, `model` is the transformers model that contains it, and the reference is the
     same module. `scorer` computes, `reference` is what it is compared with, `stepper` is how it
-    learns. `processing_class` is the model's tokenizer, or the processor that contains it.
+    learns, `files` are what is kept. `processing_class` is the model's tokenizer, or the processor
+    that contains it.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class Policy:
         known = pad is not None and pad < vocabulary  # what is padded is masked, so any will do
         self.pad_token_id = int(pad) if known else self.stop_token_ids[0]
         self.packed, self.checked = prepared.packed, False
-        self._collected: dict[str, Tensor] | None = None
         self.initial_weights = prepared.initial_weights
         self.notes = prepared.notes
         self.aux_loss_weight = balancing_coefficient(self.model, config)
@@ -79,6 +76,9 @@ class Policy:
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
         self._version = Version(self.model, optimizer, world)
         self.stepper = Stepper(self.model, optimizer, scheduler, config, world)
+        self.files = ModelFiles(
+            self.model, self.adapter, self.reference, processing_class, world, self.in_step
+        )
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
         self.max_tokens = config.max_tokens_per_micro_batch or preparation.token_budget(
@@ -177,56 +177,10 @@ class Policy:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, each process computes with all weights by itself, without gradients."""
-        with self.in_step():
-            context = sharding.whole(self.scorer)
-            context.__enter__()
-        try:
+        with ExitStack() as stack:
+            with self.in_step():
+                stack.enter_context(sharding.whole(self.scorer))
             yield
-        finally:
-            context.__exit__(None, None, None)
-
-    @contextmanager
-    def collected(self) -> Iterator[None]:
-        """Inside, the main process can save; a collective at its start. Of divided weights it has
-        the whole there, on the host, of an adapted model those of the adapter."""
-        if not self.divides or self._collected is not None:
-            yield
-            return
-        with self.in_step():
-            self._collected = self._collect(self.model)
-            self.reference.collect(self._collect)
-        try:
-            yield
-        finally:
-            self._collected = None
-            self.reference.collected = None
-
-    def _collect(self, model: nn.Module) -> dict[str, Tensor]:
-        """The state of `model`, in the main process; one tensor after the other."""
-        found: dict[str, Tensor] = {}
-        whole: dict[int, Tensor] = {}  # tied ones stay so
-        for name, tensor in self._saved_of(model):
-            if id(tensor) not in whole:
-                gathered = full(tensor)
-                whole[id(tensor)] = gathered.cpu() if self.world.is_main else gathered[:0]
-            found[name] = whole[id(tensor)]
-        return found
-
-    def _saved_of(self, model: nn.Module) -> list[tuple[str, Tensor]]:
-        saved = model.state_dict(keep_vars=True).items()
-        return [(n, t) for n, t in saved if self.adapter is None or t.requires_grad]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint in parts keeps of weights: the live tensors, divided or whole."""
-        models: dict[str, nn.Module] = {"model": self.model}
-        if self.reference.moves and self.reference.model is not None:
-            models["reference"] = self.reference.model
-        named = {
-            id(tensor): (f"{kind}/{name}", tensor.detach())
-            for kind, model in models.items()
-            for name, tensor in self._saved_of(model)
-        }
-        return dict(named.values())
 
     @property
     def version(self) -> int:
@@ -253,46 +207,3 @@ class Policy:
                 "can draw; a completion could never end (tokenizer.eos_token)"
             )
         return tuple(dict.fromkeys(drawn))
-
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write the model (of an adapted one the adapter, as peft does) and its tokenizer. Where
-        weights are divided, within `collected`."""
-        if self.adapter is not None:
-            self.adapter.save(path, self._collected)
-        else:
-            adapters.remove(path)
-            with quiet():
-                self.model.save_pretrained(path, state_dict=self._collected)
-        self.processing_class.save_pretrained(path)
-
-    def load_pretrained(self, path: str | Path) -> None:
-        """Load the weights that `save_pretrained` or `write_parts` wrote, bit for bit."""
-        if has_parts(path):
-            read_parts(path, self.tensors(), self.world)
-        elif self.adapter is not None:
-            self.adapter.load(path)
-        else:
-            load_weights(self.model, path)
-
-    def save_checkpoint(
-        self, path: str | Path, save_model: Callable[[str], object] | None = None
-    ) -> None:
-        """`save_pretrained` or what `save_model` does instead, and a reference that moves in the
-        folder `reference`. Raises ValueError for a `save_model` that has written no weights."""
-        (save_model or self.save_pretrained)(str(path))
-        if not any(Path(path).glob("*.safetensors")):
-            raise ValueError(
-                "save_model has written no weights, without which nothing can go on from a "
-                "checkpoint (call super().save_model(output_dir))"
-            )
-        self.reference.save(path)
-
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Load what `save_checkpoint` wrote."""
-        self.load_pretrained(path)
-        self.reference.load(path)
-
-    def save_description(self, path: str | Path) -> None:
-        """Write what a model's folder has beside weights: configuration and tokenizer."""
-        self.model.config.save_pretrained(path)
-        self.processing_class.save_pretrained(path)

@@ -92,7 +92,7 @@ def restore(
         )
     _compare(saved, parts, changed)
     state.load_state_dict(saved)
-    policy.load_checkpoint(path)
+    policy.files.load_checkpoint(path)
     optimizer = checkpoint.optimizer
     if has_parts(path):
         optimizer = policy.stepper.read_state(path, optimizer[1])

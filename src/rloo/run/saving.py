@@ -27,15 +27,15 @@ def write_checkpoint(
     """Write a checkpoint of the run as it is; see `snapshot`. All processes call this."""
     config, policy, world = parts.config, parts.policy, parts.world
     in_parts = config.state_dict_type == "sharded"
-    with nullcontext() if in_parts else policy.collected():
+    with nullcontext() if in_parts else policy.files.collected():
         checkpoint = snapshot(parts, state, resolved, told)
         write_model: Callable[[Path], None] = partial(
-            policy.save_checkpoint, save_model=owner.save_model
+            policy.files.save_checkpoint, save_model=owner.save_model
         )
         if in_parts:
             tensors, meta = checkpoint.optimizer
             checkpoint = replace(checkpoint, optimizer=({}, meta))
-            write_model = partial(_write_parts, parts, policy.tensors() | tensors)
+            write_model = partial(_write_parts, parts, policy.files.tensors() | tensors)
         if not world.is_main:
             if in_parts:
                 write_model(Path())
@@ -54,13 +54,13 @@ def _write_parts(parts: Parts, tensors: dict[str, Tensor], folder: Path) -> None
     """With all other processes, write what is divided to the main one's `folder`."""
     write_parts(parts.world.from_main(str(folder)), tensors, parts.world)
     if parts.world.is_main:
-        parts.policy.save_description(folder)
+        parts.policy.files.save_description(folder)
 
 
 def write_result(parts: Parts, owner: Owner) -> None:
     """Write the model of a run, its tokenizer and its card. All processes call this."""
     folder = parts.monitor.output_dir
-    with parts.policy.collected():
+    with parts.policy.files.collected():
         if not parts.world.is_main:
             return
         other_card = has_other_card(folder)

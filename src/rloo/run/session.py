@@ -13,7 +13,7 @@ import torch
 from rloo.algorithm.fitting import rehearse
 from rloo.algorithm.interrupts import ForcedInterrupt, Stopped
 from rloo.algorithm.parts import Parts, RunState
-from rloo.algorithm.train import finish_step, note_what_is_due, train_on_rollout
+from rloo.algorithm.train import begin_step, finish_step, note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
@@ -125,7 +125,7 @@ class Session:
         do it again."""
         if not self.config.push_to_hub:
             return
-        with self.parts.policy.collected():
+        with self.parts.policy.files.collected():
             if not self.parts.world.is_main:
                 return
             self.owner.push_to_hub()
@@ -138,13 +138,14 @@ class Session:
         self._start, self._seconds_before = saved["start"], saved["seconds"]
         self._last = saved["last"]
         monitor.load_state_dict(saved["logs"], step=state.step, evaluated_at=state.evaluated_at)
+        monitor.window = parts.world.from_main(monitor.window)  # it alone reads the files
         monitor.note(f"resumed from {checkpoint} at step {state.step}")
 
     def _train_to_the_end(self) -> None:
         """Train until `max_steps`, or until a callback asks to stop. Checkpoints and evaluations
         due among the steps of a rollout are made at its end, so that a resumed run repeats none."""
         parts, state = self.parts, self.state
-        rollouts, epoch = 0, -1
+        rollouts, epoch = 0, None
         pace = None  # seconds per token of the last rollout that was not profiled
         if state.step_open:  # a callback ended an earlier session
             finish_step(parts, state)
@@ -153,11 +154,12 @@ class Session:
         while not state.is_over:
             parts.stop.check()
             state.generators = capture_rng()
-            state.open_epoch = int(parts.rollouts.epoch)
+            if state.in_hand is None:  # else it is known; the data is already at what follows
+                state.open_epoch = int(parts.rollouts.epoch)
             if state.open_epoch != epoch:
                 epoch = state.open_epoch
                 parts.events.send("on_epoch_begin")
-            parts.events.send("on_step_begin")
+            begin_step(parts)
             rollouts += 1
             last = state.step + parts.batches.steps_per_rollout >= state.trainer.max_steps
             due = rollouts == PROFILED_ROLLOUT or (last and rollouts < PROFILED_ROLLOUT)
@@ -258,7 +260,8 @@ class Session:
         completions = steps * self.parts.batches.completions_per_step
         totals = {"train_runtime": seconds, "train_steps_per_second": steps / seconds}
         totals["train_samples_per_second"] = completions / seconds
-        return self.parts.monitor.log_totals(totals)
+        totals["train_loss"] = self.parts.monitor.mean_loss
+        return self.parts.monitor.log_totals(self.parts.world.from_main(totals))
 
     def _load_best(self) -> None:
         """Load the weights of the best evaluation, and evaluate them again."""
@@ -269,7 +272,7 @@ class Session:
         best = Path(state.best_model_checkpoint)
         verify_checkpoint(best)
         self._saved_step = state.global_step  # these weights are not this step's: no checkpoint
-        self.parts.policy.load_pretrained(best)
+        self.parts.policy.files.load_pretrained(best)
         self._saved_at = None
         self.parts.monitor.note(
             f"the model is that of {best.name}, which had the best evaluation: "
@@ -321,6 +324,12 @@ class Session:
         if state.step == self._saved_step or isinstance(
             error, (ForcedInterrupt, NotFinite, WeightsApart)
         ):
+            return
+        if state.moved:
+            self.parts.monitor.note(
+                f"the weights are those of step {state.step + 1}, which was not recorded: nothing "
+                "of it is saved; go on from the last checkpoint"
+            )
             return
         restore_rng(state.generators)  # of the step in hand nothing stays
         if self.parts.policy.divides:

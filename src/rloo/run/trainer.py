@@ -144,7 +144,7 @@ class RLOOTrainer:
         resume = resume_from_checkpoint
         with together(parts, state), claimed_by_main(self.world, self.args, resume) as start:
             if start.finished and session.has_finished(start):
-                self.policy.load_pretrained(self.args.output_dir)
+                self.policy.files.load_pretrained(self.args.output_dir)
                 totals = start.finished["totals"]
                 if not start.finished.get("pushed", True):
                     session.push()
@@ -184,9 +184,9 @@ class RLOOTrainer:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
-        with self.policy.collected():
+        with self.policy.files.collected():
             if self.world.is_main:
-                self.policy.save_pretrained(output_dir or self.args.output_dir)
+                self.policy.files.save_pretrained(output_dir or self.args.output_dir)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer of the options. Called before the first step where a subclass overrides it,
