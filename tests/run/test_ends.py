@@ -81,7 +81,7 @@ PHASES = {
     "optimizer": (lambda t: t.policy.stepper, "step", 3, 3),
     "evaluating": (lambda t: t.rewards, "call", 5, 2),
     "recording an evaluation": (lambda t: t.monitor, "log_evaluation", 2, 2),
-    "saving": (lambda t: t.policy, "save_checkpoint", 1, 2),
+    "saving": (lambda t: t.policy.files, "save_checkpoint", 1, 2),
 }
 
 
