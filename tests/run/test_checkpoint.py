@@ -294,7 +294,7 @@ def test_a_checkpoint_without_state_or_of_another_format_is_refused(tmp_path):
     path = save(tmp_path, 1)
     body = json.loads((path / "manifest.json").read_text())["body"]
     for change, message in [
-        ({"format": 2}, "has format 2; this version reads 1"),
+        ({"format": 1}, "has format 1; this version reads 2"),
         ({"files": {}}, r"lists no trainer_state\.json"),
     ]:
         changed = {**body, **change}
