@@ -1,9 +1,10 @@
-"""One process alone is the identity of every collective."""
+"""One process alone is the identity of every collective; and what becomes of a broken one."""
 
 import pytest
 import torch
 
 from rloo.dist import World, make_world
+from rloo.dist.links import RankError
 from rloo.dist.trees import decode, encode
 from rloo.model.batch import count_input_tokens, deal
 from support.models import make_samples
@@ -55,6 +56,18 @@ def test_nested_values_travel_to_the_last_bit():
     assert decode(encode(None)) is None
     with pytest.raises(ValueError, match="is a set, which is not saved"):
         encode({"x": {1}})
+
+
+def test_the_main_process_needs_no_answer_to_what_it_tells_the_others():
+    class Broken:
+        def gather(self, value):
+            raise RankError("rank 2 is gone")
+
+    main, other = (World(torch.device("cpu"), rank, 3, Broken()) for rank in (0, 1))
+    assert main.from_main("mine") == "mine"
+    for fails in (lambda: other.from_main("mine"), lambda: main.gather("mine")):
+        with pytest.raises(RankError, match="rank 2 is gone"):
+            fails()
 
 
 def test_only_the_first_rank_is_main():

@@ -21,6 +21,7 @@ from support.text import make_tokenizer
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
+DIVIDED = ("--parallel", "fsdp2")
 REWARDS = """
 import os, random, signal, time
 rank, calls = os.environ["RANK"], []
@@ -57,6 +58,15 @@ def base(tmp_path_factory) -> Path:
         patch.chdir(folder)
         assert train("--output_dir", "whole")[0] == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def divided(base) -> Path:
+    """`base`, with `whole` of weights that are divided."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(base)
+        assert train("--output_dir", "divided", *DIVIDED)[0] == 0
+    return base
 
 
 @pytest.fixture
@@ -165,3 +175,41 @@ def test_ranks_that_do_not_start_alike_are_refused(folder):
     assert ended.returncode != 0
     said = " ".join(ended.stderr.split())
     assert "the option learning_rate: rank 0 has 0.01, rank 1 has 0.1; all processes" in said
+
+
+def test_divided_weights_are_saved_by_all_or_not_at_all(divided, folder):
+    """After an error and a signal the last finished step is saved; a rank that is gone, or does not
+    come, takes its part with it: the run goes on from its last checkpoint."""
+    Path("raise-1-4").touch()
+    status, said = train("--output_dir", "raises", *DIVIDED)
+    assert status == 1 and "no reward today" in said, said
+    assert steps("raises") == [1, 2, 3] and Path("raises/checkpoint-3").exists(), said
+    Path("raise-1-4").unlink()
+    assert train("--output_dir", "raises", "--resume_from_checkpoint", "auto", *DIVIDED)[0] == 0
+    assert same("raises", "divided") and steps("raises") == [*range(1, 7)]
+
+    Path("die-1-4").touch()
+    status, said = train("--output_dir", "again", "--max_restarts", "1", *DIVIDED)
+    assert status == 0 and not Path("again/checkpoint-3").exists(), said
+    assert same("again", "divided") and steps("again") == [*range(1, 7)]
+
+    Path("hang-1-4").touch()
+    status, said = train("--output_dir", "hangs", "--ddp_timeout", "5", *DIVIDED)
+    assert status == 1 and "rank 1 is in reward of step 4" in " ".join(said.split()), said
+    assert [path.name for path in Path("hangs").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("seconds", (0.0, 0.05, 0.1, 0.2))
+def test_a_signal_saves_divided_weights_wherever_the_ranks_are(divided, folder, seconds):
+    process = start("--output_dir", "run", *DIVIDED)
+    metrics = Path("run/metrics.jsonl")
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+        time.sleep(0.02)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    last = steps("run")[-1]
+    assert Path(f"run/checkpoint-{last}").exists(), said
+    status, said = train("--output_dir", "run", "--resume_from_checkpoint", "auto", *DIVIDED)
+    assert status == 0 and same("run", "divided") and steps("run") == [*range(1, 7)], said

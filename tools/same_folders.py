@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-# Metrics of clock and memory: in JSON, their names are compared, and not their values.
+# Metrics of clock, memory and what is done once in a session: in JSON, their names are compared,
+# and not their values.
 CLOCKS = re.compile(
     r"time/.*|step_time|tokens_per_second/.*|seconds|wall_seconds|train_runtime|.*_per_second"
+    r"|rank/(wait_time|gathered_bytes)"
 )
 # Of a profile it is compared that it was written; the last of these is what its case prints.
 CLOCK_FILES = ("profile/trace.json", "profile/report.md", "profiled.txt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import time
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.processes import DEADLINE, command, finish, start, wait
+from benchmarks.chaos.processes import DEADLINE, finish, start, to_file, wait
 from benchmarks.chaos.results import Trial
 from benchmarks.chaos.rig import Rig
 
@@ -70,9 +69,4 @@ def race(rig: Rig, ways: tuple[str, str], later: float) -> str:
 
 def begin(rig: Rig, folder: Path, way: str, log: Path) -> int:
     """Start a run in a process of its own; returns its number."""
-    options = WAYS[way]
-    words = rig.arguments("full", folder, **options)
-    if options["resume_from_checkpoint"] is None:
-        place = words.index("--resume_from_checkpoint")
-        del words[place : place + 2]
-    return start(command(words, None), lambda: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    return start(rig.action("full", folder, **WAYS[way]), to_file(log))

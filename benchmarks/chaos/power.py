@@ -217,16 +217,16 @@ def log(rig: Rig, config: str, killed_at: int) -> Session:
     shutil.copytree(folder, before)
 
     def action() -> int:
-        from rloo.run import session
+        from rloo.run import saving
 
-        library, save = rig.operations, session.save_checkpoint
+        library, save = rig.operations, saving.save_checkpoint
 
         def saved(directory, checkpoint, **options):
             path = save(directory, checkpoint, **options)
             library.chaos_mark(f"{checkpoint.step}".encode())
             return path
 
-        session.save_checkpoint = saved
+        saving.save_checkpoint = saved
         ops.arm(library, folder, ops.LOG, log=file)
         status = command(rig.arguments(config, folder), None)()
         library.chaos_arm(b"", None, ops.OFF, 0, 0)

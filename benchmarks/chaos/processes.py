@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -33,9 +34,14 @@ def fork(action: Callable[[], int], log: Path, *, kill_after: float | None = Non
     """Run `action` in a process and session of its own, its output in `log`; with `kill_after`, for
     so many seconds. Raises RuntimeError for a child that is left, or a run over its deadline."""
     began = time.monotonic()
-    process = start(action, lambda: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    process = start(action, to_file(log))
     status = wait(process, DEADLINE if kill_after is None else kill_after)
     return finish(process, status, time.monotonic() - began, log, meant=kill_after is not None)
+
+
+def to_file(log: Path) -> Callable[[], int]:
+    """What opens `log` for the output of a process that `start` begins."""
+    return lambda: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
 
 def start(action: Callable[[], int], open_output: Callable[[], int]) -> int:
@@ -64,6 +70,36 @@ def program(arguments: list[str], prepare: object) -> Callable[[], int]:
     """The command as a program of its own, as an action for `fork`."""
     given = [sys.executable, "-m", "rloo.cli", *arguments]
     return lambda: os.execv(given[0], given)
+
+
+class ForkedRank:
+    """In place of the launcher's subprocess.Popen: a rank that is forked, not a new program that
+    imports everything, which would be most of a trial."""
+
+    def __init__(self, given: list[str], *, env: dict[str, str], **how: Any) -> None:
+        def action() -> int:
+            how["preexec_fn"]()
+            os.environ.update(env)
+            atexit._clear()  # what the process that made the rig does at its end
+            status = importlib.import_module("rloo.cli").main(given[given.index("rloo") + 1 :])
+            atexit._run_exitfuncs()
+            return status
+
+        output = how["stdout"]
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run(action, lambda: 1 if output is None else output.fileno())
+
+    def send_signal(self, number: int) -> None:
+        """As Popen's."""
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """As Popen's."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
 
 
 def finish(
@@ -131,5 +167,14 @@ def children() -> list[int]:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    found = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return children_of(os.getpid())
+
+
+def children_of(process: int) -> list[int]:
+    """What this process has started or inherited and not yet waited for, oldest first; of one that
+    is gone, nothing."""
+    try:
+        found = Path(f"/proc/{process}/task/{process}/children").read_text()
+    except FileNotFoundError:
+        return []
     return [int(number) for number in found.split()]

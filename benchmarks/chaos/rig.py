@@ -12,9 +12,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.chaos.processes import Ended, command, fork, program
+from benchmarks.chaos.processes import Ended, ForkedRank, command, fork, program
 from rloo.run.checkpoint import list_checkpoints
 from tools.same_folders import SPOKEN, compare_folders
 
@@ -67,8 +68,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "keep one": {"save_total_limit": 1},
     "best": {"load_best_model_at_end": True, "save_total_limit": 2},
 }
+# Of several processes, the last one through the real command line.
+RANKS: dict[str, dict[str, Any]] = {
+    "2 ranks": {"num_processes": 2},
+    "3 ranks": {"num_processes": 3, "steps_per_generation": 2, "max_steps": 6},
+    "2 real ranks": {"num_processes": 2},
+}
 # The embedded task, cut short: through the real command line.
 EMBEDDED = "embedded"
+REAL = (EMBEDDED, "2 real ranks")
 SHORT: dict[str, Any] = {
     "num_prompts": 3,
     "num_generations": 4,
@@ -99,10 +107,12 @@ class Rig:
         self._make_inputs()
 
     def arguments(self, config: str, folder: Path, **options: Any) -> list[str]:
-        """The command that trains a configuration in `folder`/run, whatever there is already."""
-        chosen = SHORT if config == EMBEDDED else COMMON | CONFIGS[config]
+        """The command that trains a configuration in `folder`/run, whatever there is already;
+        options that are None are left out."""
+        chosen = SHORT if config == EMBEDDED else COMMON | (CONFIGS | RANKS)[config]
         given = {**chosen, "resume_from_checkpoint": "auto", "output_dir": folder / "run"} | options
-        words = [w for name, value in given.items() for w in (f"--{name}", _plain(value))]
+        known = {name: value for name, value in given.items() if value is not None}
+        words = [w for name, value in known.items() for w in (f"--{name}", _plain(value))]
         return ["train", *words]
 
     def train(
@@ -114,10 +124,19 @@ class Rig:
         kill_after: float | None = None,
     ) -> Ended:
         """Run the command in a process of its own, after `prepare` there; with `kill_after`, for so
-        many seconds. The embedded task is a new program, others are forked."""
-        arguments = self.arguments(config, folder)
-        action = program if config == EMBEDDED else command
-        return fork(action(arguments, prepare), folder / "log", kill_after=kill_after)
+        many seconds."""
+        return fork(self.action(config, folder, prepare), folder / "log", kill_after=kill_after)
+
+    def action(
+        self,
+        config: str,
+        folder: Path,
+        prepare: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> Callable[[], int]:
+        """The command, to be run in a process of its own: as a new program if it is to be real."""
+        make = program if config in REAL else command
+        return make(self.arguments(config, folder, **options), prepare)
 
     def whole(self, config: str) -> Path:
         """The folder of the undisturbed run."""
@@ -156,8 +175,8 @@ class Rig:
             if not (whole / path.name).exists():
                 shutil.rmtree(path)
         found = [d for d in compare_folders(whole, run) if not SPOKEN.search(d.place)]
-        # A path, and rows that a checkpoint had to keep for later.
-        kept = r"best_model_checkpoint| logs waiting"
+        # A path, rows that a checkpoint had to keep for later, and what ranks have printed.
+        kept = r"best_model_checkpoint| logs waiting|^logs/rank-"
         wrong = [str(d) for d in found if not re.search(kept, d.place)]
         return f"{len(wrong)} differences: {'; '.join(wrong[:3])}" if wrong else ""
 
@@ -173,6 +192,8 @@ class Rig:
         if made.status:
             raise RuntimeError(made.output)
         self._import_what_a_run_imports()
+        launch: Any = importlib.import_module("rloo.run.launch")
+        launch.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=None)
 
     def _import_what_a_run_imports(self) -> None:
         """Once here instead of in every trial."""

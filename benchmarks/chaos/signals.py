@@ -36,7 +36,7 @@ PHASES: dict[str, tuple[str, str, int, int]] = {
     "sampling": ("rloo.engines.in_process:InProcessEngine", "sample", 9, 3),
     "reward": ("rloo.rewards.combine:RewardSet", "call", 8, 3),
     "update": ("rloo.model.stepper:Stepper", "backward", 4, 3),
-    "saving": ("rloo.model.policy:Policy", "save_checkpoint", 2, 4),
+    "saving": ("rloo.model.files:ModelFiles", "save_checkpoint", 2, 4),
     "evaluating": ("rloo.rewards.combine:RewardSet", "call", 5, 2),
 }
 

@@ -111,7 +111,7 @@ def test_credit_and_gradient_do_not_depend_on_how_they_are_computed(seed):
     given = assign(samples, policy, terms_of(config))
     first = gradient_of(policy, samples, given, config)
     assert is_close(first, gradient_of(policy, samples, before, config))
-    after = given.after_first_step({}, policy.world)
+    after = given.after_first_step({})
     for key, values in before.known.items():
         assert torch.allclose(after.known[key].double(), values, atol=1e-4), options
         assert torch.allclose(after.old_logprobs[key], before.old_logprobs[key], atol=1e-5)

@@ -152,7 +152,7 @@ def test_the_first_step_on_a_whole_rollout_leaves_what_a_pass_before_it_would(be
     )
     given = assign(samples, policy, terms_of(config))
 
-    after = given.after_first_step(update(policy, samples, given, terms_of(config)), policy.world)
+    after = given.after_first_step(update(policy, samples, given, terms_of(config)))
 
     for key, value in before.known.items():
         assert after.known[key].item() == pytest.approx(value.item(), abs=1e-5)

@@ -10,37 +10,35 @@ from torch import nn
 
 from rloo.model.state import (
     capture_rng,
-    load_optimizer,
-    optimizer_tensors,
     parameter_shapes,
     require_same_shapes,
     restore_rng,
 )
-from support.optimizers import make_optimizer, take_step
+from support.optimizers import load_state, make_optimizer, state_of, take_step
 from support.training import identical
 
 
 def test_state_in_another_precision_than_the_weights_keeps_its_bits():
     def make():
-        parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-        optimizer.state[parameter]["momentum_buffer"] = torch.tensor([1 / 3, 1e-9, 7.0])
-        return optimizer
+        model = nn.Linear(3, 1, bias=False, dtype=torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.state[model.weight]["momentum_buffer"] = torch.tensor([[1 / 3, 1e-9, 7.0]])
+        return model, optimizer
 
-    saved, loaded = make(), make()
+    (model, saved), (other, loaded) = make(), make()
     next(iter(loaded.state.values()))["momentum_buffer"].zero_()
-    load_optimizer(loaded, *optimizer_tensors(saved))
+    load_state(other, loaded, *state_of(model, saved))
     (buffer,) = (state["momentum_buffer"] for state in loaded.state.values())
-    assert identical(buffer, torch.tensor([1 / 3, 1e-9, 7.0]))
+    assert identical(buffer, torch.tensor([[1 / 3, 1e-9, 7.0]]))
 
 
 def test_a_loaded_optimizer_shares_no_memory_with_what_it_was_loaded_from():
     model, optimizer = make_optimizer()
     take_step(model, optimizer)
-    tensors, meta = optimizer_tensors(optimizer)
+    tensors, meta = state_of(model, optimizer)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     other, other_optimizer = make_optimizer()
-    load_optimizer(other_optimizer, tensors, meta)
+    load_state(other, other_optimizer, tensors, meta)
     take_step(other, other_optimizer)
     assert identical(tensors, before)
 
@@ -48,17 +46,17 @@ def test_a_loaded_optimizer_shares_no_memory_with_what_it_was_loaded_from():
 def test_an_optimizer_of_another_model_is_refused_and_unchanged():
     model, optimizer = make_optimizer(size=3)
     take_step(model, optimizer)
-    tensors, meta = optimizer_tensors(optimizer)
-    _, other = make_optimizer(size=5)
+    tensors, meta = state_of(model, optimizer)
+    larger, other = make_optimizer(size=5)
     before = other.state_dict()
     with pytest.raises(
         ValueError, match=r"parameter 0\.weight is \[3, 4\] there and \[5, 4\] here"
     ):
-        load_optimizer(other, tensors, meta)
+        load_state(larger, other, tensors, meta)
     assert identical(other.state_dict(), before)
-    unnamed = torch.optim.AdamW([torch.zeros(3, 4)], lr=0.1)
+    single = nn.Linear(4, 3)
     with pytest.raises(ValueError, match=r"0\.weight is \[3, 4\] there and absent here"):
-        load_optimizer(unnamed, tensors, meta)
+        load_state(single, torch.optim.AdamW(single.parameters(), lr=0.1), tensors, meta)
 
 
 def test_models_are_compared_by_the_names_and_shapes_of_their_parameters():

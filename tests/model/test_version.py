@@ -7,7 +7,6 @@ from rloo.model.memory import predicted_peak_bytes, step_bytes
 from support.adapters import make_adapted
 from support.models import make_model, make_samples
 from support.policies import make_policy
-from support.text import make_tokenizer
 
 
 def learn(policy, *, poison: float = 0.0) -> None:
@@ -54,12 +53,11 @@ def test_weights_that_changed_have_another_version(policy, change):
 
 
 def test_weights_that_are_loaded_have_another_version(policy, tmp_path):
-    policy.processing_class = make_tokenizer()
-    policy.save_checkpoint(tmp_path)
+    policy.files.save_checkpoint(tmp_path)
     start = policy.version
     learn(policy)
     moved = policy.version
-    policy.load_checkpoint(tmp_path)
+    policy.files.load_checkpoint(tmp_path)
     assert len({start, moved, policy.version}) == 3
 
 

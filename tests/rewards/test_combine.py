@@ -334,6 +334,26 @@ def test_logged_columns_and_metrics_come_back():
     assert scores.metrics == {"accuracy": 0.75, "count": 3.0}
 
 
+def test_what_calls_with_parts_of_the_completions_log_is_as_of_one_call():
+    def logs(completions, log_metric):
+        sizes = [len(completion) for completion in completions]
+        log_metric("mean", sum(sizes) / len(sizes))
+        for size in sizes:
+            log_metric("each", size)
+        for size in sizes[1:]:
+            log_metric("some", size)
+        return ones(completions)
+
+    def call(*completions):
+        return rewards.call(
+            ["p"] * len(completions), list(completions), [[1]] * len(completions), {}, None
+        )
+
+    rewards = RewardSet([logs])
+    found = rewards.combine([call("a"), call("bb", "cccc"), call("", "", "ddd")]).metrics
+    assert found == pytest.approx({"mean": 10 / 6, "each": 10 / 6, "some": 7 / 3})
+
+
 def test_bad_logging_is_an_error_with_the_function_and_the_column():
     def short(completions, log_extra):
         log_extra("size", [1])

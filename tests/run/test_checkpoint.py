@@ -11,12 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from rloo.model.state import (
-    capture_rng,
-    load_optimizer,
-    optimizer_tensors,
-    restore_rng,
-)
+from rloo.model.state import capture_rng, restore_rng
 from rloo.run import checkpoint as module
 from rloo.run.checkpoint import (
     Checkpoint,
@@ -28,7 +23,7 @@ from rloo.run.checkpoint import (
 )
 from rloo.run.folder import Start, clear
 from support.checkpoints import make_checkpoint, names, save, write_model
-from support.optimizers import make_optimizer, take_step
+from support.optimizers import load_state, make_optimizer, state_of, take_step
 from support.training import identical
 
 # State
@@ -55,7 +50,7 @@ def test_an_optimizer_goes_on_from_a_checkpoint_to_the_last_bit(tmp_path, kind, 
         scheduler.step()
     saved = Checkpoint(
         step=3,
-        optimizer=optimizer_tensors(optimizer),
+        optimizer=state_of(model, optimizer),
         scheduler=scheduler.state_dict(),
         rng=capture_rng(),
         trainer_state={"weights": {k: v.tolist() for k, v in model.state_dict().items()}},
@@ -74,7 +69,7 @@ def test_an_optimizer_goes_on_from_a_checkpoint_to_the_last_bit(tmp_path, kind, 
     assert loaded.step == 3
     weights = {k: torch.tensor(v) for k, v in loaded.trainer_state["weights"].items()}
     other.load_state_dict(weights)
-    load_optimizer(other_optimizer, *loaded.optimizer)
+    load_state(other, other_optimizer, *loaded.optimizer)
     other_scheduler.load_state_dict(loaded.scheduler)
     restore_rng(loaded.rng)
     for _ in range(3):
@@ -299,7 +294,7 @@ def test_a_checkpoint_without_state_or_of_another_format_is_refused(tmp_path):
     path = save(tmp_path, 1)
     body = json.loads((path / "manifest.json").read_text())["body"]
     for change, message in [
-        ({"format": 2}, "has format 2; this version reads 1"),
+        ({"format": 1}, "has format 1; this version reads 2"),
         ({"files": {}}, r"lists no trainer_state\.json"),
     ]:
         changed = {**body, **change}

@@ -81,7 +81,7 @@ PHASES = {
     "optimizer": (lambda t: t.policy.stepper, "step", 3, 3),
     "evaluating": (lambda t: t.rewards, "call", 5, 2),
     "recording an evaluation": (lambda t: t.monitor, "log_evaluation", 2, 2),
-    "saving": (lambda t: t.policy, "save_checkpoint", 1, 2),
+    "saving": (lambda t: t.policy.files, "save_checkpoint", 1, 2),
 }
 
 
@@ -114,7 +114,8 @@ def test_a_signal_saves_the_last_step_and_the_run_goes_on_exactly(whole, tmp_pat
 SEVERAL = {
     "own pass": {"num_iterations": 2, "steps_per_generation": 2},
     "first pass": {"num_iterations": 3, "num_prompts": 2},
-    "adaptive": {"num_iterations": 2, "kl_target": 0.1, "kl_horizon": 20},
+    # The second rollout ends an epoch.
+    "adaptive": {"num_iterations": 2, "num_prompts": 6, "kl_target": 0.1, "kl_horizon": 24},
 }
 
 
@@ -242,12 +243,20 @@ def test_an_ignored_signal_stays_ignored_and_other_threads_install_nothing(tmp_p
     assert seen == [signal.getsignal(signal.SIGTERM)] and other.state.global_step == 1
 
 
-def test_a_callback_that_fails_leaves_no_evaluation_out(whole, tmp_path):
-    class Fails(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 4:
-                raise RuntimeError("mine")
+@pytest.mark.parametrize(("event", "step"), [("on_step_end", 4), ("on_optimizer_step", 3)])
+def test_a_callback_that_fails_leaves_nothing_out_and_nothing_half_done(
+    whole, tmp_path, event, step
+):
+    """An evaluation that is due, or weights that have moved and a step that does not count yet."""
 
+    class Fails(transformers.TrainerCallback):
+        pass
+
+    def fail(self, args, state, control, **kwargs):
+        if state.global_step == step:
+            raise RuntimeError("mine")
+
+    setattr(Fails, event, fail)
     trainer = make(tmp_path)
     trainer.add_callback(Fails())
     with pytest.raises(RuntimeError, match="mine"):

@@ -128,7 +128,7 @@ def judge(model, rollout, change, **options):
     given = assign(samples, policy, terms_of(config))
     if not given.old_logprobs:
         _, parts = micro_loss(policy, policy.batch(samples), given, terms_of(config), 1.0)
-        given = given.after_first_step(parts, policy.world)
+        given = given.after_first_step(parts)
     change(policy, 3)
     batch = policy.batch(samples)
     denominator = objective.loss_denominator(

@@ -1,8 +1,8 @@
 """Small checkpoints of no run."""
 
-from rloo.model.state import capture_rng, optimizer_tensors
+from rloo.model.state import capture_rng
 from rloo.run.checkpoint import Checkpoint, save_checkpoint
-from support.optimizers import make_optimizer, take_step
+from support.optimizers import make_optimizer, state_of, take_step
 
 
 def write_model(folder):
@@ -15,7 +15,7 @@ def make_checkpoint(step=1, **changes):
     model, optimizer = make_optimizer()
     take_step(model, optimizer)
     parts = {
-        "optimizer": optimizer_tensors(optimizer),
+        "optimizer": state_of(model, optimizer),
         "scheduler": {"last_epoch": step, "_last_lr": [0.1]},
         "rng": capture_rng(),
         "trainer_state": {"step": step, "log": [{"loss": 0.1 + 0.2}]},

@@ -6,6 +6,7 @@ Everything from groups to gradients is the code of training; only the model is r
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -103,8 +104,14 @@ class GivenPolicy:
         self.current = rollout.old
         self.stepper = self  # which has `backward` and `step`
 
-    def sum_gradients(self, world):
+    def sum_gradients(self):
         pass
+
+    def in_step(self):
+        return nullcontext()
+
+    def micro_batches(self, dealt, *, whole_groups):
+        return [(self.batch(dealt[0]), True)] if dealt[0] else []
 
     def batch(self, samples):
         return pack(samples, torch.device("cpu"))
@@ -151,9 +158,7 @@ def ours(rollout: Rollout, **options) -> Result:
     samples = shape(rollout_of(_groups(rollout)), config)
     given = assign(samples, policy, terms_of(config))
     if not given.old_logprobs:
-        given = given.after_first_step(
-            update(policy, samples, given, terms_of(config)), policy.world
-        )
+        given = given.after_first_step(update(policy, samples, given, terms_of(config)))
     policy.current = policy.now
     metrics = update(policy, samples, given, terms_of(config))
     advantages = []

@@ -6,6 +6,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from rloo.dist.trees import flatten, unflatten
+from rloo.model.state import load_optimizer, optimizer_state, parameter_names
+
 
 def make_optimizer(size=3, kind=torch.optim.AdamW, **options):
     torch.manual_seed(0)
@@ -15,6 +18,16 @@ def make_optimizer(size=3, kind=torch.optim.AdamW, **options):
         {"params": list(model[1].named_parameters(prefix="1")), "lr": 0.003},
     ]
     return model, kind(groups, lr=0.01, **options)
+
+
+def state_of(model, optimizer):
+    """The optimizer's state as a checkpoint has it."""
+    return flatten(optimizer_state(optimizer, parameter_names(model)))
+
+
+def load_state(model, optimizer, tensors, meta):
+    """Restore what `state_of` returned."""
+    load_optimizer(optimizer, unflatten(meta, tensors), parameter_names(model))
 
 
 def take_step(model, optimizer):

@@ -16,7 +16,7 @@ TEMPERATURE = 0.7
 def make_policy(model, **options) -> Policy:
     defaults = {"bf16": False, "beta": 0.0, "gradient_checkpointing": False, "use_cpu": True}
     config = RLOOConfig(**{**defaults, "temperature": TEMPERATURE, **options})
-    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2)
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=2, save_pretrained=lambda path: None)
     world = make_world(use_cpu=config.use_cpu)
     return Policy(model, tokenizer, config, world=world, num_training_steps=10)
 

@@ -1,11 +1,13 @@
 """Runs of a float64 policy that one process and several must end alike. As a program of each rank
-it makes those named: FOLDER [CASE ...]."""
+it makes those of a list in JSON: [[folder, [case, ...], {option: value, ...}], ...]."""
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from rloo import RLOOConfig, RLOOTrainer
+from rloo.model.sharding import full
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -21,8 +24,12 @@ ROWS = Dataset.from_dict(
 )
 
 
-def mixed(completion_ids, number, **_):
+def mixed(completion_ids, number, log_metric, **_):
     """Rewards that differ in length and word."""
+    log_metric("mean over a call", sum(map(sum, completion_ids)) / len(completion_ids))
+    for ids in completion_ids:
+        if ids[0] % 4:
+            log_metric("mean over some", ids[0])
     pairs = zip(completion_ids, number, strict=True)
     return [len(ids) + 0.25 * (ids[0] % 5) - 0.1 * row for ids, row in pairs]
 
@@ -59,6 +66,8 @@ class StopsTheMainOne(TrainerCallback):
 
 
 STOPPED = "stopped by a callback of the main process"
+# After its first step, in the middle of what is logged as one.
+GOES_ON = "goes on"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
 PACKED = "packed"
 CASES = {
@@ -81,11 +90,24 @@ CASES = {
     STOPPED: (mixed, {"eval_steps": 1, "num_iterations": 2}),
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
+    GOES_ON: (mixed, {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}),
 }
 
 
-def make(folder: Path, name: str) -> RLOOTrainer:
-    reward, options = CASES[name]
+# Saved and taken up again, perhaps by another number of processes.
+RESUMED = {
+    "full": (mixed, {"beta": 0.05, "sync_ref_model": True, "ref_model_sync_steps": 1}),
+    "adapter": (mixed, {"beta": 0.05, "use_peft": True}),
+    "among steps": (mixed, {"beta": 0.05, "num_iterations": 2, "num_prompts": 1}),
+}
+HALF = {
+    "optim": "adamw_torch", "adam_epsilon": 0.1, "save_strategy": "steps", "save_steps": 2,
+    "lr_scheduler_type": "constant", "eval_strategy": "no",
+}  # fmt: skip
+
+
+def make(folder: Path, name: str, **changed: Any) -> RLOOTrainer:
+    reward, options = {**CASES, **{n: (r, HALF | o) for n, (r, o) in RESUMED.items()}}[name]
     args = RLOOConfig(
         str(folder / name),
         **{
@@ -95,7 +117,7 @@ def make(folder: Path, name: str) -> RLOOTrainer:
             "eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 2, "beta": 0.0,
             # Not divided by itself where it is 0 but for rounding, as with Adam.
             "optim": "sgd", "learning_rate": 0.1, "packing": False,
-        } | options,
+        } | options | changed,
     )  # fmt: skip
     rows, held_out = ROWS, ROWS.select(range(3))
     model = make_model("qwen3").double()
@@ -106,15 +128,20 @@ def make(folder: Path, name: str) -> RLOOTrainer:
     )
 
 
-def run(folder: Path, names: list[str]) -> None:
+def run(folder: Path, names: list[str], **options: Any) -> None:
     for name in names:
-        trainer = make(folder, name)
-        trainer.train()
+        if name == GOES_ON:
+            make(folder, name, **options, max_steps=1).train()
+        trainer = make(folder, name, **options)
+        output = trainer.train("auto")
+        known = trainer.state.log_history, output.training_loss, output.metrics
+        (folder / name / f"rank-{trainer.world.rank}.json").write_text(json.dumps(known))
+        weights = {n: full(p).clone() for n, p in trainer.model.named_parameters()}
         if trainer.world.is_main:
-            weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
             save_file(weights, folder / name / "weights.safetensors")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]), sys.argv[2:] or [*CASES])
+    for to, names, options in json.loads(sys.argv[1]):
+        run(Path(to), names, **options)

@@ -18,12 +18,10 @@ from torch import Tensor
 from rloo.algorithm import objective
 from rloo.algorithm.chosen import Chosen, chosen_estimator
 from rloo.algorithm.estimators import Returns
-from rloo.algorithm.sharing import of_all
 from rloo.algorithm.tally import Tally, add
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
-from rloo.dist import World
-from rloo.model.batch import MicroBatch, deal, exceeds, split
+from rloo.model.batch import MicroBatch, deal, exceeds
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
@@ -108,9 +106,8 @@ class Stored:
         """(T,): the log-probs that each completion had when it was first seen."""
         return _first_seen(self.old_logprobs, batch, now)
 
-    def after_first_step(self, metrics: Mapping[str, float], world: World) -> Stored:
-        """The credit for the other steps on the same rollout, with what all have first seen."""
-        self.old_logprobs = of_all(self.old_logprobs, world)
+    def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
+        """The credit for the other steps on the same rollout."""
         return self
 
 
@@ -140,10 +137,10 @@ class FromThisPass:
         """As `Stored.old`."""
         return _first_seen(self.old_logprobs, batch, now)
 
-    def after_first_step(self, metrics: Mapping[str, float], world: World) -> Stored:
-        """What all have seen in passing, with the KL among the first step's `metrics`."""
+    def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
+        """What was seen in passing, with the KL among the first step's `metrics`."""
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
-        return Stored(of_all(self.known, world), of_all(self.old_logprobs, world), stats)
+        return Stored(self.known, self.old_logprobs, stats)
 
 
 Credit = Stored | FromThisPass
@@ -168,19 +165,19 @@ def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
 
 
 def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Stored:
-    cut = {"whole_groups": False, "packed": policy.packed}
-    mine = deal(samples, policy.world.size, **cut)[policy.world.rank]
+    dealt = deal(samples, policy.world.size, whole_groups=False, packed=policy.packed)
 
     def compute() -> tuple[dict[Key, Tensor], dict[Key, Tensor], Tally]:
         old: dict[Key, Tensor] = {}
         penalties: dict[Key, Tensor] = {}
         sums: Tally = {}
-        for part in split(mine, policy.max_tokens, **cut):
-            batch = policy.batch(part)
+        for batch, is_ours in policy.micro_batches(dealt, whole_groups=False):
             logprobs = policy.score(batch)
+            reference = policy.reference_logprobs(batch) if terms.kl_in_reward else None
+            if not is_ours:
+                continue
             old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
-            if terms.kl_in_reward:
-                reference = policy.reference_logprobs(batch)
+            if reference is not None:
                 penalty = token_penalty(logprobs, reference, terms).cpu()
                 penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
                 watched_N = terms.watched(batch.truncated_N)
@@ -190,7 +187,9 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
                 add(sums, dict(zip(("kl", "tokens", "sequences"), (kl, *counts), strict=True)))
         return old, penalties, sums
 
-    parts, sums, stats = policy.world.attempt(compute), Tally(), {}
+    with policy.in_step():
+        parts = policy.world.attempt(compute)
+    sums, stats = Tally(), {}
     old = {k: values.to(policy.world.device) for seen, _, _ in parts for k, values in seen.items()}
     penalties = {key: values for _, seen, _ in parts for key, values in seen.items()}
     for _, _, some in parts:

@@ -11,6 +11,7 @@ import torch
 
 from rloo.algorithm.advantages import Credit, assign
 from rloo.algorithm.parts import InHand, Parts, RunState
+from rloo.algorithm.sharing import of_all
 from rloo.algorithm.update import update
 from rloo.dist.links import AllOutOfMemory
 from rloo.model.budget import fitting_budget
@@ -27,7 +28,7 @@ def rehearse(parts: Parts, state: RunState) -> None:
     if changes and changes[-1]["to"] == policy.max_tokens:
         return
     # Its copy of the weights takes memory as well.
-    parts.engine.load(policy.weights, policy.version)
+    policy.load_into(parts.engine)
     size, reason = policy.max_tokens, None
     try:
         fit = fitting_budget(policy, parts.workload)
@@ -36,8 +37,6 @@ def rehearse(parts: Parts, state: RunState) -> None:
         # Errors of a packed forward are handled where it is compared with the padded one.
         if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
             raise
-    # The process with the least memory decides for all.
-    size, reason = min(parts.world.gather((size, reason)), key=lambda found: found[0])
     if reason is not None:
         _lower_budget(parts, state, size, reason, cause="rehearsal")
 
@@ -72,18 +71,35 @@ def update_that_fits(
     """One optimizer step on a part of the rollout's samples, again with smaller micro-batches
     where memory did not suffice; then the credit is assigned for these, too, unless the weights
     have moved since it was. Keeps the credit for the steps that follow; returns the metrics."""
+    first_of_several = hand.done == 0 and parts.batches.steps_per_rollout > 1
+
+    def before_step() -> None:
+        if first_of_several:  # the others need all that any process has seen in passing
+            credit, world = hand.credit, parts.world
+            credit.old_logprobs = of_all(credit.old_logprobs, world)
+            credit.known = of_all(credit.known, world) if credit.from_update else credit.known
+        parts.stop.hold()
+
+    if parts.policy.divides:
+        with parts.policy.in_step():
+            parts.stop.hold()  # all processes make this step, or none does
 
     def work() -> dict[str, float]:
         with parts.clock.phase("update"):
-            return update(parts.policy, minibatch, hand.credit, state.terms(parts), parts.stop.hold)
+            return update(parts.policy, minibatch, hand.credit, state.terms(parts), before_step)
 
-    metrics = _attempt(parts, state, minibatch, work)
-    if metrics is None:
-        if hand.done == 0:
-            hand.credit = credit_that_fits(parts, state, hand.samples)
-        metrics = work()
-    if hand.done + 1 < parts.batches.steps_per_rollout:
-        hand.credit = hand.credit.after_first_step(metrics, parts.world)
+    optimizer = parts.policy.stepper.optimizer
+    watch = optimizer.register_step_pre_hook(lambda *_: setattr(state, "moved", True))
+    try:
+        metrics = _attempt(parts, state, minibatch, work)
+        if metrics is None:
+            if hand.done == 0:
+                hand.credit = credit_that_fits(parts, state, hand.samples)
+            metrics = work()
+    finally:
+        watch.remove()
+    if first_of_several:
+        hand.credit = hand.credit.after_first_step(metrics)
     return metrics
 
 
@@ -100,22 +116,19 @@ def _attempt(
     """Run `work` on `samples`. Where memory does not suffice, halve the token budget, clear the
     gradients and return None, so that the caller tries again: once in a run. Raises
     torch.OutOfMemoryError the second time, and if the weights may have changed."""
-    moved: list[bool] = []
     policy = parts.policy
-    watch = policy.stepper.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
     try:
         return work()
     except torch.OutOfMemoryError as error:
         alone = parts.world.size > 1 and not isinstance(error, AllOutOfMemory)
-        if alone or moved or any(change["cause"] == "update" for change in state.budget_changes):
+        again = any(change["cause"] == "update" for change in state.budget_changes)
+        if alone or again or state.moved:
             error.add_note(
                 "the token budget was lowered before and is not lowered again; lower "
                 "max_tokens_per_micro_batch or max_completion_length, or turn on "
                 "gradient_checkpointing"
             )
             raise
-    finally:
-        watch.remove()
     # Here the error no longer refers to the frames, and so to the memory that they allocated.
     policy.stepper.optimizer.zero_grad(set_to_none=True)
     if policy.device.type == "cuda":

@@ -87,6 +87,11 @@ class Stop:
         finally:
             self._ends = False
 
+    @property
+    def is_held(self) -> bool:
+        """Whether signals are held back now."""
+        return self._held > 0
+
     def hold(self) -> None:
         """Hold signals back from now on, to the end of the block that is `released`."""
         self._held += 1

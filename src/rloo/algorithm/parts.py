@@ -93,7 +93,7 @@ class RunState:
     `budget_changes` tell from which step on micro-batches were smaller, which orders sums anew.
     What callbacks ask for in the middle of a rollout waits in `evaluation_due` and `save_due`. They
     are told of the end of a step (`step_open`) and of `open_epoch` also where a run was stopped in
-    between.
+    between. While `moved`, the weights are those of a step that is not recorded yet.
     """
 
     trainer: TrainerState
@@ -108,6 +108,7 @@ class RunState:
     evaluated_at: int = -1
     open_epoch: int | None = None
     step_open: bool = False
+    moved: bool = False
     in_hand: InHand | None = None
     generators: dict[str, Any] = field(default_factory=capture_rng)
 

@@ -26,7 +26,7 @@ def train_on_rollout(
     left = islice(minibatches(hand.samples, parts.batches), hand.done, None)
     for number, minibatch in enumerate(left):
         if number:
-            parts.events.send("on_step_begin")
+            begin_step(parts)
         # From before the optimizer's step on, a signal waits until it is recorded.
         with parts.stop.released():
             stats = update_that_fits(parts, state, hand, minibatch)
@@ -38,9 +38,17 @@ def train_on_rollout(
     state.in_hand = None
 
 
+def begin_step(parts: Parts) -> None:
+    """Tell the callbacks that an optimizer step begins. What links have done before it, such as in
+    an evaluation or at the start, is no step's."""
+    parts.events.send("on_step_begin")
+    if (links := parts.world.links) is not None:
+        links.received, links.seconds = 0, 0.0
+
+
 def sample(parts: Parts, state: RunState) -> InHand:
     """A rollout of the present weights, its samples and their credit."""
-    parts.engine.load(parts.policy.weights, parts.policy.version)
+    parts.policy.load_into(parts.engine)
     rollout = parts.rollouts.next()
     samples = shape(rollout, parts.config, state.adaptive)
     check_first(parts, state, samples)
@@ -73,6 +81,7 @@ def record(parts: Parts, state: RunState, hand: InHand, stats: dict[str, float])
             "epoch": rollout.epoch,
         }
     )
+    stats = parts.world.from_main(stats)  # all log the same, its times too
     parts.monitor.step(state.step, stats)
     if first:
         parts.monitor.completions(state.step, rollout.groups)
@@ -107,17 +116,16 @@ def note_what_is_due(state: RunState) -> None:
 
 
 def _of_links(parts: Parts) -> dict[str, float]:
-    """What came from other processes since the last step, and how long this one waited for it."""
+    """What all processes have told each other in this step, and how long this one has waited."""
     links = parts.world.links
     if links is None:
         return {}
-    stats = {"rank/gathered_bytes": float(links.received), "rank/wait_time": links.seconds}
-    links.received, links.seconds = 0, 0.0
-    return stats
+    return {"rank/gathered_bytes": float(links.received), "rank/wait_time": links.seconds}
 
 
 def _count(parts: Parts, state: RunState, hand: InHand, *, refused: bool) -> None:
     state.trainer.global_step += 1
+    state.moved = False
     if not hand.done:
         state.position = hand.rollout.position
         state.num_tokens += hand.rollout.num_tokens

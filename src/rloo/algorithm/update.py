@@ -12,7 +12,7 @@ from rloo.algorithm.advantages import Credit, Terms
 from rloo.algorithm.tally import Tally, add, averages, imbalance
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
-from rloo.model.batch import MicroBatch, deal, split
+from rloo.model.batch import MicroBatch, deal
 from rloo.model.logprobs import TokenScores
 from rloo.model.policy import Policy
 from rloo.report.metrics import sampled_entropy
@@ -49,20 +49,25 @@ def update(
     computes_all = _computes_all(policy, samples, terms)
     live = [s for s in samples if computes_all or credit.has_signal(s.key)]
     input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
-    cut = {"whole_groups": credit.from_update, "packed": policy.packed}
-    dealt = deal(live, policy.world.size, **cut)
+    dealt = deal(live, policy.world.size, whole_groups=credit.from_update, packed=policy.packed)
 
     def compute() -> Tally:
         tally: Tally = {}
-        for part in split(dealt[policy.world.rank], policy.max_tokens, **cut):
-            batch = policy.batch(part)
-            loss, sums = micro_loss(policy, batch, credit, terms, denominator, input_tokens)
+        for batch, is_ours in policy.micro_batches(dealt, whole_groups=credit.from_update):
+            if is_ours:
+                loss, sums = micro_loss(policy, batch, credit, terms, denominator, input_tokens)
+                add(tally, sums)
+            else:
+                loss = 0.0 * policy.logprobs(batch).logprobs.sum()
+                if _compares(credit, terms):
+                    policy.reference_logprobs(batch)
             policy.stepper.backward(loss)
-            add(tally, sums)
         return tally
 
     tally: Tally = {}
-    for sums in policy.world.attempt(compute):
+    with policy.in_step():
+        done = policy.world.attempt(compute)
+    for sums in done:
         add(tally, sums)
     metrics = credit.stats | averages(tally, samples, config)
     if not computes_all:  # the entropy of those computed is that of completions with signal
@@ -73,8 +78,9 @@ def update(
     metrics["update/no_signal"] = float(not live)
     if not live:
         return metrics | policy.stepper.skip()
-    policy.stepper.sum_gradients(policy.world)
-    return metrics | policy.stepper.step()
+    policy.stepper.sum_gradients()
+    with policy.in_step():
+        return metrics | policy.stepper.step()
 
 
 def micro_loss(
@@ -94,7 +100,7 @@ def micro_loss(
     watched_T = watched_N[batch.sequence_T]
     sums: dict[str, float] = {}
     reference = None
-    if terms.kl_in_loss or credit.from_update:
+    if _compares(credit, terms):
         reference = policy.reference_logprobs(batch)
         sums["kl"] = (now - reference)[watched_T].sum().item()
     advantages = credit.advantages(batch, now, reference)
@@ -125,6 +131,11 @@ def micro_loss(
         "mismatch/max": mismatch.max().item(),
     }
     return loss, sums
+
+
+def _compares(credit: Credit, terms: Terms) -> bool:
+    """Whether a micro-batch needs the reference's log-probs."""
+    return terms.kl_in_loss or credit.from_update
 
 
 def _surrogate(config: RLOOConfig) -> objective.Surrogate:

@@ -74,6 +74,14 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
+# What takes every process to have all weights, and why.
+_ONLY_WHOLE = {
+    "fp16": "under which gradients are not scaled; bf16 needs no scale",
+    "activation_offloading": "whose gathered weights it would move as well",
+    "offload_optimizer": "which divides the optimizer's state among the processes instead",
+}
+
+
 def check(config: Options) -> None:
     """Raise ValueError for the first fault of `config`."""
     for rule, holds, names in RANGES:
@@ -87,6 +95,7 @@ def check(config: Options) -> None:
     _check_evaluation(config)
     _check_batches(config)
     _check_model(config)
+    _check_parallel(config)
 
 
 def _check_rewards(config: Options) -> None:
@@ -190,6 +199,22 @@ def _check_model(config: Options) -> None:
     if config.load_in_4bit and config.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both true; choose one")
     _check_alone(config, "load_in_4bit", ("bnb_4bit_quant_type", "use_bnb_nested_quant"))
+
+
+def _check_parallel(config: Options) -> None:
+    if config.parallel == "replicate":
+        if config.state_dict_type == "sharded":
+            raise ValueError(
+                "state_dict_type is sharded and parallel is replicate, which divides nothing; "
+                "leave one of them out (state_dict_type, parallel)"
+            )
+        return
+    for name, why in _ONLY_WHOLE.items():
+        if getattr(config, name):
+            raise ValueError(
+                f"{name} is {getattr(config, name)} and parallel is {config.parallel}, {why} "
+                f"({name}, parallel)"
+            )
 
 
 def _check_alone(config: Options, switch: str, names: Sequence[str]) -> None:

@@ -70,8 +70,8 @@ def _check_accelerate(options: Options) -> None:
         if os.environ.get(name, "no").lower() not in ("no", "false"):
             raise ValueError(
                 f"accelerate was told to use {what} ({name} is {os.environ[name]}), which is not "
-                "part of this version: every process holds the whole model and computes without "
-                "compilation; use another configuration of accelerate, or torchrun"
+                "taken from it: parallel fsdp2 divides weights, and nothing is compiled; use "
+                "another configuration of accelerate, or torchrun (parallel)"
             )
     if not is_launched() and {_MIXED_PRECISION, "MASTER_PORT"} <= os.environ.keys():
         raise ValueError(

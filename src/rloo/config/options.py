@@ -274,6 +274,11 @@ class Options:
     num_processes: int | None = PROCESSES.own(None,
         "Processes that train together: `rloo train` starts them unless a launcher has; null takes "
         "as many as were started.")
+    parallel: Literal["replicate", "fsdp2"] = PROCESSES.own("replicate",
+        "Each process has all weights (replicate), or they are divided (fsdp2: torch's "
+        "fully_shard).")
+    state_dict_type: Literal["full", "sharded"] = PROCESSES.own("full",
+        "Checkpoints hold whole tensors, or what is divided as every process writes its part.")
     max_restarts: int = PROCESSES.own(0,
         "How often `rloo train` starts all its processes again after one has died.")
     ddp_timeout: int = PROCESSES.shared(1800,

@@ -32,7 +32,7 @@ _REASONS: dict[str, dict[str, Any]] = {
     "every column of the dataset is passed to the rewards": {
         "remove_unused_columns": (False, None),
     },
-    "sharding is not part of this version: every process has the whole model (num_processes)": {
+    "weights are divided by `parallel fsdp2`, without DeepSpeed (parallel)": {
         "parallelism_config": None, "fsdp": (None, "", False), "fsdp_config": None,
         "deepspeed": None,
     },
@@ -128,7 +128,7 @@ _IDLE: dict[str, dict[str, Any]] = {
         "dataloader_persistent_workers": False, "dataloader_prefetch_factor": None,
         "dataloader_multiprocessing_context": None, "dataloader_in_order": True,
     },
-    "every process has the whole model": {"ds3_gather_for_generation": True},
+    "the engine gathers what it samples with": {"ds3_gather_for_generation": True},
     "the loss is divided by what all processes have": {"average_tokens_across_devices": True},
     "processes add up their gradients once a step, without DistributedDataParallel": {
         "ddp_find_unused_parameters": None, "ddp_bucket_cap_mb": None,

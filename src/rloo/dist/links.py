@@ -12,15 +12,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rloo.dist.trees import decode, encode
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -42,22 +45,55 @@ class AllOutOfMemory(torch.OutOfMemoryError):
     """Some process ran out of memory, and all know it."""
 
 
+class Signals(Protocol):
+    """Those that ask to stop. `received` is the first one, which `held` holds back in a block, and
+    `pass_on` takes from another process."""
+
+    received: int | None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether they are held back."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """Hold them back in this block; what came in it is raised at its end."""
+
+    def pass_on(self, number: int) -> None:
+        """Another process has received one."""
+
+
+class Unheard:
+    """Signals before a run, which nobody listens to."""
+
+    received: int | None = None
+    is_held = True
+
+    def held(self) -> AbstractContextManager[None]:
+        """See `Signals`."""
+        return nullcontext()
+
+    def pass_on(self, number: int) -> None:
+        """See `Signals`."""
+
+
 class Links:
     """Collectives over all processes. A wait is interrupted by signals, ends after `timeout`
     seconds, and ends as soon as another process has failed.
 
-    `where` tells what this process is doing, for the messages of others; `stop` is called with the
-    number of a signal that has stopped another process. `seconds` were spent
+    `where` tells what this process is doing, for the messages of others; `signals` are those that
+    stop this one. `seconds` were spent
     waiting and `received` bytes gathered since they were last set to 0.
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store, timeout: float, group: Any) -> None:
         self.where: Callable[[], str] = lambda: "the start"
-        self.stop: Callable[[int], None] = lambda number: None
+        self.signals: Signals = Unheard()
         self.seconds, self.received = 0.0, 0
         self._rank, self._size, self._timeout = rank, size, timeout
         self._store, self._group = store, group
         self._waits = False
+        self._left_behind = False
+        self._broken: RankError | None = None
         self._runs = 0
         self._over = threading.Event()
         threading.Thread(target=self._live, daemon=True).start()
@@ -89,6 +125,51 @@ class Links:
             parts = flat.split([grad.numel() for grad in grads])
             for parameter, grad, part in zip(bucket, grads, parts, strict=True):
                 parameter.grad = grad.copy_(part.view_as(grad))
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """See `World.in_step`."""
+        if self.signals.is_held:  # all are in such a block already
+            with self._others_waiting():
+                yield
+            return
+        with self.signals.held():
+            asked = max(self.gather(self.signals.received or 0))
+            if not asked:
+                with self._others_waiting():
+                    yield
+                return
+            self.signals.pass_on(asked)  # and raised at the end of `held`
+
+    @contextmanager
+    def _others_waiting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._left_behind = True
+            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                if (why := self._lost()) is not None:
+                    raise why from error
+            raise
+
+    def meet(self, value: T) -> list[T] | None:
+        """See `World.meet`; `value` is of JSON. Over the store, since a line may have been left in
+        the middle of a collective."""
+        keys = [f"meeting {self._runs} of {rank}" for rank in range(self._size)]
+        until = time.monotonic() + self._timeout
+        try:
+            self._store.set(keys[self._rank], json.dumps([self._left_behind, value]))
+            for key in keys:
+                while not self._store.check([key]):
+                    if time.monotonic() > until or self._silent():
+                        return None
+            met = [json.loads(self._store.get(key)) for key in keys]
+        except RuntimeError:  # the launcher is gone
+            return None
+        if any(left for left, _ in met):
+            return None
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
+        return [value for _, value in met]
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this process has failed, unless one of them did before."""
@@ -127,12 +208,15 @@ class Links:
             until = time.monotonic() + (PATIENCE if self._rank == 0 else 0)
             while time.monotonic() < until and not self._store.check(others):
                 time.sleep(0.02)
-            dist.destroy_process_group()
+            if dist.is_initialized():  # by another trainer of this process
+                dist.destroy_process_group()
 
     def _all_gather(self, parts: list[Tensor], mine: Tensor) -> None:
         self._wait(dist.all_gather(parts, mine, group=self._group, async_op=True))
 
     def _wait(self, work: Any) -> None:
+        if self._broken is not None:
+            raise self._broken
         began = looked = time.monotonic()
         pause = 2e-5
         self._waits = True
@@ -149,7 +233,12 @@ class Links:
                 pause = min(1.5 * pause, 1e-3)
             work.wait()
         except RuntimeError as error:
-            raise self._lost(error) from error
+            broke = f"the line to another process broke in {self.where()}: {error}"
+            self._broken = self._lost() or RankError(broke)
+            raise self._broken from error
+        except RankError as error:
+            self._broken = error
+            raise
         finally:
             self._waits = False
             self.seconds += time.monotonic() - began
@@ -159,11 +248,11 @@ class Links:
         if self._store.check([FAILED]):
             said = json.loads(self._store.get(FAILED))
             if "signal" in said:
-                self.stop(said["signal"])  # raises, unless signals are held back
+                self.signals.pass_on(said["signal"])  # raises, unless signals are held back
             raise RankError(f"rank {said['rank']} has failed in {said['where']}: {said['error']}")
 
-    def _lost(self, error: RuntimeError) -> RankError:
-        """What a broken line means."""
+    def _lost(self) -> RankError | None:
+        """What a broken line means, if it is known."""
         try:
             for _ in range(20):
                 self._look()
@@ -174,7 +263,7 @@ class Links:
         except RuntimeError:
             return RankError("the process that keeps the others together is gone (the launcher)")
         if not gone:
-            return RankError(f"the line to another process broke in {self.where()}: {error}")
+            return None
         names = ", ".join(map(str, sorted(gone)))
         return RankError(f"rank {names} is gone (killed?); this was in {self.where()}")
 
@@ -247,6 +336,22 @@ def connect(rank: int, size: int, timeout: float, *, on_gpu: bool) -> Links:
     links = Links(rank, size, store, timeout, group)
     atexit.register(links.close)
     return links
+
+
+def connect_alone(*, on_gpu: bool) -> None:
+    """A group of this process alone, for what needs one."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(dist.destroy_process_group)
+
+
+def lines_of(device: torch.device, timeout: float) -> DeviceMesh:
+    """See `World.mesh`. A group of its own: a wait in another one may be given up."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    return DeviceMesh.from_group(group, device.type)
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from rloo.dist.links import Links
 
@@ -19,17 +20,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Process `rank` of `size`, which computes on `device`; `links` lead to the others.
+    """Process `rank` of `size`, which computes on `device`; `links` lead to the others,
+    `lines` where weights are divided.
 
     Every method but `share` and `fail` is a collective: all processes call it at the same point,
     with values of the same form, and get the same result; one alone gets what it gave. All raise
-    `RankError` where another process has failed, is gone, or does not come within `ddp_timeout`.
+    `RankError` where another process has failed, is gone, or does not come within `ddp_timeout`,
+    from then on at once.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
     links: Links | None = None
+    lines: DeviceMesh | None = None
 
     @property
     def is_main(self) -> bool:
@@ -45,8 +49,14 @@ class World:
         return [value] if self.links is None else self.links.gather(value)
 
     def from_main(self, value: T) -> T:
-        """The value of the main process."""
-        return self.gather(value if self.is_main else None)[0]  # type: ignore[return-value]
+        """The value of the main process. That needs no answer: where another is gone, what it is
+        about to record is recorded whole, and its next gathering raises RankError."""
+        try:
+            return self.gather(value if self.is_main else None)[0]  # type: ignore[return-value]
+        except ConnectionError:  # RankError
+            if not self.is_main:
+                raise
+            return value
 
     def any(self, flag: bool) -> bool:
         """Whether it is true in some process."""
@@ -57,6 +67,8 @@ class World:
         one runs out of memory, so that all do the same about it."""
         if self.links is None:
             return [work()]
+        if self.lines is not None:  # one that runs out of memory leaves the others in its midst
+            return self.gather(work())
         import torch
 
         from rloo.dist.links import AllOutOfMemory
@@ -89,6 +101,27 @@ class World:
         """Wait until the main process has ended its run, and saved what is to be saved."""
         if self.links is not None:
             self.links.end()
+
+    def mesh(self) -> DeviceMesh:
+        """All processes in a row, with lines of their own: for weights that are divided."""
+        assert self.lines is not None, "parallel"
+        return self.lines
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """For work that waits for the others inside of torch, where no signal is handled and no
+        error of another process is seen: all processes enter this block or, where one was asked to
+        stop, none; signals wait for its end, and an error in it leaves the others behind."""
+        if self.links is None:
+            yield
+        else:
+            with self.links.in_step():
+                yield
+
+    def meet(self, value: T) -> list[T] | None:
+        """At the end of a run: the values of all processes, None where one is gone, or does not
+        come, or has left others behind in a step."""
+        return [value] if self.links is None else self.links.meet(value)
 
     def sum_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Sum each parameter's gradient over the processes, in place. Where a process has none it
@@ -123,16 +156,17 @@ def _number(name: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
-def make_world(*, use_cpu: bool, timeout: float = 1800.0) -> World:
+def make_world(*, use_cpu: bool, timeout: float = 1800.0, divides: bool = False) -> World:
     """This process among those that the launcher started, on its GPU if there is one and `use_cpu`
-    does not forbid it. `timeout`: seconds that a process waits for the others."""
+    does not forbid it. `timeout`: seconds that a process waits for the others. `divides`: whether
+    weights are divided among them, be it one alone."""
     import torch
 
     on_gpu = torch.cuda.is_available() and not use_cpu
     rank, size = process_rank(), process_count()
-    if size == 1:
+    if size == 1 and not divides:
         return World(torch.device("cuda" if on_gpu else "cpu"))
-    from rloo.dist.links import connect
+    from rloo.dist.links import connect, connect_alone, lines_of
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // processes_here()))
@@ -145,4 +179,8 @@ def make_world(*, use_cpu: bool, timeout: float = 1800.0) -> World:
                 "process needs its own (num_processes, or use_cpu)"
             )
         torch.cuda.set_device(device)
-    return World(device, rank, size, connect(rank, size, timeout, on_gpu=on_gpu))
+    if size == 1:
+        connect_alone(on_gpu=on_gpu)
+        return World(device, lines=lines_of(device, timeout))
+    links = connect(rank, size, timeout, on_gpu=on_gpu)
+    return World(device, rank, size, links, lines_of(device, timeout) if divides else None)

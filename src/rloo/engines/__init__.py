@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
+from rloo.engines.in_process import Whole
 from rloo.types import Engine, Weights
 
 
@@ -17,7 +19,8 @@ class EngineInputs:
     """What an engine is made from. `weights` gives what `load` will be given (by default the
     model's parameters). `precision` is that of the autocast that the model computes in, `dtype`
     that of the fused decoder's matrix products (by default the model's). `no_copy` is the reason,
-    if there is one, why no copy of the weights may be made, as the fused decoder does."""
+    if there is one, why no copy of the weights may be made, as the fused decoder does. Within
+    `whole` this process has all weights of the model, outside perhaps a part."""
 
     model: PreTrainedModel
     pad_token_id: int
@@ -25,6 +28,7 @@ class EngineInputs:
     precision: torch.dtype | None = None
     dtype: torch.dtype | None = None
     no_copy: str | None = None
+    whole: Whole = nullcontext
 
 
 # The engine, and one line for the user if it is another, or slower, than could be expected.
@@ -46,7 +50,11 @@ def _make_native(inputs: EngineInputs) -> Made:
 
     model, no_copy = inputs.model, inputs.no_copy
     make = partial(
-        NativeEngine, model, pad_token_id=inputs.pad_token_id, precision=inputs.precision
+        NativeEngine,
+        model,
+        pad_token_id=inputs.pad_token_id,
+        precision=inputs.precision,
+        whole=inputs.whole,
     )
     if no_copy is None and can_fuse(model) and supports(model, weights=inputs.weights) is None:
         return make(dtype=inputs.dtype), None
@@ -64,7 +72,12 @@ def _make_native(inputs: EngineInputs) -> Made:
 def _make_hf(inputs: EngineInputs) -> Made:
     from rloo.engines.hf import HFEngine
 
-    engine = HFEngine(inputs.model, pad_token_id=inputs.pad_token_id, precision=inputs.precision)
+    engine = HFEngine(
+        inputs.model,
+        pad_token_id=inputs.pad_token_id,
+        precision=inputs.precision,
+        whole=inputs.whole,
+    )
     return engine, None
 
 

@@ -4,8 +4,8 @@ module, which is given back as it was."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -21,6 +21,10 @@ Row = tuple[Prompt, int]
 # Tokens, policy and behavior log-probs, each (R, max_tokens), and the lengths (R,) at which a stop
 # string was complete.
 Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+# In the block of what this returns, a process has all weights.
+Whole = Callable[[], AbstractContextManager[object]]
 
 
 @contextmanager
@@ -85,7 +89,7 @@ def cache_bytes_per_token(model: PreTrainedModel) -> int:
 
 class InProcessEngine(ABC):
     """Samples `Row`s with the policy's module, as many at once as `cache_bytes` allow. `precision`
-    is that of its autocast (None: the module computes in its own)."""
+    is that of its autocast (None: the module computes in its own). `whole`: see `EngineInputs`."""
 
     name: ClassVar[str]
     # Bytes that the caches of one wave may occupy; further rows wait for the next wave.
@@ -99,10 +103,13 @@ class InProcessEngine(ABC):
         cache_bytes: int | None = None,
         precision: torch.dtype | None = None,
         copies_weights: bool = False,
+        whole: Whole = nullcontext,
     ) -> None:
         self._model = model
         self._pad_token_id = pad_token_id
         self._precision = precision
+        # The module's own weights are needed where there is no copy of them.
+        self._whole = nullcontext if copies_weights else whole
         self.version = -1
         cached = cache_bytes_per_token(model)
         self.facts = EngineFacts(
@@ -125,6 +132,16 @@ class InProcessEngine(ABC):
         """See `rloo.types.Engine`."""
         numbers = [range(samples)] * len(prompts) if isinstance(samples, int) else samples
         check_request(prompts, min(map(len, numbers), default=1), sampling)
+        with self._whole():
+            return self._sample(prompts, numbers, sampling, noise)
+
+    def _sample(
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[range],
+        sampling: Sampling,
+        noise: int,
+    ) -> list[list[Completion]]:
         if not prompts:
             return []
         # Sorted, so that prompts of similar length come together and little is padded.

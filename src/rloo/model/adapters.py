@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 from rloo.config.config import RLOOConfig
 from rloo.config.files import reading
 from rloo.model.quantization import in_full, is_quantised
+from rloo.model.sharding import divide_all, full, whole_copy
 
 # peft's name for the adapter that `get_peft_model` makes, and TRL's for the frozen copy.
 TRAINED = "default"
@@ -152,13 +153,16 @@ class Adapter:
         at a time, in the base's precision."""
         return _walk(self.model, _merge)
 
-    def save(self, path: str | Path) -> None:
-        """Write only the adapter, as peft does: `adapter_config.json` and the tensors."""
+    def save(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write only the adapter, as peft does: `adapter_config.json` and the tensors, those of
+        `state` by their names in `model` where it is given."""
+        if state is not None:
+            state = {f"base_model.model.{name}": tensor for name, tensor in state.items()}
         with warnings.catch_warnings():
             # These say that embeddings are saved too, or that peft could not look them up.
             warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
             warnings.filterwarnings("ignore", message="Could not find a config file in")
-            self.wrapper.save_pretrained(str(path), selected_adapters=[TRAINED])
+            self.wrapper.save_pretrained(path, selected_adapters=[TRAINED], state_dict=state)
 
     def load(self, path: str | Path) -> None:
         """Load what `save` wrote, bit for bit. Raises ValueError for another configuration."""
@@ -274,7 +278,7 @@ def _load_tensors(wrapper: Any, name: str, **source: Any) -> None:
     peft = _peft()
     with reading(f"the adapter {name}", "model"):
         tensors = peft.load_peft_weights(name, device=str(wrapper.device), **source)
-        result = peft.set_peft_model_state_dict(wrapper, tensors, adapter_name=TRAINED)
+        result = peft.set_peft_model_state_dict(wrapper, divide_all(tensors, wrapper), TRAINED)
     missing = [key for key in result.missing_keys if TRAINED in key.split(".")]
     for fault, keys in (
         ("no weights for", missing),
@@ -334,7 +338,7 @@ def _walk(
     for name, parameter in inner.named_parameters(recurse=replaced):
         # A tied weight has one name. Only this loop refers to the replacement, so it may be freed.
         if replaced or id(parameter) not in seen:
-            yield prefix + name, parameter.detach()
+            yield prefix + name, full(parameter)
         if not replaced:
             seen.add(id(parameter))
     if not replaced:
@@ -347,9 +351,9 @@ def _merge(layer: Any) -> Any:
     """The layer with its adapter merged in, as a layer of the base's kind."""
     if isinstance(layer, _peft().utils.ModulesToSaveWrapper):
         return layer.modules_to_save[TRAINED]
+    merged = whole_copy(layer)
     if is_quantised(layer.get_base_layer()):
-        return _merge_in_full(layer)
-    merged = copy.deepcopy(layer)
+        return _merge_in_full(merged)
     # A module with two adapted parameters has two layers around it.
     while hasattr(merged, "base_layer"):
         merged.merge(adapter_names=[TRAINED])

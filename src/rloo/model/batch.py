@@ -94,6 +94,21 @@ def exceeds(samples: Sequence[Sample], max_tokens: int, *, packed: bool = True) 
     return any(count_input_tokens(group, packed) > max_tokens for group in _by_group(samples))
 
 
+def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int) -> Sample:
+    """A sample of these lengths; its tokens are the first of the vocabulary, repeated."""
+    prompt, completion = ([i % 64 for i in range(n)] for n in (prompt_tokens, completion_tokens))
+    return Sample(
+        key=key,
+        place=0,
+        version=0,
+        prompt_ids=prompt,
+        token_ids=completion,
+        policy_logprobs=[0.0] * completion_tokens,
+        reward=0.0,
+        truncated=True,
+    )
+
+
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     """One row with each prompt once, followed by its completions; positions restart for each."""
     tokens: list[int] = []

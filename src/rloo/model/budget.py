@@ -13,6 +13,7 @@ from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.data.stream import Prompts
 from rloo.model import memory
+from rloo.model.batch import make_sample
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.memory import count_tokens, make_samples, measured_peak_bytes, predicted_peak_bytes
 from rloo.model.policy import Policy
@@ -85,7 +86,7 @@ def largest_micro_batch(policy: Policy, workload: Workload, max_tokens: int) -> 
                 length = min(length, left + 1)
             if length < 1:
                 return samples
-            samples.append(memory.make_sample((group, index), prompt, length))
+            samples.append(make_sample((group, index), prompt, length))
             left -= length - 1
     return samples
 
@@ -100,7 +101,8 @@ def fitting_budget(policy: Policy, workload: Workload) -> Fit:
     asked = policy.max_tokens
     on_cpu = policy.device.type == "cpu"
     room = available_bytes(policy.device) - missing_bytes(policy)
-    room = int(CPU_SHARE * room) if on_cpu else room
+    # The process with the least memory decides for all, which measure in step.
+    room = min(policy.world.gather(int(CPU_SHARE * room) if on_cpu else room))
     largest = largest_micro_batch(policy, workload, asked)
     certain = on_cpu and generous_peak_bytes(policy, largest) < _CERTAIN_SHARE * room
     # Measuring would end a profile in progress.
@@ -173,12 +175,17 @@ def gigabytes(size: float) -> str:
 
 def _needed(policy: Policy, samples: Sequence[Sample], room: int) -> int:
     try:
-        return predicted_peak_bytes(policy, samples)
+        needed = predicted_peak_bytes(policy, samples)
     except torch.OutOfMemoryError:  # even at an eighth of the size
-        return 8 * room
+        needed = 8 * room
+    return max(policy.world.gather(needed))
 
 
 def _fits(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
+    return not policy.world.any(not _fits_here(policy, samples, room))
+
+
+def _fits_here(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
     if policy.device.type == "cpu":
         return predicted_peak_bytes(policy, samples) <= room
     try:

@@ -17,6 +17,7 @@ from rloo.data.images import is_vision_config
 from rloo.data.tasks import resolve_model
 from rloo.model import adapters
 from rloo.model.quantization import quantization_of
+from rloo.model.sharding import divide_all
 from rloo.model.state import first_not_finite
 
 
@@ -148,7 +149,7 @@ def load_weights(model: PreTrainedModel, path: str | Path) -> None:
     """Give `model` the weights of its kind that are saved in a folder, to the last bit."""
     dtype = next(model.parameters()).dtype
     saved = load_pretrained(type(model), path, dtype=dtype)
-    model.load_state_dict(saved.state_dict())
+    model.load_state_dict(divide_all(saved.state_dict(), model))
 
 
 def num_embedded(model: PreTrainedModel) -> int:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rloo.model.batch import count_input_tokens
+from rloo.model.batch import count_input_tokens, make_sample
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.optimizers import build_optimizer
 from rloo.model.policy import Policy
 from rloo.model.quantization import statistics
+from rloo.model.sharding import local
 from rloo.types import Sample
 
 # The shares of a micro-batch's lengths at which it is measured. Memory is linear in tokens; if
@@ -46,21 +47,6 @@ def make_samples(
         for group in range(num_groups)
         for index in range(num_generations)
     ]
-
-
-def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int) -> Sample:
-    """A sample of these lengths; its tokens are the first of the vocabulary, repeated."""
-    prompt, completion = ([i % 64 for i in range(n)] for n in (prompt_tokens, completion_tokens))
-    return Sample(
-        key=key,
-        place=0,
-        version=0,
-        prompt_ids=prompt,
-        token_ids=completion,
-        policy_logprobs=[0.0] * completion_tokens,
-        reward=0.0,
-        truncated=True,
-    )
 
 
 def count_tokens(policy: Policy, samples: Sequence[Sample]) -> int:
@@ -172,13 +158,13 @@ def silence_profiler() -> None:
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of parameters, buffers and the scales of quantised ones; shared ones count once."""
     tensors = (*module.parameters(), *module.buffers(), *statistics(module))
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    storages = (local(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def gradient_bytes(policy: Policy) -> int:
-    """Bytes of the gradients of all trained parameters."""
-    return sum(p.nbytes for p in policy.parameters)
+    """Bytes of the gradients of all trained parameters, as far as they are here."""
+    return sum(local(p).nbytes for p in policy.parameters)
 
 
 def optimizer_bytes(policy: Policy) -> int:
@@ -192,10 +178,11 @@ def optimizer_bytes(policy: Policy) -> int:
     total = 0
     for parameter in policy.parameters:
         embeds = id(parameter) in embeddings
-        kind = (parameter.shape, parameter.dtype, embeds)
+        part = local(parameter.detach())
+        kind = (part.shape, part.dtype, embeds)
         if kind not in sizes:
             module = nn.Embedding(1, 1) if embeds else nn.Module()
-            sizes[kind] = _state_bytes(module, torch.zeros_like(parameter), policy)
+            sizes[kind] = _state_bytes(module, torch.zeros_like(part), policy)
         total += sizes[kind]
     return total
 
@@ -224,7 +211,7 @@ def _fill_gradients(policy: Policy) -> None:
 
 def _tensor_bytes(states: Any) -> int:
     return sum(
-        value.nbytes
+        local(value).nbytes
         for state in states
         for name, value in state.items()
         if isinstance(value, Tensor) and not name.startswith(_SHARED_STATE)

@@ -14,6 +14,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from rloo.config.arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
+from rloo.model.sharding import is_divided
 
 # These optimizers need more than the parameters and the usual options.
 OTHER_OPTIMIZERS = ("lomo", "galore", "apollo", "schedule_free")
@@ -30,9 +31,17 @@ def make_optimizers(
     """Optimizer and schedule: those passed by the user, the others made from the options.
 
     Raises ValueError for an optimizer that lacks trained parameters or has those of another model
-    (or of this one before its adapter was added), and for a schedule of another optimizer.
+    (or of this one before its adapter was added), for a schedule of another optimizer, and, where
+    weights are divided, for those of the user and of other libraries.
     """
     optimizer, scheduler = given
+    divided = any(map(is_divided, model.parameters()))
+    if divided and given != (None, None):
+        raise ValueError(
+            f"an optimizer or schedule of your own is given and parallel is {config.parallel}, "
+            "which makes other parameters of those that it holds; name it (optimizers, "
+            "create_optimizer, create_scheduler, optim, optim_args, lr_scheduler_type)"
+        )
     if optimizer is None:
         if scheduler is not None:
             raise ValueError("a schedule is given without its optimizer; give both (optimizers)")
@@ -47,6 +56,11 @@ def make_optimizers(
                 f"parameters and {len(foreign)} of another model; it must hold all of the first "
                 "and none of the second (optimizers)"
             )
+    if divided and not type(optimizer).__module__.startswith("torch.optim."):
+        raise ValueError(
+            f"optim is {config.optim} and parallel is {config.parallel}, under which the "
+            "optimizer must be one of torch's, such as adamw_torch_fused or sgd (optim, parallel)"
+        )
     if scheduler is None:
         scheduler = build_scheduler(optimizer, config, num_training_steps)
     elif scheduler.optimizer is not optimizer:

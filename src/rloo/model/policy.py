@@ -1,10 +1,9 @@
-"""The model that is trained: what computes with it, what it learns by, and its files."""
+"""The model that is trained: what computes with it, and what it learns by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,20 +11,20 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from rloo.config.config import RLOOConfig
-from rloo.config.files import quiet
 from rloo.data.images import tokenizer_of
 from rloo.dist import World
-from rloo.model import adapters, preparation
-from rloo.model.batch import MicroBatch, pack, pad
-from rloo.model.loading import load_weights, num_embedded
+from rloo.model import preparation, sharding
+from rloo.model.batch import MicroBatch, make_sample, pack, pad, split
+from rloo.model.files import ModelFiles
+from rloo.model.loading import num_embedded
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.offload import activations_on_host
 from rloo.model.optimizers import Given, make_optimizers
 from rloo.model.reference import make_reference
 from rloo.model.scorer import Scorer, balancing_coefficient
-from rloo.model.state import Version
+from rloo.model.state import Version, digest
 from rloo.model.stepper import Stepper
-from rloo.types import Sample
+from rloo.types import Engine, Sample
 
 
 class Policy:
@@ -35,7 +34,8 @@ class Policy:
     (autocast), since bf16 parameters lose updates at RLOO's learning rates. For a PeftModel the
     adapter is trained, `model` is the transformers model that contains it, and the reference is the
     same module. `scorer` computes, `reference` is what it is compared with, `stepper` is how it
-    learns. `processing_class` is the model's tokenizer, or the processor that contains it.
+    learns, `files` are what is kept. `processing_class` is the model's tokenizer, or the processor
+    that contains it.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Policy:
         self.processing_class = processing_class
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
         self.device = world.device
+        self.divides = config.parallel == "fsdp2"
         prepared = preparation.prepare(model, config, self.device)
         self.model, self.adapter = prepared.model, prepared.adapter
         pad, vocabulary = self.tokenizer.pad_token_id, num_embedded(self.model)
@@ -68,22 +69,59 @@ class Policy:
         self.reference = make_reference(self.scorer, self.adapter, config)
         if config.gradient_checkpointing:
             preparation.enable_checkpointing(self.model, config.gradient_checkpointing_kwargs)
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.parameters = list(trained.values())
+        self.start = digest(list(self.model.parameters()))
+        if self.divides:
+            self._divide()
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
-        self._version = Version(self.model, optimizer)
-        self.stepper = Stepper(trained, optimizer, scheduler, config, self.device)
+        self._version = Version(self.model, optimizer, world)
+        self.stepper = Stepper(self.model, optimizer, scheduler, config, world)
+        self.files = ModelFiles(
+            self.model, self.adapter, self.reference, processing_class, world, self.in_step
+        )
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
         self.max_tokens = config.max_tokens_per_micro_batch or preparation.token_budget(
             self.model, self.device
         )
 
+    def _divide(self) -> None:
+        self.reference.divide(self.world)
+        sharding.shard(self.scorer, self.world)
+        # Which weights take gradients is settled at the first forward, and what is called first is
+        # what is called as a whole.
+        first = pad([make_sample((0, 0), 1, 1)], self.device, self.pad_token_id)
+        self.score(first)
+        if self.reference.model is not None:
+            self.reference_logprobs(first)
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """`World.in_step` where weights are divided: for all that computes with them."""
+        return self.world.in_step() if self.divides else nullcontext()
+
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
         """A micro-batch on the policy's device, packed where its attention can."""
         if self.packed:
             return pack(samples, self.device)
         return pad(samples, self.device, self.pad_token_id)
+
+    def micro_batches(
+        self, dealt: Sequence[Sequence[Sample]], *, whole_groups: bool
+    ) -> Iterator[tuple[MicroBatch, bool]]:
+        """This process's micro-batches (see `split`) of what was dealt, and whether each counts.
+        Where weights are divided all processes compute in step: those that have fewer take part
+        in the others' with one that does not count."""
+
+        def cut(samples: Sequence[Sample]) -> list[list[Sample]]:
+            return split(samples, self.max_tokens, whole_groups=whole_groups, packed=self.packed)
+
+        mine = cut(dealt[self.world.rank])
+        for part in mine:
+            yield self.batch(part), True
+        if self.divides and self.world.size > 1:
+            most = max(len(cut(samples)) for samples in dealt)
+            for _ in range(most - len(mine)):
+                yield self.batch([make_sample((0, 0), 1, 1)]), False
 
     def logprobs(self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS) -> TokenScores:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients if
@@ -104,7 +142,8 @@ class Policy:
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.bf16 or self.config.fp16:
             dtype = torch.bfloat16 if self.config.bf16 else torch.float16
-            return torch.autocast(self.device.type, dtype=dtype)
+            # Of divided weights, copies that are kept would be those of all layers.
+            return torch.autocast(self.device.type, dtype=dtype, cache_enabled=not self.divides)
         return nullcontext()
 
     def _offloading(self) -> AbstractContextManager[Any]:
@@ -124,10 +163,24 @@ class Policy:
             self.packed = False
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of the model's weights; an adapter is merged into its base."""
+        """Names and values of the model's weights, which may be divided; an adapter is merged into
+        its base, which gathers what is divided."""
         if self.adapter is not None:
             return self.adapter.weights()
         return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+
+    def load_into(self, engine: Engine) -> None:
+        """Have an engine take the weights; where they are divided a collective."""
+        with self.in_step():
+            engine.load(self.weights, self.version)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, each process computes with all weights by itself, without gradients."""
+        with ExitStack() as stack:
+            with self.in_step():
+                stack.enter_context(sharding.whole(self.scorer))
+            yield
 
     @property
     def version(self) -> int:
@@ -154,38 +207,3 @@ class Policy:
                 "can draw; a completion could never end (tokenizer.eos_token)"
             )
         return tuple(dict.fromkeys(drawn))
-
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write the model (of an adapted one the adapter, as peft does) and its tokenizer."""
-        if self.adapter is not None:
-            self.adapter.save(path)
-        else:
-            adapters.remove(path)
-            with quiet():
-                self.model.save_pretrained(path)
-        self.processing_class.save_pretrained(path)
-
-    def load_pretrained(self, path: str | Path) -> None:
-        """Load the weights that `save_pretrained` wrote, bit for bit."""
-        if self.adapter is not None:
-            self.adapter.load(path)
-        else:
-            load_weights(self.model, path)
-
-    def save_checkpoint(
-        self, path: str | Path, save_model: Callable[[str], object] | None = None
-    ) -> None:
-        """`save_pretrained` or what `save_model` does instead, and a reference that moves in the
-        folder `reference`. Raises ValueError for a `save_model` that has written no weights."""
-        (save_model or self.save_pretrained)(str(path))
-        if not any(Path(path).glob("*.safetensors")):
-            raise ValueError(
-                "save_model has written no weights, without which nothing can go on from a "
-                "checkpoint (call super().save_model(output_dir))"
-            )
-        self.reference.save(path)
-
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Load what `save_checkpoint` wrote."""
-        self.load_pretrained(path)
-        self.reference.load(path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -56,7 +56,8 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
     else:
         model = adapter.model
     notes = quantization.prepare(model, config, adapted=adapter is not None)
-    nn.Module.to(model, device)
+    if config.parallel == "replicate":
+        nn.Module.to(model, device)  # else layer by layer, when they are divided
     notes += ensure_float32(model, adapted=adapter is not None)
     if config.beta != 0 and adapter is not None:
         if config.sync_ref_model:
@@ -162,7 +163,7 @@ def check_forward(
     # Where images are put together, the standard is each sample by itself.
     apart = [[s] for s in samples] if any(s.pixels for s in samples) else [samples]
     alone = [pad(part, device, pad_token_id) for part in apart]
-    expected = torch.cat([own_logprobs(model, batch, scorer.temperature) for batch in alone])
+    expected = torch.cat([scorer.logprobs_by_logits(batch) for batch in alone])
 
     def difference(batch: MicroBatch) -> float:
         return (scorer.logprobs(batch) - expected).abs().max().item()
@@ -186,10 +187,3 @@ def check_forward(
 def rounding_of(model: PreTrainedModel) -> float:
     """The largest difference of a log-prob between two computations that is still rounding."""
     return TOLERANCE if model.dtype.itemsize >= 4 else LOW_PRECISION_TOLERANCE
-
-
-def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
-    """Log-probs (T,) of the batch's completion tokens from the model's own logits."""
-    logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
-    chosen = logits[batch.source_T].float() / temperature
-    return chosen.log_softmax(-1).gather(-1, batch.target_T[:, None])[:, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,10 +12,12 @@ from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
 from rloo.config.files import quiet
+from rloo.dist import World
 from rloo.model.adapters import Adapter
 from rloo.model.batch import MicroBatch
 from rloo.model.loading import load_weights
 from rloo.model.scorer import Scorer
+from rloo.model.sharding import local, shard
 
 # The folder of a checkpoint for a reference that `sync_ref_model` moves.
 FOLDER = "reference"
@@ -25,6 +28,8 @@ class Reference:
     is the reference's own copy of the weights, None where it has none."""
 
     model: PreTrainedModel | None = None
+    moves = False
+    collected: dict[str, Tensor] | None = None
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """(T,), without gradients. Raises ValueError where there is no reference."""
@@ -34,6 +39,12 @@ class Reference:
         """reference = (1 - share) * reference + share * policy, for all weights (TR-DPO, arXiv
         2404.09656, equation 6). Raises ValueError where it is no copy."""
         raise ValueError("the reference is no copy of its own; only a copy moves (sync_ref_model)")
+
+    def divide(self, world: World) -> None:
+        """Divide a copy's weights among the processes."""
+
+    def collect(self, state_of: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
+        """Keep what `save` will write of a divided copy, by `state_of` its model."""
 
     def save(self, checkpoint: str | Path) -> None:
         """Write to a folder in the checkpoint what resuming cannot make again: a moved copy."""
@@ -58,11 +69,13 @@ class UnderAdapter(Reference):
 class FrozenCopy(Reference):
     """A copy of the policy as it is now. One that `moves` is saved in checkpoints."""
 
+    model: PreTrainedModel
+
     def __init__(self, policy: Scorer, *, moves: bool) -> None:
         self.model = copy.deepcopy(policy.model).eval().requires_grad_(False)
         self._scorer = Scorer(self.model, temperature=policy.temperature)
         self._policy = policy
-        self._moves = moves
+        self.moves = moves
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """(T,), without gradients, under the copy."""
@@ -73,13 +86,22 @@ class FrozenCopy(Reference):
         """copy = (1 - share) * copy + share * policy, for all weights."""
         pairs = zip(self._scorer.model.parameters(), self._policy.model.parameters(), strict=True)
         for frozen, parameter in pairs:
-            frozen.lerp_(parameter.detach(), share)
+            local(frozen).lerp_(local(parameter.detach()), share)
+
+    def divide(self, world: World) -> None:
+        """See `Reference`."""
+        shard(self._scorer, world)
+
+    def collect(self, state_of: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
+        """See `Reference`."""
+        self.collected = state_of(self.model) if self.moves else None
 
     def save(self, checkpoint: str | Path) -> None:
         """Write the copy to a folder in the checkpoint, if it moves."""
-        if self._moves:
+        if self.moves:
             with quiet():
-                self._scorer.model.save_pretrained(Path(checkpoint, FOLDER))
+                folder = Path(checkpoint, FOLDER)
+                self.model.save_pretrained(folder, state_dict=self.collected)
 
     def load(self, checkpoint: str | Path) -> None:
         """Take on the copy of a checkpoint that has one."""

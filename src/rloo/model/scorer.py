@@ -38,13 +38,18 @@ class Scorer(nn.Module):
         batch: MicroBatch,
         *,
         logprobs_only: bool = False,
+        by_logits: bool = False,
         chunk_elements: int = CHUNK_ELEMENTS,
     ) -> TokenScores:
         """Scores of the batch's T completion tokens, with gradients where they are enabled.
 
         With `logprobs_only` there are no gradients, no entropies (of shape (0,)) and no balancing
-        loss, for about half the work at the head. `chunk_elements`: see `token_logprobs`.
+        loss, for about half the work at the head. `by_logits` has log-probs alone, from the model's
+        own logits, with which ours are compared. `chunk_elements`: see `token_logprobs`.
         """
+        if by_logits:
+            logprobs = own_logprobs(self.model, batch, self.temperature)
+            return TokenScores(logprobs, logprobs.new_empty(0), None)
         options: dict[str, Any] = {"temperature": self.temperature, "vocab_size": self._vocab_size}
         if logprobs_only:
             hidden = hidden_states(self.model.base_model(**batch.inputs, use_cache=False), batch)
@@ -66,10 +71,22 @@ class Scorer(nn.Module):
         """(T,): the log-probs alone, without gradients."""
         return self(batch, logprobs_only=True).logprobs
 
+    @torch.no_grad()
+    def logprobs_by_logits(self, batch: MicroBatch) -> Tensor:
+        """(T,): the log-probs as the model itself computes its logits."""
+        return self(batch, by_logits=True).logprobs
+
 
 def hidden_states(outputs: Any, batch: MicroBatch) -> Tensor:
     """Those of a base model's `outputs` (T, D) that predict the batch's completion tokens."""
     return outputs.last_hidden_state.flatten(0, 1).index_select(0, batch.source_T)
+
+
+def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
+    """Log-probs (T,) of the batch's completion tokens from the model's own logits."""
+    logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
+    chosen = logits[batch.source_T].float() / temperature
+    return chosen.log_softmax(-1).gather(-1, batch.target_T[:, None])[:, 0]
 
 
 def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:

@@ -6,14 +6,20 @@ from __future__ import annotations
 import hashlib
 import random
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rloo.dist.trees import Flat, flatten, unflatten
+from rloo.dist import World
+from rloo.model.sharding import divide, full, is_divided, local, numbers_before
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """The names of parameters by their ids."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
@@ -22,8 +28,10 @@ def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
 
 
 def probe(parameters: Sequence[Tensor]) -> Tensor:
-    """A fixed sample of parameters, by which changes are noticed: up to 1,024 numbers of each."""
-    return torch.cat([p.detach().flatten()[:1024] for p in parameters])
+    """A fixed sample of parameters, by which changes are noticed: up to 1,024 numbers of each, of
+    divided ones those of them that are here."""
+    parts = [(local(p.detach()).flatten(), numbers_before(p)) for p in parameters]
+    return torch.cat([part[: max(0, 1024 - before)] for part, before in parts])
 
 
 def digest(parameters: Sequence[Tensor]) -> str:
@@ -33,7 +41,8 @@ def digest(parameters: Sequence[Tensor]) -> str:
 
 class Version:
     """Numbers the states of a model's weights, in this process alone: two readings are equal only
-    if nothing changed between them.
+    if nothing changed between them. Of divided weights all processes read at the same point, and
+    the number is the same in all.
 
     Steps are counted, since kernels of an optimizer's own may leave no trace. All other changes
     (loading, resuming, planning, a callback) are seen: torch counts those made in place, replaced
@@ -41,8 +50,9 @@ class Version:
     such a write that spares the first 1,024 numbers of every parameter goes unseen.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
         self._model = model
+        self._world = world
         self._number = 0
         self._seen: object = None
         optimizer.register_step_pre_hook(self._count_step)
@@ -54,9 +64,11 @@ class Version:
     def read(self) -> int:
         """The number of the weights as they are now."""
         parameters = list(self._model.parameters())
-        found = [(p.data_ptr(), p._version) for p in parameters], digest(parameters)
-        if self._seen not in (None, found):
-            self._number += 1
+        found = [(local(p).data_ptr(), p._version) for p in parameters], digest(parameters)
+        changed = self._seen not in (None, found)
+        if any(is_divided(p) for p in parameters):
+            changed = self._world.any(changed)
+        self._number += changed
         self._seen = found
         return self._number
 
@@ -72,27 +84,97 @@ def require_same_shapes(saved: dict[str, list[int]], current: dict[str, list[int
             )
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Flat:
-    """The state of an optimizer as named tensors (the live ones, not copies) and JSON values."""
-    return flatten({**optimizer.state_dict(), "shapes": _optimizer_shapes(optimizer)})
+def optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    take: Callable[[Tensor], Tensor] = local,
+) -> dict[str, Any]:
+    """The state of an optimizer by the `names` of its parameters (by id): its live tensors, not
+    copies. `take`: what is taken of a divided one (`local`, `gathered`, `as_is`)."""
+    saved = optimizer.state_dict()
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    groups = [
+        {**group, "params": [order[index] for index in group["params"]]}
+        for group in saved["param_groups"]
+    ]
+    state = {
+        order[index]: {
+            key: take(value) if isinstance(value, Tensor) else value
+            for key, value in of_parameter.items()
+        }
+        for index, of_parameter in saved["state"].items()
+    }
+    return {**saved, "state": state, "param_groups": groups, "shapes": _shapes(optimizer, names)}
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], meta: Any) -> None:
-    """Restore an optimizer's state bit for bit, including learning rates and other settings. Raises
-    a ValueError that names the first parameter with another shape."""
-    state = unflatten(meta, tensors)
-    require_same_shapes(state.pop("shapes"), _optimizer_shapes(optimizer))
-    optimizer.load_state_dict(state)
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], names: Mapping[int, str]
+) -> None:
+    """Restore what `optimizer_state` returned, of whole tensors, bit for bit, including learning
+    rates and other settings. Raises a ValueError that names the first parameter with another
+    shape."""
+    require_same_shapes(state["shapes"], _shapes(optimizer, names))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    index = {names[id(p)]: number for number, p in enumerate(parameters)}
+    own = {
+        index[name]: {key: _part(value, parameters[index[name]]) for key, value in kept.items()}
+        for name, kept in state["state"].items()
+    }
+    groups = [
+        {**group, "params": [index[name] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    others = {key: value for key, value in state.items() if key != "shapes"}
+    optimizer.load_state_dict({**others, "state": own, "param_groups": groups})
     # torch's load_state_dict casts the state to the parameter's dtype, which rounds the float32
     # moments of bf16 weights, and otherwise keeps the tensors that it gets.
-    for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        for index, parameter in zip(saved_group["params"], group["params"], strict=True):
-            for key, saved in state["state"].get(index, {}).items():
-                loaded = optimizer.state[parameter].get(key)
-                if not (isinstance(saved, Tensor) and isinstance(loaded, Tensor)):
-                    continue
-                if loaded is saved or loaded.dtype != saved.dtype:
-                    optimizer.state[parameter][key] = saved.to(loaded.device, copy=True)
+    for number, kept in own.items():
+        present = optimizer.state[parameters[number]]
+        for key, saved in kept.items():
+            loaded = present.get(key)
+            if not (isinstance(saved, Tensor) and isinstance(loaded, Tensor)):
+                continue
+            if loaded is saved or loaded.dtype != saved.dtype:
+                present[key] = saved.to(loaded.device, copy=True)
+
+
+def as_is(tensor: Tensor) -> Tensor:
+    """A tensor, whole or divided."""
+    return tensor
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a divided tensor, on the host, in the main process alone; a collective."""
+    if not is_divided(tensor):
+        return tensor
+    whole = full(tensor)
+    return whole.cpu() if tensor.device_mesh.get_rank() == 0 else whole.new_empty(0)  # type: ignore[attr-defined]
+
+
+def _part(value: Any, parameter: Tensor) -> Any:
+    """A value of the optimizer's state, divided where it has a number for each of a parameter's."""
+    alike = isinstance(value, Tensor) and value.shape == parameter.shape
+    return divide(value, parameter) if alike and not is_divided(value) else value
+
+
+def empty_state(
+    listed: Mapping[str, tuple[torch.Size, torch.dtype]], named: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Room for an optimizer's tensors, which are `listed` as `flatten` has named them, divided as
+    the `named` parameters are."""
+    found = {}
+    for name, (shape, dtype) in listed.items():
+        _, *path = name.split("/")
+        if name.startswith("/state/"):
+            parameter = named[path[1]]
+            alike = shape == parameter.shape
+            empty = (
+                torch.zeros_like(parameter, dtype=dtype)
+                if alike
+                else torch.zeros(shape, dtype=dtype)
+            )
+            found[name] = empty.detach()
+    return found
 
 
 class WeightsApart(FloatingPointError):
@@ -104,8 +186,10 @@ class NotFinite(FloatingPointError):
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor with a value that is not finite, None if all are finite."""
-    named = [(n, t.detach()) for n, t in tensors if t.is_floating_point() and t.numel()]
+    """The name of the first tensor with a value that is not finite, None if all are finite; of
+    divided ones, as far as they are here."""
+    parts = ((name, local(tensor.detach())) for name, tensor in tensors)
+    named = [(name, part) for name, part in parts if part.is_floating_point() and part.numel()]
     # One number a tensor, and one comparison for all.
     norms = torch._foreach_norm([t for _, t in named], torch.inf) if named else []
     if not norms or bool(torch.stack([n.float().cpu() for n in norms]).isfinite().all()):
@@ -143,12 +227,6 @@ def restore_rng(state: dict[str, Any]) -> None:
         )
 
 
-def _optimizer_shapes(optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
-    # Only optimizers made from named parameters have names.
-    shapes = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            names = group.get("param_names")
-            name = names[index] if names else f"{index} of group {number}"
-            shapes[name] = list(parameter.shape)
-    return shapes
+def _shapes(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, list[int]]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return {names[id(p)]: list(p.shape) for p in parameters}

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rloo.config.config import RLOOConfig
 from rloo.dist import World
+from rloo.dist.trees import Flat, flatten, unflatten
 from rloo.model.offload import ParkedState
 from rloo.model.optimizers import Scheduler
+from rloo.model.parts import listed_parts, read_parts
+from rloo.model.sharding import full, is_divided
 from rloo.model.state import (
-    Flat,
     NotFinite,
+    as_is,
+    empty_state,
     first_not_finite,
+    gathered,
     load_optimizer,
-    optimizer_tensors,
+    optimizer_state,
+    parameter_names,
     probe,
 )
 
@@ -28,24 +35,27 @@ _OF_A_STEP = ("update/nonfinite", "update/scale_lowered", "update/changed_share"
 
 
 class Stepper:
-    """Optimizer, schedule and (with `fp16`) loss scaling over the trained `parameters`. With
-    `offload_optimizer` the optimizer's state is on `device` only during a step."""
+    """Optimizer, schedule and (with `fp16`) loss scaling over the trained parameters of `model`.
+    With `offload_optimizer` the optimizer's state is on the device only during a step."""
 
     def __init__(
         self,
-        parameters: Mapping[str, Tensor],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler,
         config: RLOOConfig,
-        device: torch.device,
+        world: World,
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.parked = ParkedState(optimizer, device) if config.offload_optimizer else None
+        self.parked = ParkedState(optimizer, world.device) if config.offload_optimizer else None
         # Callbacks; the first may change the gradients.
         self.before_step: Callable[[], object] = lambda: None
         self.after_step: Callable[[], object] = lambda: None
-        self._named, self._parameters = parameters, list(parameters.values())
+        self._names, self._world = parameter_names(model), world
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = list(self._named.values())
+        self._divided = any(map(is_divided, self._parameters))
         self._limit = config.max_grad_norm or math.inf
         # Where it is not enabled, it does nothing and its scale is 1.
         self._scaler = torch.amp.GradScaler("cuda", enabled=config.fp16)
@@ -54,11 +64,13 @@ class Stepper:
         """Add the gradients of `loss`."""
         self._scaler.scale(loss).backward()
 
-    def sum_gradients(self, world: World) -> None:
-        """Sum the gradients of all processes; one of them may have gathered none."""
-        if world.size > 1:
-            self._scaler.scale(torch.zeros(1, device=world.device))  # or it knows no scale here
-            world.sum_gradients(self._parameters)
+    def sum_gradients(self) -> None:
+        """Sum the gradients of all processes; one of them may have gathered none. Those of divided
+        weights are summed already."""
+        if self._world.size > 1 and not self._divided:
+            # Or it knows no scale where there was no loss.
+            self._scaler.scale(torch.zeros(1, device=self._world.device))
+            self._world.sum_gradients(self._parameters)
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the gradients gathered so far. A gradient that is not finite is
@@ -67,12 +79,12 @@ class Stepper:
         self._scaler.unscale_(self.optimizer)
         # With fp16, overflows are expected while the loss scale is adapted.
         searching = self._scaler.get_scale() > 1
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
+        norm = full(torch.nn.utils.clip_grad_norm_(self._parameters, self._limit))
         finite = bool(norm.isfinite())
         if finite:
             self.before_step()
             gradients = ((n, p.grad) for n, p in self._named.items())
-            finite = first_not_finite((n, g) for n, g in gradients if g is not None) is None
+            finite = self._not_finite((n, g) for n, g in gradients if g is not None) is None
         stats: dict[str, float] = {
             "grad_norm": norm.item(),
             "learning_rate": self.learning_rate,
@@ -87,7 +99,7 @@ class Stepper:
             self.after_step()
             self.require_finite()
             changed = probe(self._parameters) != before
-            stats["update/changed_share"] = changed.float().mean().item()
+            stats["update/changed_share"] = self._share(changed)
         self._scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self._advance_schedule()
@@ -112,11 +124,22 @@ class Stepper:
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
+    def _not_finite(self, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+        """`first_not_finite`, of divided tensors in any process."""
+        name = first_not_finite(tensors)
+        return next(filter(None, self._world.gather(name)), None) if self._divided else name
+
+    def _share(self, flags: Tensor) -> float:
+        """The share of these that are true, of divided tensors over all processes."""
+        counts = [(int(flags.sum()), len(flags))]
+        counts = self._world.gather(counts[0]) if self._divided else counts
+        return sum(true for true, _ in counts) / sum(number for _, number in counts)
+
     def require_finite(self, *, moments: bool = False) -> None:
         """Raise NotFinite if a trained weight is not finite, with `moments` also for the state of
         the optimizer and the loss scale."""
-        state = optimizer_tensors(self.optimizer)[0] if moments else {}
-        name = first_not_finite([*self._named.items(), *state.items()])
+        state = flatten(optimizer_state(self.optimizer, self._names))[0] if moments else {}
+        name = self._not_finite([*self._named.items(), *state.items()])
         if name is None and not math.isfinite(self._scaler.get_scale()):
             name = "the loss scale"
         if name is not None:
@@ -125,17 +148,28 @@ class Stepper:
                 "on from the last checkpoint with smaller steps (learning_rate, max_grad_norm)"
             )
 
-    def state(self) -> tuple[Flat, dict[str, Any], dict[str, Any] | None]:
-        """The state of optimizer (its live tensors, not copies), schedule and loss scaling, of
-        which there is none (None) without `fp16`."""
+    def state(
+        self, *, in_parts: bool = False
+    ) -> tuple[Flat, dict[str, Any], dict[str, Any] | None]:
+        """The state of optimizer (its live tensors, not copies; of divided weights whole ones, in
+        the main process, for which all must call this, unless `in_parts`), schedule and loss
+        scaling, of which there is none (None) without `fp16`."""
         scaler = self._scaler.state_dict() or None
-        return optimizer_tensors(self.optimizer), self.scheduler.state_dict(), scaler
+        taken = optimizer_state(self.optimizer, self._names, as_is if in_parts else gathered)
+        return flatten(taken), self.scheduler.state_dict(), scaler
+
+    def read_state(self, checkpoint: Path, meta: Any) -> Flat:
+        """The optimizer's state from a checkpoint in parts, to load."""
+        tensors = empty_state(listed_parts(checkpoint), self._named)
+        read_parts(checkpoint, tensors, self._world)
+        return tensors, meta
 
     def load_state(
         self, optimizer: Flat, scheduler: dict[str, Any], scaler: dict[str, Any] | None
     ) -> None:
         """Take on what `state` returned. Raises ValueError for an optimizer over other shapes."""
-        load_optimizer(self.optimizer, *optimizer)
+        tensors, meta = optimizer
+        load_optimizer(self.optimizer, unflatten(meta, tensors), self._names)
         if self.parked:
             self.parked.park()
         self.scheduler.load_state_dict(scheduler)

@@ -80,7 +80,7 @@ class Monitor:
         self._live: view.LiveProgress | None = None
         self._last_line = (0, -math.inf)
         self._last_table = 0
-        self._window: list[Mapping[str, float]] = []
+        self.window: list[Mapping[str, float]] = []  # the metrics of steps that no log has yet
         self._losses: list[float] = []
         self._events: Events | None = None
         self._log: Callable[[dict[str, float]], object] = self.log_numbers
@@ -100,7 +100,7 @@ class Monitor:
         other rows on the disk first, since the checkpoint counts them."""
         self._journal.sync()
         rows = {name: list(rows) for name, rows in self._journal.waiting.items()}
-        return {"waiting": rows, "window": len(self._window), "last_table": self._last_table}
+        return {"waiting": rows, "window": len(self.window), "last_table": self._last_table}
 
     def load_state_dict(self, saved: Mapping[str, Any], *, step: int, evaluated_at: int) -> None:
         """Go on from `step`: drop what the files have of later steps and evaluations, and torn
@@ -122,7 +122,7 @@ class Monitor:
                 for metrics in steps:
                     del metrics["step"]
                     self._remember(metrics)
-                self._window = [*steps[len(steps) - saved["window"] :]]
+                self.window = [*steps[len(steps) - saved["window"] :]]
             if unreadable:
                 self.note(f"{name}: {view.counted(unreadable, 'unreadable line')} dropped")
 
@@ -298,7 +298,7 @@ class Monitor:
         """Tell the callbacks that a step ended; at a log, also of the means since the last one.
         None: of a step whose metrics are known from before."""
         assert self._events is not None
-        self._window += [] if metrics is None else [dict(metrics)]
+        self.window += [] if metrics is None else [dict(metrics)]
         self._events.send("on_step_end")
         if self._events.control.should_log:
             self._flush()
@@ -310,20 +310,24 @@ class Monitor:
         self._log(numbers)
         self._events.send("on_evaluate", metrics=numbers)
 
+    @property
+    def mean_loss(self) -> float:
+        """Of all steps of the run; 0 without any."""
+        return fmean(self._losses) if self._losses else 0.0
+
     def log_totals(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Log what Trainer logs at the end, including the mean loss of all steps; return it."""
+        """Log what Trainer logs at the end; return it."""
         assert self._events is not None
-        whole = {**totals, "train_loss": fmean(self._losses) if self._losses else 0.0}
         self._flush()
-        self._log(whole)
-        return {**whole, "epoch": self._events.state.epoch}
+        self._log(dict(totals))
+        return {**totals, "epoch": self._events.state.epoch}
 
     def _flush(self) -> None:
-        if not self._window:
+        if not self.window:
             return
-        means = window_mean(self._window)
-        last = {name: row[name] for row in self._window for name in LAST_VALUE if name in row}
-        self._window = []
+        means = window_mean(self.window)
+        last = {name: row[name] for row in self.window for name in LAST_VALUE if name in row}
+        self.window = []
         self._log(means | last)
 
     def log_numbers(self, logs: Mapping[str, float]) -> None:

@@ -195,25 +195,24 @@ class RewardSet:
         count = sum(part.count for part in parts)
         by_function: dict[str, list[float | None]] = {name: [] for name in self.names}
         extras: dict[str, list[Any]] = {}
-        logged: dict[str, list[float]] = {}
+        logged: dict[str, list[tuple[int, list[float]]]] = {}
         before = 0
         for part in parts:
             for name, known in by_function.items():
                 known += part.by_function[name] or [None] * part.count
             for column, values in _extras(part).items():
                 extras.setdefault(column, [None] * count)[before : before + part.count] = values
-            for log in part.logs.values():
-                for name, numbers in log.metrics.items():
-                    logged.setdefault(name, []).extend(numbers)
+            for name, numbers in _metrics(part).items():
+                logged.setdefault(name, []).append((part.count, numbers))
             before += part.count
         for name, function in self._having("normalize") if learn else ():
             if known := [raw for raw in by_function[name] if raw is not None]:
-                logged[f"rewards/{name}/raw_mean"] = known
+                logged[f"rewards/{name}/raw_mean"] = [(count, known)]
             by_function[name] = function.normalize(by_function[name])
         weights = [reward.weight for reward in self._rewards]
         totals = [_sum_weighted(row, weights) for row in zip(*by_function.values(), strict=True)]
         _require_finite(totals)
-        means = {name: sum(numbers) / len(numbers) for name, numbers in logged.items()}
+        means = {name: _as_one_call(calls) for name, calls in logged.items()}
         return Scores(totals, by_function, extras, means)
 
     def state_dict(self) -> dict[str, Any]:
@@ -325,6 +324,24 @@ def _require_finite(totals: Sequence[float | None]) -> None:
                 f"the weighted rewards of completion {row} add up to {total:g}; a reward is a "
                 "finite number of float32 (reward_weights)"
             )
+
+
+def _metrics(part: Raw) -> dict[str, list[float]]:
+    merged: dict[str, list[float]] = {}
+    for log in part.logs.values():
+        for name, numbers in log.metrics.items():
+            merged.setdefault(name, []).extend(numbers)
+    return merged
+
+
+def _as_one_call(calls: Sequence[tuple[int, list[float]]]) -> float:
+    """The mean of what calls with so many completions have logged, as if they had been one: what
+    each logs as often is a mean over its completions, else every value is of one of them."""
+    if len(calls) > 1 and len({len(numbers) for _, numbers in calls}) == 1:
+        weighted = [count * sum(numbers) / len(numbers) for count, numbers in calls]
+        return sum(weighted) / sum(count for count, _ in calls)
+    flat = [number for _, numbers in calls for number in numbers]
+    return sum(flat) / len(flat)
 
 
 def _extras(part: Raw) -> dict[str, list[Any]]:

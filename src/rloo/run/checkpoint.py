@@ -25,7 +25,7 @@ from torch import Tensor
 from rloo.dist.trees import Flat, flatten, unflatten
 from rloo.report.records import sync
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 PARTS = ("optimizer", "scheduler", "rng")
 ROLLOUT = "rollout"  # only where a run was stopped among the steps of one

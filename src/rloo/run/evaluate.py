@@ -126,7 +126,7 @@ class Evaluator:
         generators = capture_rng()  # reward functions may draw from them
         results = {}
         try:
-            self.engine.load(policy.weights, policy.version)
+            policy.load_into(self.engine)
             for name, prompts in sets.items():
                 results[name], _ = evaluate(self.engine, prompts, judge, settings)
         finally:

@@ -11,6 +11,7 @@ import torch
 
 from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.config.config import RLOOConfig
+from rloo.model.parts import has_parts
 from rloo.model.state import capture_rng, parameter_shapes, require_same_shapes, restore_rng
 from rloo.run.checkpoint import Checkpoint, load_checkpoint
 
@@ -25,7 +26,8 @@ HARMLESS = (
     "model", "save_strategy", "save_steps", "save_total_limit", "logging_steps",
     "logging_first_step", "log_completions", "num_completions_to_print", "report_to", "run_name",
     "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
-    "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout",
+    "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout", "parallel",
+    "state_dict_type",
 )
 # fmt: on
 # Chosen automatically in the first session, and kept unless the user sets them now.
@@ -37,7 +39,8 @@ def snapshot(
 ) -> Checkpoint:
     """Everything but the weights. `told`: what a resumed run goes on to tell, as JSON values."""
     policy = parts.policy
-    optimizer, scheduler, scaler = policy.stepper.state()
+    in_parts = parts.config.state_dict_type == "sharded"
+    optimizer, scheduler, scaler = policy.stepper.state(in_parts=in_parts)
     trainer_state = {
         **state.state_dict(),
         "config": resolved.to_dict(),
@@ -89,8 +92,11 @@ def restore(
         )
     _compare(saved, parts, changed)
     state.load_state_dict(saved)
-    policy.load_checkpoint(path)
-    policy.stepper.load_state(checkpoint.optimizer, checkpoint.scheduler, saved["scaler"])
+    policy.files.load_checkpoint(path)
+    optimizer = checkpoint.optimizer
+    if has_parts(path):
+        optimizer = policy.stepper.read_state(path, optimizer[1])
+    policy.stepper.load_state(optimizer, checkpoint.scheduler, saved["scaler"])
     restore_rng(checkpoint.rng)
     first = state.step
     if checkpoint.rollout is not None:

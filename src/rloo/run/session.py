@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,21 @@ import torch
 from rloo.algorithm.fitting import rehearse
 from rloo.algorithm.interrupts import ForcedInterrupt, Stopped
 from rloo.algorithm.parts import Parts, RunState
-from rloo.algorithm.train import finish_step, note_what_is_due, train_on_rollout
+from rloo.algorithm.train import begin_step, finish_step, note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
-from rloo.model import adapters
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
 from rloo.report.hub import Hub
-from rloo.report.model_card import has_other_card
 from rloo.report.monitor import SUMMARY, versions
 from rloo.report.profiling import StepProfile
 from rloo.report.records import write_json, write_text
-from rloo.run.checkpoint import save_checkpoint, save_model, verify_checkpoint
+from rloo.run.checkpoint import verify_checkpoint
 from rloo.run.evaluate import Evaluator, Results, Sets, is_better
 from rloo.run.folder import CONFIG, MARK, Start
 from rloo.run.overrides import Owner
-from rloo.run.resume import changed_options, restore, snapshot
+from rloo.run.resume import changed_options, restore
+from rloo.run.saving import write_checkpoint, write_result
 from rloo.run.together import require_same_weights
 
 # The options that say how long a run is.
@@ -125,7 +123,11 @@ class Session:
     def push(self) -> None:
         """Push the result, if that is asked for, and note it: until then a finished run is asked to
         do it again."""
-        if self.config.push_to_hub and self.parts.world.is_main:
+        if not self.config.push_to_hub:
+            return
+        with self.parts.policy.files.collected():
+            if not self.parts.world.is_main:
+                return
             self.owner.push_to_hub()
             path = self._folder / SUMMARY
             write_json(path, json.loads(path.read_text()) | {"pushed": True})
@@ -136,13 +138,14 @@ class Session:
         self._start, self._seconds_before = saved["start"], saved["seconds"]
         self._last = saved["last"]
         monitor.load_state_dict(saved["logs"], step=state.step, evaluated_at=state.evaluated_at)
+        monitor.window = parts.world.from_main(monitor.window)  # it alone reads the files
         monitor.note(f"resumed from {checkpoint} at step {state.step}")
 
     def _train_to_the_end(self) -> None:
         """Train until `max_steps`, or until a callback asks to stop. Checkpoints and evaluations
         due among the steps of a rollout are made at its end, so that a resumed run repeats none."""
         parts, state = self.parts, self.state
-        rollouts, epoch = 0, -1
+        rollouts, epoch = 0, None
         pace = None  # seconds per token of the last rollout that was not profiled
         if state.step_open:  # a callback ended an earlier session
             finish_step(parts, state)
@@ -151,11 +154,12 @@ class Session:
         while not state.is_over:
             parts.stop.check()
             state.generators = capture_rng()
-            state.open_epoch = int(parts.rollouts.epoch)
+            if state.in_hand is None:  # else it is known; the data is already at what follows
+                state.open_epoch = int(parts.rollouts.epoch)
             if state.open_epoch != epoch:
                 epoch = state.open_epoch
                 parts.events.send("on_epoch_begin")
-            parts.events.send("on_step_begin")
+            begin_step(parts)
             rollouts += 1
             last = state.step + parts.batches.steps_per_rollout >= state.trainer.max_steps
             due = rollouts == PROFILED_ROLLOUT or (last and rollouts < PROFILED_ROLLOUT)
@@ -256,7 +260,8 @@ class Session:
         completions = steps * self.parts.batches.completions_per_step
         totals = {"train_runtime": seconds, "train_steps_per_second": steps / seconds}
         totals["train_samples_per_second"] = completions / seconds
-        return self.parts.monitor.log_totals(totals)
+        totals["train_loss"] = self.parts.monitor.mean_loss
+        return self.parts.monitor.log_totals(self.parts.world.from_main(totals))
 
     def _load_best(self) -> None:
         """Load the weights of the best evaluation, and evaluate them again."""
@@ -267,7 +272,7 @@ class Session:
         best = Path(state.best_model_checkpoint)
         verify_checkpoint(best)
         self._saved_step = state.global_step  # these weights are not this step's: no checkpoint
-        self.parts.policy.load_pretrained(best)
+        self.parts.policy.files.load_pretrained(best)
         self._saved_at = None
         self.parts.monitor.note(
             f"the model is that of {best.name}, which had the best evaluation: "
@@ -281,56 +286,33 @@ class Session:
         """Write the result, unless it is not finite (NotFinite)."""
         self.parts.policy.stepper.require_finite()
         self._saved_at = self.state.step
-        if not self.parts.world.is_main:
-            return
-        other_card = has_other_card(self._folder)
-        with self.parts.stop.held():
-            save_model(self._folder, lambda folder: self.owner.save_model(str(folder)))
-            if self.parts.policy.adapter is None:
-                adapters.remove(self._folder)
-        if other_card:
-            self.parts.monitor.note(
-                "README.md in output_dir is not this program's and was left as it is"
-            )
-        else:
-            self.owner.create_model_card()
+        write_result(self.parts, self.owner)
 
     def _save_checkpoint(self, *, push: bool = True) -> None:
-        with self.parts.stop.held():
+        with self.parts.policy.in_step(), self.parts.stop.held():
             self._commit()
             self._saved_step = self.state.step
             self.parts.events.send("on_save")
             config, step = self.config, self.state.step
-            if not self.parts.world.is_main:
-                return
             if push and config.push_to_hub and config.hub_strategy != "end":
                 self._save_model()
-                self.hub.push_checkpoint(self._folder, self._folder / f"checkpoint-{step}", step)
+                if self.parts.world.is_main:
+                    checkpoint = self._folder / f"checkpoint-{step}"
+                    self.hub.push_checkpoint(self._folder, checkpoint, step)
 
     def _commit(self) -> None:
         """Write a checkpoint of what is finite, from which the run goes on to the last bit. Raises
         FloatingPointError, and writes nothing, for anything that is not finite."""
-        state, config = self.state.trainer, self.config
+        state = self.state.trainer
         self.parts.policy.stepper.require_finite(moments=True)
         # What is under way reads checkpoints that may go now.
         self.hub.finish(self.parts.monitor.note)
         path = self._folder / f"checkpoint-{state.global_step}"
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(path)
-        if not self.parts.world.is_main:
-            return
-        best = state.best_model_checkpoint if config.compares_evaluations else None
         logs = self.parts.monitor.state_dict()
         told = {"start": self._start, "last": self._last, "seconds": self._seconds(), "logs": logs}
-        save_checkpoint(
-            self._folder,
-            snapshot(self.parts, self.state, self._resolved(), told),
-            write_model=partial(
-                self.parts.policy.save_checkpoint, save_model=self.owner.save_model
-            ),
-            keep=config.save_total_limit,
-            best=Path(best) if best else None,
-        )
+        write_checkpoint(self.parts, self.state, self.owner, self._resolved(), told)
 
     def _save_what_is_done(self, error: BaseException) -> None:
         """Save a checkpoint of the last finished step if there is none, unless a second Ctrl-C has
@@ -343,8 +325,23 @@ class Session:
             error, (ForcedInterrupt, NotFinite, WeightsApart)
         ):
             return
+        if state.moved:
+            self.parts.monitor.note(
+                f"the weights are those of step {state.step + 1}, which was not recorded: nothing "
+                "of it is saved; go on from the last checkpoint"
+            )
+            return
         restore_rng(state.generators)  # of the step in hand nothing stays
-        self._save_checkpoint(push=False)
+        if self.parts.policy.divides:
+            self.parts.world.fail(error)  # so that the others come
+            if len(set(self.parts.world.meet(state.step) or [])) != 1:
+                self.parts.monitor.note(
+                    "weights are divided, and not all processes came to save them: the run goes on "
+                    "from its last checkpoint (parallel, save_steps)"
+                )
+                return
+        with self.parts.stop.held():
+            self._save_checkpoint(push=False)
 
     def _resolved(self) -> RLOOConfig:
         """The options, including everything that was chosen automatically."""

@@ -263,8 +263,12 @@ def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
         precision=precision,
         dtype=getattr(torch, args.rollout_dtype) if args.rollout_dtype else precision,
         no_copy=no_copy,
+        whole=policy.whole,
     )
-    engine, note = build_engine(args.rollout_engine, inputs)
+    with policy.whole():
+        set_threads(policy.model, args)
+        torch.set_num_threads(policy.world.from_main(torch.get_num_threads()))
+        engine, note = build_engine(args.rollout_engine, inputs)
     for option in ("rollout_dtype", "rollout_copy"):
         if getattr(args, option) and not engine.facts.copies_weights:
             raise ValueError(

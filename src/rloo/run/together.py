@@ -22,7 +22,7 @@ def together(parts: Parts, state: RunState) -> Iterator[None]:
     before the main one has saved what is to be saved."""
     links = parts.world.links
     if links is not None:
-        links.stop = parts.stop.pass_on
+        links.signals = parts.stop
         links.where = lambda: f"{parts.clock.current or 'the start'} of step {state.step + 1}"
     try:
         with parts.world.telling(), parts.stop.listening():
@@ -42,7 +42,7 @@ def require_same_start(
     mine = {
         **{f"the option {name}": repr(value) for name, value in config.to_dict().items()},
         **{f"the version of {name}": value for name, value in versions().items()},
-        "the weights": digest(list(policy.model.parameters())),
+        "the weights": policy.start,
         "the dataset": repr(data),
         "the rewards": _short(repr(sources)),
     }
@@ -61,7 +61,9 @@ def require_same_weights(parts: Parts, state: RunState) -> bool:
     apart."""
     if parts.world.size == 1:
         return parts.stop.save_wanted
-    wants = parts.world.gather((parts.stop.save_wanted, digest(parts.policy.parameters)))
+    # Of divided weights there is one copy.
+    found = "" if parts.policy.divides else digest(parts.policy.parameters)
+    wants = parts.world.gather((parts.stop.save_wanted, found))
     for rank, (_, found) in enumerate(wants):
         if found != wants[0][1]:
             raise WeightsApart(

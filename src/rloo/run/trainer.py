@@ -99,7 +99,11 @@ class RLOOTrainer:
             raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
         self.args = obtain_config(args, model)
         check_launch(self.args)
-        self.world = make_world(use_cpu=self.args.use_cpu, timeout=self.args.ddp_timeout)
+        self.world = make_world(
+            use_cpu=self.args.use_cpu,
+            timeout=self.args.ddp_timeout,
+            divides=self.args.parallel != "replicate",
+        )
         with self.world.telling():
             self.batches = batches_of(self.args, self.world.size)
             chosen_estimator(self.args)
@@ -140,7 +144,7 @@ class RLOOTrainer:
         resume = resume_from_checkpoint
         with together(parts, state), claimed_by_main(self.world, self.args, resume) as start:
             if start.finished and session.has_finished(start):
-                self.policy.load_pretrained(self.args.output_dir)
+                self.policy.files.load_pretrained(self.args.output_dir)
                 totals = start.finished["totals"]
                 if not start.finished.get("pushed", True):
                     session.push()
@@ -180,8 +184,9 @@ class RLOOTrainer:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
-        if self.world.is_main:
-            self.policy.save_pretrained(output_dir or self.args.output_dir)
+        with self.policy.files.collected():
+            if self.world.is_main:
+                self.policy.files.save_pretrained(output_dir or self.args.output_dir)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer of the options. Called before the first step where a subclass overrides it,
@@ -316,8 +321,6 @@ class RLOOTrainer:
         self.ref_model = self.policy.reference.model
         if self.policy.device.type == "cpu":
             setup.keep_freed_memory()
-        setup.set_threads(self.policy.model, self.args)
-        torch.set_num_threads(self.world.from_main(torch.get_num_threads()))
         self.engine = setup.make_engine(self.policy, self.args)
         self.policy.notes += self._notes
         self.events = Events(

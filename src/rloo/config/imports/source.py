@@ -13,7 +13,7 @@ from rloo.config.reading import coerce, not_null
 
 # Reasons that several systems share.
 ENGINES = "completions are sampled by our own engines (rollout_engine)"
-PROCESSES = "num_processes or a launcher says how many; sharding is not part of this version"
+PROCESSES = "num_processes or a launcher says how many, and parallel whether they divide weights"
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 
 

@@ -10,7 +10,7 @@ result with the module before it is used.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from rloo.engines.in_process import layer_windows
 from rloo.engines.native.cache import DecodeCache, PromptCache
 from rloo.model.attention import Options
+from rloo.model.sharding import full
 
 # These have RMSNorm before attention and before a gated SiLU layer, rotary positions, nothing else.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -89,7 +90,8 @@ class FusedDecoder:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Use these weights, under the model's own names. Matrices that can be used as they are are
-        not copied and must not change until the next load. Raises KeyError for a missing one."""
+        not copied and must not change until the next load; divided ones are gathered, one after the
+        other. Raises KeyError for a missing one."""
         self._layers = []
         windows = layer_windows(self._model)
         others: dict[str, Tensor] = {}
@@ -108,44 +110,57 @@ class FusedDecoder:
                 layers[number] = self._fuse(named, options)
             del named
         self._layers = [layers[number] for number in range(len(windows))]
-        self._embedding = others["embed_tokens.weight"]
-        self._norm = others["norm.weight"].to(self._precise) * self._width**0.5
-        self._head = others.get("lm_head.weight", self._embedding).to(self._dtype)
+        self._embedding = full(others["embed_tokens.weight"])
+        self._norm = full(others["norm.weight"]).to(self._precise) * self._width**0.5
+        head = others.get("lm_head.weight")
+        self._head = (self._embedding if head is None else full(head)).to(self._dtype)
 
     def _fuse(self, named: Mapping[str, Tensor], options: Options) -> _Layer:
         scaling = self._size**-0.5
         qk_norm = None
         if "self_attn.q_norm.weight" in named:
             # The norm would undo any scaling before it, so the scaling goes into its weight.
-            norms = (named[f"self_attn.{name}_norm.weight"].to(self._precise) for name in "qk")
+            norms = (
+                full(named[f"self_attn.{name}_norm.weight"]).to(self._precise) for name in "qk"
+            )
             query, key = (self._interleave(x) * self._size**0.5 for x in norms)
             query, key = (query * scaling).expand(self._heads, -1), key.expand(self._kv_heads, -1)
             qk_norm, scaling = torch.cat([query, key]), 1.0
 
-        def join_qkv(kind: str) -> Tensor:
-            parts = (named[f"self_attn.{name}_proj.{kind}"].to(self._precise) for name in "qkv")
-            query, key, value = parts
-            return torch.cat([self._interleave(query) * scaling, self._interleave(key), value])
+        turns: Mapping[str, Callable[[Tensor], Tensor]] = {
+            "self_attn.q_proj": lambda rows: self._interleave(rows) * scaling,
+            "self_attn.k_proj": self._interleave,
+        }
 
-        def join_gate_up(kind: str) -> Tensor:
-            parts = (named[f"mlp.{name}_proj.{kind}"] for name in ("gate", "up"))
-            return torch.cat([part.to(self._precise) for part in parts])
+        def rows_of(name: str, kind: str) -> Tensor:
+            rows = full(named[f"{name}.{kind}"]).to(self._precise)
+            return turns[name](rows) if name in turns else rows
 
-        def bias(name: str) -> Tensor | None:
-            return named[f"{name}.bias"].to(self._precise) if f"{name}.bias" in named else None
+        def join(norm: str, *names: str) -> Tensor:
+            """Matrices above each other, times the weight of the norm before them."""
+            sizes = [len(named[f"{name}.weight"]) for name in names]
+            factor = full(named[f"{norm}_layernorm.weight"]) * self._width**0.5
+            joined = factor.new_empty(sum(sizes), self._width, dtype=self._dtype)
+            for name, place in zip(names, joined.split(sizes), strict=True):
+                place.copy_(rows_of(name, "weight") * factor)
+            return joined
 
-        def norm(name: str) -> Tensor:
-            return named[f"{name}_layernorm.weight"] * self._width**0.5
+        def bias(*names: str) -> Tensor | None:
+            if f"{names[0]}.bias" not in named:
+                return None
+            return torch.cat([rows_of(name, "bias") for name in names])
 
+        qkv = [f"self_attn.{name}_proj" for name in "qkv"]
+        gate_up = ["mlp.gate_proj", "mlp.up_proj"]
         return _Layer(
-            qkv=(join_qkv("weight") * norm("input")).to(self._dtype),
-            qkv_bias=join_qkv("bias") if "self_attn.q_proj.bias" in named else None,
+            qkv=join("input", *qkv),
+            qkv_bias=bias(*qkv),
             qk_norm=qk_norm,
-            out=named["self_attn.o_proj.weight"].to(self._dtype).t(),
+            out=full(named["self_attn.o_proj.weight"]).to(self._dtype).t(),
             out_bias=bias("self_attn.o_proj"),
-            gate_up=(join_gate_up("weight") * norm("post_attention")).to(self._dtype),
-            gate_up_bias=join_gate_up("bias") if "mlp.gate_proj.bias" in named else None,
-            down=named["mlp.down_proj.weight"].to(self._dtype).t(),
+            gate_up=join("post_attention", *gate_up),
+            gate_up_bias=bias(*gate_up),
+            down=full(named["mlp.down_proj.weight"]).to(self._dtype).t(),
             down_bias=bias("mlp.down_proj"),
             options=options,
         )

@@ -1,0 +1,106 @@
+"""kill -9 of one of several processes at random moments, with and without --max_restarts."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.processes import DEADLINE, Ended, children_of, finish, start, to_file, wait
+from benchmarks.chaos.results import Trial
+from benchmarks.chaos.rig import RANKS, Rig
+
+FIGURE = (
+    "kill -9 of one of 2 or 3 ranks at a random moment: all end within 60 s, no process is left, "
+    "identical end by the same command, or with --max_restarts by itself"
+)
+PROMISED = 40
+# Every tenth through the real command line, half of them with --max_restarts.
+FORKED, REAL, EVERY = ("2 ranks", "3 ranks"), "2 real ranks", 10
+ENDS_WITHIN = 60.0
+
+
+def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
+    """Trials in which a random rank is killed after a random share of the run's time; where it
+    starts again by itself, every third time twice."""
+    rng = random.Random(seed)
+    found = []
+    for number in range(count or PROMISED):
+        config = REAL if number % EVERY == EVERY - 1 else rng.choice(FORKED)
+        again = number % 4 > 1
+        kills = [
+            (rng.randrange(RANKS[config]["num_processes"]), rng.random())
+            for _ in range(2 if again and number % 3 == 0 else 1)
+        ]
+        said = " and ".join(f"rank {rank} at {share:.4f}" for rank, share in kills)
+        name = f"{seed}.{number} {config}, {said}{', starts again' if again else ''}"
+        trial = starts_again if again else ends
+        found.append(Trial(name, config, partial(trial, rig, config, kills)))
+    return found
+
+
+def ends(rig: Rig, config: str, kills: list[tuple[int, float]]) -> str:
+    """Kill a rank; look at how the others end; go on by the same command."""
+    ((rank, share),) = kills
+    seconds = rig.seconds[config] * share
+    for _ in range(20):
+        with rig.folder() as folder:
+            ended, _ = kill_ranks(rig, config, folder, [(rank, seconds)], within=ENDS_WITHIN)
+            if f"rank {rank} was ended by SIGKILL" in ended.output:
+                if ended.status != 128 + signal.SIGKILL:
+                    return f"status {ended.status}: {ended.output[-400:]}"
+                return rig.goes_on(config, folder)
+        seconds *= 0.8  # it was faster than the one that was measured
+    return f"was not hit: status {ended.status}"
+
+
+def starts_again(rig: Rig, config: str, kills: list[tuple[int, float]]) -> str:
+    """Kill ranks of a run that starts again by itself."""
+    moments = [(rank, rig.seconds[config] * share) for rank, share in kills]
+    for _ in range(20):
+        with rig.folder() as folder:
+            ended, hit = kill_ranks(rig, config, folder, moments, within=DEADLINE, max_restarts=2)
+            if f"rank {moments[0][0]} was ended by SIGKILL" in ended.output:
+                # A second one may have come too late.
+                if ended.status or not 1 <= ended.output.count("the run starts again") <= hit:
+                    return f"status {ended.status}: {ended.output[-400:]}"
+                return rig.differences(config, folder)
+        moments = [(rank, seconds * 0.8) for rank, seconds in moments]
+    return f"was not hit: status {ended.status}"
+
+
+def kill_ranks(
+    rig: Rig,
+    config: str,
+    folder: Path,
+    moments: list[tuple[int, float]],
+    *,
+    within: float,
+    max_restarts: int = 0,
+) -> tuple[Ended, int]:
+    """Start a run, and kill ranks so many seconds after its start and after each other; how it ends
+    `within` seconds from the last one, and how many were killed."""
+    began, size = time.monotonic(), RANKS[config]["num_processes"]
+    options: dict[str, Any] = {"max_restarts": max_restarts}
+    if max_restarts:  # it shall not need to be told
+        options["resume_from_checkpoint"] = None
+    process = start(rig.action(config, folder, **options), to_file(folder / "log"))
+    hit, status = 0, None
+    for rank, seconds in moments:
+        status = wait(process, seconds)
+        # All of them: the launcher has just begun, or begins again.
+        while status is None and len(ranks := children_of(process)) < size:
+            status = wait(process, 0.002)
+        if status is not None:
+            break
+        os.kill(ranks[rank], signal.SIGKILL)
+        hit += 1
+        while status is None and ranks[rank] in children_of(process):
+            status = wait(process, 0.002)
+    if status is None:
+        status = wait(process, within)
+    return finish(process, status, time.monotonic() - began, folder / "log"), hit

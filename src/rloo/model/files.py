@@ -1,0 +1,123 @@
+"""The files of a policy: its model or adapter, its tokenizer, and a reference that moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from rloo.config.files import quiet
+from rloo.dist import World
+from rloo.model import adapters
+from rloo.model.adapters import Adapter
+from rloo.model.loading import load_weights
+from rloo.model.parts import has_parts, read_parts
+from rloo.model.reference import Reference
+from rloo.model.sharding import full, is_divided
+
+
+class ModelFiles:
+    """Writes and reads a policy's weights in Hugging Face format. What is divided is written by the
+    main process while it is `collected`, or by all in parts."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: Adapter | None,
+        reference: Reference,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        world: World,
+        in_step: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._model, self._adapter, self._reference = model, adapter, reference
+        self._processing_class = processing_class
+        self._world, self._in_step = world, in_step
+        self._divided = any(map(is_divided, model.parameters()))
+        self._collected: dict[str, Tensor] | None = None
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Inside, the main process can save; a collective at its start. Of divided weights it has
+        the whole there, on the host, of an adapted model those of the adapter."""
+        if not self._divided or self._collected is not None:
+            yield
+            return
+        with self._in_step():
+            self._collected = self._collect(self._model)
+            self._reference.collect(self._collect)
+        try:
+            yield
+        finally:
+            self._collected = self._reference.collected = None
+
+    def _collect(self, model: nn.Module) -> dict[str, Tensor]:
+        """What is saved of `model`, in the main process; one tensor after the other."""
+        found: dict[str, Tensor] = {}
+        whole: dict[int, Tensor] = {}  # tied ones stay so
+        for name, tensor in self._saved_of(model):
+            if id(tensor) not in whole:
+                gathered = full(tensor)
+                whole[id(tensor)] = gathered.cpu() if self._world.is_main else gathered[:0]
+            found[name] = whole[id(tensor)]
+        return found
+
+    def _saved_of(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        saved = model.state_dict(keep_vars=True).items()
+        return [(n, t) for n, t in saved if self._adapter is None or t.requires_grad]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint in parts keeps of weights: the live tensors, divided or whole."""
+        models: dict[str, nn.Module] = {"model": self._model}
+        if self._reference.moves and self._reference.model is not None:
+            models["reference"] = self._reference.model
+        named = {
+            id(tensor): (f"{kind}/{name}", tensor.detach())
+            for kind, model in models.items()
+            for name, tensor in self._saved_of(model)
+        }
+        return dict(named.values())
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the model (of an adapted one the adapter, as peft does) and its tokenizer."""
+        if self._adapter is not None:
+            self._adapter.save(path, self._collected)
+        else:
+            adapters.remove(path)
+            with quiet():
+                self._model.save_pretrained(path, state_dict=self._collected)
+        self._processing_class.save_pretrained(path)
+
+    def load_pretrained(self, path: str | Path) -> None:
+        """Load the weights that `save_pretrained` or `write_parts` wrote, bit for bit."""
+        if has_parts(path):
+            read_parts(path, self.tensors(), self._world)
+        elif self._adapter is not None:
+            self._adapter.load(path)
+        else:
+            load_weights(self._model, path)
+
+    def save_checkpoint(
+        self, path: str | Path, save_model: Callable[[str], object] | None = None
+    ) -> None:
+        """`save_pretrained` or what `save_model` does instead, and a reference that moves in the
+        folder `reference`. Raises ValueError for a `save_model` that has written no weights."""
+        (save_model or self.save_pretrained)(str(path))
+        if not any(Path(path).glob("*.safetensors")):
+            raise ValueError(
+                "save_model has written no weights, without which nothing can go on from a "
+                "checkpoint (call super().save_model(output_dir))"
+            )
+        self._reference.save(path)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Load what `save_checkpoint` wrote."""
+        self.load_pretrained(path)
+        self._reference.load(path)
+
+    def save_description(self, path: str | Path) -> None:
+        """Write what a model's folder has beside weights: configuration and tokenizer."""
+        self._model.config.save_pretrained(path)
+        self._processing_class.save_pretrained(path)
