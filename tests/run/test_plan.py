@@ -146,6 +146,11 @@ def test_rows_sampled_at_once_are_those_of_the_engines_own_facts(folder, monkeyp
     assert make_plan(config_of(*native)).memory["sampling"] == 24 * 283
 
 
+def test_a_plan_of_divided_weights_is_refused(folder):
+    with pytest.raises(ValueError, match="parallel is fsdp2; a plan is of processes that each"):
+        make_plan(config_of("--parallel", "fsdp2"))
+
+
 def test_a_fault_is_reported_as_in_training(folder, capsys):
     for command in ("plan", "train"):
         assert cli.main([command, "run.yaml", "--reward", "no_such_reward"]) == 2

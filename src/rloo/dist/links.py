@@ -208,8 +208,7 @@ class Links:
             until = time.monotonic() + (PATIENCE if self._rank == 0 else 0)
             while time.monotonic() < until and not self._store.check(others):
                 time.sleep(0.02)
-            if dist.is_initialized():  # by another trainer of this process
-                dist.destroy_process_group()
+            _leave()
 
     def _all_gather(self, parts: list[Tensor], mine: Tensor) -> None:
         self._wait(dist.all_gather(parts, mine, group=self._group, async_op=True))
@@ -343,7 +342,13 @@ def connect_alone(*, on_gpu: bool) -> None:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(dist.destroy_process_group)
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Leave all groups, unless another trainer of this process has."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def lines_of(device: torch.device, timeout: float) -> DeviceMesh:

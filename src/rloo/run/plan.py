@@ -82,6 +82,12 @@ def make_plan(config: RLOOConfig) -> Plan:
     """Build the run of `config`, measure, and predict. Raises ValueError as training would."""
     if config.dataset is None:
         raise ValueError("there is no dataset to train on (dataset)")
+    if config.parallel != "replicate":
+        raise ValueError(
+            f"parallel is {config.parallel}; a plan is of processes that each have all weights: "
+            "leave it out, and divide what is said of weights, reference, gradients and optimizer "
+            "by the number of processes (parallel)"
+        )
     processes = config.num_processes or 1
     trainer = RLOOTrainer(args=in_one_process(config))
     parts, state = trainer.make_parts()

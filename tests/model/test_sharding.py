@@ -1,0 +1,86 @@
+"""What is said of divided weights where one process has all parts of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rloo import RLOOConfig
+from rloo.dist.world import make_world
+from rloo.model.policy import Policy
+from rloo.model.sharding import divide, full, is_divided, local, whole_copy
+from support.models import make_model, make_samples
+from support.text import make_tokenizer
+
+
+@pytest.fixture
+def make():
+    """Makes policies of divided weights."""
+
+    def policy(model=None, **options):
+        config = RLOOConfig(
+            parallel="fsdp2",
+            use_cpu=True,
+            gradient_checkpointing=False,
+            **{"bf16": False} | options,
+        )
+        world = make_world(use_cpu=True, divides=True)
+        model = make_model("qwen3") if model is None else model
+        return Policy(model, make_tokenizer(), config, world=world, num_training_steps=3)
+
+    yield policy
+    dist.destroy_process_group()
+
+
+def test_a_divided_parameter_is_the_same_numbers(make):
+    before = {n: p.detach().clone() for n, p in make_model("qwen3").named_parameters()}
+    policy = make()
+    for name, parameter in policy.model.named_parameters():
+        assert is_divided(parameter) and torch.equal(full(parameter), before[name])
+        again = divide(before[name], parameter)
+        assert torch.equal(local(again), local(parameter))
+    assert dict(policy.weights()).keys() == before.keys()
+
+
+def test_it_computes_and_learns_as_if_it_were_whole(make):
+    """In autocast too, and with a forward without gradients between."""
+    for bf16 in (False, True):
+        policy = make(bf16=bf16, learning_rate=0.1)
+        alone = Policy(
+            make_model("qwen3"), make_tokenizer(), policy.config.with_values(parallel="replicate"),
+            world=make_world(use_cpu=True), num_training_steps=3,
+        )  # fmt: skip
+        for one in (policy, alone):
+            batch = one.batch(make_samples())
+            one.score(batch)
+            one.stepper.backward(one.logprobs(batch).logprobs.sum())
+            one.score(batch)
+            one.stepper.step()
+        pairs = zip(policy.model.parameters(), alone.model.parameters(), strict=True)
+        assert all(torch.equal(full(ours), theirs) for ours, theirs in pairs)
+
+
+def test_inside_whole_the_model_computes_by_itself(make):
+    policy = make()
+    with policy.whole(), torch.no_grad():
+        logits = policy.model(torch.tensor([[5, 6, 7]]), use_cache=False).logits
+    assert torch.equal(logits, make_model("qwen3")(torch.tensor([[5, 6, 7]])).logits)
+    assert all(map(is_divided, policy.model.parameters()))
+
+
+def test_a_whole_copy_is_another_one(make):
+    policy = make()
+    copied = whole_copy(policy.model.get_output_embeddings())
+    nn.init.zeros_(copied.weight)
+    assert not is_divided(copied.weight)
+    assert full(policy.model.get_output_embeddings().weight).any()
+
+
+def test_what_needs_whole_parameters_is_refused(make):
+    for name in ("fp16", "activation_offloading", "offload_optimizer"):
+        with pytest.raises(ValueError, match=f"{name} is True and parallel is fsdp2"):
+            RLOOConfig(parallel="fsdp2", **{name: True})
+    with pytest.raises(ValueError, match="state_dict_type is sharded and parallel is replicate"):
+        RLOOConfig(state_dict_type="sharded")
+    with pytest.raises(ValueError, match="the optimizer must be one of torch's"):
+        make(optim="adafactor")
