@@ -52,3 +52,16 @@ def test_training_runs_and_the_engine_agrees_with_the_trainer(tmp_path, precisio
     make_trainer(replace(config, gradient_checkpointing=True), rows=ROWS).train()
     limit = 1e-3 if precision == "float32" else 0.3
     assert all(row["mismatch/max"] < limit for row in metrics_of(config))
+
+
+@pytest.mark.parametrize("bf16", (False, True))
+def test_a_run_of_divided_weights_is_that_of_whole_ones(tmp_path, bf16):
+    """World size 1: everything but the exchange with other processes, which is NCCL's."""
+    runs = []
+    for parallel in ("replicate", "fsdp2"):
+        config = make_config(
+            tmp_path / parallel, use_cpu=False, bf16=bf16, max_steps=3, parallel=parallel
+        )
+        make_trainer(replace(config, gradient_checkpointing=True), rows=ROWS).train()
+        runs.append([row["reward"] for row in metrics_of(config)])
+    assert runs[0] == pytest.approx(runs[1], rel=0.2 if bf16 else 1e-3)

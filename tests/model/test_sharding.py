@@ -11,6 +11,7 @@ from rloo.model.policy import Policy
 from rloo.model.sharding import divide, full, is_divided, local, whole_copy
 from support.models import make_model, make_samples
 from support.text import make_tokenizer
+from support.vision_models import make_vision_model
 
 
 @pytest.fixture
@@ -84,3 +85,8 @@ def test_what_needs_whole_parameters_is_refused(make):
         RLOOConfig(state_dict_type="sharded")
     with pytest.raises(ValueError, match="the optimizer must be one of torch's"):
         make(optim="adafactor")
+
+
+def test_a_model_that_reads_images_is_refused(make):
+    with pytest.raises(ValueError, match="reads images, which not every process has"):
+        make(make_vision_model("llava"))

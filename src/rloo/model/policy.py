@@ -86,6 +86,7 @@ class Policy:
         )
 
     def _divide(self) -> None:
+        sharding.check(self.model)
         self.reference.divide(self.world)
         sharding.shard(self.scorer, self.world)
         # Which weights take gradients is settled at the first forward, and what is called first is

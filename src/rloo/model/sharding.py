@@ -13,9 +13,26 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rloo.data.images import is_vision_config
 from rloo.dist import World
+
+
+def check(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model whose weights cannot be divided."""
+    name = type(model).__name__
+    if is_vision_config(model.config):
+        raise ValueError(
+            f"parallel is fsdp2 and {name} reads images, which not every process has at the same "
+            "time; its parts would wait for each other (parallel)"
+        )
+    if not _layers(model):
+        raise ValueError(
+            f"parallel is fsdp2 and {name} has no layers that transformers marks as such; all of "
+            "it would be gathered at once (parallel)"
+        )
 
 
 def shard(module: nn.Module, world: World) -> None:
@@ -27,7 +44,7 @@ def shard(module: nn.Module, world: World) -> None:
     few_bits = {p for p in module.parameters() if not p.is_floating_point()}
     options: dict[str, Any] = {"mesh": world.mesh(), "ignored_params": few_bits}
     # The rest (embeddings, head) as well, so that outside of a forward every parameter is a part.
-    for part in (*_layers(module), module):
+    for part in (*reversed(_layers(module)), module):
         fully_shard(part, reshard_after_forward=True, **options)
     for part in _divided(module):
         # The loss has its divisor: gradients are summed, by what gloo can do as well.
