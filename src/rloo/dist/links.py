@@ -30,6 +30,8 @@ T = TypeVar("T")
 # Seconds between two looks at whether another process has failed, and between signs of life.
 LOOK = 0.5
 BEAT = 1.0
+# Looks in a row at which a process gives no sign of life until it counts as gone.
+SILENCES = 4
 # Seconds that the main process waits at its end for others to leave.
 PATIENCE = 3.0
 # Elements of the gradients that are sent at once.
@@ -157,17 +159,22 @@ class Links:
         the middle of a collective."""
         keys = [f"meeting {self._runs} of {rank}" for rank in range(self._size)]
         until = time.monotonic() + self._timeout
+        met: list[Any] = []
+        silences = 0  # in a row; a machine that is busy may miss some signs of life
         try:
             self._store.set(keys[self._rank], json.dumps([self._left_behind, value]))
-            for key in keys:
-                while not self._store.check([key]):
-                    if time.monotonic() > until or self._silent():
+            while len(met) < self._size:
+                here = [key for key in keys if self._store.check([key])]
+                met = [json.loads(self._store.get(key)) for key in here]
+                if any(left for left, _ in met):
+                    return None
+                if len(met) < self._size:
+                    silences = silences + 1 if self._silent() else 0
+                    if silences == SILENCES or time.monotonic() > until:
                         return None
-            met = [json.loads(self._store.get(key)) for key in keys]
         except RuntimeError:  # the launcher is gone
             return None
-        if any(left for left, _ in met):
-            return None
+        self._broken = None
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
         return [value for _, value in met]
 
