@@ -4,6 +4,7 @@ it makes those named: FOLDER [CASE ...]."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -56,6 +57,17 @@ def missing(completion_ids, number, **_):
     return [None if row % 3 == 0 or ids[0] % 4 == 0 else float(len(ids)) for ids, row in pairs]
 
 
+def failing(completion_ids, number, log_metric, **_):
+    """As `mixed`, but for a call of the second process."""
+    _calls.append(1)
+    if os.environ.get("RANK") == "1" and len(_calls) == 3:
+        raise ValueError("no reward today")
+    return mixed(completion_ids, number, log_metric)
+
+
+_calls: list[int] = []
+
+
 class StopsTheMainOne(TrainerCallback):
     """Asks to stop after the first evaluation, in the main process alone."""
 
@@ -64,6 +76,7 @@ class StopsTheMainOne(TrainerCallback):
 
 
 STOPPED = "stopped by a callback of the main process"
+FAILS = "fails in one process, and is trained again"
 # After its first step, in the middle of what is logged as one.
 GOES_ON = "goes on"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
@@ -88,6 +101,7 @@ CASES = {
     STOPPED: (mixed, {"eval_steps": 1, "num_iterations": 2}),
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
+    FAILS: (failing, {"save_strategy": "steps", "save_steps": 1}),
     GOES_ON: (mixed, {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}),
 }
 
@@ -119,7 +133,11 @@ def run(folder: Path, names: list[str]) -> None:
         if name == GOES_ON:
             make(folder, name, max_steps=1).train()
         trainer = make(folder, name)
-        output = trainer.train("auto")
+        try:
+            output = trainer.train("auto")
+        except (ValueError, ConnectionError):
+            assert name == FAILS
+            output = trainer.train("auto")
         known = trainer.state.log_history, output.training_loss, output.metrics
         (folder / name / f"rank-{trainer.world.rank}.json").write_text(json.dumps(known))
         if trainer.world.is_main:

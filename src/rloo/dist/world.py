@@ -152,4 +152,4 @@ def make_world(*, use_cpu: bool, timeout: float = 1800.0) -> World:
                 "process needs its own (num_processes, or use_cpu)"
             )
         torch.cuda.set_device(device)
-    return World(device, rank, size, connect(rank, size, timeout, on_gpu=on_gpu))
+    return World(device, rank, size, connect(rank, size, timeout, device))
