@@ -8,6 +8,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.chaos.processes import DEADLINE, Ended, children_of, finish, start, to_file, wait
 from benchmarks.chaos.results import Trial
@@ -84,10 +85,10 @@ def kill_ranks(
     """Start a run, and kill ranks so many seconds after its start and after each other; how it ends
     `within` seconds from the last one, and how many were killed."""
     began, size = time.monotonic(), RANKS[config]["num_processes"]
-    options = {"max_restarts": max_restarts}
+    options: dict[str, Any] = {"max_restarts": max_restarts}
     if max_restarts:  # it shall not need to be told
         options["resume_from_checkpoint"] = None
-    process = start(rig.action(config, folder, **options), to_file(folder / "log"))
+    process = start(rig.action(config, folder, None, **options), to_file(folder / "log"))
     hit, status = 0, None
     for rank, seconds in moments:
         status = wait(process, seconds)

@@ -143,7 +143,7 @@ class Session:
         """Train until `max_steps`, or until a callback asks to stop. Checkpoints and evaluations
         due among the steps of a rollout are made at its end, so that a resumed run repeats none."""
         parts, state = self.parts, self.state
-        rollouts, epoch = 0, -1
+        rollouts, epoch = 0, None
         pace = None  # seconds per token of the last rollout that was not profiled
         if state.step_open:  # a callback ended an earlier session
             finish_step(parts, state)
