@@ -31,6 +31,10 @@ class Link:
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
+    def descriptor(self) -> int:
+        """Of the lines out, for a process that answers in place of this one."""
+        return self._answers.fileno()
+
     def wait(self) -> None:
         """Until the driver wants another step; without one the process ends here."""
         if sys.stdin.readline().strip() != "go":
@@ -77,12 +81,14 @@ class Meter:
     """Measures the steps of a side and reports them. The first one warms up."""
 
     def __init__(self, link: Link, device: str) -> None:
-        self._link = link
+        self.link = link
         self._device = device
         self._warm = False
         self._idle = {"idle_seconds": 0.0, "idle_cpu_seconds": 0.0}
         self.memory = Memory(device)
         self.facts: dict[str, Any] = {}
+        # What processes have told each other, of a side that is several: kind -> bytes, count.
+        self.exchanged: dict[str, list[int]] = {}
         self.lengths: list[int] = []
         self.truncated = 0
         self._start()
@@ -113,11 +119,12 @@ class Meter:
             "phases": phases,
             "peak_mib": self.memory.peak(),
             "loaded_mib": self.memory.loaded,
+            "exchanged": self.exchanged,
         }
-        self._link.send(step if self._warm else step | {"facts": self.facts})
+        self.link.send(step if self._warm else step | {"facts": self.facts})
         self._warm = True
         since, cpu_since = time.perf_counter(), time.process_time()
-        self._link.wait()
+        self.link.wait()
         self._idle = {
             "idle_seconds": time.perf_counter() - since,
             "idle_cpu_seconds": time.process_time() - cpu_since,
@@ -125,7 +132,7 @@ class Meter:
         self._start()
 
     def _start(self) -> None:
-        self.lengths, self.truncated = [], 0
+        self.lengths, self.truncated, self.exchanged = [], 0, {}
         self._began, self._cpu_began = time.perf_counter(), time.process_time()
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.distributed import run_ranks
 from benchmarks.side import Meter
 
 Job = dict[str, Any]
@@ -60,13 +61,14 @@ def run_rloo(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> N
         total["score"] = total.pop("credit", 0.0)
         return dict(total)
 
+    main = os.environ.get("RANK", "0") == "0"  # of several processes, the one that answers
     RLOOTrainer(
         model=model,
         reward_funcs=_make_reward(job, meter, tokenizer),
         args=args,
         train_dataset=_rows(job),
         processing_class=tokenizer,
-        callbacks=[_make_turns(meter, steps, phases)],
+        callbacks=[_make_turns(meter, steps, phases)] if main else [],
         **_adapter(job),
     ).train()
 
@@ -415,4 +417,5 @@ SIDES: dict[str, Callable[[Job, Meter, Path, dict[str, Any]], None]] = {
     "padded": run_padded,
     "generate": run_generate,
     "vllm": run_vllm,
+    "ranks": run_ranks,
 }

@@ -47,17 +47,18 @@ ALL = ("rloo", "trl", "generate", "vllm")
 TRAINERS = ("rloo", "trl")
 SAMPLERS = ("rloo", "generate", "vllm")
 ON_GPU = ("rloo", "padded")
+ONLY = ("rloo",)
 _GPU_OPTIONS = {"bf16": True, "gradient_checkpointing": True, "use_cpu": False}
 
 
 def _growing_groups(size: int) -> Workload:
     title = f"3 M parameters, 8 prompts, K = {size}, 64 tokens each"
-    return Workload(f"K{size}", title, "3m", 8, size, 64, ("rloo",), endless=True)
+    return Workload(f"K{size}", title, "3m", 8, size, 64, ONLY, endless=True)
 
 
 def _growing_answers(length: int) -> Workload:
     title = f"3 M parameters, 4 prompts, K = 8, {length} tokens each"
-    return Workload(f"LEN{length}", title, "3m", 4, 8, length, ("rloo",), endless=True)
+    return Workload(f"LEN{length}", title, "3m", 4, 8, length, ONLY, endless=True)
 
 
 def _on_gpu(name: str, model: str, title: str) -> Workload:
@@ -110,6 +111,8 @@ _TABLE = [
         SAMPLERS,
         kind="sample",
     ),
+    # For several processes, each of which has the rows that one has in W1, and more.
+    Workload("D1", "3 M parameters, 32 prompts, K = 8, up to 128 tokens", "3m", 32, 8, 128, ONLY),
     *map(_growing_groups, (4, 16, 64)),
     *map(_growing_answers, (128, 256, 512, 1024)),
     _on_gpu("G1", "qwen3-0.6b", "Qwen3-0.6B"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import peers, report
+from benchmarks import distributed, peers, report
 from benchmarks.floors import Shape, count_decode_bytes, count_floor
 from benchmarks.long_answers import LargestTensors
 from benchmarks.side import parse_options
@@ -143,6 +143,30 @@ def test_sides_and_workloads_are_read_from_the_command_line():
     with pytest.raises(ValueError, match="there is no workload W9"):
         peers.choose("W9", None)
     assert all(name in WORKLOADS for members in FAMILIES.values() for name in members)
+
+
+def test_several_processes_are_compared_with_one_step_by_step():
+    sides = zip(("rloo", "ranks:processes=1", "ranks:processes=2"), (2.0, 3.0, 1.0), strict=True)
+    results = [make_result(side, [s, 2 * s, 4 * s]) for side, s in sides]
+    for step, count in zip(results[2]["steps"], (1, 3, 2), strict=True):
+        step["exchanged"] = {"sum_gradients": [4000 * count, count], "new": [1, 1]}
+    text = distributed.render("W1: a title", results)
+    whole = next(line for line in text.splitlines() if line.startswith("| whole step"))
+    assert whole.endswith("| **1.500x** (1.500..1.500) | **2.000x** (2.000..2.000) |")
+    assert text.endswith("| gradients | 8,000 | 2 |\n| new | 1 | 1 |")
+
+
+@pytest.mark.slow  # four processes that import everything
+def test_what_several_processes_cost_is_measured(tmp_path, capsys):
+    file = tmp_path / "result.json"
+    words = ["--workload", "TINY", "--steps", "2", "--json", str(file)]
+    assert distributed.main(words) == 0, capsys.readouterr().out
+    alone, itself, two = json.loads(file.read_text(encoding="utf-8"))["TINY"]
+    assert not any(step["exchanged"] for step in alone["steps"])
+    for result in (itself, two):
+        for step in result["steps"]:
+            assert set(step["exchanged"]) <= set(distributed.KINDS)
+            assert step["exchanged"]["sample"][0] > 0 and len(step["lengths"]) == 8
 
 
 @pytest.fixture(autouse=True)

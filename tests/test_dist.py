@@ -1,10 +1,14 @@
 """One process alone is the identity of every collective; and what becomes of a broken one."""
 
+import socket
+import threading
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from rloo.dist import World, make_world
-from rloo.dist.links import RankError
+from rloo.dist import World, links, make_world
+from rloo.dist.links import Links, RankError, in_thread
 from rloo.dist.trees import decode, encode
 from rloo.model.batch import count_input_tokens, deal
 from support.models import make_samples
@@ -68,6 +72,74 @@ def test_the_main_process_needs_no_answer_to_what_it_tells_the_others():
     for fails in (lambda: other.from_main("mine"), lambda: main.gather("mine")):
         with pytest.raises(RankError, match="rank 2 is gone"):
             fails()
+
+
+class Work:
+    """An exchange that is over, or never will be."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def is_completed(self):
+        return self.done
+
+    def wait(self):
+        return True
+
+
+def test_a_failure_ends_the_waits_of_its_own_run_and_the_next_one_has_other_lines():
+    store, groups = dist.HashStore(), []
+    main, other = (Links(rank, 2, store, 60, "first", lambda: "second") for rank in (0, 1))
+    other.fail(ValueError("mine"))
+
+    def exchange(done):
+        def collective(*, group, async_op):
+            groups.append(group)
+            return Work(done)
+
+        main._wait(collective)
+
+    for _ in range(2):
+        with pytest.raises(RankError, match="rank 1 has failed in the start: ValueError: mine"):
+            exchange(False)
+    assert groups == ["first"] and links._ABANDONED.pop()[1] == "first"
+    for each in (main, other):
+        each.end()
+    exchange(True)
+    assert groups == ["first", "second"]
+    for each in (main, other):
+        each._over.set()
+
+
+def test_a_group_with_an_exchange_that_hangs_is_not_waited_for_at_the_end():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    work = Work(False)
+    links._ABANDONED.append((work, dist.group.WORLD))
+    links._leave()
+    assert dist.is_initialized()
+    work.done = True
+    links._leave()
+    assert not dist.is_initialized()
+    links._ABANDONED.clear()
+
+
+def test_what_takes_too_long_in_a_thread_is_an_error():
+    assert in_thread(lambda: 7, 60) == 7
+    with pytest.raises(KeyError, match="mine"):
+        in_thread(lambda: {}["mine"], 60)
+    with pytest.raises(RuntimeError, match=r"longer than 0\.01 s"):
+        in_thread(threading.Event().wait, 0.01)
+
+
+def test_who_does_not_come_to_the_start_is_waited_for_as_long_as_ddp_timeout_says(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": port}
+    for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankError, match=r"0 of 2 has not met the others within 1 s.*ddp_timeout"):
+        make_world(use_cpu=True, timeout=1)
 
 
 def test_only_the_first_rank_is_main():

@@ -88,7 +88,7 @@ def kill_ranks(
     options: dict[str, Any] = {"max_restarts": max_restarts}
     if max_restarts:  # it shall not need to be told
         options["resume_from_checkpoint"] = None
-    process = start(rig.action(config, folder, **options), to_file(folder / "log"))
+    process = start(rig.action(config, folder, None, **options), to_file(folder / "log"))
     hit, status = 0, None
     for rank, seconds in moments:
         status = wait(process, seconds)

@@ -192,8 +192,8 @@ class Rig:
         if made.status:
             raise RuntimeError(made.output)
         self._import_what_a_run_imports()
-        launch: Any = importlib.import_module("rloo.run.launch")
-        launch.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=None)
+        ranks = SimpleNamespace(Popen=ForkedRank, DEVNULL=None)
+        vars(importlib.import_module("rloo.run.launch"))["subprocess"] = ranks
 
     def _import_what_a_run_imports(self) -> None:
         """Once here instead of in every trial."""

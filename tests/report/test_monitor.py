@@ -459,7 +459,7 @@ def test_chance_is_judged_by_the_interval_of_the_difference(after, expected):
 
 def make_policy():
     stepper = SimpleNamespace(optimizer=None, scheduler=None)
-    world = SimpleNamespace(size=1)
+    world = SimpleNamespace(links=None)
     return SimpleNamespace(model=None, processing_class=None, stepper=stepper, world=world)
 
 

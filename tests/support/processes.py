@@ -4,6 +4,7 @@ it makes those of a list in JSON: [[folder, [case, ...], {option: value, ...}], 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -60,6 +61,17 @@ def missing(completion_ids, number, **_):
     return [None if row % 3 == 0 or ids[0] % 4 == 0 else float(len(ids)) for ids, row in pairs]
 
 
+def failing(completion_ids, number, log_metric, **_):
+    """As `mixed`, but for a call of the second process."""
+    _calls.append(1)
+    if os.environ.get("RANK") == "1" and len(_calls) == 3:
+        raise ValueError("no reward today")
+    return mixed(completion_ids, number, log_metric)
+
+
+_calls: list[int] = []
+
+
 class StopsTheMainOne(TrainerCallback):
     """Asks to stop after the first evaluation, in the main process alone."""
 
@@ -68,6 +80,7 @@ class StopsTheMainOne(TrainerCallback):
 
 
 STOPPED = "stopped by a callback of the main process"
+FAILS = "fails in one process, and is trained again"
 # After its first step, in the middle of what is logged as one.
 GOES_ON = "goes on"
 # By the memory that its engine takes to load what is divided.
@@ -94,6 +107,7 @@ CASES = {
     STOPPED: (mixed, {"eval_steps": 1, "num_iterations": 2}),
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
+    FAILS: (failing, {"save_strategy": "steps", "save_steps": 1}),
     GOES_ON: (mixed, {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}),
 }
 
@@ -137,7 +151,11 @@ def run(folder: Path, names: list[str], **options: Any) -> None:
         if name == GOES_ON:
             make(folder, name, **options, max_steps=1).train()
         trainer = make(folder, name, **options)
-        output = trainer.train("auto")
+        try:
+            output = trainer.train("auto")
+        except (ValueError, ConnectionError):
+            assert name == FAILS
+            output = trainer.train("auto")
         if options.get("parallel") == "fsdp2" and name == MEASURED:
             engine = make_engine(trainer.policy, trainer.args)
             peak = lasting_bytes(trainer.policy, engine)["loading"]

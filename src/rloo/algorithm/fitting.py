@@ -120,7 +120,7 @@ def _attempt(
     try:
         return work()
     except torch.OutOfMemoryError as error:
-        alone = parts.world.size > 1 and not isinstance(error, AllOutOfMemory)
+        alone = parts.world.links is not None and not isinstance(error, AllOutOfMemory)
         again = any(change["cause"] == "update" for change in state.budget_changes)
         if alone or again or state.moved:
             error.add_note(

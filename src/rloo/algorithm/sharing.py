@@ -31,7 +31,7 @@ def sample(
 ) -> list[list[Completion]]:
     """`engine.sample`, of which each process does an equal part. Where processes are more than
     prompts, several sample one group."""
-    if world.size == 1:
+    if world.links is None:
         return engine.sample(prompts, count, sampling, noise)
     mine = world.share(len(prompts) * count)
     numbers = [
@@ -84,7 +84,7 @@ class Judge:
             transformers.set_seed(noise_key(self.noise, f"rank {world.rank}", first) >> 32)
         groups = [(prompts[index], sampled[index]) for index in mine]
         done = [self._call(groups, names)] if groups else []
-        if world.size > 1:
+        if world.links is not None:
             sent = world.gather([(texts, _plain(raw)) for texts, raw in done])
             done = [(texts, _of_plain(raw)) for part in sent for texts, raw in part]
         scores = self.rewards.combine([raw for _, raw in done], learn=learn)
@@ -144,7 +144,7 @@ def _as_text(prompt: Prompt, text: str) -> Text:
 
 def of_all(seen: dict[tuple[int, int], Tensor], world: World) -> dict[tuple[int, int], Tensor]:
     """What any process has seen of completions, by their keys, on this one's device."""
-    if world.size == 1:
+    if world.links is None:
         return seen
     parts = world.gather({key: values.cpu() for key, values in seen.items()})
     return {key: values.to(world.device) for part in parts for key, values in part.items()}

@@ -282,7 +282,7 @@ class Options:
     max_restarts: int = PROCESSES.own(0,
         "How often `rloo train` starts all its processes again after one has died.")
     ddp_timeout: int = PROCESSES.shared(1800,
-        "Seconds that a process waits for the others before the run ends.")
+        "Seconds that a process waits for the others, at the start too, before the run ends.")
 
     eval_strategy: Literal["no", "steps", "epoch"] = EVALUATION.shared("no",
         "Evaluate never (no), every `eval_steps` (steps), or after every epoch.", basic=True)

@@ -5,25 +5,29 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import itertools
 import json
+import os
 import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rloo.dist.groups import ABANDONED, PATIENCE, in_thread, leave, tried
+from rloo.dist.signals import Signals, Unheard
 from rloo.dist.trees import decode, encode
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 T = TypeVar("T")
 
@@ -32,11 +36,10 @@ LOOK = 0.5
 BEAT = 1.0
 # Looks in a row at which a process gives no sign of life until it counts as gone.
 SILENCES = 4
-# Seconds that the main process waits at its end for others to leave.
-PATIENCE = 3.0
 # Elements of the gradients that are sent at once.
 BUCKET = 1 << 24
-FAILED, ASKED = "failed", "asked"
+FAILED, ASKED, OVER, BROKEN = "failed", "asked", "over", "broken"
+_NUMBERS = itertools.count()
 
 
 class RankError(ConnectionError):
@@ -47,55 +50,34 @@ class AllOutOfMemory(torch.OutOfMemoryError):
     """Some process ran out of memory, and all know it."""
 
 
-class Signals(Protocol):
-    """Those that ask to stop. `received` is the first one, which `held` holds back in a block, and
-    `pass_on` takes from another process."""
-
-    received: int | None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether they are held back."""
-
-    def held(self) -> AbstractContextManager[None]:
-        """Hold them back in this block; what came in it is raised at its end."""
-
-    def pass_on(self, number: int) -> None:
-        """Another process has received one."""
-
-
-class Unheard:
-    """Signals before a run, which nobody listens to."""
-
-    received: int | None = None
-    is_held = True
-
-    def held(self) -> AbstractContextManager[None]:
-        """See `Signals`."""
-        return nullcontext()
-
-    def pass_on(self, number: int) -> None:
-        """See `Signals`."""
-
-
 class Links:
     """Collectives over all processes. A wait is interrupted by signals, ends after `timeout`
     seconds, and ends as soon as another process has failed.
 
     `where` tells what this process is doing, for the messages of others; `signals` are those that
-    stop this one. `seconds` were spent
-    waiting and `received` bytes gathered since they were last set to 0.
+    stop this one. `seconds` were spent waiting and `received` bytes gathered since they were last
+    set to 0. A run that has failed leaves the collectives of the processes out of step:
+    `make_group` makes another group, with which the next run begins.
     """
 
-    def __init__(self, rank: int, size: int, store: dist.Store, timeout: float, group: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        timeout: float,
+        group: Any,
+        make_group: Callable[[], Any] = lambda: None,
+    ) -> None:
         self.where: Callable[[], str] = lambda: "the start"
         self.signals: Signals = Unheard()
         self.seconds, self.received = 0.0, 0
         self._rank, self._size, self._timeout = rank, size, timeout
-        self._store, self._group = store, group
+        self._store, self._group, self._make_group = store, group, make_group
         self._waits = False
         self._left_behind = False
         self._broken: RankError | None = None
+        self._stale = False
         self._runs = 0
         self._over = threading.Event()
         threading.Thread(target=self._live, daemon=True).start()
@@ -117,13 +99,12 @@ class Links:
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """See `World.sum_gradients`."""
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-        self._wait(dist.all_reduce(has, dist.ReduceOp.MAX, group=self._group, async_op=True))
+        self._wait(dist.all_reduce, has, dist.ReduceOp.MAX)
         some = [p for p, known in zip(parameters, has.tolist(), strict=True) if known]
         for bucket in _buckets(some):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
-            group = self._group if flat.device.type == "cpu" else None
-            self._wait(dist.all_reduce(flat, group=group, async_op=True))
+            self._wait(dist.all_reduce, flat)
             parts = flat.split([grad.numel() for grad in grads])
             for parameter, grad, part in zip(bucket, grads, parts, strict=True):
                 parameter.grad = grad.copy_(part.view_as(grad))
@@ -149,9 +130,9 @@ class Links:
             yield
         except BaseException as error:
             self._left_behind = True
-            if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                if (why := self._lost()) is not None:
-                    raise why from error
+            alone = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
+            if not alone and (why := self._lost()) is not None:
+                raise why from error
             raise
 
     def meet(self, value: T) -> list[T] | None:
@@ -174,8 +155,7 @@ class Links:
                         return None
         except RuntimeError:  # the launcher is gone
             return None
-        self._broken = None
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout))
+        self._broken, self._stale = None, True
         return [value for _, value in met]
 
     def fail(self, error: BaseException) -> None:
@@ -187,22 +167,25 @@ class Links:
         elif (number := getattr(error, "signal", None)) is not None:  # `Stopped`
             said["signal"] = int(number)
         with suppress(RuntimeError):  # the launcher is gone, and so are the others
-            self._store.compare_set(FAILED, "", json.dumps(said))
+            self._store.compare_set(self._key(FAILED), "", json.dumps(said))
 
     def end(self) -> None:
         """Of the main process, when a run has ended and everything is saved; the others wait for
-        it, so that nobody ends it for their having ended."""
-        self._runs += 1
-        over = f"run {self._runs} is over"
+        it, so that nobody ends it for their having ended. It says whether the next run needs other
+        lines."""
+        over = self._key(OVER)
         with suppress(RuntimeError):
             if self._rank == 0:
-                self._store.set(over, "")
-                return
+                broken = self._broken is not None or self._store.check([self._key(FAILED)])
+                self._store.set(over, BROKEN if broken else "")
             until = time.monotonic() + self._timeout
-            while not self._store.check([over]) and time.monotonic() < until:
+            while not (told := self._store.check([over])) and time.monotonic() < until:
                 if 0 in self._silent():
-                    return
+                    break
                 time.sleep(0.05)
+            self._stale |= told and self._store.get(over).decode() == BROKEN
+        self._broken = None
+        self._runs += 1
 
     def close(self) -> None:
         """Leave the group, at the end of the process; the main one, which may have the store that
@@ -215,18 +198,27 @@ class Links:
             until = time.monotonic() + (PATIENCE if self._rank == 0 else 0)
             while time.monotonic() < until and not self._store.check(others):
                 time.sleep(0.02)
-            _leave()
+            leave()
+            leave()
+
+    def _key(self, name: str) -> str:
+        return f"{name} of run {self._runs}"
 
     def _all_gather(self, parts: list[Tensor], mine: Tensor) -> None:
-        self._wait(dist.all_gather(parts, mine, group=self._group, async_op=True))
+        self._wait(dist.all_gather, parts, mine)
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, collective: Callable[..., Any], *arguments: Any) -> None:
         if self._broken is not None:
             raise self._broken
         began = looked = time.monotonic()
         pause = 2e-5
         self._waits = True
+        work = None
         try:
+            if self._stale:
+                self._group = in_thread(self._make_group, self._timeout)
+                self._stale = False
+            work = collective(*arguments, group=self._group, async_op=True)
             # Not `work.wait`, in which Python handles no signal.
             while not work.is_completed():
                 now = time.monotonic()
@@ -237,7 +229,8 @@ class Links:
                     self._look()
                 time.sleep(pause)
                 pause = min(1.5 * pause, 1e-3)
-            work.wait()
+            ended, work = work, None
+            ended.wait()  # raises what has broken it
         except RuntimeError as error:
             broke = f"the line to another process broke in {self.where()}: {error}"
             self._broken = self._lost() or RankError(broke)
@@ -246,13 +239,15 @@ class Links:
             self._broken = error
             raise
         finally:
+            if work is not None:
+                ABANDONED.append((work, self._group or dist.group.WORLD))
             self._waits = False
             self.seconds += time.monotonic() - began
 
     def _look(self) -> None:
         """Raise RankError if another process has failed."""
-        if self._store.check([FAILED]):
-            said = json.loads(self._store.get(FAILED))
+        if self._store.check([self._key(FAILED)]):
+            said = json.loads(self._store.get(self._key(FAILED)))
             if "signal" in said:
                 self.signals.pass_on(said["signal"])  # raises, unless signals are held back
             raise RankError(f"rank {said['rank']} has failed in {said['where']}: {said['error']}")
@@ -275,16 +270,16 @@ class Links:
 
     def _late(self) -> RankError:
         """Name those for which the others wait, and show what they are doing."""
-        self._store.set(ASKED, "")
+        self._store.set(self._key(ASKED), "")
         time.sleep(3 * BEAT)
         said = []
         for rank in range(self._size):
             if rank == self._rank:
                 continue
-            if not self._store.check([f"answer {rank}"]):
+            if not self._store.check([key := self._key(f"answer {rank}")]):
                 said.append(f"rank {rank} does not answer")
                 continue
-            answer = json.loads(self._store.get(f"answer {rank}"))
+            answer = json.loads(self._store.get(key))
             if not answer["waits"]:
                 said.append(f"rank {rank} is in {answer['where']}")
                 print(f"rank {rank} is here:\n{answer['stack']}", file=sys.stderr, flush=True)
@@ -305,65 +300,63 @@ class Links:
 
     def _live(self) -> None:
         """Give signs of life, and answer once where another process asks what this one does."""
-        answered = False
+        answered = -1
         with suppress(RuntimeError):  # the store is gone with the process that has it
             beat = 0
             while True:
                 beat += 1
                 self._store.set(f"alive {self._rank}", str(beat))
-                if not answered and self._store.check([ASKED]):
-                    answered = True
+                if answered < self._runs and self._store.check([self._key(ASKED)]):
+                    answered = self._runs
                     said = {"waits": self._waits, "where": self.where(), "stack": _stack()}
-                    self._store.set(f"answer {self._rank}", json.dumps(said))
+                    self._store.set(self._key(f"answer {self._rank}"), json.dumps(said))
                 if self._over.wait(BEAT):
                     return
 
 
-def connect(rank: int, size: int, timeout: float, *, on_gpu: bool) -> Links:
-    """Meet the other processes, where the environment says (MASTER_ADDR, MASTER_PORT)."""
-    limit = timedelta(seconds=timeout)
-    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=limit))
-    store = dist.PrefixStore("rloo", store)
-    store.set(f"alive {rank}", "0")
-    # Longer than the own waits, which say more; what is left of one keeps a process so long.
-    limit += timedelta(seconds=10)
-    group = None
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+def connect(rank: int, size: int, timeout: float, device: torch.device) -> Links:
+    """Meet the other processes, where the environment says (MASTER_ADDR, MASTER_PORT). Raises
+    RankError if they do not come within `timeout` seconds."""
+    on_gpu = device.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    # Longer than the own waits, which say more.
+    limit = timedelta(seconds=timeout + 10)
+    if on_gpu:
+        # Where NCCL fails, the watchdog of torch ends the process, before anything is saved, unless
+        # it is told to end only the lines; `_wait` raises the error.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+
+    def make_group() -> Any:
+        group = dist.new_group(backend=backend, timeout=limit)
+        return tried(group, device)
+
+    def meet() -> tuple[dist.Store, Any]:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=limit))
+        # A script may make several trainers, one after another.
+        store = dist.PrefixStore(f"rloo {next(_NUMBERS)}", store)
+        store.set(f"alive {rank}", "0")
+        if dist.is_initialized():  # by the script, perhaps with lines between GPUs alone
+            return store, make_group()
         own = dist.PrefixStore("group", store)
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
-    elif (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        return store, tried(None, device)
+
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (rank, size):
         raise ValueError(
             f"torch.distributed was set up as process {dist.get_rank()} of {dist.get_world_size()},"
             f" but RANK and WORLD_SIZE say {rank} of {size}"
         )
-    else:  # a script's own, which may have lines between GPUs alone
-        group = dist.new_group(backend="gloo", timeout=limit)
-    links = Links(rank, size, store, timeout, group)
+    try:
+        store, group = in_thread(meet, timeout)
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {rank} of {size} has not met the others within {timeout:g} s, as long as "
+            f"ddp_timeout allows ({os.environ.get('MASTER_ADDR')}, port "
+            f"{os.environ.get('MASTER_PORT')}): {error}"
+        ) from error
+    links = Links(rank, size, store, timeout, group, make_group)
     atexit.register(links.close)
     return links
-
-
-def connect_alone(*, on_gpu: bool) -> None:
-    """A group of this process alone, for what needs one."""
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(_leave)
-
-
-def _leave() -> None:
-    """Leave all groups, unless another trainer of this process has."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def lines_of(device: torch.device, timeout: float) -> DeviceMesh:
-    """See `World.mesh`. A group of its own: a wait in another one may be given up."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    group = dist.new_group(timeout=timedelta(seconds=timeout))
-    return DeviceMesh.from_group(group, device.type)
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -372,7 +365,8 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     size = 0
     for parameter in parameters:
         size += parameter.numel()
-        alike = bucket and (bucket[0].dtype, bucket[0].device) == (parameter.dtype, parameter.device)
+        kind = parameter.dtype, parameter.device
+        alike = bucket and (bucket[0].dtype, bucket[0].device) == kind
         if bucket and (not alike or size > BUCKET):
             yield bucket
             bucket, size = [], parameter.numel()

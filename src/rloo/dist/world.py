@@ -166,7 +166,8 @@ def make_world(*, use_cpu: bool, timeout: float = 1800.0, divides: bool = False)
     rank, size = process_rank(), process_count()
     if size == 1 and not divides:
         return World(torch.device("cuda" if on_gpu else "cpu"))
-    from rloo.dist.links import connect, connect_alone, lines_of
+    from rloo.dist.groups import connect_alone, lines_of
+    from rloo.dist.links import connect
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // processes_here()))
@@ -182,5 +183,5 @@ def make_world(*, use_cpu: bool, timeout: float = 1800.0, divides: bool = False)
     if size == 1:
         connect_alone(on_gpu=on_gpu)
         return World(device, lines=lines_of(device, timeout))
-    links = connect(rank, size, timeout, on_gpu=on_gpu)
+    links = connect(rank, size, timeout, device)
     return World(device, rank, size, links, lines_of(device, timeout) if divides else None)

@@ -315,7 +315,7 @@ class Monitor:
         """Of all steps of the run; 0 without any."""
         return fmean(self._losses) if self._losses else 0.0
 
-    def log_totals(self, totals: Mapping[str, float]) -> dict[str, float]:
+    def log_totals(self, totals: dict[str, float]) -> dict[str, float]:
         """Log what Trainer logs at the end; return it."""
         assert self._events is not None
         self._flush()

@@ -36,7 +36,7 @@ def require_same_start(
 ) -> None:
     """Raise ValueError, with both values and ranks, if a process has other options, weights,
     rewards, prompts or versions than the main one."""
-    if world.size == 1:
+    if world.links is None:
         return
     sources = [_source_of(reward) for reward in rewards]
     mine = {
@@ -59,7 +59,7 @@ def require_same_start(
 def require_same_weights(parts: Parts, state: RunState) -> bool:
     """Whether some process was asked to save. Raises WeightsApart for weights that have come
     apart."""
-    if parts.world.size == 1:
+    if parts.world.links is None:
         return parts.stop.save_wanted
     # Of divided weights there is one copy.
     found = "" if parts.policy.divides else digest(parts.policy.parameters)

@@ -1,0 +1,200 @@
+"""What several processes cost and gain: the same work by one process, by one that makes every
+exchange with itself, and by two, with one thread each, taking turns step by step.
+
+    python -m benchmarks.distributed [--workload W1 D1 ...] [--processes 2] [--steps 9]
+        [--gsm8k FOLDER] [--json FILE]
+
+Workloads are those of `benchmarks.workloads`. Several processes draw the tokens that one draws,
+until rounding changes one; figures are per completion token all the same. Needs as many cores as
+processes, and nothing else on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import peers
+from benchmarks.report import Record, Spread, update_seconds
+from benchmarks.side import Meter
+from benchmarks.workloads import WORKLOADS
+
+Seconds = Callable[[Record], float]
+MEASURED: dict[str, Seconds] = {
+    "whole step": lambda step: float(step["seconds"]),
+    "sampling": lambda step: float(step["phases"]["sample"]),
+    "update": update_seconds,
+}
+# Of the functions that exchange something, what it is.
+KINDS = {
+    "sample": "completions: tokens, log-probs",
+    "score": "rewards, texts, what they log",
+    "update": "sums of the loss and metrics",
+    "_from_own_pass": "log-probs and KL of a pass before the first step",
+    "of_all": "credit that a first step has seen",
+    "sum_gradients": "gradients",
+    "send": "what callbacks ask for",
+    "record": "metrics of the step",
+    "require_same_weights": "digests of the weights",
+}
+
+
+# -- the side --------------------------------------------------------------------------------------
+
+
+def run_ranks(job: dict[str, Any], meter: Meter, folder: Path, options: dict[str, Any]) -> None:
+    """Our trainer as `processes` processes, as `rloo train` starts them, of which rank 0 answers.
+    One alone makes all exchanges with itself."""
+    from benchmarks.sides import run_rloo
+
+    size = options.pop("processes")
+    if size > 1 and "RANK" not in os.environ:
+        from rloo import RLOOConfig
+        from rloo.run.launch import launch
+
+        os.dup2(meter.link.descriptor(), 1)
+        config = RLOOConfig(str(folder), num_processes=size)
+        os._exit(launch(sys.argv[1:], config, program=[sys.executable, "-m", "benchmarks.side"]))
+    if size == 1:
+        _meet_oneself()
+    _count_exchanges(meter)
+    _count_completions(meter)
+    run_rloo(job, meter, folder, options)
+
+
+def _meet_oneself() -> None:
+    """Have the trainer form a group of this process alone, which it would do without."""
+    from rloo.dist import World
+    from rloo.dist.links import connect
+    from rloo.run import trainer
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+    def make(*, use_cpu: bool, timeout: float = 1800.0, divides: bool = False) -> World:
+        import torch
+
+        device = torch.device("cpu")
+        return World(device, 0, 1, connect(0, 1, timeout, device))
+
+    trainer.make_world = make
+
+
+def _count_exchanges(meter: Meter) -> None:
+    """Note the bytes that each kind of exchange brings together, and how many there are."""
+    from rloo.dist.links import Links
+
+    gather, sum_gradients = Links.gather, Links.sum_gradients
+
+    def note(kind: str, size: int) -> None:
+        known = meter.exchanged.setdefault(kind, [0, 0])
+        meter.exchanged[kind] = [known[0] + size, known[1] + 1]
+
+    def gather_and_note(self: Links, value: Any) -> list[Any]:
+        before = self.received
+        found = gather(self, value)
+        frame = sys._getframe(1)
+        while "/rloo/dist/" in frame.f_code.co_filename and frame.f_back:
+            frame = frame.f_back
+        note(frame.f_code.co_name, self.received - before)
+        return found
+
+    def sum_and_note(self: Links, parameters: Sequence[Any]) -> None:
+        sum_gradients(self, parameters)
+        note("sum_gradients", sum(p.grad.nbytes for p in parameters if p.grad is not None))
+
+    Links.gather = gather_and_note  # type: ignore[method-assign]
+    Links.sum_gradients = sum_and_note  # type: ignore[method-assign]
+
+
+def _count_completions(meter: Meter) -> None:
+    """Those of all processes, where a reward sees those of its own."""
+    from rloo.algorithm.sharing import Judge
+
+    score = Judge.score
+
+    def score_and_count(*arguments: Any, **options: Any) -> Any:
+        groups, metrics = score(*arguments, **options)
+        completions = [c for group in groups for c in group.completions]
+        meter.lengths = [len(c.token_ids) for c in completions]
+        meter.truncated = sum(c.finish == "length" for c in completions)
+        return groups, metrics
+
+    Judge.score = score_and_count  # type: ignore[method-assign]
+
+
+# -- the tables ------------------------------------------------------------------------------------
+
+
+def per_token(side: Record, seconds: Seconds) -> list[float]:
+    """Microseconds of each step."""
+    return [1e6 * seconds(step) / sum(step["lengths"]) for step in side["steps"]]
+
+
+def compare(one: Sequence[float], other: Sequence[float]) -> str:
+    """The medians' ratio, and in brackets those of steps that were measured one after the other."""
+    found = [a / b for a, b in zip(one, other, strict=True)]
+    whole = statistics.median(one) / statistics.median(other)
+    return f"**{whole:.3f}x** ({min(found):.3f}..{max(found):.3f})"
+
+
+def render(title: str, results: Sequence[Record]) -> str:
+    """The cost of each side, the ratios, and where the bytes of a step go."""
+    several = results[-1]
+    sides = ("one process", "with itself", several["side"].rpartition("=")[2] + " processes")
+    lines = [f"### {title}", ""]
+    ratios = f"{sides[1]} / {sides[0]} | {sides[0]} / {sides[2]}"
+    lines += [f"| µs per token | {' | '.join(sides)} | {ratios} |", "|---" * 6 + "|"]
+    for name, seconds in MEASURED.items():
+        costs = [per_token(result, seconds) for result in results]
+        cells = [Spread.of(cost).show(".0f") for cost in costs]
+        cells += [compare(costs[1], costs[0]), compare(costs[0], costs[2])]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", f"| exchanged a step by {sides[2]} | bytes | exchanges |", "|---|---|---|"]
+    kinds = {kind: None for step in several["steps"] for kind in step["exchanged"]}
+    rows = []
+    for kind in kinds:
+        known = [step["exchanged"].get(kind, [0, 0]) for step in several["steps"]]
+        size, count = (statistics.median(values) for values in zip(*known, strict=True))
+        rows.append((size, f"| {KINDS.get(kind, kind)} | {size:,.0f} | {count:g} |"))
+    lines += [line for _, line in sorted(rows, reverse=True)]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 1 when a side failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.distributed")
+    parser.add_argument("--workload", nargs="+", default=["W1", "D1"], metavar="W")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=9, help="measured steps a side")
+    parser.add_argument("--gsm8k", help="folder with train.jsonl; else ../shared, else the hub")
+    parser.add_argument("--json", type=Path, help="also write every measured step to this file")
+    options = parser.parse_args(arguments)
+    options.threads = 1
+    for name in options.workload:
+        if name not in WORKLOADS or WORKLOADS[name].kind != "step" or WORKLOADS[name].cuda:
+            parser.error(f"{name} is no workload of whole steps on a CPU (--workload)")
+    labels = ("rloo", "ranks:processes=1", f"ranks:processes={options.processes}")
+    failed, collected = False, {}
+    for name in options.workload:
+        workload = WORKLOADS[name]
+        results = peers.measure([(peers.Spec.parse(x), workload) for x in labels], options)
+        wrong = [f"{r['side']}: {r['error']}" for r in results if "error" in r]
+        failed |= bool(wrong)
+        print("\n" + ("\n".join(wrong) or render(f"{name}: {workload.title}", results)), flush=True)
+        collected[name] = results
+        if options.json:
+            options.json.write_text(json.dumps(collected, indent=1) + "\n", encoding="utf-8")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
