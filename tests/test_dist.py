@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rloo.dist import World, links, make_world
-from rloo.dist.links import Links, RankError, in_thread
+from rloo.dist import World, groups, make_world
+from rloo.dist.groups import in_thread
+from rloo.dist.links import Links, RankError
 from rloo.dist.trees import decode, encode
 from rloo.model.batch import count_input_tokens, deal
 from support.models import make_samples
@@ -88,13 +89,13 @@ class Work:
 
 
 def test_a_failure_ends_the_waits_of_its_own_run_and_the_next_one_has_other_lines():
-    store, groups = dist.HashStore(), []
+    store, used = dist.HashStore(), []
     main, other = (Links(rank, 2, store, 60, "first", lambda: "second") for rank in (0, 1))
     other.fail(ValueError("mine"))
 
     def exchange(done):
         def collective(*, group, async_op):
-            groups.append(group)
+            used.append(group)
             return Work(done)
 
         main._wait(collective)
@@ -102,11 +103,11 @@ def test_a_failure_ends_the_waits_of_its_own_run_and_the_next_one_has_other_line
     for _ in range(2):
         with pytest.raises(RankError, match="rank 1 has failed in the start: ValueError: mine"):
             exchange(False)
-    assert groups == ["first"] and links._ABANDONED.pop()[1] == "first"
+    assert used == ["first"] and groups._ABANDONED.pop()[1] == "first"
     for each in (main, other):
         each.end()
     exchange(True)
-    assert groups == ["first", "second"]
+    assert used == ["first", "second"]
     for each in (main, other):
         each._over.set()
 
@@ -114,13 +115,13 @@ def test_a_failure_ends_the_waits_of_its_own_run_and_the_next_one_has_other_line
 def test_a_group_with_an_exchange_that_hangs_is_not_waited_for_at_the_end():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     work = Work(False)
-    links._ABANDONED.append((work, dist.group.WORLD))
-    links._leave()
+    groups._ABANDONED.append((work, dist.group.WORLD))
+    groups.leave()
     assert dist.is_initialized()
     work.done = True
-    links._leave()
+    groups.leave()
     assert not dist.is_initialized()
-    links._ABANDONED.clear()
+    groups._ABANDONED.clear()
 
 
 def test_what_takes_too_long_in_a_thread_is_an_error():

@@ -192,8 +192,8 @@ class Rig:
         if made.status:
             raise RuntimeError(made.output)
         self._import_what_a_run_imports()
-        ranks = SimpleNamespace(Popen=ForkedRank, DEVNULL=None)
-        vars(importlib.import_module("rloo.run.launch"))["subprocess"] = ranks
+        launch: Any = importlib.import_module("rloo.run.launch")
+        launch.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=None)
 
     def _import_what_a_run_imports(self) -> None:
         """Once here instead of in every trial."""

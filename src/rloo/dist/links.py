@@ -16,18 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rloo.dist.groups import ABANDONED, PATIENCE, in_thread, leave, tried
+from rloo.dist.groups import Groups, abandon, buckets, in_thread, leave
 from rloo.dist.signals import Signals, Unheard
 from rloo.dist.trees import decode, encode
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -36,8 +33,8 @@ LOOK = 0.5
 BEAT = 1.0
 # Looks in a row at which a process gives no sign of life until it counts as gone.
 SILENCES = 4
-# Elements of the gradients that are sent at once.
-BUCKET = 1 << 24
+# Seconds that the main process waits at its end for others to leave.
+PATIENCE = 3.0
 FAILED, ASKED, OVER, BROKEN = "failed", "asked", "over", "broken"
 _NUMBERS = itertools.count()
 
@@ -77,7 +74,7 @@ class Links:
         self._waits = False
         self._left_behind = False
         self._broken: RankError | None = None
-        self._stale = False
+        self._stale = self._met = False
         self._runs = 0
         self._over = threading.Event()
         threading.Thread(target=self._live, daemon=True).start()
@@ -101,7 +98,7 @@ class Links:
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
         self._wait(dist.all_reduce, has, dist.ReduceOp.MAX)
         some = [p for p, known in zip(parameters, has.tolist(), strict=True) if known]
-        for bucket in _buckets(some):
+        for bucket in buckets(some):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             self._wait(dist.all_reduce, flat)
@@ -138,7 +135,7 @@ class Links:
     def meet(self, value: T) -> list[T] | None:
         """See `World.meet`; `value` is of JSON. Over the store, since a line may have been left in
         the middle of a collective."""
-        keys = [f"meeting {self._runs} of {rank}" for rank in range(self._size)]
+        keys = [self._key(f"meeting of {rank}") for rank in range(self._size)]
         until = time.monotonic() + self._timeout
         met: list[Any] = []
         silences = 0  # in a row; a machine that is busy may miss some signs of life
@@ -155,11 +152,21 @@ class Links:
                         return None
         except RuntimeError:  # the launcher is gone
             return None
-        self._broken, self._stale = None, True
+        limit = timedelta(seconds=self._timeout)
+        try:
+            self._group = in_thread(
+                lambda: dist.new_group(backend="gloo", timeout=limit), self._timeout
+            )
+        except RuntimeError:
+            return None
+        self._broken, self._met = None, True
+        self._runs += 1  # what has failed before is known to all
         return [value for _, value in met]
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this process has failed, unless one of them did before."""
+        if self._met:  # they know, and may still be saving
+            return
         said: dict[str, Any] = {"rank": self._rank, "where": self.where()}
         said["error"] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if isinstance(error, KeyboardInterrupt):
@@ -176,7 +183,8 @@ class Links:
         over = self._key(OVER)
         with suppress(RuntimeError):
             if self._rank == 0:
-                broken = self._broken is not None or self._store.check([self._key(FAILED)])
+                broken = self._broken is not None or self._met
+                broken |= self._store.check([self._key(FAILED)])
                 self._store.set(over, BROKEN if broken else "")
             until = time.monotonic() + self._timeout
             while not (told := self._store.check([over])) and time.monotonic() < until:
@@ -184,7 +192,7 @@ class Links:
                     break
                 time.sleep(0.05)
             self._stale |= told and self._store.get(over).decode() == BROKEN
-        self._broken = None
+        self._broken, self._met = None, False
         self._runs += 1
 
     def close(self) -> None:
@@ -198,7 +206,6 @@ class Links:
             until = time.monotonic() + (PATIENCE if self._rank == 0 else 0)
             while time.monotonic() < until and not self._store.check(others):
                 time.sleep(0.02)
-            leave()
             leave()
 
     def _key(self, name: str) -> str:
@@ -240,7 +247,7 @@ class Links:
             raise
         finally:
             if work is not None:
-                ABANDONED.append((work, self._group or dist.group.WORLD))
+                abandon(work, self._group)
             self._waits = False
             self.seconds += time.monotonic() - began
 
@@ -314,32 +321,27 @@ class Links:
                     return
 
 
-def connect(rank: int, size: int, timeout: float, device: torch.device) -> Links:
-    """Meet the other processes, where the environment says (MASTER_ADDR, MASTER_PORT). Raises
-    RankError if they do not come within `timeout` seconds."""
-    on_gpu = device.type == "cuda"
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+def connect(
+    rank: int, size: int, timeout: float, device: torch.device, *, watched: bool = False
+) -> Links:
+    """Meet the other processes, where the environment says (MASTER_ADDR, MASTER_PORT). `watched`:
+    whether NCCL is waited for elsewhere, too, and torch's watchdog is to end what hangs there.
+    Raises RankError if they do not come within `timeout` seconds."""
     # Longer than the own waits, which say more.
-    limit = timedelta(seconds=timeout + 10)
-    if on_gpu:
-        # Where NCCL fails, the watchdog of torch ends the process, before anything is saved, unless
-        # it is told to end only the lines; `_wait` raises the error.
+    groups = Groups(device, timedelta(seconds=timeout + 10))
+    if not watched:
+        # The watchdog would end the process, before anything is saved: `_wait` raises the error.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
 
-    def make_group() -> Any:
-        group = dist.new_group(backend=backend, timeout=limit)
-        return tried(group, device)
-
     def meet() -> tuple[dist.Store, Any]:
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=limit))
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=groups.limit))
         # A script may make several trainers, one after another.
         store = dist.PrefixStore(f"rloo {next(_NUMBERS)}", store)
         store.set(f"alive {rank}", "0")
         if dist.is_initialized():  # by the script, perhaps with lines between GPUs alone
-            return store, make_group()
-        own = dist.PrefixStore("group", store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
-        return store, tried(None, device)
+            return store, groups.make()
+        groups.make_first(dist.PrefixStore("group", store), rank, size)
+        return store, None
 
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (rank, size):
         raise ValueError(
@@ -354,25 +356,9 @@ def connect(rank: int, size: int, timeout: float, device: torch.device) -> Links
             f"ddp_timeout allows ({os.environ.get('MASTER_ADDR')}, port "
             f"{os.environ.get('MASTER_PORT')}): {error}"
         ) from error
-    links = Links(rank, size, store, timeout, group, make_group)
+    links = Links(rank, size, store, timeout, group, groups.make)
     atexit.register(links.close)
     return links
-
-
-def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one dtype and device, of at most `BUCKET` elements together or alone."""
-    bucket: list[Tensor] = []
-    size = 0
-    for parameter in parameters:
-        size += parameter.numel()
-        kind = parameter.dtype, parameter.device
-        alike = bucket and (bucket[0].dtype, bucket[0].device) == kind
-        if bucket and (not alike or size > BUCKET):
-            yield bucket
-            bucket, size = [], parameter.numel()
-        bucket.append(parameter)
-    if bucket:
-        yield bucket
 
 
 def _stack() -> str:
