@@ -13,7 +13,7 @@ import pytest
 from rloo import cli
 from rloo.config.config import RLOOConfig
 from rloo.config.launchers import check_launch
-from rloo.run.launch import restarted
+from rloo.run.launch import launch, restarted
 
 # Started by `python -c`, without torch. PLAN: rank -> what it does, by attempt.
 RANK = """
@@ -327,6 +327,14 @@ def test_a_restarted_rank_goes_on_at_a_checkpoint_of_its_own(folder, monkeypatch
     assert start(given) == ("elsewhere/checkpoint-7", False)
     path.rmdir()
     assert start(plain) == ("auto", False)
+
+
+def test_more_processes_than_a_machine_can_bear_are_not_started(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with pytest.raises(ValueError, match=r"num_processes is 17, and this machine has 2 proc.* 8 "):
+        launch(["run.yaml"], RLOOConfig(num_processes=17), program=["/nonexistent"])
+    with pytest.raises(FileNotFoundError):
+        launch(["run.yaml"], RLOOConfig(num_processes=16), program=["/nonexistent"])
 
 
 # -- the command ----------------------------------------------------------------------------------

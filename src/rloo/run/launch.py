@@ -33,6 +33,8 @@ BAD_INPUT = 2
 # when one has died, and those that were told a second time or have read the same bad input.
 SAVING, LEFT, AT_ONCE = 1800.0, 120.0, 5.0
 SHOWN_LINES = 20
+# Ranks for each processor.
+MOST = 8
 # The variable that tells a rank where its output goes until the run has a folder.
 OUTPUT = "RLOO_RANK_OUTPUT"
 _PR_SET_PDEATHSIG = 1
@@ -55,7 +57,12 @@ def launch(
             f"num_processes is {config.num_processes}, and processes are started on Linux only; "
             "use torchrun -m rloo train (num_processes)"
         )
-    size = config.num_processes or 1
+    size, processors = config.num_processes or 1, len(os.sched_getaffinity(0))
+    if size > MOST * processors:
+        raise ValueError(
+            f"num_processes is {size}, and this machine has {processors} processors; it must be at "
+            f"most {MOST} for each of them, which more would only wait for (num_processes)"
+        )
     command = [*(_this_program() if program is None else program), *arguments]
     with TemporaryDirectory(prefix="rloo-launch-") as folder, _caught() as caught, _port() as port:
         for attempt in range(config.max_restarts + 1):
