@@ -84,7 +84,7 @@ def close(one, other) -> bool:
     return one == other
 
 
-def require_equal(alone: Path, others: Path) -> None:
+def require_equal(alone: Path, others: Path, *, most: float = 1e-12) -> None:
     wrong = []
     for name in (path.name for path in others.iterdir()):
         files = ["metrics.jsonl", "completions.jsonl"]
@@ -102,7 +102,7 @@ def require_equal(alone: Path, others: Path) -> None:
             wrong.append(f"{name}: what is logged differs between ranks:\n{known}")
         before, after = (load_file(f / name / "weights.safetensors") for f in (alone, others))
         apart = {n: (before[n] - after[n]).abs().max() / before[n].abs().max() for n in before}
-        if (worst := max(apart.values())) > (1e-6 if name == PACKED else 1e-12):
+        if (worst := max(apart.values())) > (1e-6 if name == PACKED else most):
             wrong.append(f"{name}: weights differ by {worst:.1e}")
     assert not wrong, "\n".join(wrong)
 

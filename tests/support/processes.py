@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.model.sharding import full
+from rloo.model.division import full
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -120,7 +120,7 @@ HALF = {
 }  # fmt: skip
 
 
-def make(folder: Path, name: str, **changed: Any) -> RLOOTrainer:
+def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RLOOTrainer:
     reward, options = {**CASES, **{n: (r, HALF | o) for n, (r, o) in RESUMED.items()}}[name]
     args = RLOOConfig(
         str(folder / name),
@@ -134,7 +134,7 @@ def make(folder: Path, name: str, **changed: Any) -> RLOOTrainer:
         } | options | changed,
     )  # fmt: skip
     rows, held_out = ROWS, ROWS.select(range(3))
-    model = make_model("qwen3").double()
+    model = make_model("qwen3") if single else make_model("qwen3").double()
     callbacks = [StopsTheMainOne] if name == STOPPED else []
     tokenizer = make_tokenizer()
     return RLOOTrainer(

@@ -171,7 +171,7 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
         old: dict[Key, Tensor] = {}
         penalties: dict[Key, Tensor] = {}
         sums: Tally = {}
-        for batch, is_ours in policy.micro_batches(dealt, whole_groups=False):
+        for batch, is_ours, _ in policy.micro_batches(dealt, whole_groups=False):
             logprobs = policy.score(batch)
             reference = policy.reference_logprobs(batch) if terms.kl_in_reward else None
             if not is_ours:

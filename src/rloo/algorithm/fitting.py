@@ -130,7 +130,7 @@ def _attempt(
             )
             raise
     # Here the error no longer refers to the frames, and so to the memory that they allocated.
-    policy.stepper.optimizer.zero_grad(set_to_none=True)
+    policy.stepper.clear()
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()
     size = max(1, min(policy.max_tokens, count_tokens(policy, samples)) // 2)

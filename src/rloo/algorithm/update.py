@@ -53,7 +53,7 @@ def update(
 
     def compute() -> Tally:
         tally: Tally = {}
-        for batch, is_ours in policy.micro_batches(dealt, whole_groups=credit.from_update):
+        for batch, is_ours, is_last in policy.micro_batches(dealt, whole_groups=credit.from_update):
             if is_ours:
                 loss, sums = micro_loss(policy, batch, credit, terms, denominator, input_tokens)
                 add(tally, sums)
@@ -61,7 +61,7 @@ def update(
                 loss = 0.0 * policy.logprobs(batch).logprobs.sum()
                 if _compares(credit, terms):
                     policy.reference_logprobs(batch)
-            policy.stepper.backward(loss)
+            policy.stepper.backward(loss, last=is_last)
         return tally
 
     tally: Tally = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
+from rloo.config import deepspeed
 from rloo.config.batches import batches_of
 from rloo.config.objective_checks import check_objective
 from rloo.config.options import LORA, Options
@@ -202,12 +203,14 @@ def _check_model(config: Options) -> None:
 
 
 def _check_parallel(config: Options) -> None:
-    if config.parallel == "replicate":
-        if config.state_dict_type == "sharded":
+    for name, value in (("state_dict_type", "sharded"), ("offload_params", True)):
+        if getattr(config, name) == value and config.parallel != "fsdp2":
             raise ValueError(
-                "state_dict_type is sharded and parallel is replicate, which divides nothing; "
-                "leave one of them out (state_dict_type, parallel)"
+                f"{name} is {value} and parallel is {config.parallel}; only fsdp2 does that "
+                f"({name}, parallel)"
             )
+    deepspeed.check(config)
+    if config.parallel == "replicate":
         return
     for name, why in _ONLY_WHOLE.items():
         if getattr(config, name):

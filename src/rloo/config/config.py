@@ -10,6 +10,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from rloo.config import deepspeed
+from rloo.config.accelerate import launched_options
 from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
 from rloo.config.checks import check
 from rloo.config.generation_kwargs import sampling_options
@@ -53,6 +55,8 @@ class RLOOConfig(Options):
             options["output_dir"] = output_dir
         values = over_preset(resolve(options, option_types()))
         values |= sampling_options(values.get("generation_kwargs"))
+        values |= launched_options(values)
+        values |= deepspeed.options_of(values)
         own = vars(self)  # past __setattr__, which reads every value
         own["_idle"] = _idle_of(options)
         own.update({field.name: default_of(field) for field in fields(self)} | values)

@@ -8,8 +8,6 @@ from rloo.config.options import Options
 
 # Of accelerate: variable -> what it turns on, which is not part of this version
 _REFUSED = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
     "ACCELERATE_DYNAMO_BACKEND": "torch.compile",
@@ -70,8 +68,8 @@ def _check_accelerate(options: Options) -> None:
         if os.environ.get(name, "no").lower() not in ("no", "false"):
             raise ValueError(
                 f"accelerate was told to use {what} ({name} is {os.environ[name]}), which is not "
-                "taken from it: parallel fsdp2 divides weights, and nothing is compiled; use "
-                "another configuration of accelerate, or torchrun (parallel)"
+                "taken from it: parallel divides weights, and nothing is compiled; use another "
+                "configuration of accelerate, or torchrun (parallel)"
             )
     if not is_launched() and {_MIXED_PRECISION, "MASTER_PORT"} <= os.environ.keys():
         raise ValueError(

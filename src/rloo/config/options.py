@@ -274,9 +274,15 @@ class Options:
     num_processes: int | None = PROCESSES.own(None,
         "Processes that train together: `rloo train` starts them unless a launcher has; null takes "
         "as many as were started.")
-    parallel: Literal["replicate", "fsdp2"] = PROCESSES.own("replicate",
+    parallel: Literal["replicate", "fsdp2", "zero1", "zero2", "zero3"] = PROCESSES.own("replicate",
         "Each process has all weights (replicate), or they are divided (fsdp2: torch's "
-        "fully_shard).")
+        "fully_shard); or DeepSpeed divides the optimizer's state (zero1), gradients too (zero2), "
+        "and weights too (zero3).")
+    deepspeed: dict[str, Any] | str | None = PROCESSES.shared(None,
+        "DeepSpeed's JSON file, or what it would contain; its stage sets `parallel`.")
+    offload_params: bool = PROCESSES.own(False,
+        "With `parallel fsdp2`, keep weights, gradients and the optimizer's state in the host's "
+        "memory, and step there.")
     state_dict_type: Literal["full", "sharded"] = PROCESSES.own("full",
         "Checkpoints hold whole tensors, or what is divided as every process writes its part.")
     max_restarts: int = PROCESSES.own(0,

@@ -32,9 +32,8 @@ _REASONS: dict[str, dict[str, Any]] = {
     "every column of the dataset is passed to the rewards": {
         "remove_unused_columns": (False, None),
     },
-    "weights are divided by `parallel fsdp2`, without DeepSpeed (parallel)": {
+    "weights are divided by `parallel fsdp2`": {
         "parallelism_config": None, "fsdp": (None, "", False), "fsdp_config": None,
-        "deepspeed": None,
     },
     "the first of all processes logs and saves": {
         "log_on_each_node": True, "save_on_each_node": False,

@@ -19,8 +19,8 @@ from transformers.utils import cached_file
 
 from rloo.config.config import RLOOConfig
 from rloo.config.files import reading
+from rloo.model.division import divide_all, full, whole_copy, writable
 from rloo.model.quantization import in_full, is_quantised
-from rloo.model.sharding import divide_all, full, whole_copy
 
 # peft's name for the adapter that `get_peft_model` makes, and TRL's for the frozen copy.
 TRAINED = "default"
@@ -278,7 +278,9 @@ def _load_tensors(wrapper: Any, name: str, **source: Any) -> None:
     peft = _peft()
     with reading(f"the adapter {name}", "model"):
         tensors = peft.load_peft_weights(name, device=str(wrapper.device), **source)
-        result = peft.set_peft_model_state_dict(wrapper, divide_all(tensors, wrapper), TRAINED)
+        with writable(wrapper):
+            divided = divide_all(tensors, wrapper)
+            result = peft.set_peft_model_state_dict(wrapper, divided, TRAINED)
     missing = [key for key in result.missing_keys if TRAINED in key.split(".")]
     for fault, keys in (
         ("no weights for", missing),

@@ -13,10 +13,10 @@ from rloo.config.files import quiet
 from rloo.dist import World
 from rloo.model import adapters
 from rloo.model.adapters import Adapter
+from rloo.model.division import full, is_divided
 from rloo.model.loading import load_weights
 from rloo.model.parts import has_parts, read_parts
 from rloo.model.reference import Reference
-from rloo.model.sharding import full, is_divided
 
 
 class ModelFiles:

@@ -16,8 +16,8 @@ from rloo.config.files import check_sizes, load_pretrained, quiet, reading
 from rloo.data.images import is_vision_config
 from rloo.data.tasks import resolve_model
 from rloo.model import adapters
+from rloo.model.division import fill, shape_of
 from rloo.model.quantization import quantization_of
-from rloo.model.sharding import divide_all
 from rloo.model.state import first_not_finite
 
 
@@ -149,13 +149,15 @@ def load_weights(model: PreTrainedModel, path: str | Path) -> None:
     """Give `model` the weights of its kind that are saved in a folder, to the last bit."""
     dtype = next(model.parameters()).dtype
     saved = load_pretrained(type(model), path, dtype=dtype)
-    model.load_state_dict(divide_all(saved.state_dict(), model))
+    own = model.state_dict(keep_vars=True)
+    for name, whole in saved.state_dict().items():
+        fill(own[name], whole)
 
 
 def num_embedded(model: PreTrainedModel) -> int:
     """The number of tokens that the model embeds: those of larger numbers it cannot read."""
     embedding: Any = model.get_input_embeddings()
-    return len(embedding.weight)
+    return shape_of(embedding.weight)[0]
 
 
 def _loading_options(config: RLOOConfig) -> dict[str, Any]:

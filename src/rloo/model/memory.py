@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloo.model.batch import count_input_tokens, make_sample
+from rloo.model.division import local
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.optimizers import build_optimizer
 from rloo.model.policy import Policy
 from rloo.model.quantization import statistics
-from rloo.model.sharding import local
 from rloo.types import Sample
 
 # The shares of a micro-batch's lengths at which it is measured. Memory is linear in tokens; if
@@ -178,7 +178,7 @@ def optimizer_bytes(policy: Policy) -> int:
     total = 0
     for parameter in policy.parameters:
         embeds = id(parameter) in embeddings
-        part = local(parameter.detach())
+        part = local(parameter)
         kind = (part.shape, part.dtype, embeds)
         if kind not in sizes:
             module = nn.Embedding(1, 1) if embeds else nn.Module()
@@ -198,15 +198,10 @@ def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
 def step_bytes(policy: Policy) -> int:
     """Peak memory of an optimizer step in addition to weights, gradients and resident state; parked
     state counts. The step is carried out and may change the weights: discard the policy."""
-    _fill_gradients(policy)
+    policy.stepper.fill()
     policy.stepper.step()  # creates the state
-    _fill_gradients(policy)
+    policy.stepper.fill()
     return max(phase_peaks(policy.device, lambda _: policy.stepper.step()))
-
-
-def _fill_gradients(policy: Policy) -> None:
-    for parameter in policy.parameters:
-        parameter.grad = torch.zeros_like(parameter)
 
 
 def _tensor_bytes(states: Any) -> int:
@@ -240,7 +235,7 @@ def _shorten(sample: Sample, share: float) -> Sample:
 
 def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> list[int]:
     """Peaks of a micro-batch's phases with gradients allocated, as from the second one on."""
-    _fill_gradients(policy)
+    policy.stepper.fill()
 
     def work(mark: Mark) -> None:
         with _marked_layers(policy.model, mark):
@@ -250,12 +245,12 @@ def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> li
             if policy.config.beta != 0:
                 policy.reference_logprobs(batch)
                 mark()
-            logprobs.mean().backward()
+            policy.stepper.backward(logprobs.mean())
 
     try:
         return phase_peaks(policy.device, work)
     finally:
-        policy.stepper.optimizer.zero_grad(set_to_none=True)
+        policy.stepper.clear()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from rloo.config.arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
-from rloo.model.sharding import is_divided
+from rloo.model.division import is_divided
 
 # These optimizers need more than the parameters and the usual options.
 OTHER_OPTIMIZERS = ("lomo", "galore", "apollo", "schedule_free")
@@ -84,6 +84,7 @@ def build_optimizer(model: PreTrainedModel, config: RLOOConfig) -> torch.optim.O
         {"params": [p for n, p in trained if n in decayed], "weight_decay": config.weight_decay},
         {"params": [p for n, p in trained if n not in decayed], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]  # DeepSpeed drops empty ones
     try:
         make, options = _factory(model, config)
         optimizer: torch.optim.Optimizer = make(groups, **options)

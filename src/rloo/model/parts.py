@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rloo.dist import World
-from rloo.model.sharding import is_divided
+from rloo.model.division import is_divided
 
 # Their folder in a checkpoint.
 PARTS = "parts"

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from rloo.config import deepspeed
 from rloo.config.config import RLOOConfig
 from rloo.data.images import tokenizer_of
 from rloo.dist import World
-from rloo.model import preparation, sharding
+from rloo.model import preparation, sharding, zero
 from rloo.model.batch import MicroBatch, make_sample, pack, pad, split
+from rloo.model.division import is_divided
 from rloo.model.files import ModelFiles
 from rloo.model.loading import num_embedded
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.offload import activations_on_host
-from rloo.model.optimizers import Given, make_optimizers
+from rloo.model.optimizers import Given, Scheduler, make_optimizers
 from rloo.model.reference import make_reference
 from rloo.model.scorer import Scorer, balancing_coefficient
 from rloo.model.state import Version, digest
 from rloo.model.stepper import Stepper
+from rloo.model.zero_stepper import ZeroStepper
 from rloo.types import Engine, Sample
+
+
+class Turn(NamedTuple):
+    """A micro-batch, whether it counts, and whether it is the last one."""
+
+    batch: MicroBatch
+    is_ours: bool
+    is_last: bool
 
 
 class Policy:
@@ -53,7 +65,7 @@ class Policy:
         self.processing_class = processing_class
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
         self.device = world.device
-        self.divides = config.parallel == "fsdp2"
+        self.divides = config.parallel != "replicate"
         prepared = preparation.prepare(model, config, self.device)
         self.model, self.adapter = prepared.model, prepared.adapter
         pad, vocabulary = self.tokenizer.pad_token_id, num_embedded(self.model)
@@ -75,7 +87,7 @@ class Policy:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
         self._version = Version(self.model, optimizer, world)
-        self.stepper = Stepper(self.model, optimizer, scheduler, config, world)
+        self.stepper = self._make_stepper(optimizer, scheduler)
         self.files = ModelFiles(
             self.model, self.adapter, self.reference, processing_class, world, self.in_step
         )
@@ -86,15 +98,31 @@ class Policy:
         )
 
     def _divide(self) -> None:
-        sharding.check(self.model)
-        self.reference.divide(self.world)
-        sharding.shard(self.scorer, self.world)
+        config = self.config
+        sharding.check(self.model, config.parallel)
+        if config.parallel != "fsdp2":
+            zero.prepare(self.world)
+            if config.parallel == "zero3":
+                settings = deepspeed.complete(config)
+                divide = partial(zero.divide, settings=settings, device=self.device)
+                self.reference.divide(partial(divide, frozen=True))
+                divide(self.scorer)
+            return
+        shard = partial(sharding.shard, world=self.world, on_host=config.offload_params)
+        self.reference.divide(shard)
+        shard(self.scorer)
         # Which weights take gradients is settled at the first forward, and what is called first is
         # what is called as a whole.
         first = pad([make_sample((0, 0), 1, 1)], self.device, self.pad_token_id)
         self.score(first)
         if self.reference.model is not None:
             self.reference_logprobs(first)
+
+    def _make_stepper(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler) -> Stepper:
+        if self.divides and self.config.parallel != "fsdp2":
+            settings = deepspeed.complete(self.config)
+            return ZeroStepper(self.scorer, optimizer, scheduler, self.config, self.world, settings)
+        return Stepper(self.model, optimizer, scheduler, self.config, self.world)
 
     def in_step(self) -> AbstractContextManager[None]:
         """`World.in_step` where weights are divided: for all that computes with them."""
@@ -108,21 +136,21 @@ class Policy:
 
     def micro_batches(
         self, dealt: Sequence[Sequence[Sample]], *, whole_groups: bool
-    ) -> Iterator[tuple[MicroBatch, bool]]:
-        """This process's micro-batches (see `split`) of what was dealt, and whether each counts.
-        Where weights are divided all processes compute in step: those that have fewer take part
-        in the others' with one that does not count."""
+    ) -> Iterator[Turn]:
+        """This process's micro-batches (see `split`) of what was dealt. Where weights are divided
+        all processes compute in step: those that have fewer take part in the others' with one that
+        does not count."""
 
         def cut(samples: Sequence[Sample]) -> list[list[Sample]]:
             return split(samples, self.max_tokens, whole_groups=whole_groups, packed=self.packed)
 
         mine = cut(dealt[self.world.rank])
-        for part in mine:
-            yield self.batch(part), True
-        if self.divides and self.world.size > 1:
-            most = max(len(cut(samples)) for samples in dealt)
-            for _ in range(most - len(mine)):
-                yield self.batch([make_sample((0, 0), 1, 1)]), False
+        in_step = self.divides and self.world.size > 1
+        turns = max(len(cut(samples)) for samples in dealt) if in_step else len(mine)
+        for turn in range(turns):
+            is_ours = turn < len(mine)
+            part = mine[turn] if is_ours else [make_sample((0, 0), 1, 1)]
+            yield Turn(self.batch(part), is_ours, turn == turns - 1)
 
     def logprobs(self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS) -> TokenScores:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients if
@@ -168,7 +196,8 @@ class Policy:
         its base, which gathers what is divided."""
         if self.adapter is not None:
             return self.adapter.weights()
-        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        named = self.model.named_parameters()
+        return ((name, p if is_divided(p) else p.detach()) for name, p in named)
 
     def load_into(self, engine: Engine) -> None:
         """Have an engine take the weights; where they are divided a collective."""
@@ -180,8 +209,13 @@ class Policy:
         """Inside, each process computes with all weights by itself, without gradients."""
         with ExitStack() as stack:
             with self.in_step():
-                stack.enter_context(sharding.whole(self.scorer))
+                stack.enter_context(self._gathered())
             yield
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        if isinstance(self.stepper, ZeroStepper):
+            return self.stepper.zero.whole()
+        return sharding.whole(self.scorer)
 
     @property
     def version(self) -> int:

@@ -12,12 +12,11 @@ from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
 from rloo.config.files import quiet
-from rloo.dist import World
 from rloo.model.adapters import Adapter
 from rloo.model.batch import MicroBatch
+from rloo.model.division import local
 from rloo.model.loading import load_weights
 from rloo.model.scorer import Scorer
-from rloo.model.sharding import local, shard
 
 # The folder of a checkpoint for a reference that `sync_ref_model` moves.
 FOLDER = "reference"
@@ -40,7 +39,7 @@ class Reference:
         2404.09656, equation 6). Raises ValueError where it is no copy."""
         raise ValueError("the reference is no copy of its own; only a copy moves (sync_ref_model)")
 
-    def divide(self, world: World) -> None:
+    def divide(self, by: Callable[[Scorer], object]) -> None:
         """Divide a copy's weights among the processes."""
 
     def collect(self, state_of: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
@@ -86,11 +85,11 @@ class FrozenCopy(Reference):
         """copy = (1 - share) * copy + share * policy, for all weights."""
         pairs = zip(self._scorer.model.parameters(), self._policy.model.parameters(), strict=True)
         for frozen, parameter in pairs:
-            local(frozen).lerp_(local(parameter.detach()), share)
+            local(frozen).lerp_(local(parameter), share)
 
-    def divide(self, world: World) -> None:
+    def divide(self, by: Callable[[Scorer], object]) -> None:
         """See `Reference`."""
-        shard(self._scorer, world)
+        by(self._scorer)
 
     def collect(self, state_of: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
         """See `Reference`."""

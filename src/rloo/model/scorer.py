@@ -89,10 +89,12 @@ def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) 
     return chosen.log_softmax(-1).gather(-1, batch.target_T[:, None])[:, 0]
 
 
-def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """The function from hidden states to logits, including the scaling of some architectures."""
+def output_head(model: PreTrainedModel, *, direct: bool = False) -> Callable[[Tensor], Tensor]:
+    """The function from hidden states to logits, including the scaling of some architectures.
+    `direct`: past the hooks of the module that has the matrix."""
     text_config = model.config.get_text_config()
-    matrix = model.get_output_embeddings()
+    module = model.get_output_embeddings()
+    matrix = module.forward if direct else module
     softcap = getattr(text_config, "final_logit_softcapping", None)
     multiplier = getattr(text_config, "logit_scale", None) or 1.0
     multiplier /= getattr(text_config, "logits_scaling", None) or 1.0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rloo.dist import World
-from rloo.model.sharding import divide, full, is_divided, local, numbers_before
+from rloo.model.division import divide, full, is_divided, local, numbers_before, shape_of
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -24,13 +24,13 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
     """Name and shape of every parameter, by which a checkpoint must match a model."""
-    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: list(shape_of(parameter)) for name, parameter in model.named_parameters()}
 
 
 def probe(parameters: Sequence[Tensor]) -> Tensor:
     """A fixed sample of parameters, by which changes are noticed: up to 1,024 numbers of each, of
     divided ones those of them that are here."""
-    parts = [(local(p.detach()).flatten(), numbers_before(p)) for p in parameters]
+    parts = [(local(p).flatten(), numbers_before(p)) for p in parameters]
     return torch.cat([part[: max(0, 1024 - before)] for part, before in parts])
 
 
@@ -188,7 +188,7 @@ class NotFinite(FloatingPointError):
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """The name of the first tensor with a value that is not finite, None if all are finite; of
     divided ones, as far as they are here."""
-    parts = ((name, local(tensor.detach())) for name, tensor in tensors)
+    parts = ((name, local(tensor)) for name, tensor in tensors)
     named = [(name, part) for name, part in parts if part.is_floating_point() and part.numel()]
     # One number a tensor, and one comparison for all.
     norms = torch._foreach_norm([t for _, t in named], torch.inf) if named else []

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from rloo.config.config import RLOOConfig
 from rloo.dist import World
 from rloo.dist.trees import Flat, flatten, unflatten
+from rloo.model.division import is_divided
 from rloo.model.offload import ParkedState
 from rloo.model.optimizers import Scheduler
 from rloo.model.parts import listed_parts, read_parts
-from rloo.model.sharding import full, is_divided
 from rloo.model.state import (
     NotFinite,
     as_is,
@@ -60,8 +60,8 @@ class Stepper:
         # Where it is not enabled, it does nothing and its scale is 1.
         self._scaler = torch.amp.GradScaler("cuda", enabled=config.fp16)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`."""
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Add the gradients of `loss`; `last`: of the last micro-batch before a step."""
         self._scaler.scale(loss).backward()
 
     def sum_gradients(self) -> None:
@@ -79,14 +79,13 @@ class Stepper:
         self._scaler.unscale_(self.optimizer)
         # With fp16, overflows are expected while the loss scale is adapted.
         searching = self._scaler.get_scale() > 1
-        norm = full(torch.nn.utils.clip_grad_norm_(self._parameters, self._limit))
-        finite = bool(norm.isfinite())
+        norm = self._clip()
+        finite = math.isfinite(norm)
         if finite:
             self.before_step()
-            gradients = ((n, p.grad) for n, p in self._named.items())
-            finite = self._not_finite((n, g) for n, g in gradients if g is not None) is None
+            finite = self._gradients_are_finite()
         stats: dict[str, float] = {
-            "grad_norm": norm.item(),
+            "grad_norm": norm,
             "learning_rate": self.learning_rate,
             **dict.fromkeys(_OF_A_STEP, 0.0),
             "update/nonfinite": float(not finite and not searching),
@@ -94,16 +93,39 @@ class Stepper:
         }
         if finite:
             before = probe(self._parameters)
-            with self.parked.fetched() if self.parked else nullcontext():
-                self._scaler.step(self.optimizer)
+            self._move()
             self.after_step()
             self.require_finite()
             changed = probe(self._parameters) != before
             stats["update/changed_share"] = self._share(changed)
         self._scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear()
         self._advance_schedule()
         return stats
+
+    def _clip(self) -> float:
+        """The norm of the gradient, which is at most `max_grad_norm` afterwards."""
+        norm: Any = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
+        # Of divided gradients it is what each has of a sum.
+        return float(norm.full_tensor() if is_divided(norm) else norm)
+
+    def _gradients_are_finite(self) -> bool:
+        gradients = ((n, p.grad) for n, p in self._named.items())
+        return self._not_finite((n, g) for n, g in gradients if g is not None) is None
+
+    def _move(self) -> None:
+        """Change the weights."""
+        with self.parked.fetched() if self.parked else nullcontext():
+            self._scaler.step(self.optimizer)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def fill(self) -> None:
+        """Have gradients, zeros, of all that is trained."""
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
 
     def skip(self) -> dict[str, float]:
         """No step, where no gradient was gathered; only the schedule counts it."""
@@ -138,8 +160,7 @@ class Stepper:
     def require_finite(self, *, moments: bool = False) -> None:
         """Raise NotFinite if a trained weight is not finite, with `moments` also for the state of
         the optimizer and the loss scale."""
-        state = flatten(optimizer_state(self.optimizer, self._names))[0] if moments else {}
-        name = self._not_finite([*self._named.items(), *state.items()])
+        name = self._not_finite([*self._named.items(), *(self._moments() if moments else ())])
         if name is None and not math.isfinite(self._scaler.get_scale()):
             name = "the loss scale"
         if name is not None:
@@ -148,6 +169,9 @@ class Stepper:
                 "on from the last checkpoint with smaller steps (learning_rate, max_grad_norm)"
             )
 
+    def _moments(self) -> Iterable[tuple[str, Tensor]]:
+        return flatten(optimizer_state(self.optimizer, self._names))[0].items()
+
     def state(
         self, *, in_parts: bool = False
     ) -> tuple[Flat, dict[str, Any], dict[str, Any] | None]:
@@ -155,8 +179,16 @@ class Stepper:
         the main process, for which all must call this, unless `in_parts`), schedule and loss
         scaling, of which there is none (None) without `fp16`."""
         scaler = self._scaler.state_dict() or None
-        taken = optimizer_state(self.optimizer, self._names, as_is if in_parts else gathered)
+        taken = self._optimizer_state(as_is if in_parts else gathered)
         return flatten(taken), self.scheduler.state_dict(), scaler
+
+    def _optimizer_state(self, take: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        return optimizer_state(self.optimizer, self._names, take)
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        load_optimizer(self.optimizer, state, self._names)
+        if self.parked:
+            self.parked.park()
 
     def read_state(self, checkpoint: Path, meta: Any) -> Flat:
         """The optimizer's state from a checkpoint in parts, to load."""
@@ -169,8 +201,6 @@ class Stepper:
     ) -> None:
         """Take on what `state` returned. Raises ValueError for an optimizer over other shapes."""
         tensors, meta = optimizer
-        load_optimizer(self.optimizer, unflatten(meta, tensors), self._names)
-        if self.parked:
-            self.parked.park()
+        self._load_optimizer(unflatten(meta, tensors))
         self.scheduler.load_state_dict(scheduler)
         self._scaler.load_state_dict(scaler or {})

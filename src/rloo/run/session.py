@@ -17,6 +17,7 @@ from rloo.algorithm.train import begin_step, finish_step, note_what_is_due, trai
 from rloo.config.config import RLOOConfig
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
+from rloo.model.division import shape_of
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
 from rloo.report.hub import Hub
 from rloo.report.monitor import SUMMARY, versions
@@ -356,7 +357,7 @@ class Session:
         parts = self.parts
         return {
             "model": self.config.model or type(parts.policy.model).__name__,
-            "parameters": sum(p.numel() for p in parts.policy.parameters),
+            "parameters": sum(shape_of(p).numel() for p in parts.policy.parameters),
             **parts.rollouts.describe(),
             "engine": parts.engine.facts.name,
             "packing": parts.policy.packed,

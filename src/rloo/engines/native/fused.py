@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from rloo.engines.in_process import layer_windows
 from rloo.engines.native.cache import DecodeCache, PromptCache
 from rloo.model.attention import Options
-from rloo.model.sharding import full
+from rloo.model.division import full, shape_of
 
 # These have RMSNorm before attention and before a gated SiLU layer, rotary positions, nothing else.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -100,8 +100,7 @@ class FusedDecoder:
         for number, part in groupby(weights, key=_layer_number):
             start = f"layers.{number}."
             named = {
-                name.removeprefix("model.").removeprefix(start): weight.detach()
-                for name, weight in part
+                name.removeprefix("model.").removeprefix(start): weight for name, weight in part
             }
             if number is None:
                 others |= named
@@ -138,7 +137,7 @@ class FusedDecoder:
 
         def join(norm: str, *names: str) -> Tensor:
             """Matrices above each other, times the weight of the norm before them."""
-            sizes = [len(named[f"{name}.weight"]) for name in names]
+            sizes = [shape_of(named[f"{name}.weight"])[0] for name in names]
             factor = full(named[f"{norm}_layernorm.weight"]) * self._width**0.5
             joined = factor.new_empty(sum(sizes), self._width, dtype=self._dtype)
             for name, place in zip(names, joined.split(sizes), strict=True):
