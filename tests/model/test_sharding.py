@@ -7,8 +7,8 @@ from torch import nn
 
 from rloo import RLOOConfig
 from rloo.dist.world import make_world
-from rloo.model.policy import Policy
 from rloo.model.division import divide, full, is_divided, local, whole_copy
+from rloo.model.policy import Policy
 from support.models import make_model, make_samples
 from support.text import make_tokenizer
 from support.vision_models import make_vision_model

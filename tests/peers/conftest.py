@@ -6,6 +6,11 @@ fails for want of its peer, which is how .ci/run names them.
 
 from importlib.util import find_spec
 
-PEERS = {"test_verl.py": "verl", "test_ms_swift.py": "swift", "test_areal.py": "areal"}
+PEERS = {
+    "test_verl.py": "verl",
+    "test_ms_swift.py": "swift",
+    "test_areal.py": "areal",
+    "test_deepspeed.py": "deepspeed",
+}
 
 collect_ignore = [file for file, package in PEERS.items() if find_spec(package) is None]

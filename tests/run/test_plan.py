@@ -74,12 +74,15 @@ def test_a_run_of_the_worst_case_is_as_the_plan_said(folder, monkeypatch, argume
     plan = make_plan(config)
     trainer = RLOOTrainer(args=config)
     backward, calls = trainer.policy.stepper.backward, []
-    monkeypatch.setattr(
-        trainer.policy.stepper, "backward", lambda loss: calls.append(1) or backward(loss)
-    )
+
+    def counted(loss, *, last):
+        calls.append(last)
+        backward(loss, last=last)
+
+    monkeypatch.setattr(trainer.policy.stepper, "backward", counted)
     (peak,) = phase_peaks(trainer.policy.device, lambda mark: trainer.train())
     assert plan.steps == 4 and plan.completions_per_step == 24
-    assert len(calls) == plan.micro_batches * plan.steps
+    assert calls == [*[False] * (plan.micro_batches - 1), True] * plan.steps
     assert plan.micro_batches > 1
     before = weight_bytes(trainer.model)
     if trainer.policy.reference.model is not None:
@@ -146,9 +149,19 @@ def test_rows_sampled_at_once_are_those_of_the_engines_own_facts(folder, monkeyp
     assert make_plan(config_of(*native)).memory["sampling"] == 24 * 283
 
 
-def test_a_plan_of_divided_weights_is_refused(folder):
-    with pytest.raises(ValueError, match="parallel is fsdp2; a plan is of processes that each"):
-        make_plan(config_of("--parallel", "fsdp2"))
+def test_of_divided_weights_a_process_has_its_part(folder):
+    whole, four = (
+        make_plan(config_of("--parallel", how, "--num_processes", "4", "--beta", "0.1"))
+        for how in ("replicate", "fsdp2")
+    )
+    for name in ("weights", "reference", "gradients", "optimizer"):
+        assert four.memory[name] == pytest.approx(whole.memory[name] / 4, abs=4), name
+    # The engine keeps a copy of all, and a layer is gathered while it computes.
+    assert four.memory["engine"] > 0.99 * whole.memory["weights"] > whole.memory["engine"]
+    assert four.memory["micro-batch"] > whole.memory["micro-batch"]
+    assert four.trained_parameters == whole.trained_parameters
+    with pytest.raises(ValueError, match="parallel is zero3; a plan measures without DeepSpeed"):
+        make_plan(config_of("--parallel", "zero3"))
 
 
 def test_a_fault_is_reported_as_in_training(folder, capsys):

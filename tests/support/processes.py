@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.model.division import full
+from rloo.model.division import full, shape_of
+from rloo.run.plan import lasting_bytes
+from rloo.run.setup import make_engine
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -81,6 +83,8 @@ STOPPED = "stopped by a callback of the main process"
 FAILS = "fails in one process, and is trained again"
 # After its first step, in the middle of what is logged as one.
 GOES_ON = "goes on"
+# By the memory that its engine takes to load what is divided.
+MEASURED = "paper"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
 PACKED = "packed"
 CASES = {
@@ -152,6 +156,11 @@ def run(folder: Path, names: list[str], **options: Any) -> None:
         except (ValueError, ConnectionError):
             assert name == FAILS
             output = trainer.train("auto")
+        if options.get("parallel") in ("fsdp2", "zero3") and name == MEASURED:
+            engine = make_engine(trainer.policy, trainer.args)
+            peak = lasting_bytes(trainer.policy, engine)["loading"]
+            sizes = [shape_of(p).numel() * p.itemsize for p in trainer.model.parameters()]
+            (folder / name / "loading.json").write_text(json.dumps([peak, max(sizes)]))
         known = trainer.state.log_history, output.training_loss, output.metrics
         (folder / name / f"rank-{trainer.world.rank}.json").write_text(json.dumps(known))
         weights = {n: full(p).clone() for n, p in trainer.model.named_parameters()}

@@ -121,7 +121,7 @@ def complete(options: Options) -> dict[str, Any]:
     taken = {
         name: value
         for name, value in given.items()
-        if name in _TAKEN and value != "auto" and value != {"device": "none"}
+        if name in _TAKEN and value != "auto" and _device(value) != "none"
     }
     return {"zero_optimization": {**taken, "stage": STAGES[options.parallel]}}
 
@@ -161,12 +161,16 @@ def _check_optimizer(value: Any, options: Options) -> None:
 
 
 def _check_offload(where: str, value: Any) -> None:
-    device = value.get("device", "none") if isinstance(value, Mapping) else value
-    if device not in _HOST:
+    if (device := _device(value)) not in _HOST:
         raise ValueError(
             f"{where}.device is {device} in the settings of DeepSpeed; it must be none or cpu, "
             "since checkpoints are made from memory (deepspeed)"
         )
+
+
+def _device(value: Any) -> Any:
+    """Of an offload: where to."""
+    return value.get("device", "none") if isinstance(value, Mapping) else value
 
 
 def _refuse(name: str, value: Any) -> None:

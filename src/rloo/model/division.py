@@ -82,16 +82,11 @@ def full(tensor: Tensor) -> Tensor:
     if dist.get_backend(found.group) != "gloo":
         device = torch.device("cuda", torch.cuda.current_device())
     whole = torch.empty(found.shape.numel(), dtype=found.piece.dtype, device=device)
-    size = dist.get_world_size(found.group)
-    if found.step * size == len(whole):
-        piece = found.piece.to(device)
-        dist.all_gather_into_tensor(whole, piece, group=found.group)
-    elif found.step:
-        # torch would gather parts of one length, and copy what is left without the padding.
-        for rank, part in enumerate(whole.split(found.step)):
-            if rank == found.rank:
-                part.copy_(found.piece)
-            dist.broadcast(part, group=found.group, group_src=rank)
+    # torch's gathering is of pieces of one length, and copies what is left without the padding.
+    for rank, part in enumerate(whole.split(found.step or 1)):
+        if rank == found.rank:
+            part.copy_(found.piece)
+        dist.broadcast(part, group=found.group, group_src=rank)
     return whole.view(found.shape)
 
 

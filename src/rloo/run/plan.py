@@ -26,6 +26,7 @@ from rloo.engines.noise import noise_key
 from rloo.model import memory
 from rloo.model.batch import split
 from rloo.model.budget import Workload, available_bytes, gigabytes, largest_micro_batch
+from rloo.model.division import shape_of
 from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
 from rloo.report.console import duration, write_line
@@ -35,6 +36,8 @@ from rloo.types import Engine, Prompt
 # Positions sampled to find the cost of one, and the most tokens of context computed for that.
 _POSITIONS = 5
 _MOST_CONTEXT = 65536
+# Of what a process holds, that which it has a part of where weights are divided.
+_DIVIDED = ("weights", "reference", "gradients", "optimizer", "step")
 # Prompts, samples, positions and seconds used to estimate the length of completions.
 _LENGTH_PROMPTS, _LENGTH_SAMPLES, _LENGTH_POSITIONS, _LENGTH_SECONDS = 8, 4, 256, 10.0
 
@@ -82,11 +85,11 @@ def make_plan(config: RLOOConfig) -> Plan:
     """Build the run of `config`, measure, and predict. Raises ValueError as training would."""
     if config.dataset is None:
         raise ValueError("there is no dataset to train on (dataset)")
-    if config.parallel != "replicate":
+    if config.parallel not in ("replicate", "fsdp2"):
         raise ValueError(
-            f"parallel is {config.parallel}; a plan is of processes that each have all weights: "
-            "leave it out, and divide what is said of weights, reference, gradients and optimizer "
-            "by the number of processes (parallel)"
+            f"parallel is {config.parallel}; a plan measures without DeepSpeed: give fsdp2, which "
+            "divides what zero3 divides; zero2 does not divide weights, zero1 neither weights nor "
+            "gradients (parallel)"
         )
     processes = config.num_processes or 1
     trainer = RLOOTrainer(args=in_one_process(config))
@@ -107,6 +110,8 @@ def make_plan(config: RLOOConfig) -> Plan:
         "micro-batch": memory.predicted_peak_bytes(policy, largest),
         "step": memory.step_bytes(policy),
     }
+    if policy.divides:
+        held |= {name: -(-held[name] // processes) for name in _DIVIDED}
     seconds, whole_groups = _measure_time(parts, rollouts, longest, processes)
     length = _expected_length(rollouts, prompts, seconds["sample"] / config.max_completion_length)
 
@@ -118,7 +123,7 @@ def make_plan(config: RLOOConfig) -> Plan:
     return Plan(
         processes=processes,
         parameters=count_parameters(policy.model),
-        trained_parameters=sum(p.numel() for p in policy.parameters),
+        trained_parameters=sum(shape_of(p).numel() for p in policy.parameters),
         num_rows=len(prompts),
         workload=workload,
         completions_per_step=parts.batches.completions_per_step,
