@@ -115,7 +115,7 @@ def test_a_file_of_deepspeed_s(launched, tmp_path):
         "  deepspeed_multinode_launcher: standard\n  zero3_init_flag: false\n"
     )
     assert RLOOConfig().parallel == "zero1"
-    with pytest.raises(ValueError, match="parallel is zero3 and zero_optimization.stage is 1"):
+    with pytest.raises(ValueError, match=r"parallel is zero3 and zero_optimization\.stage is 1"):
         RLOOConfig(parallel="zero3")
 
 
