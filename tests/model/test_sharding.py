@@ -8,8 +8,11 @@ from torch import nn
 from rloo import RLOOConfig
 from rloo.dist.world import make_world
 from rloo.model.division import divide, full, is_divided, local, whole_copy
+from rloo.model.loading import load_model
 from rloo.model.policy import Policy
-from support.models import make_model, make_samples
+from rloo.model.sharding import check
+from support.adapters import make_lora, perturb, wrap
+from support.models import make_model, make_samples, make_wide
 from support.text import make_tokenizer
 from support.vision_models import make_vision_model
 
@@ -75,6 +78,39 @@ def test_a_whole_copy_is_another_one(make):
     nn.init.zeros_(copied.weight)
     assert not is_divided(copied.weight)
     assert full(policy.model.get_output_embeddings().weight).any()
+
+
+@pytest.mark.parametrize("bf16", (False, True))
+def test_a_base_of_few_bits_stays_whole_and_its_adapter_is_divided(make, tmp_path, bf16):
+    make_wide("qwen3").save_pretrained(tmp_path)
+
+    def adapted():
+        config = RLOOConfig(model=str(tmp_path), use_cpu=True, load_in_4bit=True)
+        model, _ = load_model(config, make_tokenizer(), device=torch.device("cpu"))
+        model = wrap(model, make_lora())
+        perturb(model)
+        return model
+
+    options = {"load_in_4bit": True, "beta": 0.05, "learning_rate": 0.1, "bf16": bf16}
+    policy = make(adapted(), **options)
+    alone = Policy(
+        adapted(), make_tokenizer(), policy.config.with_values(parallel="replicate"),
+        world=make_world(use_cpu=True), num_training_steps=3,
+    )  # fmt: skip
+    few_bits = [p for p in policy.model.parameters() if not p.is_floating_point()]
+    assert few_bits and not any(map(is_divided, few_bits))
+    assert all(map(is_divided, policy.parameters))
+    assert any("few bits stays whole" in note for note in policy.notes)
+    for one in (policy, alone):
+        batch = one.batch(make_samples())
+        one.stepper.backward(one.logprobs(batch).logprobs.sum())
+        one.stepper.step()
+    assert torch.equal(*(one.reference_logprobs(batch) for one in (policy, alone)))
+    merged, expected = ({n: full(w) for n, w in one.weights()} for one in (policy, alone))
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], expected[name]) for name in merged)
+    with pytest.raises(ValueError, match="parallel is zero3 and the base has few bits"):
+        check(adapted().get_base_model(), "zero3")
 
 
 def test_what_needs_whole_parameters_is_refused(make):

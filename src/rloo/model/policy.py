@@ -100,6 +100,10 @@ class Policy:
     def _divide(self) -> None:
         config = self.config
         sharding.check(self.model, config.parallel)
+        if any(not p.is_floating_point() for p in self.model.parameters()):
+            self.notes.append(
+                "the base of few bits stays whole in every process; the rest is divided (parallel)"
+            )
         if config.parallel != "fsdp2":
             zero.prepare(self.world)
             if config.parallel == "zero3":

@@ -28,6 +28,11 @@ def check(model: PreTrainedModel, parallel: str) -> None:
             f"parallel is {parallel} and {name} reads images, which not every process has at the "
             "same time; its parts would wait for each other (parallel)"
         )
+    if parallel == "zero3" and any(not p.is_floating_point() for p in model.parameters()):
+        raise ValueError(
+            "parallel is zero3 and the base has few bits, which DeepSpeed does not divide; use "
+            "fsdp2, under which it stays whole, or zero2 (parallel, load_in_4bit, load_in_8bit)"
+        )
     if parallel == "fsdp2" and not _layers(model):
         raise ValueError(
             f"parallel is fsdp2 and {name} has no layers that transformers marks as such; all of "
