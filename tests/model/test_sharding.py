@@ -87,6 +87,7 @@ def test_a_base_of_few_bits_stays_whole_and_its_adapter_is_divided(make, tmp_pat
     def adapted():
         config = RLOOConfig(model=str(tmp_path), use_cpu=True, load_in_4bit=True)
         model, _ = load_model(config, make_tokenizer(), device=torch.device("cpu"))
+        torch.manual_seed(0)
         model = wrap(model, make_lora())
         perturb(model)
         return model
