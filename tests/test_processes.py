@@ -8,6 +8,9 @@ import pytest
 from support.launched import HARDEST, launch, require_equal, require_loaded_in_turn
 from support.processes import CASES, RESUMED, run
 
+# Where tokens are needed elsewhere: to score a group, to train it, in later steps and files.
+FAR = ("ranked in its group", "one group over all", "two passes", "several updates", "missing")
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
@@ -28,6 +31,7 @@ def made(tmp_path_factory) -> Path:
             (folder / "fsdp2-2", CASES, divided),
             *[(folder / kind, RESUMED, {"max_steps": 2} | options) for kind, options in kinds],
             (folder / "half-2", RESUMED, {"max_steps": 4} | divided),
+            (folder / "far-2", FAR, {"gather_limit": 0}),
         ],
     )
     for processes, (kind, options) in zip((3, 4), kinds, strict=True):
@@ -48,6 +52,11 @@ def made(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("parallel", ("replicate", "fsdp2"))
 def test_several_processes_end_as_one(made, parallel, processes):
     require_equal(made / "alone", made / f"{parallel}-{processes}")
+
+
+@pytest.mark.slow
+def test_tokens_that_stay_where_they_were_sampled_change_nothing(made):
+    require_equal(made / "alone", made / "far-2")
 
 
 @pytest.mark.slow

@@ -40,6 +40,21 @@ class Prompt:
         return self.id + (self.epoch << 40)
 
 
+@dataclass(frozen=True)
+class Elsewhere(Sequence[Any]):
+    """What another process has of a completion for each of its tokens: here, their number and the
+    sum of what they have are known."""
+
+    length: int
+    total: float = 0.0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        raise LookupError("another process has this completion (rloo.algorithm.sharing.bring)")
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What an engine returns for one sample.
@@ -47,13 +62,15 @@ class Completion:
     `finish` is "stop" if `token_ids` ends with a stop token or with the token that completed a stop
     string (the whole token is kept), otherwise "length". `policy_logprobs` are computed after the
     temperature and before any filter or penalty; `behavior_logprobs` under the distribution that
-    was sampled from. Both are natural logarithms, one per token.
+    was sampled from. Both are natural logarithms, one per token. `home` is the process that alone
+    has them, None where all do; the others have `Elsewhere` in place of each list.
     """
 
     token_ids: list[int]
     finish: FinishReason
     policy_logprobs: list[float]
     behavior_logprobs: list[float]
+    home: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +129,8 @@ class Sample:
 
     `place` is its number among the rollout's completions, scored or not: optimizer steps are cut by
     it. `version` is that of the weights that sampled it. `trained` tells for each token whether the
-    policy learns from it, or only reads it as what a tool or a user said; None: from all.
+    policy learns from it, or only reads it as what a tool or a user said; None: from all. `home`:
+    see `Completion`.
     """
 
     key: tuple[int, int]
@@ -128,6 +146,7 @@ class Sample:
     # See `Prompt.pixels`.
     pixels: Callable[[], dict[str, Any]] | None = None
     trained: tuple[bool, ...] | None = None
+    home: int | None = None
 
     @property
     def num_trained(self) -> int:

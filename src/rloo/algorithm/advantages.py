@@ -18,6 +18,7 @@ from torch import Tensor
 from rloo.algorithm import objective
 from rloo.algorithm.chosen import Chosen, chosen_estimator
 from rloo.algorithm.estimators import Returns
+from rloo.algorithm.sharing import with_tokens
 from rloo.algorithm.tally import Tally, add
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
@@ -166,6 +167,7 @@ def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
 
 def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Stored:
     dealt = deal(samples, policy.world.size, whole_groups=False, packed=policy.packed)
+    dealt = with_tokens(dealt, policy.world)
 
     def compute() -> tuple[dict[Key, Tensor], dict[Key, Tensor], Tally]:
         old: dict[Key, Tensor] = {}

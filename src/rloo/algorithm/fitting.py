@@ -11,7 +11,7 @@ import torch
 
 from rloo.algorithm.advantages import Credit, assign
 from rloo.algorithm.parts import InHand, Parts, RunState
-from rloo.algorithm.sharing import of_all
+from rloo.algorithm.sharing import bring, of_all
 from rloo.algorithm.update import update
 from rloo.dist.links import AllOutOfMemory
 from rloo.model.budget import fitting_budget
@@ -48,7 +48,8 @@ def check_first(parts: Parts, state: RunState, samples: Sequence[Sample]) -> Non
         return
     packed = policy.packed
     groups = groupby(samples, key=lambda sample: sample.key[0])
-    policy.check_forward([s for _, members in groups for s in islice(members, 2)][:4])
+    few = [s for _, members in groups for s in islice(members, 2)][:4]
+    policy.check_forward(bring([few] * parts.world.size, parts.world))
     policy.packed = not parts.world.any(not policy.packed)
     if policy.packed != packed:  # other sizes fit now
         rehearse(parts, state)

@@ -57,6 +57,7 @@ def _samples(
             reward=math.nan if reward is None else reward,
             truncated=completion.finish == "length",
             behavior_logprobs=completion.behavior_logprobs,
+            home=completion.home,
             pixels=group.prompt.pixels,
         )
         yield sample, completion

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -18,7 +19,22 @@ from rloo.report.records import strict
 from rloo.rewards import RewardSet, Scores
 from rloo.rewards.calling import Log
 from rloo.rewards.combine import Raw
-from rloo.types import Completion, Engine, FinishReason, Group, Prompt, Sampling, Text, text_of
+from rloo.types import (
+    Completion,
+    Elsewhere,
+    Engine,
+    FinishReason,
+    Group,
+    Prompt,
+    Sample,
+    Sampling,
+    Text,
+    text_of,
+)
+
+C = TypeVar("C", Completion, Sample)
+# Of a token: its number and its log-prob.
+_TOKEN_BYTES = 8
 
 
 def sample(
@@ -38,20 +54,68 @@ def sample(
         range(max(mine.start - first, 0), min(mine.stop - first, count))
         for first in range(0, len(prompts) * count, count)
     ]
-    own = [index for index, some in enumerate(numbers) if some]
+    here = [index for index, some in enumerate(numbers) if some]
     drawn = engine.sample(
-        [prompts[index] for index in own], [numbers[index] for index in own], sampling, noise
+        [prompts[index] for index in here], [numbers[index] for index in here], sampling, noise
     )
     drew = zlib.crc32(repr([(prompt.id, prompt.token_ids) for prompt in prompts]).encode())
-    parts = world.gather((drew, _pack([c for group in drawn for c in group])))
+    own = [completion for group in drawn for completion in group]
+    most = len(prompts) * count * sampling.max_tokens * _TOKEN_BYTES
+    flat = _of_all_processes(own, drew, world, small=most <= world.gather_limit)
+    return [flat[first : first + count] for first in range(0, len(flat), count)]
+
+
+def _of_all_processes(
+    own: list[Completion], drew: int, world: World, *, small: bool
+) -> list[Completion]:
+    """All completions, of which this process has drawn its `own`, with tokens where those are of
+    `gather_limit` bytes, or known to be (`small`)."""
+    parts = world.gather((drew, _pack(own) if small else _heads(own)))
     for rank, (other, _) in enumerate(parts):
         if other != drew:
             raise ValueError(
                 f"rank {rank} has drawn other prompts than rank {world.rank}; all must read the "
                 "same rows in the same order (train_dataset, eval_dataset, shuffle_dataset)"
             )
-    flat = [completion for _, part in parts for completion in _unpack(part)]
-    return [flat[first : first + count] for first in range(0, len(flat), count)]
+    if small:
+        return [completion for _, part in parts for completion in _unpack(part)]
+    heads = [_elsewhere(head, rank) for rank, (_, head) in enumerate(parts)]
+    tokens = sum(len(c.token_ids) for part in heads for c in part)
+    if tokens * _TOKEN_BYTES <= world.gather_limit:
+        return [c for part in world.gather(_pack(own)) for c in _unpack(part)]
+    heads[world.rank] = [replace(completion, home=world.rank) for completion in own]
+    return [completion for part in heads for completion in part]
+
+
+def bring(wanted: Sequence[Sequence[C]], world: World) -> list[C]:
+    """Of what each process wants of completions (or samples), what this one does, with tokens. All
+    processes call this with the same."""
+    if all(each.home is None for part in wanted for each in part):
+        return list(wanted[world.rank])
+    got = world.exchange(
+        [
+            _pack([each for each in part if each.home == world.rank and rank != world.rank])
+            for rank, part in enumerate(wanted)
+        ]
+    )
+    arrived = [iter(_unpack(packed)) for packed in got]
+    mine = []
+    for each in wanted[world.rank]:
+        if each.home not in (None, world.rank):
+            c = next(arrived[each.home])
+            each = replace(
+                each,
+                token_ids=c.token_ids,
+                policy_logprobs=c.policy_logprobs,
+                behavior_logprobs=c.behavior_logprobs,
+            )
+        mine.append(each)
+    return mine
+
+
+def with_tokens(dealt: Sequence[list[Sample]], world: World) -> list[list[Sample]]:
+    """What was dealt, this process's part with tokens."""
+    return [*dealt[: world.rank], bring(dealt, world), *dealt[world.rank + 1 :]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +140,31 @@ class Judge:
         """Score all completions of a rollout, with one call of each reward function; return the
         groups and the metrics that rewards logged. `learn`: see `RewardSet.score`."""
         world, names = self.world, list(dict.fromkeys(n for p in prompts for n in p.columns))
-        mine = world.share(len(prompts))
-        if not self.rewards.shared:
-            mine = range(len(prompts) if world.is_main else 0)
+        shares = [self._share(len(prompts), rank) for rank in range(world.size)]
         if not world.is_main:
             first = prompts[0].noise_id if prompts else 0
             transformers.set_seed(noise_key(self.noise, f"rank {world.rank}", first) >> 32)
-        groups = [(prompts[index], sampled[index]) for index in mine]
+        own = iter(bring([[c for i in share for c in sampled[i]] for share in shares], world))
+        groups = [(prompts[i], [next(own) for _ in sampled[i]]) for i in shares[world.rank]]
         done = [self._call(groups, names)] if groups else []
-        if world.links is not None:
-            sent = world.gather([(texts, _plain(raw)) for texts, raw in done])
-            done = [(texts, _of_plain(raw)) for part in sent for texts, raw in part]
-        scores = self.rewards.combine([raw for _, raw in done], learn=learn)
         texts = [text for some, _ in done for text in some]
+        raws = [raw for _, raw in done]
+        if world.links is not None:
+            far = any(c.home is not None for completions in sampled for c in completions)
+            sent = world.gather(([] if far else texts, list(map(_plain, raws))))
+            raws = [_of_plain(raw) for _, part in sent for raw in part]
+            if far:  # who writes them needs them
+                sent = world.exchange(
+                    [(texts if rank == 0 else [], []) for rank in range(world.size)]
+                )
+            texts = [text for part, _ in sent for text in part]
+        scores = self.rewards.combine(raws, learn=learn)
         return _groups(prompts, sampled, texts, scores), scores.metrics
+
+    def _share(self, count: int, rank: int) -> range:
+        if self.rewards.shared:
+            return self.world.share(count, rank)
+        return range(count if rank == 0 else 0)
 
     def _call(
         self, groups: Sequence[tuple[Prompt, Sequence[Completion]]], names: Sequence[str]
@@ -161,14 +236,14 @@ def _of_plain(values: Any) -> Raw:
     return Raw(count, by_function, {name: Log(extras, sums) for name, extras, sums in logs})
 
 
-def _pack(completions: Sequence[Completion]) -> dict[str, Any]:
+def _pack(completions: Sequence[Completion] | Sequence[Sample]) -> dict[str, Any]:
     """N completions of T tokens in all as tensors (N,) and (T,), to the last bit. `behavior` is
     None where it equals `policy`."""
     same = all(c.behavior_logprobs == c.policy_logprobs for c in completions)
-    behavior = [x for c in completions for x in c.behavior_logprobs]
+    behavior = [x for c in completions for x in c.behavior_logprobs or ()]
     return {
         "length": torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int32),
-        "stopped": torch.tensor([c.finish == "stop" for c in completions], dtype=torch.bool),
+        "stopped": torch.tensor([_stopped(c) for c in completions], dtype=torch.bool),
         "token": torch.tensor([t for c in completions for t in c.token_ids], dtype=torch.int32),
         "policy": _floats([x for c in completions for x in c.policy_logprobs]),
         "behavior": None if same else _floats(behavior),
@@ -185,6 +260,37 @@ def _unpack(packed: dict[str, Any]) -> list[Completion]:
         finish: FinishReason = "stop" if stopped else "length"
         completions.append(Completion(tokens[part], finish, policy[part], behavior[part]))
     return completions
+
+
+def _stopped(completion: Completion | Sample) -> bool:
+    if isinstance(completion, Sample):
+        return not completion.truncated
+    return completion.finish == "stop"
+
+
+def _heads(completions: Sequence[Completion]) -> dict[str, Any]:
+    """What all processes know of completions that one has: lengths, and sums of log-probs."""
+    kinds = [(c.policy_logprobs, c.behavior_logprobs) for c in completions]
+    return {
+        "length": torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int32),
+        "stopped": torch.tensor([c.finish == "stop" for c in completions], dtype=torch.bool),
+        "sums": torch.tensor([[math.fsum(x) for x in pair] for pair in kinds], dtype=torch.float64),
+        "same": torch.tensor([policy == behavior for policy, behavior in kinds], dtype=torch.bool),
+    }
+
+
+def _elsewhere(heads: dict[str, Any], rank: int) -> list[Completion]:
+    """The completions of `_heads`, which process `rank` has."""
+    found = []
+    policy: Any
+    behavior: Any
+    for length, stopped, sums, same in zip(*(v.tolist() for v in heads.values()), strict=True):
+        finish: FinishReason = "stop" if stopped else "length"
+        policy = Elsewhere(length, sums[0])
+        behavior = policy if same else Elsewhere(length, sums[1])
+        tokens: Any = Elsewhere(length)
+        found.append(Completion(tokens, finish, policy, behavior, rank))
+    return found
 
 
 def _floats(values: list[float]) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rloo.algorithm import objective
 from rloo.algorithm.advantages import Credit, Terms
+from rloo.algorithm.sharing import with_tokens
 from rloo.algorithm.tally import Tally, add, averages, imbalance
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
@@ -50,6 +51,7 @@ def update(
     live = [s for s in samples if computes_all or credit.has_signal(s.key)]
     input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
     dealt = deal(live, policy.world.size, whole_groups=credit.from_update, packed=policy.packed)
+    dealt = with_tokens(dealt, policy.world)
 
     def compute() -> Tally:
         tally: Tally = {}

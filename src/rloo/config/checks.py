@@ -56,7 +56,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at least 0", lambda x: x >= 0, (
         "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
         "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
-        "rollout_importance_sampling_min", "reward_timeout", "max_restarts",
+        "rollout_importance_sampling_min", "reward_timeout", "max_restarts", "gather_limit",
     )),
     ("must be above 0 and at most 1", lambda x: 0 < x <= 1,
      ("top_p", "eval_top_p", "ref_model_mixup_alpha")),

@@ -285,6 +285,9 @@ class Options:
         "memory, and step there.")
     state_dict_type: Literal["full", "sharded"] = PROCESSES.own("full",
         "Checkpoints hold whole tensors, or what is divided as every process writes its part.")
+    gather_limit: int = PROCESSES.own(2**28,
+        "Bytes of a rollout's completions that travel to all processes; of more, their tokens "
+        "travel only to those that score and train them.")
     max_restarts: int = PROCESSES.own(0,
         "How often `rloo train` starts all its processes again after one has died.")
     ddp_timeout: int = PROCESSES.shared(1800,

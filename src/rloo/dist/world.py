@@ -21,7 +21,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class World:
     """Process `rank` of `size`, which computes on `device`; `links` lead to the others,
-    `lines` where weights are divided.
+    `lines` where weights are divided. Completions of more bytes than `gather_limit` stay with those
+    that have sampled them.
 
     Every method but `share` and `fail` is a collective: all processes call it at the same point,
     with values of the same form, and get the same result; one alone gets what it gave. All raise
@@ -34,19 +35,27 @@ class World:
     size: int = 1
     links: Links | None = None
     lines: DeviceMesh | None = None
+    gather_limit: int = 2**28
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and speaks to the user."""
         return self.rank == 0
 
-    def share(self, count: int) -> range:
-        """This process's part of `count` things: equal parts, in the order of ranks."""
-        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+    def share(self, count: int, rank: int | None = None) -> range:
+        """The part of `count` things of this process, or of `rank`: equal parts, in the order of
+        ranks."""
+        rank = self.rank if rank is None else rank
+        return range(rank * count // self.size, (rank + 1) * count // self.size)
 
     def gather(self, value: T) -> list[T]:
         """The value of every process, in the order of ranks."""
         return [value] if self.links is None else self.links.gather(value)
+
+    def exchange(self, values: Sequence[T]) -> list[T]:
+        """Give every process the value that is meant for it, in the order of ranks; return what
+        each has for this one."""
+        return list(values) if self.links is None else self.links.exchange(values)
 
     def from_main(self, value: T) -> T:
         """The value of the main process. That needs no answer: where another is gone, what it is
@@ -156,10 +165,12 @@ def _number(name: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
-def make_world(*, use_cpu: bool, timeout: float = 1800.0, divides: bool = False) -> World:
+def make_world(
+    *, use_cpu: bool, timeout: float = 1800.0, divides: bool = False, gather_limit: int = 2**28
+) -> World:
     """This process among those that the launcher started, on its GPU if there is one and `use_cpu`
     does not forbid it. `timeout`: seconds that a process waits for the others. `divides`: whether
-    weights are divided among them, be it one alone."""
+    weights are divided among them, be it one alone. `gather_limit`: see `World`."""
     import torch
 
     on_gpu = torch.cuda.is_available() and not use_cpu
@@ -184,4 +195,5 @@ def make_world(*, use_cpu: bool, timeout: float = 1800.0, divides: bool = False)
         connect_alone(device)
         return World(device, lines=lines_of(device, timeout))
     links = connect(rank, size, timeout, device, watched=divides)
-    return World(device, rank, size, links, lines_of(device, timeout) if divides else None)
+    lines = lines_of(device, timeout) if divides else None
+    return World(device, rank, size, links, lines, gather_limit)

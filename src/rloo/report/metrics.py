@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 
-from rloo.types import Group
+from rloo.types import Elsewhere, Group
 
 # 97.5 % point of the normal distribution: half the width of a 95 % interval, in standard errors.
 Z = 1.959963984540054
@@ -107,8 +107,13 @@ def window_mean(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def sampled_entropy(logprobs: Iterable[Sequence[float]]) -> dict[str, float]:
     """The mean of -log p over all tokens, which the sampler knows: on average the entropy of a
     policy that was sampled without filters, and no forward pass."""
-    values = [value for of_completion in logprobs for value in of_completion]
-    return {"entropy": -fmean(values)} if values else {}
+    values: list[float] = []
+    count = 0
+    for of_completion in logprobs:
+        far = isinstance(of_completion, Elsewhere)
+        values += [of_completion.total] if far else of_completion  # type: ignore[attr-defined]
+        count += len(of_completion)
+    return {"entropy": -math.fsum(values) / count} if count else {}
 
 
 def _baselines(rewards: Sequence[float]) -> list[float]:

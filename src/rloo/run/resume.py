@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rloo.algorithm.parts import InHand, Parts, RunState
+from rloo.algorithm.sharing import bring
 from rloo.config.config import RLOOConfig
 from rloo.model.parts import has_parts
 from rloo.model.state import capture_rng, parameter_shapes, require_same_shapes, restore_rng
@@ -27,6 +28,7 @@ HARMLESS = (
     "logging_first_step", "log_completions", "num_completions_to_print", "report_to", "run_name",
     "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
     "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout", "parallel",
+    "gather_limit", "deepspeed", "offload_params",
     "state_dict_type",
 )
 # fmt: on
@@ -51,7 +53,11 @@ def snapshot(
         "scaler": scaler,
         "callbacks": parts.events.state_dict(),
     }
-    hand = state.in_hand.state_dict() if state.in_hand else None
+    hand = None
+    if state.in_hand is not None:
+        wanted = [state.in_hand.samples if rank == 0 else [] for rank in range(parts.world.size)]
+        samples = [replace(s, home=None) for s in bring(wanted, parts.world)]
+        hand = replace(state.in_hand, samples=samples).state_dict()
     return Checkpoint(state.step, optimizer, scheduler, capture_rng(), trainer_state, hand)
 
 

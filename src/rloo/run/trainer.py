@@ -103,6 +103,7 @@ class RLOOTrainer:
             use_cpu=self.args.use_cpu,
             timeout=self.args.ddp_timeout,
             divides=self.args.parallel != "replicate",
+            gather_limit=self.args.gather_limit,
         )
         with self.world.telling():
             self.batches = batches_of(self.args, self.world.size)
