@@ -541,6 +541,7 @@ def test_eval_passes_the_configuration_of_a_hub_dataset_on(folder, model, capsys
     assert "cannot be loaded from the hub" in error
 
 
+@pytest.mark.slow
 def test_sigterm_ends_with_143_and_a_checkpoint_from_which_the_run_goes_on(folder, capsys):
     """From outside: a process that is asked to end after it has printed its second step."""
     options = ["--max_steps", "2000", "--logging_steps", "1", "--save_strategy", "no"]

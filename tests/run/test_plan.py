@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,14 +57,17 @@ def config_of(*arguments: str):
     return parse_command_line(["run.yaml", *arguments])
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         [],
-        ["--num_iterations", "2"],
-        ["--gradient_checkpointing", "true"],
-        ["--max_tokens_per_micro_batch", "120"],  # less than a group
-        ["--packing", "false", "--beta", "0"],
+        slow(["--num_iterations", "2"]),
+        slow(["--gradient_checkpointing", "true"]),
+        slow(["--max_tokens_per_micro_batch", "120"]),  # less than a group
+        slow(["--packing", "false", "--beta", "0"]),
     ],
     ids=" ".join,
 )
