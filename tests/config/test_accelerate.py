@@ -2,14 +2,17 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from rloo import RLOOConfig
-from rloo.config.launchers import check_launch
+from rloo.config.arguments import to_training_arguments
+from rloo.config.launchers import check_launch, unseen
 
 LAUNCHERS = {
     "multi_gpu_launcher": prepare_multi_gpu_env,
@@ -40,6 +43,7 @@ fsdp_config:
   fsdp_state_dict_type: {state}
   fsdp_version: {version}
 """
+FSDP_AS_PUBLISHED = FSDP.format(offload="false", reshard="true", state="FULL_STATE_DICT", version=1)
 DEEPSPEED = """
 distributed_type: DEEPSPEED
 deepspeed_config:
@@ -97,6 +101,22 @@ def test_fsdp(launched, text, expected):
     check_launch(config)
 
 
+def test_a_class_of_layers_that_is_named_is_gathered_as_all_are(launched):
+    launched(fsdp() + "  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer\n")
+    assert RLOOConfig().parallel == "fsdp2"
+
+
+@pytest.mark.parametrize("text", (FSDP_AS_PUBLISHED, DEEPSPEED))
+def test_transformers_leaves_to_this_program_what_accelerate_was_told(launched, text):
+    launched(text.format(stage=3, offload="none"))
+    told = {name for name in os.environ if name.startswith(("ACCELERATE_USE", "FSDP_"))}
+    arguments = to_training_arguments(RLOOConfig(use_cpu=True))
+    assert not is_deepspeed_zero3_enabled() and arguments.deepspeed_plugin is None
+    assert told == {name for name in os.environ if name.startswith(("ACCELERATE_USE", "FSDP_"))}
+    with unseen():
+        assert "ACCELERATE_USE_FSDP" not in os.environ
+
+
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_deepspeed(launched, stage):
     launched(zero(stage, offload="cpu"))
@@ -114,7 +134,12 @@ def test_a_file_of_deepspeed_s(launched, tmp_path):
         f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {file}\n"
         "  deepspeed_multinode_launcher: standard\n  zero3_init_flag: false\n"
     )
-    assert RLOOConfig().parallel == "zero1"
+    assert (config := RLOOConfig()).parallel == "zero1"
+    assert replace(config, seed=3).seed == 3 and RLOOConfig(**config.to_dict()) == config
+    other: Path = tmp_path / "other.json"
+    other.write_text(json.dumps({"zero_optimization": {"stage": 2}}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"accelerate was told .*zero\.json, which says something"):
+        RLOOConfig(deepspeed=str(other))
     with pytest.raises(ValueError, match=r"parallel is zero3 and zero_optimization\.stage is 1"):
         RLOOConfig(parallel="zero3")
 

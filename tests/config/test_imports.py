@@ -368,6 +368,23 @@ def test_a_value_of_the_wrong_type_names_areal_s_key(tmp_path):
 # -- ms-swift -------------------------------------------------------------------------------------
 
 
+def test_ms_swift_s_names_of_deepspeed_s_files_are_taken(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text('{"zero_optimization": {"stage": 1}}')
+    host = {"device": "cpu"}
+    moved = {"stage": 3, "offload_optimizer": host, "offload_param": host}
+    for name, options in {
+        "zero0": {},
+        "zero2": {"parallel": "zero2"},
+        "zero3_offload": {"parallel": "zero3", "deepspeed": {"zero_optimization": moved}},
+        str(file): {"deepspeed": str(file)},
+    }.items():
+        found = swift(f"--deepspeed {name}").options
+        assert {n: v for n, v in found.items() if n in ("parallel", "deepspeed")} == options
+    (left,) = swift("--deepspeed other.json").left
+    assert (left.key, left.value) == ("deepspeed", "other.json")
+
+
 def test_ms_swift_s_example_has_its_objective_and_the_batch_of_all_its_processes():
     found = import_config("ms-swift", str(MS_SWIFT))
     expected = {**preset_options("ms_swift"), "beta": 0.001, "epsilon": 3e-4, "epsilon_high": 4e-4}

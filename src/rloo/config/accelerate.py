@@ -7,22 +7,26 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
+from rloo.config import deepspeed
+from rloo.config.launchers import DEEPSPEED, FSDP
+
 _PREFIX = "ACCELERATE_DEEPSPEED_"
 # Variable -> the values at which it says what this version does, and what it is about.
 _FSDP_AS_HERE: dict[str, tuple[tuple[str, ...], str]] = {
     "FSDP_SHARDING_STRATEGY": (("full_shard", "1"), "all is divided (parallel)"),
     "FSDP_RESHARD_AFTER_FORWARD": (("true", "full_shard"), "weights are freed after each forward"),
-    "FSDP_AUTO_WRAP_POLICY": (("transformer_based_wrap",), "weights are gathered layer by layer"),
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": ((), "the layers are those that transformers marks as such"),
+    "FSDP_AUTO_WRAP_POLICY": (
+        ("transformer_based_wrap",), "weights are gathered layer by layer (TRANSFORMER_BASED_WRAP)",
+    ),
     "FSDP_IGNORED_MODULES": ((), "all is divided"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "activations are recomputed, not moved"),
-    # Who reads the weights first, and what is fetched early, changes no number.
+    # Who reads the weights first, what is fetched early, and which layers are gathered at once,
+    # changes no number.
     **dict.fromkeys(
         (
             "FSDP_VERSION", "FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_SYNC_MODULE_STATES",
             "FSDP_USE_ORIG_PARAMS", "FSDP_BACKWARD_PREFETCH", "FSDP_FORWARD_PREFETCH",
-            "FSDP_MIN_NUM_PARAMS",
+            "FSDP_MIN_NUM_PARAMS", "FSDP_TRANSFORMER_CLS_TO_WRAP",
         ),
         (("any",), ""),
     ),
@@ -39,8 +43,13 @@ def launched_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if _is_on(FSDP) and _is_on(DEEPSPEED):
         raise ValueError(f"accelerate was told to use FSDP and DeepSpeed ({FSDP}, {DEEPSPEED})")
     told = _fsdp() if _is_on(FSDP) else _deepspeed() if _is_on(DEEPSPEED) else {}
-    if given.get("deepspeed") is not None and isinstance(told.get("deepspeed"), dict):
-        del told["deepspeed"]  # the file says more; its stage must be the same
+    if given.get("deepspeed") is not None and "deepspeed" in told:
+        file = told.pop("deepspeed")
+        if isinstance(file, str) and deepspeed.read(file) != deepspeed.read(given["deepspeed"]):
+            raise ValueError(
+                f"deepspeed is {given['deepspeed']}, and accelerate was told {file}, which says "
+                "something else; leave it out here or there (deepspeed)"
+            )  # what was told without a file says less; its stage must be the same
     for name, value in told.items():
         if given.get(name, value) != value:
             source = FSDP if _is_on(FSDP) else DEEPSPEED

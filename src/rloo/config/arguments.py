@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rloo.config.config import PLACE, RLOOConfig, known_names, option_types
-from rloo.config.launchers import is_launched
+from rloo.config.launchers import is_launched, unseen
 from rloo.config.reading import coerce, declare, default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
@@ -99,10 +99,11 @@ class RLOOArguments(_Fields):
 
 # -- transformers' own ---------------------------------------------------------------------------
 
-# TrainingArguments would refuse bf16 where it finds no GPU, and warn of names that change.
+# TrainingArguments would refuse bf16 where it finds no GPU, warn of names that change, and set
+# DeepSpeed up for its own loop.
 SET_AFTERWARDS = (
     "bf16", "fp16", "gradient_checkpointing", "gradient_checkpointing_kwargs",
-    "resume_from_checkpoint",
+    "resume_from_checkpoint", "deepspeed",
 )  # fmt: skip
 
 
@@ -119,9 +120,11 @@ def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
     _check_names(config)
     if is_launched():  # accelerate would change the number of threads
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    if is_launched() or config.parallel != "replicate":
         # At every look at its device it would say that the processes are not accelerate's.
         logging.getLogger("transformers.training_args").addFilter(_not_of_processes)
-    made = kind(**{n: v for n, v in values.items() if n not in SET_AFTERWARDS}, bf16=False)
+    with unseen():
+        made = kind(**{n: v for n, v in values.items() if n not in SET_AFTERWARDS}, bf16=False)
     for name in SET_AFTERWARDS:
         setattr(made, name, values[name])
     return made

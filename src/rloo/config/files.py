@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from rloo.config.launchers import unseen
+
 _LONGEST = 600
 
 
@@ -93,7 +95,7 @@ def load_pretrained(
     """
     allow_missing |= options.pop("ignore_mismatched_sizes", False)
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with reading(f"the {what} {name}", "model, model_init_kwargs"), quiet():
+    with reading(f"the {what} {name}", "model, model_init_kwargs"), quiet(), unseen():
         model, report = auto_class.from_pretrained(name, **options)
     resized = [f"{key} {(*old,)}, not {(*new,)}" for key, old, new in report["mismatched_keys"]]
     faults = {

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rloo.config.options import Options
 
+FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 # Of accelerate: variable -> what it turns on, which is not part of this version
 _REFUSED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -18,6 +21,19 @@ _MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 def is_launched() -> bool:
     """Whether a launcher has started this process as one of a run's."""
     return "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, transformers does not see what accelerate was told, and leaves it to this program: it
+    would make plugins of accelerate's, and in all processes but one read no weights."""
+    names = [FSDP, DEEPSPEED]
+    names += [] if is_launched() else ["LOCAL_RANK"]  # of one process, for DeepSpeed
+    found = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ |= found
 
 
 def restart_count() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from rloo.config.deepspeed import STAGES
 from rloo.config.imports.source import ENGINES, PROCESSES, Imported, Source
 
 # ms-swift's option -> its default, for those that mean what an option of ours means
@@ -53,7 +54,6 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "async_generate": (False, "a rollout is sampled from the newest weights"),
     "top_entropy_quantile": (1.0, "no token is left out of the loss"),
     "lora_bias": ("none", "biases are not trained with an adapter"),
-    "deepspeed": (None, PROCESSES),
     "tuner_backend": ("peft", "adapters are peft's"),
     "use_swift_lora": (False, "adapters are peft's"),
 }
@@ -62,7 +62,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "only swift rlhf is read": ("command ",),
     ENGINES: ("vllm_", "sleep_level", "structured_outputs_regex", "move_model_batches"),
     "only the optimizer's state is moved (offload_optimizer)": ("offload_model",),
-    PROCESSES: ("deepspeed", "fsdp", "ddp", "sequence_parallel_size"),
+    PROCESSES: ("fsdp", "ddp", "sequence_parallel_size"),
     "set it in the shell, or use_cpu": ("CUDA_VISIBLE_DEVICES",),
     "no effect: prompts are tokenised once, without loader workers": (
         "dataloader_", "dataset_num_proc",
@@ -102,6 +102,10 @@ def import_ms_swift(text: str) -> Imported:
     source.expect_all(_ONLY)
     options |= _read_data(source, options) | _read_batches(source) | _read_model(source)
     options |= _read_rewards(source, options) | _read_objective(source)
+    division = _read_division(source)
+    if division and options.pop("offload_optimizer", False):
+        source.give_back("offload_optimizer", True, "its state is divided, or moved (deepspeed)")
+    options |= division
     return source.finish(options, _REASONS)
 
 
@@ -132,6 +136,24 @@ def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     if read["eval_strategy"] == "steps":
         read["eval_steps"] = options.get("eval_steps", options["save_steps"])
     return read
+
+
+def _read_division(source: Source) -> dict[str, Any]:
+    """A file of DeepSpeed's, or one of those that ms-swift has by these names."""
+    name = source.take("deepspeed", str, "zero0")
+    stage, offload, _ = name.partition("_offload")
+    if stage == "zero0":
+        return {}
+    if stage not in STAGES:
+        if Path(name).is_file():
+            return {"deepspeed": name}
+        source.give_back("deepspeed", name, "no such file here; give it as deepspeed")
+        return {}
+    if not offload:
+        return {"parallel": stage}
+    moved = ("offload_optimizer", "offload_param")[: 2 if stage == "zero3" else 1]
+    zero: dict[str, Any] = {"stage": STAGES[stage]} | {n: {"device": "cpu"} for n in moved}
+    return {"parallel": stage, "deepspeed": {"zero_optimization": zero}}
 
 
 def _read_batches(source: Source) -> dict[str, Any]:

@@ -76,7 +76,27 @@ def test_what_says_the_same_as_the_options_is_taken():
             {},
             r"optimizer is AdamW with lr 3e-05 ",
         ),
-        (zero() | {"scheduler": {"type": "WarmupLR"}}, {}, r"scheduler is .* not taken from"),
+        (zero() | {"scheduler": {"type": "WarmupLR"}}, {}, r"scheduler is .*use lr_scheduler_type"),
+        (zero() | {"optimizer": {"type": "AdamW", "params": ["a"]}}, {}, r"optimizer is AdamW in"),
+        (zero(stage=True), {}, r"zero_optimization.stage is True .* must be 1, 2 or 3"),
+        (zero(stage="2"), {}, r"zero_optimization.stage is '2' .* must be 1, 2 or 3"),
+        (
+            zero(offload_optimiser={"device": "cpu"}),
+            {},
+            r"offload_optimiser is .* mean offload_opt",
+        ),
+        (
+            zero(offload_param={"device": "cpu"}),
+            {},
+            r"offload_param is .* stage is 2; stage 3 alone",
+        ),
+        (zero(3, offload_optimizer={"device": "cpu", "ratio": 0.3}), {}, r"optimizer.ratio is 0.3"),
+        (zero(offload_optimizer={"device": "cpu", "pin_memry": True}), {}, r"mean pin_memory\?"),
+        (zero(reduce_bucket_size="big"), {}, r"reduce_bucket_size is 'big' .* at least 1, or"),
+        (zero(reduce_bucket_size=-5), {}, r"reduce_bucket_size is -5 "),
+        (zero(overlap_comm=3), {}, r"overlap_comm is 3 .* true or false"),
+        (zero() | {"flops_profiler": {"enabled": True}}, {}, r"flops_profiler is .*: leave it out"),
+        (zero(zero_hpz_partition_size=8), {}, r"zero_hpz_partition_size is 8 "),
         (zero() | {"stepz_per_print": 3}, {}, r"stepz_per_print is 3 .* mean steps_per_print\?"),
         (zero(zero_quantized_weights=True), {}, r"zero_quantized_weights is True .* not taken"),
         (zero(offload_optimizer={"device": "nvme"}), {}, r"offload_optimizer.device is nvme"),
@@ -89,6 +109,43 @@ def test_what_says_the_same_as_the_options_is_taken():
 def test_what_contradicts_the_options_or_is_unknown_is_refused(settings, options, said):
     with pytest.raises(ValueError, match=said):
         RLOOConfig(deepspeed=settings, **options)
+
+
+def test_what_is_off_or_says_what_is_done_anyway_is_taken():
+    """As files have it that LLaMA-Factory, ms-swift and transformers publish."""
+    adamw = {"lr": 1e-6, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": "auto"}
+    config = RLOOConfig(
+        learning_rate=1e-6,
+        deepspeed={
+            "optimizer": {"type": "AdamW", "params": adamw | {"torch_adam": True}},
+            "scheduler": None,
+            "prescale_gradients": False,
+            "gradient_predivide_factor": 1.0,
+            "activation_checkpointing": {
+                "partition_activations": False,
+                "cpu_checkpointing": False,
+            },
+            "flops_profiler": {"enabled": False, "profile_step": 1},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "zero_optimization": {
+                "stage": 3,
+                "round_robin_gradients": True,
+                "zero_quantized_weights": False,
+                "zero_hpz_partition_size": 1,
+                "mics_shard_size": -1,
+                "offload_optimizer": {"device": "none", "pin_memory": True, "ratio": 1.0},
+                "offload_param": {"device": "cpu", "nvme_path": None, "buffer_count": 5},
+                "sub_group_size": 1e9,
+            },
+        },
+    )
+    taken = complete(config)["zero_optimization"]
+    # Of the rest, what would move numbers about is left out.
+    assert taken == {
+        "stage": 3,
+        "offload_param": {"device": "cpu", "nvme_path": None, "buffer_count": 5},
+        "sub_group_size": 1e9,
+    }
 
 
 @pytest.mark.parametrize(("text", "said"), [("{", "cannot be loaded"), ("[1]", "is no mapping")])
