@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -53,8 +54,9 @@ class Links:
 
     `where` tells what this process is doing, for the messages of others; `signals` are those that
     stop this one. `seconds` were spent waiting and `received` bytes gathered since they were last
-    set to 0. A run that has failed leaves the collectives of the processes out of step:
-    `make_group` makes another group, with which the next run begins.
+    set to 0. `left_behind`: an error has ended a block of `in_step`. A run that has failed leaves
+    the collectives of the processes out of step: `make_group` makes another group, with which the
+    next run begins.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Links:
         self._rank, self._size, self._timeout = rank, size, timeout
         self._store, self._group, self._make_group = store, group, make_group
         self._waits = False
-        self._left_behind = False
+        self.left_behind = False
         self._broken: RankError | None = None
         self._stale = self._met = False
         self._runs = 0
@@ -139,7 +141,7 @@ class Links:
         try:
             yield
         except BaseException as error:
-            self._left_behind = True
+            self.left_behind = True
             alone = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
             if not alone and (why := self._lost()) is not None:
                 raise why from error
@@ -153,14 +155,16 @@ class Links:
         met: list[Any] = []
         silences = 0  # in a row; a machine that is busy may miss some signs of life
         try:
-            self._store.set(keys[self._rank], json.dumps([self._left_behind, value]))
+            self._store.set(keys[self._rank], json.dumps([self.left_behind, value]))
             while len(met) < self._size:
                 here = [key for key in keys if self._store.check([key])]
                 met = [json.loads(self._store.get(key)) for key in here]
                 if any(left for left, _ in met):
                     return None
                 if len(met) < self._size:
-                    silences = silences + 1 if self._silent() else 0
+                    missing = [key for key in keys if key not in here]
+                    came = partial(self._store.check, missing)
+                    silences = silences + 1 if self._silent(unless=came) else 0
                     if silences == SILENCES or time.monotonic() > until:
                         return None
         except RuntimeError:  # the launcher is gone
@@ -201,9 +205,8 @@ class Links:
                 self._store.set(over, BROKEN if broken else "")
             until = time.monotonic() + self._timeout
             while not (told := self._store.check([over])) and time.monotonic() < until:
-                if 0 in self._silent():
+                if 0 in self._silent(unless=lambda: self._store.check([over])):
                     break
-                time.sleep(0.05)
             self._stale |= told and self._store.get(over).decode() == BROKEN
         self._broken, self._met = None, False
         self._runs += 1
@@ -309,11 +312,15 @@ class Links:
             f"long as ddp_timeout allows: {who}"
         )
 
-    def _silent(self) -> set[int]:
-        """The processes that give no sign of life."""
+    def _silent(self, unless: Callable[[], bool] = lambda: False) -> set[int]:
+        """The processes that give no sign of life; none where, before that is known, `unless`."""
         keys = [f"alive {rank}" for rank in range(self._size)]
         before = self._store.multi_get(keys)
-        time.sleep(2.5 * BEAT)
+        until = time.monotonic() + 2.5 * BEAT
+        while time.monotonic() < until:
+            if unless():
+                return set()
+            time.sleep(0.02)
         after = self._store.multi_get(keys)
         pairs = enumerate(zip(before, after, strict=True))
         return {rank for rank, (old, new) in pairs if old == new and rank != self._rank}

@@ -111,6 +111,14 @@ class World:
         if self.links is not None:
             self.links.end()
 
+    def require_lines(self) -> None:
+        """Raise ValueError where an error has left the processes out of step inside of torch."""
+        if self.links is not None and self.links.left_behind:
+            raise ValueError(
+                "an error in the midst of a step has broken the lines by which weights are "
+                "divided, which are made once; start the processes again (parallel, max_restarts)"
+            )
+
     def mesh(self) -> DeviceMesh:
         """All processes in a row, with lines of their own: for weights that are divided."""
         assert self.lines is not None, "parallel"

@@ -11,6 +11,7 @@ from typing import Any
 from rloo.algorithm.parts import Parts, RunState
 from rloo.config.config import RLOOConfig
 from rloo.dist import World
+from rloo.model.division import is_divided
 from rloo.model.policy import Policy
 from rloo.model.state import WeightsApart, digest
 from rloo.report.monitor import versions
@@ -19,7 +20,9 @@ from rloo.report.monitor import versions
 @contextmanager
 def together(parts: Parts, state: RunState) -> Iterator[None]:
     """Signals are handled in this block. No process leaves it by an error without the others, nor
-    before the main one has saved what is to be saved."""
+    before the main one has saved what is to be saved. Raises ValueError where an earlier error has
+    left them out of step."""
+    parts.world.require_lines()
     links = parts.world.links
     if links is not None:
         links.signals = parts.stop
@@ -62,7 +65,8 @@ def require_same_weights(parts: Parts, state: RunState) -> bool:
     if parts.world.links is None:
         return parts.stop.save_wanted
     # Of divided weights there is one copy.
-    found = "" if parts.policy.divides else digest(parts.policy.parameters)
+    divided = any(map(is_divided, parts.policy.parameters))
+    found = "" if divided else digest(parts.policy.parameters)
     wants = parts.world.gather((parts.stop.save_wanted, found))
     for rank, (_, found) in enumerate(wants):
         if found != wants[0][1]:
