@@ -34,7 +34,8 @@ MEASURED: dict[str, Seconds] = {
 }
 # Of the functions that exchange something, what it is.
 KINDS = {
-    "sample": "completions: tokens, log-probs",
+    "_of_all_processes": "completions: tokens, log-probs",
+    "bring": "completions: tokens of those beyond gather_limit",
     "score": "rewards, texts, what they log",
     "update": "sums of the loss and metrics",
     "_from_own_pass": "log-probs and KL of a pass before the first step",
@@ -92,26 +93,30 @@ def _count_exchanges(meter: Meter) -> None:
     """Note the bytes that each kind of exchange brings together, and how many there are."""
     from rloo.dist.links import Links
 
-    gather, sum_gradients = Links.gather, Links.sum_gradients
+    sum_gradients = Links.sum_gradients
 
     def note(kind: str, size: int) -> None:
         known = meter.exchanged.setdefault(kind, [0, 0])
         meter.exchanged[kind] = [known[0] + size, known[1] + 1]
 
-    def gather_and_note(self: Links, value: Any) -> list[Any]:
-        before = self.received
-        found = gather(self, value)
-        frame = sys._getframe(1)
-        while "/rloo/dist/" in frame.f_code.co_filename and frame.f_back:
-            frame = frame.f_back
-        note(frame.f_code.co_name, self.received - before)
-        return found
+    def noting(collective: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def work(self: Links, value: Any) -> list[Any]:
+            before = self.received
+            found = collective(self, value)
+            frame = sys._getframe(1)
+            while "/rloo/dist/" in frame.f_code.co_filename and frame.f_back:
+                frame = frame.f_back
+            note(frame.f_code.co_name, self.received - before)
+            return found
+
+        return work
 
     def sum_and_note(self: Links, parameters: Sequence[Any]) -> None:
         sum_gradients(self, parameters)
         note("sum_gradients", sum(p.grad.nbytes for p in parameters if p.grad is not None))
 
-    Links.gather = gather_and_note  # type: ignore[method-assign]
+    for name in ("gather", "exchange"):
+        setattr(Links, name, noting(getattr(Links, name)))
     Links.sum_gradients = sum_and_note  # type: ignore[method-assign]
 
 

@@ -52,7 +52,7 @@ class Elsewhere(Sequence[Any]):
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
-        raise LookupError("another process has this completion (rloo.algorithm.sharing.bring)")
+        raise LookupError("another process has this completion (rloo.algorithm.transfer.bring)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from rloo.config.config import RLOOConfig
 from rloo.dist import World
 from rloo.model.batch import pack
 from rloo.model.logprobs import TokenScores
+from rloo.model.policy import Turn
 from rloo.types import Completion, Group, Prompt
 from support.terms import rollout_of, terms_of
 
@@ -111,7 +112,7 @@ class GivenPolicy:
         return nullcontext()
 
     def micro_batches(self, dealt, *, whole_groups):
-        return [(self.batch(dealt[0]), True)] if dealt[0] else []
+        return [Turn(self.batch(dealt[0]), True, True)] if dealt[0] else []
 
     def batch(self, samples):
         return pack(samples, torch.device("cpu"))

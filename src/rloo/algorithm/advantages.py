@@ -18,8 +18,8 @@ from torch import Tensor
 from rloo.algorithm import objective
 from rloo.algorithm.chosen import Chosen, chosen_estimator
 from rloo.algorithm.estimators import Returns
-from rloo.algorithm.sharing import with_tokens
 from rloo.algorithm.tally import Tally, add
+from rloo.algorithm.transfer import holders_of, with_tokens
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, deal, exceeds
@@ -83,15 +83,29 @@ class Terms:
         return torch.where(masked, 0.0, values)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    """Log-probs that completions had when they were first seen, and metrics of that. `holders`: of
+    each completion whose log-probs one process alone has, that process."""
+
+    old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
+    stats: dict[str, float] = field(default_factory=dict)
+    holders: dict[Key, int] = field(default_factory=dict)
+
+    def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
+        """(T,): the log-probs that each completion had when it was first seen."""
+        parts = zip(batch.keys, now.split(batch.lengths), strict=True)
+        seen = self.old_logprobs
+        return torch.cat([seen.setdefault(key, part).to(now.device) for key, part in parts])
+
+
 @dataclass(slots=True)
-class Stored:
+class Stored(_Seen):
     """Advantages that are known before the update: of each completion one number, or with token
     ratios one for each token. `old_logprobs` and `stats`, metrics, are at first those of a pass of
     its own, if any."""
 
     known: dict[Key, Tensor]
-    old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
-    stats: dict[str, float] = field(default_factory=dict)
     # Whether the update gives it micro-batches of whole groups, and log-probs of the reference.
     from_update: ClassVar[bool] = False
 
@@ -103,24 +117,18 @@ class Stored:
         """Those of a batch, (N,) or (T,), with device and dtype of its log-probs `now` (T,)."""
         return torch.cat([self.known[key] for key in batch.keys]).to(now.device, now.dtype)
 
-    def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
-        """(T,): the log-probs that each completion had when it was first seen."""
-        return _first_seen(self.old_logprobs, batch, now)
-
     def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
         """The credit for the other steps on the same rollout."""
         return self
 
 
 @dataclass(slots=True)
-class FromThisPass:
+class FromThisPass(_Seen):
     """Advantages that follow from the update's own forward pass: its first step sees the whole
     rollout in micro-batches of whole groups, and old is now."""
 
     terms: Terms
     known: dict[Key, Tensor] = field(default_factory=dict)
-    old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
-    stats: dict[str, float] = field(default_factory=dict)
     from_update: ClassVar[bool] = True
 
     def has_signal(self, key: Key) -> bool:
@@ -134,14 +142,10 @@ class FromThisPass:
         self.known.update(_by_key(batch.keys, batch.lengths, values))
         return values
 
-    def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
-        """As `Stored.old`."""
-        return _first_seen(self.old_logprobs, batch, now)
-
     def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
         """What was seen in passing, with the KL among the first step's `metrics`."""
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
-        return Stored(self.known, self.old_logprobs, stats)
+        return Stored(self.known, old_logprobs=self.old_logprobs, stats=stats, holders=self.holders)
 
 
 Credit = Stored | FromThisPass
@@ -168,9 +172,10 @@ def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
 def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Stored:
     dealt = deal(samples, policy.world.size, whole_groups=False, packed=policy.packed)
     dealt = with_tokens(dealt, policy.world)
+    holders = holders_of(dealt)
+    old: dict[Key, Tensor] = {}
 
     def compute() -> tuple[dict[Key, Tensor], dict[Key, Tensor], Tally]:
-        old: dict[Key, Tensor] = {}
         penalties: dict[Key, Tensor] = {}
         sums: Tally = {}
         for batch, is_ours, _ in policy.micro_batches(dealt, whole_groups=False):
@@ -187,24 +192,21 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
                 kl = (logprobs - reference)[watched_T].sum().item()
                 counts = watched_T.sum().item(), watched_N.sum().item()
                 add(sums, dict(zip(("kl", "tokens", "sequences"), (kl, *counts), strict=True)))
-        return old, penalties, sums
+        return {} if holders else old, penalties, sums
 
     with policy.in_step():
         parts = policy.world.attempt(compute)
     sums, stats = Tally(), {}
-    old = {k: values.to(policy.world.device) for seen, _, _ in parts for k, values in seen.items()}
-    penalties = {key: values for _, seen, _ in parts for key, values in seen.items()}
-    for _, _, some in parts:
+    penalties: dict[Key, Tensor] = {}
+    for seen, paid, some in parts:
+        old.update({key: values.to(policy.world.device) for key, values in seen.items()})
+        penalties.update(paid)
         add(sums, some)
     if terms.kl_in_reward:
         tokens, sequences = (max(sums.get(of, 0.0), 1.0) for of in ("tokens", "sequences"))
         stats = {"kl": sums.get("kl", 0.0) / tokens, "kl/sequence": sums.get("kl", 0.0) / sequences}
-    return Stored(_sample_advantages(samples, penalties, terms), old, stats)
-
-
-def _first_seen(seen: dict[Key, Tensor], batch: MicroBatch, now: Tensor) -> Tensor:
-    parts = zip(batch.keys, now.split(batch.lengths), strict=True)
-    return torch.cat([seen.setdefault(key, part).to(now.device) for key, part in parts])
+    known = _sample_advantages(samples, penalties, terms)
+    return Stored(known, old_logprobs=old, stats=stats, holders=holders)
 
 
 def batch_advantages(batch: MicroBatch, now: Tensor, reference: Tensor, terms: Terms) -> Tensor:

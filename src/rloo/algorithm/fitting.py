@@ -11,7 +11,7 @@ import torch
 
 from rloo.algorithm.advantages import Credit, assign
 from rloo.algorithm.parts import InHand, Parts, RunState
-from rloo.algorithm.sharing import bring, of_all
+from rloo.algorithm.transfer import bring, bring_seen, of_all
 from rloo.algorithm.update import update
 from rloo.dist.links import AllOutOfMemory
 from rloo.model.budget import fitting_budget
@@ -30,13 +30,14 @@ def rehearse(parts: Parts, state: RunState) -> None:
     # Its copy of the weights takes memory as well.
     policy.load_into(parts.engine)
     size, reason = policy.max_tokens, None
-    try:
-        fit = fitting_budget(policy, parts.workload)
-        size, reason = fit.max_tokens, fit.reason
-    except (TypeError, RuntimeError) as error:
-        # Errors of a packed forward are handled where it is compared with the padded one.
-        if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
-            raise
+    with policy.in_step():
+        try:
+            fit = fitting_budget(policy, parts.workload)
+            size, reason = fit.max_tokens, fit.reason
+        except (TypeError, RuntimeError) as error:
+            # Errors of a packed forward are handled where it is compared with the padded one.
+            if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
+                raise
     if reason is not None:
         _lower_budget(parts, state, size, reason, cause="rehearsal")
 
@@ -49,7 +50,9 @@ def check_first(parts: Parts, state: RunState, samples: Sequence[Sample]) -> Non
     packed = policy.packed
     groups = groupby(samples, key=lambda sample: sample.key[0])
     few = [s for _, members in groups for s in islice(members, 2)][:4]
-    policy.check_forward(bring([few] * parts.world.size, parts.world))
+    few = bring([few] * parts.world.size, parts.world)
+    with policy.in_step():
+        policy.check_forward(few)
     policy.packed = not parts.world.any(not policy.packed)
     if policy.packed != packed:  # other sizes fit now
         rehearse(parts, state)
@@ -77,7 +80,13 @@ def update_that_fits(
     def before_step() -> None:
         if first_of_several:  # the others need all that any process has seen in passing
             credit, world = hand.credit, parts.world
-            credit.old_logprobs = of_all(credit.old_logprobs, world)
+            if credit.holders:  # the main process saves them, perhaps when nobody answers
+                to_main = [hand.samples if rank == 0 else [] for rank in range(world.size)]
+                brought = bring(to_main, world)
+                hand.samples = brought if world.is_main else hand.samples
+                bring_seen(credit.old_logprobs, credit.holders, to_main, world)
+            else:
+                credit.old_logprobs = of_all(credit.old_logprobs, world)
             credit.known = of_all(credit.known, world) if credit.from_update else credit.known
         parts.stop.hold()
 

@@ -75,7 +75,8 @@ class InHand:
     def of_state(cls, saved: dict[str, Any], position: dict[str, Any]) -> InHand:
         """The inverse of `state_dict`; `position` is where the data goes on after the rollout."""
         rollout = Rollout([], {}, 0, saved["version"], position, saved["epoch"])
-        credit = Stored(dict(saved["known"]), dict(saved["old_logprobs"]), saved["stats"])
+        known, old = dict(saved["known"]), dict(saved["old_logprobs"])
+        credit = Stored(known, old_logprobs=old, stats=saved["stats"])
         images: dict[Any, Any] = {
             group: partial(dict, pixels) for group, pixels in saved["pixels"].items()
         }

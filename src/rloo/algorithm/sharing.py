@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rloo.algorithm.transfer import bring, elsewhere, heads, pack, unpack
 from rloo.dist import World
 from rloo.engines.noise import noise_key
 from rloo.report.records import strict
@@ -21,18 +19,14 @@ from rloo.rewards.calling import Log
 from rloo.rewards.combine import Raw
 from rloo.types import (
     Completion,
-    Elsewhere,
     Engine,
-    FinishReason,
     Group,
     Prompt,
-    Sample,
     Sampling,
     Text,
     text_of,
 )
 
-C = TypeVar("C", Completion, Sample)
 # Of a token: its number and its log-prob.
 _TOKEN_BYTES = 8
 
@@ -70,7 +64,7 @@ def _of_all_processes(
 ) -> list[Completion]:
     """All completions, of which this process has drawn its `own`, with tokens where those are of
     `gather_limit` bytes, or known to be (`small`)."""
-    parts = world.gather((drew, _pack(own) if small else _heads(own)))
+    parts = world.gather((drew, pack(own) if small else heads(own)))
     for rank, (other, _) in enumerate(parts):
         if other != drew:
             raise ValueError(
@@ -78,44 +72,13 @@ def _of_all_processes(
                 "same rows in the same order (train_dataset, eval_dataset, shuffle_dataset)"
             )
     if small:
-        return [completion for _, part in parts for completion in _unpack(part)]
-    heads = [_elsewhere(head, rank) for rank, (_, head) in enumerate(parts)]
-    tokens = sum(len(c.token_ids) for part in heads for c in part)
+        return [completion for _, part in parts for completion in unpack(part)]
+    known = [elsewhere(head, rank) for rank, (_, head) in enumerate(parts)]
+    tokens = sum(len(c.token_ids) for part in known for c in part)
     if tokens * _TOKEN_BYTES <= world.gather_limit:
-        return [c for part in world.gather(_pack(own)) for c in _unpack(part)]
-    heads[world.rank] = [replace(completion, home=world.rank) for completion in own]
-    return [completion for part in heads for completion in part]
-
-
-def bring(wanted: Sequence[Sequence[C]], world: World) -> list[C]:
-    """Of what each process wants of completions (or samples), what this one does, with tokens. All
-    processes call this with the same."""
-    if all(each.home is None for part in wanted for each in part):
-        return list(wanted[world.rank])
-    got = world.exchange(
-        [
-            _pack([each for each in part if each.home == world.rank and rank != world.rank])
-            for rank, part in enumerate(wanted)
-        ]
-    )
-    arrived = [iter(_unpack(packed)) for packed in got]
-    mine = []
-    for each in wanted[world.rank]:
-        if each.home not in (None, world.rank):
-            c = next(arrived[each.home])
-            each = replace(
-                each,
-                token_ids=c.token_ids,
-                policy_logprobs=c.policy_logprobs,
-                behavior_logprobs=c.behavior_logprobs,
-            )
-        mine.append(each)
-    return mine
-
-
-def with_tokens(dealt: Sequence[list[Sample]], world: World) -> list[list[Sample]]:
-    """What was dealt, this process's part with tokens."""
-    return [*dealt[: world.rank], bring(dealt, world), *dealt[world.rank + 1 :]]
+        return [c for part in world.gather(pack(own)) for c in unpack(part)]
+    known[world.rank] = [replace(completion, home=world.rank) for completion in own]
+    return [completion for part in known for completion in part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +180,6 @@ def _as_text(prompt: Prompt, text: str) -> Text:
     return [{"role": "assistant", "content": text}]
 
 
-def of_all(seen: dict[tuple[int, int], Tensor], world: World) -> dict[tuple[int, int], Tensor]:
-    """What any process has seen of completions, by their keys, on this one's device."""
-    if world.links is None:
-        return seen
-    parts = world.gather({key: values.cpu() for key, values in seen.items()})
-    return {key: values.to(world.device) for part in parts for key, values in part.items()}
-
-
 def _plain(raw: Raw) -> Any:
     """As values that can be sent; of what was logged as an extra column, what files have of it."""
     logs = [(name, strict(log.extras), log.metrics) for name, log in raw.logs.items()]
@@ -234,67 +189,3 @@ def _plain(raw: Raw) -> Any:
 def _of_plain(values: Any) -> Raw:
     count, by_function, logs = values
     return Raw(count, by_function, {name: Log(extras, sums) for name, extras, sums in logs})
-
-
-def _pack(completions: Sequence[Completion] | Sequence[Sample]) -> dict[str, Any]:
-    """N completions of T tokens in all as tensors (N,) and (T,), to the last bit. `behavior` is
-    None where it equals `policy`."""
-    same = all(c.behavior_logprobs == c.policy_logprobs for c in completions)
-    behavior = [x for c in completions for x in c.behavior_logprobs or ()]
-    return {
-        "length": torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int32),
-        "stopped": torch.tensor([_stopped(c) for c in completions], dtype=torch.bool),
-        "token": torch.tensor([t for c in completions for t in c.token_ids], dtype=torch.int32),
-        "policy": _floats([x for c in completions for x in c.policy_logprobs]),
-        "behavior": None if same else _floats(behavior),
-    }
-
-
-def _unpack(packed: dict[str, Any]) -> list[Completion]:
-    """The inverse of `_pack`."""
-    lengths, tokens, policy = (packed[name].tolist() for name in ("length", "token", "policy"))
-    behavior = policy if packed["behavior"] is None else packed["behavior"].tolist()
-    completions, end = [], 0
-    for length, stopped in zip(lengths, packed["stopped"].tolist(), strict=True):
-        part, end = slice(end, end + length), end + length
-        finish: FinishReason = "stop" if stopped else "length"
-        completions.append(Completion(tokens[part], finish, policy[part], behavior[part]))
-    return completions
-
-
-def _stopped(completion: Completion | Sample) -> bool:
-    if isinstance(completion, Sample):
-        return not completion.truncated
-    return completion.finish == "stop"
-
-
-def _heads(completions: Sequence[Completion]) -> dict[str, Any]:
-    """What all processes know of completions that one has: lengths, and sums of log-probs."""
-    kinds = [(c.policy_logprobs, c.behavior_logprobs) for c in completions]
-    return {
-        "length": torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int32),
-        "stopped": torch.tensor([c.finish == "stop" for c in completions], dtype=torch.bool),
-        "sums": torch.tensor([[math.fsum(x) for x in pair] for pair in kinds], dtype=torch.float64),
-        "same": torch.tensor([policy == behavior for policy, behavior in kinds], dtype=torch.bool),
-    }
-
-
-def _elsewhere(heads: dict[str, Any], rank: int) -> list[Completion]:
-    """The completions of `_heads`, which process `rank` has."""
-    found = []
-    policy: Any
-    behavior: Any
-    for length, stopped, sums, same in zip(*(v.tolist() for v in heads.values()), strict=True):
-        finish: FinishReason = "stop" if stopped else "length"
-        policy = Elsewhere(length, sums[0])
-        behavior = policy if same else Elsewhere(length, sums[1])
-        tokens: Any = Elsewhere(length)
-        found.append(Completion(tokens, finish, policy, behavior, rank))
-    return found
-
-
-def _floats(values: list[float]) -> Tensor:
-    """In half the bytes where nothing is lost by it."""
-    whole = torch.tensor(values, dtype=torch.float64)
-    half = whole.float()
-    return half if torch.equal(half.double(), whole) else whole

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rloo.algorithm import objective
 from rloo.algorithm.advantages import Credit, Terms
-from rloo.algorithm.sharing import with_tokens
 from rloo.algorithm.tally import Tally, add, averages, imbalance
+from rloo.algorithm.transfer import bring_seen, holders_of, with_tokens
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, deal
@@ -52,6 +52,8 @@ def update(
     input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
     dealt = deal(live, policy.world.size, whole_groups=credit.from_update, packed=policy.packed)
     dealt = with_tokens(dealt, policy.world)
+    bring_seen(credit.old_logprobs, credit.holders, dealt, policy.world)
+    credit.holders.update(holders_of(dealt) | credit.holders)
 
     def compute() -> Tally:
         tally: Tally = {}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from rloo.algorithm.parts import InHand, Parts, RunState
-from rloo.algorithm.sharing import bring
 from rloo.config.config import RLOOConfig
 from rloo.model.parts import has_parts
 from rloo.model.state import capture_rng, parameter_shapes, require_same_shapes, restore_rng
@@ -55,8 +54,7 @@ def snapshot(
     }
     hand = None
     if state.in_hand is not None:
-        wanted = [state.in_hand.samples if rank == 0 else [] for rank in range(parts.world.size)]
-        samples = [replace(s, home=None) for s in bring(wanted, parts.world)]
+        samples = [replace(s, home=None) for s in state.in_hand.samples]
         hand = replace(state.in_hand, samples=samples).state_dict()
     return Checkpoint(state.step, optimizer, scheduler, capture_rng(), trainer_state, hand)
 
