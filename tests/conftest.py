@@ -1,5 +1,8 @@
 import os
 import signal
+import sys
+
+import pytest
 
 # Tiny models: a second OpenMP thread costs more in waiting than it computes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -8,3 +11,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # that the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_remains():
+    """What divides weights sets torch.distributed up, which the next test would meet."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()

@@ -21,6 +21,7 @@ from support.training import (
     ROWS,
     count_words,
     equal,
+    identical,
     make_config,
     make_trainer,
     metrics_of,
@@ -130,6 +131,28 @@ def test_a_given_optimizer_and_schedule_are_used(tmp_path):
     assert moves == [True] * 3  # each step was SGD's
     assert [row["learning_rate"] for row in metrics_of(config)] == [0.5, 0.0, 0.0]
     assert not equal(before, weights(trainer))
+
+
+def test_gradients_of_a_step_that_an_error_ended_are_not_of_the_next(tmp_path):
+    """A script may catch an error and train again."""
+
+    class FailsOnce(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 1 and not seen:
+                seen.append(1)
+                raise RuntimeError("no step today")
+
+    ends = []
+    for seen in ([], [1]):
+        config = make_config(tmp_path / str(len(seen)), max_steps=3, max_grad_norm=0)
+        trainer = make_trainer(config, callbacks=[FailsOnce()])
+        if not seen:
+            with pytest.raises(RuntimeError, match="no step today"):
+                trainer.train()
+            assert any(p.grad is not None for p in trainer.model.parameters())
+        trainer.train("auto")
+        ends.append(weights(trainer))
+    assert identical(*ends)
 
 
 @pytest.mark.parametrize(

@@ -276,11 +276,9 @@ def load_adapter(base: PreTrainedModel, name: str, revision: str = "main") -> An
 
 def _load_tensors(wrapper: Any, name: str, **source: Any) -> None:
     peft = _peft()
-    with reading(f"the adapter {name}", "model"):
+    with reading(f"the adapter {name}", "model"), writable(wrapper):
         tensors = peft.load_peft_weights(name, device=str(wrapper.device), **source)
-        with writable(wrapper):
-            divided = divide_all(tensors, wrapper)
-            result = peft.set_peft_model_state_dict(wrapper, divided, TRAINED)
+        result = peft.set_peft_model_state_dict(wrapper, divide_all(tensors, wrapper), TRAINED)
     missing = [key for key in result.missing_keys if TRAINED in key.split(".")]
     for fault, keys in (
         ("no weights for", missing),

@@ -96,13 +96,14 @@ def fitting_budget(policy: Policy, workload: Workload) -> Fit:
     memory, or else a smaller one, computed from small measurements and then verified.
 
     On CUDA the micro-batch is run, forward and backward. On a CPU, where the system kills a process
-    that takes too much, its memory is predicted. Raises ValueError if not even one completion fits.
+    that takes too much, and of weights that several divide, its memory is predicted. Raises
+    ValueError if not even one completion fits.
     """
     asked = policy.max_tokens
     on_cpu = policy.device.type == "cpu"
     room = available_bytes(policy.device) - missing_bytes(policy)
     # The process with the least memory decides for all, which measure in step.
-    room = min(policy.world.gather(int(CPU_SHARE * room) if on_cpu else room))
+    room = min(policy.world.gather(int(CPU_SHARE * room) if _predicts(policy) else room))
     largest = largest_micro_batch(policy, workload, asked)
     certain = on_cpu and generous_peak_bytes(policy, largest) < _CERTAIN_SHARE * room
     # Measuring would end a profile in progress.
@@ -185,8 +186,14 @@ def _fits(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
     return not policy.world.any(not _fits_here(policy, samples, room))
 
 
+def _predicts(policy: Policy) -> bool:
+    """Whether no micro-batch is tried that may not fit: it would end the process, or leave others
+    in the midst of a gathering."""
+    return policy.device.type == "cpu" or (policy.divides and policy.world.size > 1)
+
+
 def _fits_here(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
-    if policy.device.type == "cpu":
+    if _predicts(policy):
         return predicted_peak_bytes(policy, samples) <= room
     try:
         # The first step's allocations must fit as well; the measurement includes the gradients.

@@ -103,6 +103,13 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
             tensor.copy_(whole)
 
 
+def lerp(tensor: Tensor, other: Tensor, share: float) -> None:
+    """tensor = (1 - share) * tensor + share * other, in place, of two that are divided alike."""
+    local(tensor).lerp_(local(other), share)
+    if hasattr(tensor, "ds_tensor") and tensor.numel():  # one that DeepSpeed keeps gathered
+        tensor.data.copy_(full(tensor))
+
+
 def divide(whole: Tensor, like: Tensor) -> Tensor:
     """`whole`, which every process has, divided by rows as `like` is."""
     if not hasattr(like, "device_mesh"):

@@ -3,6 +3,7 @@ torch allocates (on a CPU as its profiler, on CUDA as its allocator counts), not
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -108,10 +109,19 @@ def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[in
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         work(_record_mark)
+    _return_freed_memory()
     times, totals = allocations(profiler)
     marks = sorted(e.start_ns() for e in recorded_events(profiler) if e.name() == _MARK)
     edges = [0, *marks, np.iinfo(np.int64).max]
     return [peak_between(times, totals, *phase) for phase in pairwise(edges)]
+
+
+def _return_freed_memory() -> None:
+    """Have glibc return what it keeps (`keep_freed_memory`): between a profiler's own small blocks
+    it finds no place for large ones, and grows with every measurement."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager

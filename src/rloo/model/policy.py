@@ -99,8 +99,14 @@ class Policy:
 
     def _divide(self) -> None:
         config = self.config
+        if any(map(is_divided, self.model.parameters())):
+            raise ValueError(
+                f"parallel is {config.parallel} and the model has been divided for another "
+                "trainer; give this one a model of its own (parallel, model)"
+            )
         sharding.check(self.model, config.parallel)
-        if any(not p.is_floating_point() for p in self.model.parameters()):
+        few_bits = any(not p.is_floating_point() for p in self.model.parameters())
+        if few_bits and config.parallel == "fsdp2":
             self.notes.append(
                 "the base of few bits stays whole in every process; the rest is divided (parallel)"
             )

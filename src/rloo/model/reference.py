@@ -14,7 +14,7 @@ from rloo.config.config import RLOOConfig
 from rloo.config.files import quiet
 from rloo.model.adapters import Adapter
 from rloo.model.batch import MicroBatch
-from rloo.model.division import local
+from rloo.model.division import lerp
 from rloo.model.loading import load_weights
 from rloo.model.scorer import Scorer
 
@@ -85,7 +85,7 @@ class FrozenCopy(Reference):
         """copy = (1 - share) * copy + share * policy, for all weights."""
         pairs = zip(self._scorer.model.parameters(), self._policy.model.parameters(), strict=True)
         for frozen, parameter in pairs:
-            local(frozen).lerp_(local(parameter), share)
+            lerp(frozen, parameter, share)
 
     def divide(self, by: Callable[[Scorer], object]) -> None:
         """See `Reference`."""

@@ -11,6 +11,8 @@ versions that it was tried with.
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,14 +65,7 @@ class Zero:
         settings: Mapping[str, Any],
         world: World,
     ) -> None:
-        deepspeed = imported()
-        self._before = [(p, set(vars(p))) for p in scorer.parameters()]
-        self._engine: Any = deepspeed.initialize(
-            model=scorer,
-            optimizer=optimizer,
-            config=_complete(settings),
-            dist_init_required=False,
-        )[0]
+        self._engine = _initialize(scorer, _complete(settings), optimizer)
         self._inner: Any = self._engine.optimizer
         self._stage = int(self._engine.zero_optimization_stage())
         self._size, self._group = world.size, world.mesh().get_group()
@@ -239,24 +234,14 @@ class Zero:
         found: Mapping[str, Any] = self._inner.optimizer.state.get(fragment.flat, {})
         return found
 
-    def close(self) -> None:
-        """Take DeepSpeed off the module, before the processes part."""
-        self._engine.module_forward_pre_hook.remove()  # `destroy` leaves them
-        self._engine.module_forward_post_hook.remove()
-        self._engine.destroy()
-        self._inner.unregister_grad_acc_post_hooks()
-        for parameter, before in self._before:
-            for name in set(vars(parameter)) - before:
-                delattr(parameter, name)
-
 
 def divide(
     scorer: Scorer, *, settings: Mapping[str, Any], device: torch.device, frozen: bool = False
 ) -> None:
     """Divide the weights of a module (stage 3), in place, one after the other. What is `frozen` can
     compute then; what is to be trained, once `Zero` has it."""
-    deepspeed, complete = imported(), _complete(settings)
-    deepspeed.zero.Init(module=scorer, config_dict_or_path=complete)
+    complete = _complete(settings)
+    imported().zero.Init(module=scorer, config_dict_or_path=complete)
     for buffer in scorer.buffers():
         buffer.data = buffer.data.to(device)
     # The head computes in chunks, of which processes have unequal numbers: its weight is gathered
@@ -264,7 +249,7 @@ def divide(
     scorer.head = output_head(scorer.model, direct=True)
     if frozen:
         complete["zero_optimization"].pop("offload_optimizer", None)
-        deepspeed.initialize(model=scorer, config=complete, dist_init_required=False)
+        _initialize(scorer, complete)
 
 
 def prepare(world: World) -> None:
@@ -273,9 +258,12 @@ def prepare(world: World) -> None:
     from deepspeed.utils import groups
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it would write to stdout
+    renamed = r"`torch\.distributed\.\w+_tensor` is deprecated"  # which DeepSpeed calls
+    warnings.filterwarnings("ignore", renamed, FutureWarning)
     # An all-reduce for inference, which a compiler would be started for on a CPU.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     groups._WORLD_GROUP = world.mesh().get_group()
+    os.environ.setdefault("LOCAL_RANK", "0")  # read at every exchange
 
 
 def imported() -> Any:
@@ -288,6 +276,14 @@ def imported() -> Any:
             "use fsdp2, which is torch's (parallel)"
         ) from error
     return deepspeed
+
+
+def _initialize(
+    scorer: Scorer, settings: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> Any:
+    return imported().initialize(
+        model=scorer, optimizer=optimizer, config=settings, dist_init_required=False
+    )[0]
 
 
 def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def _measure_time(
     learn()
     policy.stepper.step()  # the first step creates the optimizer's state
     update = share / processes * _seconds(parts, learn)
-    step = _seconds(parts, policy.stepper.step)
+    step = _seconds(parts, policy.stepper.step) / (processes if policy.divides else 1)
     share_of_rollout = 1 / parts.batches.steps_per_rollout
     sample = share_of_rollout * _sampling_seconds(parts, rollouts, longest, processes)
     credit = share_of_rollout * parts.batches.prompts_per_rollout / processes * once

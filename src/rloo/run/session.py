@@ -15,6 +15,7 @@ from rloo.algorithm.interrupts import ForcedInterrupt, Stopped
 from rloo.algorithm.parts import Parts, RunState
 from rloo.algorithm.train import begin_step, finish_step, note_what_is_due, train_on_rollout
 from rloo.config.config import RLOOConfig
+from rloo.config.deepspeed import division_named
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
 from rloo.model.division import shape_of
@@ -84,6 +85,7 @@ class Session:
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
         main = parts.world.is_main
+        parts.policy.stepper.clear()  # of a step that an error has ended, which a script has caught
         if self.config.push_to_hub and main:
             self.hub.create()
         if start.checkpoint is not None:
@@ -363,6 +365,7 @@ class Session:
             "packing": parts.policy.packed,
             "threads": torch.get_num_threads(),
             **({"processes": parts.world.size} if parts.world.size > 1 else {}),
+            **({"parallel": division_named(self.config)} if parts.policy.divides else {}),
             "device": str(parts.world.device),
         }
 

@@ -210,16 +210,17 @@ class RLOOTrainer:
         """Write model and card to `args.output_dir` and upload the folder, without checkpoints, to
         `args.hub_model_id`. `card` is passed to `create_model_card`. Returns the commit, or its
         future if not `blocking`."""
-        if not self.world.is_main:
-            return None
-        self.events.send("on_push_begin")
-        if self.hub.repo_id is None:
-            self.hub.create(token=token, private=private)
-        self.save_model()
-        self.create_model_card(**card)
+        with self.policy.files.collected():  # all have a part of what the main one writes
+            if not self.world.is_main:
+                return None
+            self.events.send("on_push_begin")
+            if self.hub.repo_id is None:
+                self.hub.create(token=token, private=private)
+            self.save_model()
+            self.create_model_card(**card)
         self.hub.finish(self.monitor.note)
-        folder, how = Path(self.args.output_dir), {"token": token, "revision": revision}
-        return self.hub.upload(folder, commit_message, wait=blocking, **how)
+        how: Any = {"wait": blocking, "token": token, "revision": revision}
+        return self.hub.upload(Path(self.args.output_dir), commit_message, **how)
 
     def create_model_card(
         self,
@@ -228,10 +229,9 @@ class RLOOTrainer:
         tags: str | Sequence[str] | None = None,
     ) -> None:
         """Write the model card, README.md in `args.output_dir`."""
-        if not self.world.is_main:
-            return
         rewards = self.rewards.names
-        write_card(self.policy, rewards, name=model_name, datasets=dataset_name, tags=tags)
+        if self.world.is_main:
+            write_card(self.policy, rewards, name=model_name, datasets=dataset_name, tags=tags)
 
     def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
         """Add numbers to `state.log_history` and send them to the loggers."""
