@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from support.launched import HARDEST, launch, require_equal, require_loaded_in_turn
-from support.processes import CASES, RESUMED, run
+from support.processes import BETWEEN, CASES, RESUMED, run
 
 # Where tokens are needed elsewhere: to score a group, to train it, in later steps and files.
-FAR = ("ranked in its group", "one group over all", "two passes", "several updates", "missing")
+FAR = (*HARDEST, "ranked in its group", "two passes", BETWEEN)
+SOME = (*HARDEST, "LoRA", "over the batch")
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,7 @@ def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     run(folder / "alone", [*CASES])
     run(folder / "alone", [*RESUMED], max_steps=4)
+    run(folder / "single", SOME, single=True)
     run(folder / "half", [*RESUMED], max_steps=2)
     shutil.copytree(folder / "half", folder / "half-2")
     divided = {"parallel": "fsdp2"}
@@ -32,6 +34,10 @@ def made(tmp_path_factory) -> Path:
             *[(folder / kind, RESUMED, {"max_steps": 2} | options) for kind, options in kinds],
             (folder / "half-2", RESUMED, {"max_steps": 4} | divided),
             (folder / "far-2", FAR, {"gather_limit": 0}),
+            (folder / "far-fsdp2-2", HARDEST, {"gather_limit": 0} | divided),
+            (folder / "host-2", SOME, {"offload_params": True} | divided),
+            (folder / "single-replicate-2", SOME, {"single": True}),
+            (folder / "single-fsdp2-2", SOME, {"single": True} | divided),
         ],
     )
     for processes, (kind, options) in zip((3, 4), kinds, strict=True):
@@ -55,8 +61,20 @@ def test_several_processes_end_as_one(made, parallel, processes):
 
 
 @pytest.mark.slow
-def test_tokens_that_stay_where_they_were_sampled_change_nothing(made):
-    require_equal(made / "alone", made / "far-2")
+@pytest.mark.parametrize("where", ("far-2", "far-fsdp2-2"))
+def test_tokens_that_stay_where_they_were_sampled_change_nothing(made, where):
+    require_equal(made / "alone", made / where)
+
+
+@pytest.mark.slow
+def test_weights_may_wait_in_host_memory(made):
+    require_equal(made / "alone", made / "host-2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ("replicate", "fsdp2"))
+def test_in_float32_they_end_as_one_but_for_rounding(made, parallel):
+    require_equal(made / "single", made / f"single-{parallel}-2", most=1e-5)
 
 
 @pytest.mark.slow

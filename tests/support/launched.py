@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,19 @@ OTHERS = ("time/", "step_time", "tokens_per_second", "rank/")
 HARDEST = ("one group over all", "missing", "several updates")
 
 
-def launch(processes: int, jobs: list[tuple[Path, Iterable[str], dict[str, Any]]]) -> None:
-    """Make these runs, one after the other, in several processes: folder, cases, options."""
+def launch(
+    processes: int,
+    jobs: list[tuple[Path, Iterable[str], dict[str, Any]]],
+    launcher: Sequence[str] = (),
+) -> None:
+    """Make these runs, one after the other, in several processes, or in one that no launcher has
+    started: folder, cases, options. `launcher`: words that start it, by default torchrun's."""
     paths = [str(ROOT / name) for name in ("src", "tests")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc_per_node={processes}", str(ROOT / "tests/support/processes.py"),
+        sys.executable, *(launcher or (torchrun if processes > 1 else [])),
+        str(ROOT / "tests/support/processes.py"),
         json.dumps([(str(folder), [*names], options) for folder, names, options in jobs]),
     ]  # fmt: skip
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)

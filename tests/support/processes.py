@@ -79,8 +79,19 @@ class StopsTheMainOne(TrainerCallback):
         control.should_training_stop = state.is_world_process_zero
 
 
+class FailsBetween(TrainerCallback):
+    """An error of the second process between two steps of a rollout, once."""
+
+    def on_step_begin(self, args, state, control, **_):
+        if os.environ.get("RANK") == "1" and state.global_step == 1 and not _failed:
+            _failed.append(1)
+            raise ValueError("no step today")
+
+
+_failed: list[int] = []
 STOPPED = "stopped by a callback of the main process"
 FAILS = "fails in one process, and is trained again"
+BETWEEN = "fails in one process between the steps of a rollout, and is trained again"
 # After its first step, in the middle of what is logged as one.
 GOES_ON = "goes on"
 # By the memory that its engine takes to load what is divided.
@@ -108,6 +119,7 @@ CASES = {
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
     FAILS: (failing, {"save_strategy": "steps", "save_steps": 1}),
+    BETWEEN: (mixed, {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}),
     GOES_ON: (mixed, {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}),
 }
 
@@ -139,7 +151,7 @@ def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RL
     )  # fmt: skip
     rows, held_out = ROWS, ROWS.select(range(3))
     model = make_model("qwen3") if single else make_model("qwen3").double()
-    callbacks = [StopsTheMainOne] if name == STOPPED else []
+    callbacks: list = {STOPPED: [StopsTheMainOne], BETWEEN: [FailsBetween]}.get(name, [])
     tokenizer = make_tokenizer()
     return RLOOTrainer(
         model, reward, args, rows, held_out, processing_class=tokenizer, callbacks=callbacks
@@ -154,7 +166,7 @@ def run(folder: Path, names: list[str], **options: Any) -> None:
         try:
             output = trainer.train("auto")
         except (ValueError, ConnectionError):
-            assert name == FAILS
+            assert name in (FAILS, BETWEEN)
             output = trainer.train("auto")
         if options.get("parallel") in ("fsdp2", "zero3") and name == MEASURED:
             engine = make_engine(trainer.policy, trainer.args)
