@@ -113,6 +113,7 @@ _TABLE = [
     ),
     # For several processes, each of which has the rows that one has in W1, and more.
     Workload("D1", "3 M parameters, 32 prompts, K = 8, up to 128 tokens", "3m", 32, 8, 128, ONLY),
+    Workload("D2", "3 M parameters, 64 prompts, K = 16, up to 128 tokens", "3m", 64, 16, 128, ONLY),
     *map(_growing_groups, (4, 16, 64)),
     *map(_growing_answers, (128, 256, 512, 1024)),
     _on_gpu("G1", "qwen3-0.6b", "Qwen3-0.6B"),
