@@ -56,9 +56,16 @@ def close(one, other, within: float = 1e-6) -> bool:
     return one == other
 
 
+def _within(metric: str, name: str, most: float) -> float:
+    """How far apart a metric may be: loss and gradients as weights."""
+    if metric == "update/changed_share" and most > 1e-6:
+        return 1e-3  # in float32, rounding decides whether a small step changes a number
+    return min(most, 1e-6) if metric in ("loss", "grad_norm") and name != PACKED else 1e-6
+
+
 def require_equal(alone: Path, others: Path, *, most: float = 1e-12) -> None:
     """Assert that they sampled the same completions, and have the same metrics, known to every
-    rank, and weights, relative to the largest of a matrix, within `most`."""
+    rank, and loss, gradients and weights, relative to the largest of a matrix, within `most`."""
     wrong = []
     for name in (path.name for path in others.iterdir()):
         files = ["metrics.jsonl", "completions.jsonl"]
@@ -69,12 +76,7 @@ def require_equal(alone: Path, others: Path, *, most: float = 1e-12) -> None:
                 wrong += [
                     f"{name}: {file}: {n} is {theirs.get(n)}, alone {ours.get(n)}"
                     for n in kinds
-                    # In float32, rounding decides whether a small step changes a number.
-                    if not close(
-                        ours.get(n),
-                        theirs.get(n),
-                        1e-3 if most > 1e-6 and n == "update/changed_share" else 1e-6,
-                    )
+                    if not close(ours.get(n), theirs.get(n), _within(n, name, most))
                 ]
         known = [path.read_text() for path in (others / name).glob("rank-*.json")]
         if name in CASES and (known != known[:1] * len(known) or len(known) < 2):
