@@ -3,13 +3,17 @@
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rloo import RLOOConfig
 from rloo.dist.world import make_world
 from rloo.model.division import divide, full, is_divided, local, whole_copy
 from rloo.model.loading import load_model
+from rloo.model.memory import phase_peaks
 from rloo.model.policy import Policy
 from rloo.model.sharding import check
+from rloo.run import setup
+from rloo.run.setup import make_engine
 from support.adapters import make_lora, perturb, wrap
 from support.models import make_model, make_samples, make_wide
 from support.text import make_tokenizer
@@ -125,3 +129,22 @@ def test_what_needs_whole_parameters_is_refused(make):
 def test_a_model_that_reads_images_is_refused(make):
     with pytest.raises(ValueError, match="reads images, which not every process has"):
         make(make_vision_model("llava"))
+
+
+def test_an_engine_is_made_with_one_layer_after_the_other(make):
+    """Beside its copy there is never all of the model; where that does not fit, it is said."""
+    config = Qwen3Config(
+        **make_model("qwen3").config.to_dict() | {"num_hidden_layers": 24, "layer_types": None}
+    )
+    policy = make(AutoModelForCausalLM.from_config(config).float(), num_threads=1)
+    weights = sum(p.numel() * p.itemsize for p in policy.model.parameters())
+    largest = max(p.numel() * p.itemsize for p in policy.model.parameters())
+    made = []
+    (peak,) = phase_peaks(policy.device, lambda _: made.append(make_engine(policy, policy.config)))
+    assert made[0].facts.copies_weights and policy.notes == []
+    assert weights < peak < 1.4 * weights and largest < 0.4 * weights
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup, "available_bytes", lambda device: weights - 1)
+        said = r"parallel is fsdp2 and an engine .* needs vLLM on devices of its own"
+        with pytest.raises(ValueError, match=said):
+            make_engine(policy, policy.config)

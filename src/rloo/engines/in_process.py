@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rloo.engines.noise import row_keys
 from rloo.engines.sampling import check_request, collect_completions
+from rloo.model.division import is_divided
 from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
 
 # One row: a prompt and the sample's number k in its group.
@@ -41,10 +42,12 @@ def borrowed(model: PreTrainedModel, precision: torch.dtype | None = None) -> It
         text_config.output_router_logits = False
     try:
         casts = precision is not None
-        # Not inference_mode, in which autocast would cast every weight again for every token.
+        # Not inference_mode, in which autocast would cast every weight again for every token, and
+        # what is gathered would be of no use to a later forward with gradients.
+        divided = any(map(is_divided, model.parameters()))
         with (
             torch.autocast(model.device.type, dtype=precision, enabled=casts),
-            torch.no_grad() if casts else torch.inference_mode(),
+            torch.no_grad() if casts or divided else torch.inference_mode(),
         ):
             yield
     finally:

@@ -222,10 +222,17 @@ class Policy:
                 stack.enter_context(self._gathered())
             yield
 
-    def _gathered(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Inside, all processes compute the same with `model` itself, without gradients; of divided
+        weights one layer after the other is gathered, under DeepSpeed all at once."""
+        with self.in_step(), self._gathered(layers=False):
+            yield
+
+    def _gathered(self, *, layers: bool = True) -> AbstractContextManager[None]:
         if isinstance(self.stepper, ZeroStepper):
             return self.stepper.zero.whole()
-        return sharding.whole(self.scorer)
+        return sharding.whole(self.scorer, layers=layers)
 
     @property
     def version(self) -> int:

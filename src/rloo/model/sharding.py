@@ -65,10 +65,13 @@ def shard(module: nn.Module, world: World, *, on_host: bool = False) -> None:
 
 
 @contextmanager
-def whole(module: nn.Module) -> Iterator[None]:
+def whole(module: nn.Module, *, layers: bool = True) -> Iterator[None]:
     """Inside, every process has all weights of `module`, and computes with them by itself; without
-    gradients. A collective at its start; where nothing is divided it does nothing."""
+    gradients. Without `layers` it has those outside of layers, which are gathered as they compute:
+    in all processes alike. A collective at its start; where nothing is divided it does nothing."""
     parts = _divided(module)
+    if not layers:
+        parts = [part for part in parts if part is module]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)
         part.unshard()

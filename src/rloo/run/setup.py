@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -24,6 +25,8 @@ from rloo.data.rows import Given, load_rows
 from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows
 from rloo.engines import EngineInputs, build_engine
+from rloo.model.budget import available_bytes, gigabytes
+from rloo.model.division import is_divided, shape_of
 from rloo.model.loading import num_embedded
 from rloo.model.policy import Policy
 from rloo.model.quantization import quantised_layers
@@ -265,9 +268,12 @@ def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
         no_copy=no_copy,
         whole=policy.whole,
     )
-    with policy.whole():
+    _require_room(policy)
+    times = args.num_threads is None and policy.device.type == "cpu"
+    with policy.whole() if times else nullcontext():
         set_threads(policy.model, args)
-        torch.set_num_threads(policy.world.from_main(torch.get_num_threads()))
+    torch.set_num_threads(policy.world.from_main(torch.get_num_threads()))
+    with policy.in_turn():
         engine, note = build_engine(args.rollout_engine, inputs)
     for option in ("rollout_dtype", "rollout_copy"):
         if getattr(args, option) and not engine.facts.copies_weights:
@@ -278,6 +284,22 @@ def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
             )
     policy.notes += [note] if note else []
     return engine
+
+
+def _require_room(policy: Policy) -> None:
+    """Raise ValueError where no process could have all of what is divided, as engines must."""
+    parameters = list(policy.model.parameters())
+    if not any(map(is_divided, parameters)):
+        return
+    needed = sum(shape_of(p).numel() * p.itemsize for p in parameters)
+    room = min(policy.world.gather(available_bytes(policy.device)))
+    if needed > room:
+        raise ValueError(
+            f"parallel is {policy.config.parallel} and an engine here needs all weights, "
+            f"{gigabytes(needed)}, of which {gigabytes(room)} would fit beside this process's "
+            "part; a model of this size needs vLLM on devices of its own, which is not part of "
+            "this version (parallel, rollout_engine)"
+        )
 
 
 def keep_freed_memory() -> None:
