@@ -89,6 +89,7 @@ class FailsBetween(TrainerCallback):
 
 
 _failed: list[int] = []
+TIED = "tied embeddings"
 STOPPED = "stopped by a callback of the main process"
 FAILS = "fails in one process, and is trained again"
 BETWEEN = "fails in one process between the steps of a rollout, and is trained again"
@@ -114,10 +115,13 @@ CASES = {
     "mean over tokens": (mixed, {"loss_aggregation": "token_mean"}),
     "LoRA": (mixed, {"use_peft": True, "beta": 0.05}),
     "adaptive KL": (mixed, {"beta": 0.05, "kl_target": 0.1, "kl_horizon": 20}),
-    "small micro-batches": (mixed, {"max_tokens_per_micro_batch": 40}),
+    "small micro-batches": (
+        mixed, {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True},
+    ),
     STOPPED: (mixed, {"eval_steps": 1, "num_iterations": 2}),
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
+    TIED: (mixed, {"beta": 0.05}),
     FAILS: (failing, {"save_strategy": "steps", "save_steps": 1}),
     BETWEEN: (mixed, {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}),
     GOES_ON: (mixed, {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}),
@@ -150,7 +154,12 @@ def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RL
         } | options | changed,
     )  # fmt: skip
     rows, held_out = ROWS, ROWS.select(range(3))
-    model = make_model("qwen3") if single else make_model("qwen3").double()
+    model = make_model("qwen3")
+    if name == TIED:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    if not single:
+        model.double()
     callbacks: list = {STOPPED: [StopsTheMainOne], BETWEEN: [FailsBetween]}.get(name, [])
     tokenizer = make_tokenizer()
     return RLOOTrainer(
