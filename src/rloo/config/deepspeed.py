@@ -38,33 +38,16 @@ _IDLE = (
     "ignore_unused_parameters", "round_robin_gradients", "checkpoint",
 )  # fmt: skip
 # Names that are taken where they are off; else what to use in their place.
+_LEFT_OUT = (
+    "prescale_gradients", "sparse_gradients", "memory_breakdown", "flops_profiler", "tensorboard",
+    "wandb", "comet", "csv_monitor", "comms_logger", "autotuning", "elasticity",
+    "compression_training", "zero_quantized_weights", "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights", "legacy_stage1", "mics_hierarchical_params_gather",
+    "memory_efficient_linear", "tensor_parallel", "stage3_use_all_reduce_for_fetch_params",
+    "cpu_offload_use_pin_memory",
+)  # fmt: skip
 _OFF = {
-    **dict.fromkeys(
-        (
-            "prescale_gradients",
-            "sparse_gradients",
-            "memory_breakdown",
-            "flops_profiler",
-            "tensorboard",
-            "wandb",
-            "comet",
-            "csv_monitor",
-            "comms_logger",
-            "autotuning",
-            "elasticity",
-            "compression_training",
-            "zero_quantized_weights",
-            "zero_quantized_gradients",
-            "zero_quantized_nontrainable_weights",
-            "legacy_stage1",
-            "mics_hierarchical_params_gather",
-            "memory_efficient_linear",
-            "tensor_parallel",
-            "stage3_use_all_reduce_for_fetch_params",
-            "cpu_offload_use_pin_memory",
-        ),
-        "leave it out",
-    ),
+    **dict.fromkeys(_LEFT_OUT, "leave it out"),
     "activation_checkpointing": "use gradient_checkpointing",
     "scheduler": "its warm-up is another one: use lr_scheduler_type and warmup_steps",
     "amp": "use bf16 or fp16",
