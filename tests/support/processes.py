@@ -116,7 +116,8 @@ CASES = {
     "LoRA": (mixed, {"use_peft": True, "beta": 0.05}),
     "adaptive KL": (mixed, {"beta": 0.05, "kl_target": 0.1, "kl_horizon": 20}),
     "small micro-batches": (
-        mixed, {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True},
+        mixed,
+        {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True},
     ),
     STOPPED: (mixed, {"eval_steps": 1, "num_iterations": 2}),
     PACKED: (mixed, {"packing": True}),

@@ -215,18 +215,17 @@ class Policy:
             engine.load(self.weights, self.version)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, each process computes with all weights by itself, without gradients."""
+    def whole(self, *, in_turn: bool = False) -> Iterator[None]:
+        """Inside, each process computes with all weights by itself, without gradients; `in_turn`
+        all compute the same with `model` itself, and of divided weights one layer after the other
+        is gathered, under DeepSpeed all at once."""
+        if in_turn:
+            with self.in_step(), self._gathered(layers=False):
+                yield
+            return
         with ExitStack() as stack:
             with self.in_step():
                 stack.enter_context(self._gathered())
-            yield
-
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Inside, all processes compute the same with `model` itself, without gradients; of divided
-        weights one layer after the other is gathered, under DeepSpeed all at once."""
-        with self.in_step(), self._gathered(layers=False):
             yield
 
     def _gathered(self, *, layers: bool = True) -> AbstractContextManager[None]:

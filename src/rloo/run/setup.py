@@ -273,7 +273,7 @@ def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
     with policy.whole() if times else nullcontext():
         set_threads(policy.model, args)
     torch.set_num_threads(policy.world.from_main(torch.get_num_threads()))
-    with policy.in_turn():
+    with policy.whole(in_turn=True):
         engine, note = build_engine(args.rollout_engine, inputs)
     for option in ("rollout_dtype", "rollout_copy"):
         if getattr(args, option) and not engine.facts.copies_weights:
