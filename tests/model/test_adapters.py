@@ -158,8 +158,9 @@ def test_weights_have_the_base_s_names_on_other_architectures(name):
 
 def test_weights_are_merged_one_at_a_time(monkeypatch):
     merged = []
-    merge = adapters._merge
-    monkeypatch.setattr(adapters, "_merge", lambda layer: merged.append(layer) or merge(layer))
+    merge = adapters.merged_layer
+    counting = lambda layer: merged.append(layer) or merge(layer)  # noqa: E731
+    monkeypatch.setattr(adapters, "merged_layer", counting)
     weights = Adapter(make_adapted(target_modules=["q_proj"])).weights()
     counts = []
     for name, _ in weights:

@@ -6,7 +6,7 @@ import copy
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +19,17 @@ from transformers.utils import cached_file
 
 from rloo.config.config import RLOOConfig
 from rloo.config.files import reading
-from rloo.model.division import divide_all, full, whole_copy, writable
-from rloo.model.quantization import in_full, is_quantised
+from rloo.model.division import divide_all, writable
+from rloo.model.merging import (
+    TRAINED,
+    adapted_layers,
+    merged_layer,
+    original_layer,
+    peft_library,
+    walk,
+)
 
-# peft's name for the adapter that `get_peft_model` makes, and TRL's for the frozen copy.
-TRAINED = "default"
+# TRL's name for the frozen copy of an adapter.
 REFERENCE = "ref"
 CONFIG_FILE = "adapter_config.json"
 FILES = (CONFIG_FILE, "adapter_model.safetensors")
@@ -63,8 +69,8 @@ class Adapter:
                 f"trained, and it must be called {TRAINED} ({REFERENCE} is what an earlier trainer "
                 "kept of its start: model.delete_adapter removes it)"
             )
-        _check_config(self.wrapper.peft_config[TRAINED])
-        for name, layer in _adapted_layers(self.model):
+        _check_config(self.config)
+        for name, layer in adapted_layers(self.model):
             variant = getattr(layer, "lora_variant", {}).get(TRAINED)
             if variant is not None and not type(variant).__name__.startswith("Dora"):
                 raise ValueError(
@@ -84,7 +90,7 @@ class Adapter:
         if not getattr(self.model.config.get_text_config(), "tie_word_embeddings", False):
             return
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        for name, layer in _adapted_layers(self.model):
+        for name, layer in adapted_layers(self.model):
             if any(layer is end for end in ends):
                 raise ValueError(
                     f"{name} is adapted, but its weight is also the other embedding's "
@@ -107,8 +113,8 @@ class Adapter:
     @cached_property
     def has_effect(self) -> bool:
         """Whether the adapted weights differ from the base's; determined at the first access."""
-        adapted = _walk(self.model, _merge)
-        base = _walk(self.model, _original)
+        adapted = walk(self.model, merged_layer)
+        base = walk(self.model, original_layer)
         return any(
             changed.data_ptr() != weight.data_ptr() and not torch.equal(changed, weight)
             for (_, changed), (_, weight) in zip(adapted, base, strict=True)
@@ -119,7 +125,7 @@ class Adapter:
         adapter has no effect yet, otherwise with a frozen copy of the adapter, as in TRL."""
         if not self.has_effect:
             return
-        config = copy.deepcopy(self.wrapper.peft_config[TRAINED])
+        config = copy.deepcopy(self.config)
         self.wrapper.add_adapter(REFERENCE, config)
         parameters = {tuple(name.split(".")): p for name, p in self.model.named_parameters()}
         for name, parameter in parameters.items():
@@ -148,10 +154,19 @@ class Adapter:
             for parameter, flag in trained:
                 parameter.requires_grad_(flag)
 
+    @property
+    def config(self) -> Any:
+        """peft's configuration of it."""
+        return self.wrapper.peft_config[TRAINED]
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The base model's parameters by name, as they are without the adapter."""
+        return walk(self.model, original_layer)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The base model's parameters by name, with the adapter merged in: into a copy, one layer
         at a time, in the base's precision."""
-        return _walk(self.model, _merge)
+        return walk(self.model, merged_layer)
 
     def save(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
         """Write only the adapter, as peft does: `adapter_config.json` and the tensors, those of
@@ -166,9 +181,9 @@ class Adapter:
 
     def load(self, path: str | Path) -> None:
         """Load what `save` wrote, bit for bit. Raises ValueError for another configuration."""
-        peft = _peft()
+        peft = peft_library()
         saved = _comparable(peft.PeftConfig.from_pretrained(str(path)))
-        current = _comparable(self.wrapper.peft_config[TRAINED])
+        current = _comparable(self.config)
         for name in sorted(saved.keys() | current.keys()):
             if saved.get(name) != current.get(name):
                 raise ValueError(
@@ -186,12 +201,12 @@ def remove(path: str | Path) -> None:
 
 def is_adapted(model: Any) -> bool:
     """Whether `model` is a PeftModel. If peft has not been imported, it cannot be one."""
-    return "peft" in sys.modules and isinstance(model, _peft().PeftModel)
+    return "peft" in sys.modules and isinstance(model, peft_library().PeftModel)
 
 
 def refuse_loose_layers(model: nn.Module) -> None:
     """Raise ValueError for adapters in no PeftModel: names and files would not be a model's."""
-    for name, _ in _adapted_layers(model):
+    for name, _ in adapted_layers(model):
         raise ValueError(
             f"{name} has an adapter and no PeftModel is around the model; give the "
             "PeftModel itself, or the folder of the adapter (model)"
@@ -201,7 +216,7 @@ def refuse_loose_layers(model: nn.Module) -> None:
 def add_adapter(model: Any, peft_config: Any) -> Any:
     """The PeftModel of a new adapter in `model`, which is changed; `peft_config` is not, as in TRL.
     Raises ValueError for an adapter that cannot be trained."""
-    peft = _peft()
+    peft = peft_library()
     if is_adapted(model):
         raise ValueError(
             "the model has an adapter already, and another is asked for (peft_config, use_peft); "
@@ -226,7 +241,7 @@ def lora_config(config: RLOOConfig) -> Any:
     # peft takes a string for a pattern of whole paths; a plain name means a module.
     if isinstance(targets, str) and targets != "all-linear" and re.fullmatch(r"[\w.]+", targets):
         targets = [targets]
-    return _peft().LoraConfig(
+    return peft_library().LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -254,7 +269,7 @@ def find_base(name: str, revision: str = "main") -> str | None:
         return None
     with reading(f"the adapter {name}", "model"):
         folder = str(Path(found).parent)
-        base = _peft().PeftConfig.from_pretrained(folder).base_model_name_or_path
+        base = peft_library().PeftConfig.from_pretrained(folder).base_model_name_or_path
     if not base:
         raise ValueError(
             f"{name} is an adapter and does not say of which model ({CONFIG_FILE}: "
@@ -267,7 +282,7 @@ def load_adapter(base: PreTrainedModel, name: str, revision: str = "main") -> An
     """A PeftModel: `base` with the saved adapter `name`, a folder or hub id, made trainable."""
     with _without_old_names():
         with reading(f"the adapter {name}", "model"):
-            wrapper = _peft().PeftModel.from_pretrained(
+            wrapper = peft_library().PeftModel.from_pretrained(
                 base, name, is_trainable=True, revision=revision
             )
         _load_tensors(wrapper, name, revision=revision)  # again, to see whether they are all there
@@ -275,7 +290,7 @@ def load_adapter(base: PreTrainedModel, name: str, revision: str = "main") -> An
 
 
 def _load_tensors(wrapper: Any, name: str, **source: Any) -> None:
-    peft = _peft()
+    peft = peft_library()
     with reading(f"the adapter {name}", "model"), writable(wrapper):
         tensors = peft.load_peft_weights(name, device=str(wrapper.device), **source)
         result = peft.set_peft_model_state_dict(wrapper, divide_all(tensors, wrapper), TRAINED)
@@ -297,7 +312,7 @@ def _without_old_names() -> Iterator[None]:
 
 
 def _check_config(config: Any) -> None:
-    if not isinstance(config, _peft().LoraConfig):
+    if not isinstance(config, peft_library().LoraConfig):
         raise ValueError(
             f"peft_config is a {type(config).__name__}; LoraConfig is the one that is part of this "
             "version"
@@ -323,78 +338,3 @@ def _comparable(config: Any) -> dict[str, Any]:
         for name, value in config.to_dict().items()
         if name not in HARMLESS
     }
-
-
-def _walk(
-    module: nn.Module,
-    unwrap: Callable[[nn.Module], nn.Module],
-    prefix: str = "",
-    seen: set[int] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """`named_parameters`, of adapted layers after `unwrap`, of quantised ones dequantised."""
-    seen = set() if seen is None else seen
-    inner = unwrap(module) if isinstance(module, _layer_kinds()) else in_full(module)
-    replaced = inner is not module
-    for name, parameter in inner.named_parameters(recurse=replaced):
-        # A tied weight has one name. Only this loop refers to the replacement, so it may be freed.
-        if replaced or id(parameter) not in seen:
-            yield prefix + name, full(parameter)
-        if not replaced:
-            seen.add(id(parameter))
-    if not replaced:
-        for name, child in module.named_children():
-            yield from _walk(child, unwrap, f"{prefix}{name}.", seen)
-
-
-@torch.no_grad()
-def _merge(layer: Any) -> Any:
-    """The layer with its adapter merged in, as a layer of the base's kind."""
-    if isinstance(layer, _peft().utils.ModulesToSaveWrapper):
-        return layer.modules_to_save[TRAINED]
-    merged = whole_copy(layer)
-    if is_quantised(layer.get_base_layer()):
-        return _merge_in_full(merged)
-    # A module with two adapted parameters has two layers around it.
-    while hasattr(merged, "base_layer"):
-        merged.merge(adapter_names=[TRAINED])
-        merged = merged.base_layer
-    return merged
-
-
-def _merge_in_full(layer: Any) -> nn.Linear:
-    """Merge without peft, which would quantise the result again."""
-    plain = in_full(layer.get_base_layer())
-    variant = layer.lora_variant.get(TRAINED)
-    if variant is None:
-        plain.weight += layer.get_delta_weight(TRAINED)
-    else:
-        plain.weight.copy_(variant.merge_safe(layer, TRAINED, plain.weight))
-    return plain
-
-
-def _original(layer: Any) -> nn.Module:
-    if isinstance(layer, _peft().utils.ModulesToSaveWrapper):
-        return layer.original_module
-    return in_full(layer.get_base_layer())
-
-
-def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    kinds = _layer_kinds() if "peft" in sys.modules else ()
-    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))
-
-
-def _layer_kinds() -> tuple[type, ...]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    return BaseTunerLayer, AuxiliaryTrainingWrapper
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError(
-            "adapters need the library peft: pip install 'rloo[peft]' (use_peft, peft_config)"
-        ) from error
-    return peft

@@ -11,6 +11,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from rloo.dist.folders import sync
+
 
 def strict(value: Any) -> Any:
     """`value` in JSON types: non-finite numbers become None, unknown objects their text."""
@@ -103,13 +105,3 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Have a file's data, or a folder's names, on the disk: without it a power cut may lose them,
-    and a rename may reach the disk before what was renamed."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

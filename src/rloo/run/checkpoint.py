@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rloo.dist.folders import discard, files_of, hash_file, sync, written
 from rloo.dist.trees import Flat, flatten, unflatten
-from rloo.report.records import sync
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -103,21 +102,15 @@ def save_model(directory: Path, write_model: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _written(directory: Path, name: str) -> Iterator[Path]:
-    """A new folder in `directory`; what this block writes there is on the disk afterwards. If the
-    block fails, even by Ctrl-C, nothing is left."""
-    temporary = directory / f"tmp-checkpoint-{name}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for item in (*temporary.rglob("*"), temporary):
-            sync(item)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        # What safetensors and tokenizers, written in Rust, raise when a disk fails.
-        if isinstance(error, SafetensorError) or type(error) is Exception:
-            raise OSError(f"{temporary} cannot be written: {error} (output_dir)") from error
-        raise
+    """`written`, but for what safetensors and tokenizers, written in Rust, raise when a disk fails:
+    that is an OSError."""
+    with written(directory, f"checkpoint-{name}") as temporary:
+        try:
+            yield temporary
+        except Exception as error:
+            if isinstance(error, SafetensorError) or type(error) is Exception:
+                raise OSError(f"{temporary} cannot be written: {error} (output_dir)") from error
+            raise
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -170,7 +163,7 @@ def verify_checkpoint(path: Path) -> int:
             raise damaged(f"{name} is missing")
         if file.stat().st_size != size:
             raise damaged(f"{name} has {file.stat().st_size} bytes, not {size}")
-        if _hash_file(file) != entry["sha256"]:
+        if hash_file(file) != entry["sha256"]:
             raise damaged(f"{name} is not what was written")
     return step
 
@@ -222,23 +215,13 @@ def _read_tensors(folder: Path, name: str) -> Flat:
 
 
 def _write_manifest(folder: Path, step: int) -> None:
-    files = {
-        str(file.relative_to(folder)): {"size": file.stat().st_size, "sha256": _hash_file(file)}
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
-    body = {"format": FORMAT, "step": step, "files": files}
+    body = {"format": FORMAT, "step": step, "files": files_of(folder)}
     manifest = {"sha256": _hash_json(body), "body": body}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
 def _hash_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _put_in_place(temporary: Path, final: Path) -> list[Path]:
@@ -252,14 +235,6 @@ def _put_in_place(temporary: Path, final: Path) -> list[Path]:
     temporary.rename(final)
     sync(final.parent)
     return [aside] if aside.exists() else []
-
-
-def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint, renamed first, so that half a removal does not leave half of it."""
-    doomed = checkpoint.with_name(f"tmp-{checkpoint.name}-{os.getpid()}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    checkpoint.rename(doomed)
-    shutil.rmtree(doomed)
 
 
 def _step_of(path: Path) -> int | None:

@@ -14,12 +14,11 @@ from typing import Any
 from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
 from rloo.dist import World
+from rloo.dist.folders import discard, sync
 from rloo.report.monitor import COMPLETIONS, EVALUATIONS, METRICS, SUMMARY
 from rloo.report.profiling import REPORT, TRACE
-from rloo.report.records import sync
 from rloo.run.checkpoint import (
     MANIFEST,
-    discard,
     find_checkpoint,
     list_checkpoints,
     verify_checkpoint,

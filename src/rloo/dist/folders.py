@@ -1,0 +1,59 @@
+"""Folders that other processes read: each is there as a whole, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Have a file's data, or a folder's names, on the disk: without it a power cut may lose them,
+    and a rename may reach the disk before what was renamed."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def written(directory: Path, name: str) -> Iterator[Path]:
+    """A new folder `tmp-{name}-{process}` in `directory`, to be renamed into place afterwards; what
+    the block writes there is then on the disk. If it fails, even by Ctrl-C, nothing is left."""
+    temporary = directory / f"tmp-{name}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for item in (*temporary.rglob("*"), temporary):
+            sync(item)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder, renamed first, so that half a removal does not leave half of it."""
+    doomed = folder.with_name(f"tmp-{folder.name}-{os.getpid()}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def files_of(folder: Path) -> dict[str, dict[str, int | str]]:
+    """The size in bytes and the SHA-256 of every file in `folder`, by its path there."""
+    return {
+        str(file.relative_to(folder)): {"size": file.stat().st_size, "sha256": hash_file(file)}
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def hash_file(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
