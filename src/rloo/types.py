@@ -175,7 +175,8 @@ class EngineFacts:
     of some, which nothing but `load` renews. `shares_memory`: it reads weights where the policy has
     them, so they must not change while it samples, nor, if it copies others, between `load` and
     that. `exact_noise`: `noise` determines every draw; without it, equal calls may differ.
-    `filters`: it can sample with top-k, top-p, min-p and a repetition penalty.
+    `filters`: it can sample with top-k, top-p, min-p and a repetition penalty. `central`: of
+    several processes the main one alone samples, for all.
 
     The rest is the memory that a completion may occupy while it is sampled: for each token of its
     prompt, for each that may follow, and once. What needs more than `cache_bytes` is not sampled
@@ -191,6 +192,7 @@ class EngineFacts:
     completion_token_bytes: int = 0
     row_bytes: int = 0
     cache_bytes: int | None = None
+    central: bool = False
 
     def bytes_per_row(self, prompt_tokens: int, max_tokens: int) -> int:
         """What sampling one completion may occupy; never too little, often too much."""
@@ -225,6 +227,9 @@ class Engine(Protocol):
         and epoch, the sample's index and the token's position it determines every random draw,
         whatever else is in the batch.
         """
+
+    def stats(self) -> dict[str, float]:
+        """Counts of what has happened to it so far, by the names of metrics."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class SyncRollouts:
         self.step += self.batches.steps_per_rollout
         metrics = rollout_metrics(everything)
         require_free(own, metrics)
-        metrics |= logged | speed
+        metrics |= logged | speed | self.engine.stats()
         if not self.sampling.filtered:  # else of what an update computes
             metrics |= sampled_entropy(c.policy_logprobs for g in everything for c in g.completions)
         return Rollout(

@@ -39,11 +39,13 @@ def sample(
     noise: int,
     world: World,
 ) -> list[list[Completion]]:
-    """`engine.sample`, of which each process does an equal part. Where processes are more than
-    prompts, several sample one group."""
+    """`engine.sample`, of which each process does an equal part, unless the engine is `central`.
+    Where processes are more than prompts, several sample one group."""
     if world.links is None:
         return engine.sample(prompts, count, sampling, noise)
     mine = world.share(len(prompts) * count)
+    if engine.facts.central:
+        mine = range(len(prompts) * count if world.is_main else 0)
     numbers = [
         range(max(mine.start - first, 0), min(mine.stop - first, count))
         for first in range(0, len(prompts) * count, count)

@@ -138,6 +138,10 @@ class InProcessEngine(ABC):
         with self._whole():
             return self._sample(prompts, numbers, sampling, noise)
 
+    def stats(self) -> dict[str, float]:
+        """See `rloo.types.Engine`: in this process nothing is lost."""
+        return {}
+
     def _sample(
         self,
         prompts: Sequence[Prompt],

@@ -117,6 +117,12 @@ class ModelFiles:
         self.load_pretrained(path)
         self._reference.load(path)
 
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the adapter alone, without the tokenizer and what peft says of it."""
+        assert self._adapter is not None
+        self._adapter.save(path, self._collected)
+        Path(path, "README.md").unlink(missing_ok=True)
+
     def save_description(self, path: str | Path) -> None:
         """Write what a model's folder has beside weights: configuration and tokenizer."""
         self._model.config.save_pretrained(path)

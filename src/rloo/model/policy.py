@@ -168,10 +168,10 @@ class Policy:
         with self._autocast(), self._offloading():
             return self.scorer(batch, chunk_elements=chunk_elements)
 
-    def score(self, batch: MicroBatch) -> Tensor:
-        """Only the log-probs, without gradients: (T,)."""
+    def score(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
+        """Only the log-probs, without gradients: (T,). `temperature`: another than the policy's."""
         with self._autocast():
-            return self.scorer.logprobs(batch)
+            return self.scorer.logprobs(batch, temperature)
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probs (T,) under the frozen reference. Raises ValueError without one (beta 0)."""
@@ -211,8 +211,9 @@ class Policy:
 
     def load_into(self, engine: Engine) -> None:
         """Have an engine take the weights; where they are divided a collective."""
-        with self.in_step():
-            engine.load(self.weights, self.version)
+        version = self.version
+        with self.in_step() if engine.facts.shares_memory else nullcontext():
+            engine.load(self.weights, version)
 
     @contextmanager
     def whole(self, *, in_turn: bool = False) -> Iterator[None]:

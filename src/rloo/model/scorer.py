@@ -40,17 +40,20 @@ class Scorer(nn.Module):
         logprobs_only: bool = False,
         by_logits: bool = False,
         chunk_elements: int = CHUNK_ELEMENTS,
+        temperature: float | None = None,
     ) -> TokenScores:
         """Scores of the batch's T completion tokens, with gradients where they are enabled.
 
         With `logprobs_only` there are no gradients, no entropies (of shape (0,)) and no balancing
         loss, for about half the work at the head. `by_logits` has log-probs alone, from the model's
         own logits, with which ours are compared. `chunk_elements`: see `token_logprobs`.
+        `temperature`: another one than the policy's.
         """
+        temperature = temperature or self.temperature
         if by_logits:
-            logprobs = own_logprobs(self.model, batch, self.temperature)
+            logprobs = own_logprobs(self.model, batch, temperature)
             return TokenScores(logprobs, logprobs.new_empty(0), None)
-        options: dict[str, Any] = {"temperature": self.temperature, "vocab_size": self._vocab_size}
+        options: dict[str, Any] = {"temperature": temperature, "vocab_size": self._vocab_size}
         if logprobs_only:
             hidden = hidden_states(self.model.base_model(**batch.inputs, use_cache=False), batch)
             logprobs = score_tokens(self.head, hidden, batch.target_T, **options)
@@ -67,9 +70,9 @@ class Scorer(nn.Module):
         return TokenScores(logprobs, entropy, balance)
 
     @torch.no_grad()
-    def logprobs(self, batch: MicroBatch) -> Tensor:
+    def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """(T,): the log-probs alone, without gradients."""
-        return self(batch, logprobs_only=True).logprobs
+        return self(batch, logprobs_only=True, temperature=temperature).logprobs
 
     @torch.no_grad()
     def logprobs_by_logits(self, batch: MicroBatch) -> Tensor:

@@ -1,0 +1,179 @@
+"""A model's files as other programs read them, written with one layer in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from rloo.model.adapters import Adapter
+from rloo.model.batch import make_sample
+from rloo.model.division import full, is_divided, local
+from rloo.model.loading import num_embedded
+
+if TYPE_CHECKING:
+    from rloo.model.policy import Policy
+
+INDEX = "model.safetensors.index.json"
+# A layer's name, of the name of a parameter in it.
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+def export_weights(
+    folder: Path | None,
+    model: PreTrainedModel,
+    named: Named,
+    dtype: torch.dtype,
+    *,
+    untie: bool = False,
+) -> None:
+    """Write the weights `named` by their names in `model` into `folder` as safetensors, one file a
+    layer and their index, under the names and in the shapes of the hub, those with decimals as
+    `dtype`. Where weights are divided it is a collective: None takes part and writes nothing. No
+    process has more than the largest layer at a time. `untie` writes a tied matrix twice."""
+    twins = tied_outputs(model) if untie else {}
+    places: dict[str, str] = {}
+    total = 0
+    layers = _layers(named, dtype, keep=folder is not None)
+    # Without a loop's variable, which would keep one layer while the next is gathered.
+    while (tensors := next(layers, None)) is not None:
+        if folder is not None:
+            tensors |= {twins[name]: t.clone() for name, t in tensors.items() if name in twins}
+            tensors = _as_on_hub(model, tensors)
+            file = f"model-{len(set(places.values())):05d}.safetensors"
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            places |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+        del tensors
+    if folder is not None:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index))
+
+
+def tied_outputs(model: PreTrainedModel) -> dict[str, str]:
+    """The name of a model's input embedding and that of the output matrix, if they are one."""
+    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
+    output = model.get_output_embeddings()
+    name = names.get(id(getattr(output, "weight", None)))
+    owner = next((n for n, module in model.named_modules() if module is output), None)
+    return {name: f"{owner}.weight"} if name and owner and name != f"{owner}.weight" else {}
+
+
+def _layers(named: Named, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[str, Tensor]]:
+    """Whole tensors on the host, those of a layer together; empty unless they are to `keep`."""
+    current, tensors = None, dict[str, Tensor]()
+    for name, tensor in named:
+        found = _LAYER.match(name)
+        layer = found[1] if found else name
+        if layer != current and current is not None:
+            yield tensors
+            tensors = {}
+        current = layer
+        whole = full(tensor)
+        if keep:
+            wanted = dtype if whole.is_floating_point() else whole.dtype
+            tensors[name] = whole.to("cpu", wanted)
+        del whole
+    if current is not None:
+        yield tensors
+
+
+def _as_on_hub(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # transformers merges some weights when it loads them (experts), all of one layer.
+    theirs: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return {name: tensor.contiguous() for name, tensor in theirs.items()}
+
+
+class Exported:
+    """A policy as an engine in other processes takes it: `dtype` is that of the weights there. With
+    `merge` an adapter is merged into its base, and travels as the whole model; else it travels
+    alone, of rank `adapter_rank`. With `untie` a tied matrix is written twice. Every method is a
+    collective of all processes."""
+
+    def __init__(
+        self, policy: Policy, dtype: torch.dtype, *, merge: bool = False, untie: bool = False
+    ) -> None:
+        self.world, self.tokenizer = policy.world, policy.tokenizer
+        self.vocabulary = num_embedded(policy.model)
+        self._policy, self._dtype, self._untie = policy, dtype, untie
+        adapter = policy.adapter
+        alone = adapter is not None and not merge and why_merged(adapter) is None
+        self.adapter_rank = largest_rank(adapter) if alone and adapter is not None else None
+
+    def write(self, folder: Path | None) -> None:
+        """Write what changes into `folder`, in the main process: the adapter alone, or a whole
+        model with its configuration and tokenizer. None takes part and writes nothing."""
+        policy = self._policy
+        if self.adapter_rank is None:
+            self._write_model(folder, policy.weights())
+            return
+        with policy.files.collected():
+            if folder is not None:
+                policy.files.save_adapter(folder)
+
+    def write_base(self, folder: Path | None) -> None:
+        """Write the model that an adapter is for, as `write` does."""
+        assert self._policy.adapter is not None
+        self._write_model(folder, self._policy.adapter.base_weights())
+
+    def _write_model(self, folder: Path | None, named: Named) -> None:
+        with self._policy.in_step():
+            export_weights(folder, self._policy.model, named, self._dtype, untie=self._untie)
+        if folder is not None:
+            self._policy.files.save_description(folder)
+
+    def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
+        """Of the tokens of a completion, at temperature 1."""
+        blank = make_sample((0, 0), len(prompt), len(completion))
+        sample = replace(blank, prompt_ids=list(prompt), token_ids=list(completion))
+        with self._policy.in_step():
+            found: list[float] = self._policy.score(self._policy.batch([sample]), 1.0).tolist()
+        return found
+
+    @contextmanager
+    def perturbed(self, scale: float) -> Iterator[None]:
+        """Inside, noise of this standard deviation is added to the adapter's weights, so that one
+        sees whether an engine applies it."""
+        assert self._policy.adapter is not None
+        # Past the tensors themselves, whose changes would count as a version.
+        raw = [local(p) if is_divided(p) else p.data for p in self._policy.parameters]
+        before = [tensor.clone() for tensor in raw]
+        generator = torch.Generator(raw[0].device).manual_seed(0)
+        for tensor in raw:
+            noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+            tensor += scale * noise
+        try:
+            yield
+        finally:
+            for tensor, old in zip(raw, before, strict=True):
+                tensor.copy_(old)
+
+
+def largest_rank(adapter: Adapter) -> int:
+    """The largest rank of an adapter's layers."""
+    config = adapter.config
+    return max([config.r, *(config.rank_pattern or {}).values()])
+
+
+def why_merged(adapter: Adapter) -> str | None:
+    """Why vLLM cannot be given the adapter alone, None where it can."""
+    config = adapter.config
+    reasons = {
+        "use_dora": config.use_dora,
+        "lora_modules_to_save": config.modules_to_save,
+        "lora_target_parameters": getattr(config, "target_parameters", None),
+        "alpha_pattern": config.alpha_pattern,
+    }
+    return next((name for name, given in reasons.items() if given), None)
