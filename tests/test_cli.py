@@ -256,7 +256,7 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder)
     [
         (["trian"], "trian is not a command; there are train, plan, eval, config"),
         (["train", "run.yaml", "--leraning_rate", "1"], "did you mean learning_rate?"),
-        (["train", "run.yaml", "--use_vllm", "true"], "use_vllm"),
+        (["train", "run.yaml", "--use_vllm", "true", "--top_k", "5"], "rollout_engine native"),
         (["train", "missing.yaml"], "missing.yaml: No such file"),
         (["train", "run.yaml", "--num_prompts", "0"], "num_prompts is 0; it must be at least 1"),
         (["train", "run.yaml", "--reward", "matth"], "did you mean 'math'?"),

@@ -240,8 +240,8 @@ def test_nothing_that_runs_data_as_code():
                 found.append(f"{where} calls {ast.unparse(node.func)}")
             if isinstance(node, ast.keyword) and ast.unparse(node) in FORBIDDEN_ARGUMENTS:
                 found.append(f"{where} passes {ast.unparse(node)}")
-            # The table of refused options has it as TRL's default of vllm_server_host.
-            is_table = name_of(path) == "rloo.config.unsupported"
+            # TRL's default of vllm_server_host, where a client looks.
+            is_table = name_of(path) == "rloo.config.vllm_options"
             if isinstance(node, ast.Constant) and node.value == "0.0.0.0" and not is_table:
                 found.append(f"{where} names 0.0.0.0")
             for name in imported(node):

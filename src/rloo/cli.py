@@ -10,6 +10,8 @@ commands:
   config   list the options that most runs set, with --all every one, or explain the one named;
            with a config or options: print the resolved configuration and what its preset means;
            with --from: convert a configuration of areal, ms-swift or trl
+  vllm-serve
+           start a server of vLLM as a run with these options needs it, and print its line
   check-estimator
            enumerate bias and variance of an estimator (rloo, my.py:function) on small policies and
            print "exact" or the bias as figures; the status is 0 for both, 2 for one that fails
@@ -25,6 +27,7 @@ examples:
   rloo config --from areal gsm8k_rloo.yaml > gsm8k.yaml
   rloo check-estimator examples/estimator.py:length_weighted
   rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null
+  rloo vllm-serve examples/gsm8k.yaml --vllm_server_port 8000   # --use_peft true: with adapters
 """
 
 # Torch is imported by the commands that need it, not here: help must not wait for it.
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
         "train": _train, "plan": _plan, "eval": _evaluate, "config": _config,
-        "check-estimator": _check_estimator,
+        "check-estimator": _check_estimator, "vllm-serve": _serve,
     }  # fmt: skip
     if not given or given[0] in ("-h", "--help", "help") or "--help" in given:
         print(__doc__, end="")
@@ -209,6 +212,28 @@ def _check_estimator(arguments: list[str], signals: Stop) -> int:
     for line in report(config):
         print(line)
     return 0
+
+
+def _serve(arguments: list[str], signals: Stop) -> int:
+    config = parse_command_line(arguments)
+    if config.model is None:
+        raise ValueError("vllm-serve needs the model that is to be served (--model)")
+    with signals.ending():
+        from rloo.engines.vllm.serving import SWITCHES
+        from rloo.run.servers import serving_of
+
+    rank, sleeps = config.lora_r if config.use_peft else None, bool(config.vllm_enable_sleep_mode)
+    serving = serving_of(config, config.model, rank, sleeps=sleeps)
+    print(serving.line(config.vllm_server_port), flush=True)
+    os.environ.update(SWITCHES)
+    command = serving.command(port=config.vllm_server_port)
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"there is no program {command[0]}; vLLM is installed by pip install 'rloo[vllm]', or "
+            "in an environment of its own (vllm_executable)"
+        ) from error
 
 
 def _import(arguments: list[str]) -> int:

@@ -10,7 +10,7 @@ from rloo.algorithm.sharing import sample
 from rloo.algorithm.transfer import bring, bring_seen, holders_of, with_tokens
 from rloo.dist import World
 from rloo.dist.trees import decode, encode
-from rloo.types import Completion, Prompt, Sample, Sampling
+from rloo.types import Completion, EngineFacts, Prompt, Sample, Sampling
 
 LONG = 5000
 
@@ -46,6 +46,8 @@ class Line:
 
 class Engine:
     """Its completions are long, and no two are the same."""
+
+    facts = EngineFacts("long", False, False, exact_noise=True, filters=True)
 
     def sample(self, prompts, numbers, sampling, noise):
         return [

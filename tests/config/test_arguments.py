@@ -70,8 +70,8 @@ def test_every_option_parses_at_its_default_written_out():
 
 
 def test_what_is_refused_parses_and_is_refused_by_the_config_with_its_reason():
-    with pytest.raises(ValueError, match="use_vllm is True; sampling with vLLM is not part"):
-        parse("--use_vllm").to_config()
+    with pytest.raises(ValueError, match="vllm_structured_outputs_regex is 'x'; completions are"):
+        parse("--vllm_structured_outputs_regex x").to_config()
     with pytest.raises(ValueError, match=r"fsdp is 'full_shard'; weights are divided by"):
         parse("--fsdp full_shard").to_config()
     with pytest.warns(UserWarning, match="per_device_eval_batch_size is 2, which has no effect"):
@@ -79,7 +79,7 @@ def test_what_is_refused_parses_and_is_refused_by_the_config_with_its_reason():
     # At the values that change nothing they are accepted, also at those that are not the default.
     assert parse("--tf32 none --fsdp", "").to_config() == RLOOConfig()
     names = {field.name for field in fields(RLOOArguments)}
-    assert {"use_vllm", "fsdp_config"} <= names & set(REFUSED)
+    assert {"vllm_structured_outputs_regex", "fsdp_config"} <= names & set(REFUSED)
     assert "use_cache" in names & set(WITHOUT_EFFECT)
 
 

@@ -129,7 +129,7 @@ def test_none_as_text_and_null_both_mean_none():
         ({"dataset_config": "main"}, "dataset_config is main but no dataset is named"),
         ({"model_init_kwargs": {"a": {"b": object}}}, "model_init_kwargs.a.b is <class"),
         ({"model_init_kwargs": {"a": float("inf")}}, "model_init_kwargs.a is inf"),
-        ({"use_vllm": True}, "use_vllm is True; sampling with vLLM is not part"),
+        ({"use_vllm": True, "rollout_engine": "hf"}, "use_vllm is true and rollout_engine is hf"),
         ({"token_level_kl": True}, "it never had an effect"),
         ({"advantage_estimator": "grpo"}, "the estimator is set by its parts, or by a preset"),
         ({"kl_in_reward": False}, "kl_placement is loss and kl_estimator is k1, whose expected"),
@@ -277,7 +277,7 @@ def test_options_are_changed_by_assignment_until_a_trainer_has_them():
     for name, value, expected in (
         ("max_step", 3, "unknown option max_step; did you mean max_steps"),
         ("max_steps", "many", "max_steps is 'many'"),
-        ("use_vllm", True, "use_vllm is True; sampling with vLLM"),
+        ("fsdp", "full_shard", "fsdp is 'full_shard'; weights are divided"),
         ("preset", "verl", "preset cannot be assigned; give it"),
     ):
         with pytest.raises(ValueError, match=expected):

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from rloo.cli import main
-from rloo.config import options
+from rloo.config import options, vllm_options
 from rloo.config.aliases import ALIASES
 from rloo.config.config import RLOOConfig
 from rloo.config.reading import Subject
@@ -16,7 +16,7 @@ from rloo.config.rendering import render_all, render_basic, render_option
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 # Another option is another thing to know: whoever changes these numbers says why.
-NUM_OPTIONS = 161
+NUM_OPTIONS = 180
 NUM_BASIC = 25
 
 
@@ -36,7 +36,11 @@ def test_the_number_of_options_and_of_basic_ones_is_known():
 
 
 def test_every_option_has_one_subject_and_stands_under_it():
-    subjects = [value.name for value in vars(options).values() if isinstance(value, Subject)]
+    subjects = [
+        value.name
+        for value in {**vars(options), **vars(vllm_options)}.values()
+        if isinstance(value, Subject)
+    ]
     printed = render_all()
     found = {subject: heads(section(printed, subject)) for subject in subjects}
     named = [name for names in found.values() for name in names]
@@ -78,7 +82,8 @@ def test_lines_are_no_wider_than_the_terminal(columns, monkeypatch):
         ("kl_coef", ["beta = 0.05 "]),
         ("warmup-ratio", ["warmup_steps = 0 "]),
         ("output_dir", ["output_dir = rloo_output ", "TRL's default is null."]),
-        ("use_vllm", ["use_vllm = false ", "sampling with vLLM is not part"]),
+        ("use_vllm", ["use_vllm = false ", "Sample with vLLM"]),
+        ("vllm_group_port", ["vllm_group_port = 51216", "servers read the weights from a folder"]),
         ("loss_type", ["loss_type ", "the form of the loss is set by loss_aggregation"]),
         ("log_level", ["log_level = passive ", "Accepted without effect"]),
     ],

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # processes: tests/test_processes.py.
 NOT_LOGGED_HERE = {
     "update/max_tokens", "rewards/math_reward/unjudged", "rank/gathered_bytes", "rank/imbalance",
-    "rank/wait_time",
+    "rank/wait_time", "engine/lost", "engine/returned", "engine/repeated",
 }  # fmt: skip
 
 

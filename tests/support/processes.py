@@ -17,7 +17,9 @@ from transformers import TrainerCallback
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.model.division import full, shape_of
+from rloo.model.memory import phase_peaks
 from rloo.run.plan import lasting_bytes
+from rloo.run.servers import exported
 from rloo.run.setup import make_engine
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
@@ -168,6 +170,21 @@ def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RL
     )
 
 
+def measure_writing(trainer: RLOOTrainer, folder: Path) -> None:
+    """Note the memory that writing weights for a server takes, and that of the largest layer."""
+    (folder / "written").mkdir(exist_ok=True)
+    place = folder / "written" if trainer.world.is_main else None
+    source = exported(trainer.policy)
+    (peak,) = phase_peaks(trainer.world.device, lambda _: source.write(place))
+    layers: dict[str, int] = {}
+    for name, p in trainer.policy.model.named_parameters():
+        layer = name.rpartition(".layers.")[2].split(".")[0] if ".layers." in name else name
+        layers[layer] = layers.get(layer, 0) + shape_of(p).numel() * p.itemsize
+    (folder / f"writing-{trainer.world.rank}.json").write_text(
+        json.dumps([peak, max(layers.values())])
+    )
+
+
 def run(folder: Path, names: list[str], **options: Any) -> None:
     for name in names:
         if name == GOES_ON:
@@ -178,7 +195,9 @@ def run(folder: Path, names: list[str], **options: Any) -> None:
         except (ValueError, ConnectionError):
             assert name in (FAILS, BETWEEN)
             output = trainer.train("auto")
-        if options.get("parallel") in ("fsdp2", "zero3") and name == MEASURED:
+        if "vllm_server_base_url" in options:
+            measure_writing(trainer, folder / name)
+        elif options.get("parallel") in ("fsdp2", "zero3") and name == MEASURED:
             engine = make_engine(trainer.policy, trainer.args)
             peak = lasting_bytes(trainer.policy, engine)["loading"]
             sizes = [shape_of(p).numel() * p.itemsize for p in trainer.model.parameters()]

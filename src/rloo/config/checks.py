@@ -12,6 +12,8 @@ from rloo.config import deepspeed
 from rloo.config.batches import batches_of
 from rloo.config.objective_checks import check_objective
 from rloo.config.options import LORA, Options
+from rloo.config.vllm_checks import check_vllm
+from rloo.config.vllm_options import VLLMOptions
 from rloo.dist import process_count
 
 # Completions of one rollout, or of one evaluated prompt: each is an object in this process.
@@ -30,11 +32,12 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "num_iterations", "max_completion_length", "max_prompt_length",
         "max_tokens_per_micro_batch", "num_threads", "eval_size", "num_generations_eval",
         "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha", "num_processes",
-        "ddp_timeout",
+        "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length",
     )),
     # A rank beyond the widest layer adds nothing; the others only ever wait.
     ("must be at most 16,384", lambda x: x <= 16_384, ("lora_r",)),
-    ("must be at most 1,000", lambda x: x <= 1_000, ("max_resample_times", "max_restarts")),
+    ("must be at most 1,000", lambda x: x <= 1_000,
+     ("max_resample_times", "max_restarts", "vllm_restarts")),
     ("must be at most 1,024; null takes as many as a launcher has started", lambda x: x <= 1_024,
      ("num_processes",)),
     ("must be at most 1,000,000", lambda x: x <= 1_000_000, ("num_iterations",)),
@@ -47,19 +50,23 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be above 0", lambda x: x > 0, (
         "repetition_penalty", "adam_epsilon", "advantage_epsilon", "loss_constant",
         "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
-        "kl_clip", "kl_target", "rollout_importance_sampling_threshold",
+        "kl_clip", "kl_target", "rollout_importance_sampling_threshold", "vllm_tolerance",
+        "vllm_server_timeout", "vllm_request_timeout",
     )),
     ("must be above 0, and at least 0.000001 so that no score overflows", lambda x: x >= 1e-6,
      ("temperature", "eval_temperature")),
     ("must be at most 315,360,000 (ten years), or null for no deadline",
      lambda x: x <= 315_360_000, ("reward_timeout",)),
+    ("must be at most 1,000,000 seconds", lambda x: x <= 1_000_000,
+     ("vllm_server_timeout", "vllm_request_timeout")),
     ("must be at least 0", lambda x: x >= 0, (
         "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
         "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
         "rollout_importance_sampling_min", "reward_timeout", "max_restarts", "gather_limit",
+        "vllm_restarts",
     )),
     ("must be above 0 and at most 1", lambda x: 0 < x <= 1,
-     ("top_p", "eval_top_p", "ref_model_mixup_alpha")),
+     ("top_p", "eval_top_p", "ref_model_mixup_alpha", "vllm_gpu_memory_utilization")),
     ("must be between 0 and 1", lambda x: 0 <= x <= 1, ("min_p",)),
     ("must be at least 0 and below 1", lambda x: 0 <= x < 1,
      ("adam_beta1", "adam_beta2", "lora_dropout", "running_decay")),
@@ -71,6 +78,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
      ("logging_steps", "eval_steps", "save_steps", "warmup_steps")),
     ("must be at least 1, or -1 to go by num_train_epochs", lambda x: x >= 1 or x == -1,
      ("max_steps",)),
+    ("must be from 1 to 65535", lambda x: 1 <= x < 2**16, ("vllm_server_port",)),
     ("must be from 0 to 4294967295", lambda x: 0 <= x < 2**32, ("seed", "data_seed")),
 )  # fmt: skip
 
@@ -83,7 +91,7 @@ _ONLY_WHOLE = {
 }
 
 
-def check(config: Options) -> None:
+def check(config: VLLMOptions) -> None:
     """Raise ValueError for the first fault of `config`."""
     for rule, holds, names in RANGES:
         for name in names:
@@ -97,6 +105,7 @@ def check(config: Options) -> None:
     _check_batches(config)
     _check_model(config)
     _check_parallel(config)
+    check_vllm(config)
 
 
 def _check_rewards(config: Options) -> None:

@@ -15,17 +15,21 @@ from rloo.config.accelerate import launched_options
 from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
 from rloo.config.checks import check
 from rloo.config.generation_kwargs import sampling_options
-from rloo.config.options import DEFAULT_BATCH, LORA, Options
+from rloo.config.options import DEFAULT_BATCH, LORA
 from rloo.config.presets import LossForm, loss_form, over_preset
 from rloo.config.reading import default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.vllm_options import VLLMOptions, engine_of
 from rloo.dist import process_count, process_rank, rank_here
 
 # Shared options whose default is not TRL's: name -> (TRL's, ours, reason).
 DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
     "output_dir": (
         None, "rloo_output", "TRL resolves null to trainer_output; ours says what made it",
-    )
+    ),
+    "vllm_enable_sleep_mode": (
+        False, None, "servers on the trainer's own GPU would keep the memory that it needs",
+    ),
 }  # fmt: skip
 # What TrainingArguments says of where it runs.
 PLACE = {
@@ -36,7 +40,7 @@ PLACE = {
 
 
 @dataclass(init=False)
-class RLOOConfig(Options):
+class RLOOConfig(VLLMOptions):
     """The options of a run. Takes every field by keyword, and every alias (`rloo.config.aliases`).
 
     Raises ValueError for an unknown option, a value of the wrong type or out of range, options
@@ -60,6 +64,7 @@ class RLOOConfig(Options):
         own = vars(self)  # past __setattr__, which reads every value
         own["_idle"] = _idle_of(options)
         own.update({field.name: default_of(field) for field in fields(self)} | values)
+        own.update(engine_of(self))
         if self.bf16 is None:
             own["bf16"] = not self.fp16
         if self.eval_strategy == "steps" and self.eval_steps is None:

@@ -98,12 +98,14 @@ class Options:
         "Drop tokens below this share of the likeliest one's probability; biases the gradient.")
     repetition_penalty: float = SAMPLING.shared(1.0,
         "Penalty on tokens that occurred before; any value but 1 biases the gradient.")
-    rollout_engine: Literal["auto", "native", "hf"] = SAMPLING.own("auto",
-        "What samples: native, hf (transformers' generate, slower), or auto (native if possible).")
+    rollout_engine: Literal["auto", "native", "hf", "vllm", "vllm_server"] = SAMPLING.own("auto",
+        "What samples: native, hf (transformers' generate, slower), auto (native if possible), "
+        "vLLM's servers that a run starts (vllm) or is given (vllm_server).")
     rollout_copy: bool | None = SAMPLING.own(None,
         "Let the native engine copy the weights; null does so unless they are quantised.")
     rollout_dtype: Literal["float32", "bfloat16"] | None = SAMPLING.own(None,
-        "Precision of native sampling (see the metric mismatch/mean); null is that of training.")
+        "Precision of sampling, native or by vLLM (see the metric mismatch/mean); null is that of "
+        "training.")
     dynamic_sample: bool = SAMPLING.from_ms_swift(False,
         "Replace groups without signal (equal rewards) by groups of further prompts.")
     max_resample_times: int = SAMPLING.from_ms_swift(3,

@@ -14,14 +14,8 @@ from rloo.config.reading import NULL_WORDS, coerce
 # reason -> {option: the value, or tuple of values, at which it changes nothing; the first is the
 # default of TRL or transformers}
 _REASONS: dict[str, dict[str, Any]] = {
-    "sampling with vLLM is not part of this version (rollout_engine is native or hf)": {
-        "use_vllm": False, "vllm_mode": "colocate", "vllm_model_impl": "vllm",
-        "vllm_enable_sleep_mode": False, "vllm_structured_outputs_regex": None,
-        "vllm_server_base_url": None, "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000,
-        "vllm_server_timeout": 240.0, "vllm_group_port": 51216, "vllm_gpu_memory_utilization": 0.3,
-        "vllm_max_model_length": None, "vllm_tensor_parallel_size": 1,
-    },
-    "completions are sampled by our own engines (rollout_engine is native or hf)": {
+    "completions are sampled from the policy alone": {"vllm_structured_outputs_regex": None},
+    "completions are sampled by our own engines or vLLM (rollout_engine)": {
         "use_transformers_continuous_batching": False,
         "transformers_continuous_batching_config": None, "use_transformers_paged": False,
     },
@@ -128,6 +122,7 @@ _IDLE: dict[str, dict[str, Any]] = {
         "dataloader_multiprocessing_context": None, "dataloader_in_order": True,
     },
     "the engine gathers what it samples with": {"ds3_gather_for_generation": True},
+    "servers read the weights from a folder": {"vllm_group_port": 51216},
     "the loss is divided by what all processes have": {"average_tokens_across_devices": True},
     "processes add up their gradients once a step, without DistributedDataParallel": {
         "ddp_find_unused_parameters": None, "ddp_bucket_cap_mb": None,

@@ -1,4 +1,5 @@
-"""Engines sample completions: `native` (fast, our own) and `hf` (transformers' `generate`)."""
+"""Engines sample completions: `native` (fast, our own), `hf` (transformers' `generate`), and
+`vllm`, on servers of vLLM."""
 
 from __future__ import annotations
 
@@ -6,12 +7,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from rloo.engines.in_process import Whole
 from rloo.types import Engine, Weights
+
+if TYPE_CHECKING:
+    from rloo.engines.vllm.engine import Settings, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,9 @@ class EngineInputs:
     model's parameters). `precision` is that of the autocast that the model computes in, `dtype`
     that of the fused decoder's matrix products (by default the model's). `no_copy` is the reason,
     if there is one, why no copy of the weights may be made, as the fused decoder does. Within
-    `whole` this process has all weights of the model, outside perhaps a part."""
+    `whole` this process has all weights of the model, outside perhaps a part. `servers` are for an
+    engine in other processes: how to find them, what they are given, and to whom it tells of
+    them."""
 
     model: PreTrainedModel
     pad_token_id: int
@@ -29,6 +36,7 @@ class EngineInputs:
     dtype: torch.dtype | None = None
     no_copy: str | None = None
     whole: Whole = nullcontext
+    servers: tuple[Settings, Source, Callable[[str], None]] | None = None
 
 
 # The engine, and one line for the user if it is another, or slower, than could be expected.
@@ -81,9 +89,19 @@ def _make_hf(inputs: EngineInputs) -> Made:
     return engine, None
 
 
+def _make_vllm(name: str, inputs: EngineInputs) -> Made:
+    from rloo.engines.vllm.engine import VLLMEngine
+
+    if inputs.servers is None:
+        raise ValueError(f"engine is {name!r}, and nothing is said of its servers")
+    return VLLMEngine(name, *inputs.servers), None
+
+
 # Each imports its engine itself: what another one needs does not have to be installed.
 MAKERS: dict[str, Callable[[EngineInputs], Made]] = {
     "auto": _make_native,
     "native": _make_native,
     "hf": _make_hf,
+    "vllm": partial(_make_vllm, "vllm"),
+    "vllm_server": partial(_make_vllm, "vllm_server"),
 }

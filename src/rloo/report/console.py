@@ -113,6 +113,8 @@ def progress(
         ("KL {:.3g}", "kl", 1.0),
         ("entropy {:.3g}", "entropy", 1.0),
         ("length {:.3g}", "completions/mean_length", 1.0),
+        # Where sampling is in other processes it is what tells that all is well.
+        *((("mismatch {:.2g}", "mismatch/mean", 1.0),) if "engine/lost" in recent[-1] else ()),
     )
     state = [
         text.format(scale * mean)

@@ -25,6 +25,7 @@ from rich.console import Console
 from rloo import __version__
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
+from rloo.config.vllm_options import tolerance_of
 from rloo.data.images import images_of, save_images, without_images
 from rloo.report import console as view
 from rloo.report.metrics import window_mean
@@ -76,7 +77,7 @@ class Monitor:
         self._scored: list[Mapping[str, float]] = []
         self._recent: deque[Mapping[str, float]] = deque(maxlen=view.WINDOW)
         self._refused_steps = 0
-        self._told_of_unscored = False
+        self._told_of_unscored = self._told_of_mismatch = False
         self._live: view.LiveProgress | None = None
         self._last_line = (0, -math.inf)
         self._last_table = 0
@@ -89,6 +90,18 @@ class Monitor:
         """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
         for line in view.header(info, self.config, batches):
             self.say(line)
+
+    def _tell_of_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once where an engine in other processes disagrees with the trainer, by the first step
+        on a rollout: later ones have other weights."""
+        limit, found = tolerance_of(self.config), metrics.get("mismatch/mean", 0.0)
+        if "engine/lost" in metrics and found > limit and not self._told_of_mismatch:
+            self._told_of_mismatch = True
+            self.note(
+                f"in step {step} the log-probs of the engine and of the trainer are {found:.3g} "
+                f"apart in the mean (mismatch/mean), more than {limit:g}: what is sampled is not "
+                "the policy that is trained (vllm_tolerance, rollout_dtype)"
+            )
 
     def note(self, text: str) -> None:
         """Print a line that the user must see, and repeat it in the summary."""
@@ -151,6 +164,7 @@ class Monitor:
                 f"completions, which {self._of_unscored()}; later ones are counted in "
                 "reward/unscored"
             )
+        self._tell_of_mismatch(step, metrics)
         self._remember(metrics)
         if self.config.disable_tqdm:
             return

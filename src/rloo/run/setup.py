@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -247,9 +248,20 @@ def bias_of(sampling: Sampling) -> list[str]:
     return [note] if sampling.filtered else []
 
 
-def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
-    """The engine that samples; a note is added for a slow one. Raises ValueError if it cannot have
-    the copy of the weights, or the dtype, that is asked for (`rollout_copy`, `rollout_dtype`)."""
+def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
+    """The engine that samples; a note is added for a slow one. One that uses servers tells the
+    monitor of its `owner`, a trainer, what happens to them, and does not keep it alive. Raises
+    ValueError if it cannot have the copy of the weights, or the dtype, that is asked for
+    (`rollout_copy`, `rollout_dtype`)."""
+    if args.rollout_engine.startswith("vllm"):
+        from rloo.run.servers import exported, settings_of
+
+        source = exported(policy)
+        servers = settings_of(policy, source), source, _telling(owner)
+        if args.num_threads is not None:
+            set_threads(policy.model, args)
+        inputs = EngineInputs(policy.model, policy.pad_token_id, servers=servers)
+        return build_engine(args.rollout_engine, inputs)[0]
     no_copy = None
     if args.rollout_copy is False:
         no_copy = "rollout_copy is false"
@@ -286,6 +298,16 @@ def make_engine(policy: Policy, args: RLOOConfig) -> Engine:
     return engine
 
 
+def _telling(owner: Any) -> Callable[[str], None]:
+    find = (lambda: None) if owner is None else weakref.ref(owner)
+
+    def say(text: str) -> None:
+        found = find()
+        print(text) if found is None else found.monitor.note(text)
+
+    return say
+
+
 def _require_room(policy: Policy) -> None:
     """Raise ValueError where no process could have all of what is divided, as engines must."""
     parameters = list(policy.model.parameters())
@@ -297,8 +319,8 @@ def _require_room(policy: Policy) -> None:
         raise ValueError(
             f"parallel is {policy.config.parallel} and an engine here needs all weights, "
             f"{gigabytes(needed)}, of which {gigabytes(room)} would fit beside this process's "
-            "part; a model of this size needs vLLM on devices of its own, which is not part of "
-            "this version (parallel, rollout_engine)"
+            "part; a model of this size needs vLLM on devices of its own (rollout_engine vllm, "
+            "vllm_devices, parallel)"
         )
 
 

@@ -322,7 +322,7 @@ class RLOOTrainer:
         self.ref_model = self.policy.reference.model
         if self.policy.device.type == "cpu":
             setup.keep_freed_memory()
-        self.engine = setup.make_engine(self.policy, self.args)
+        self.engine = setup.make_engine(self.policy, self.args, self)
         self.policy.notes += self._notes
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control

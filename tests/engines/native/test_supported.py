@@ -105,5 +105,5 @@ def test_engines_are_chosen_by_name():
         engine, note = build_engine(name, EngineInputs(model, 0))
         assert isinstance(engine, NativeEngine)
         assert note is None
-    with pytest.raises(ValueError, match="engine is 'vllm'; it must be auto, native or hf"):
-        build_engine("vllm", EngineInputs(model, 0))
+    with pytest.raises(ValueError, match="engine is 'vlm'; it must be auto, native, hf, vllm or"):
+        build_engine("vlm", EngineInputs(model, 0))

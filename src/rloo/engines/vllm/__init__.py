@@ -1,0 +1,1 @@
+"""Sampling with vLLM's servers over HTTP: unmodified, ours or given."""

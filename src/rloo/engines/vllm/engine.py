@@ -1,0 +1,393 @@
+"""The engine whose completions vLLM samples, on servers of ours or given ones."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from rloo.config.vllm_checks import COLDEST, HOTTEST
+from rloo.dist import World
+from rloo.engines.sampling import check_request
+from rloo.engines.versions import Versions
+from rloo.engines.vllm.answers import Request
+from rloo.engines.vllm.client import Client
+from rloo.engines.vllm.examine import examine
+from rloo.engines.vllm.fleet import Fleet, start_all
+from rloo.engines.vllm.members import Member, Probe, Weights
+from rloo.engines.vllm.serving import OwnServer, Serving
+from rloo.rewards.coroutines import LoopThread
+from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
+from rloo.types import Weights as Named
+
+T = TypeVar("T")
+# Begins the names of folders for weights.
+WEIGHTS = "rloo-weights"
+LOCK = "in-use"
+_PROBE_TEXT = "A train leaves at nine and is at the coast by noon. How long does it take? It takes"
+# A perturbed adapter must move log-probs by so many times what counts as equal.
+_MOVED = 5.0
+_SCALES = (0.05, 0.2, 0.8, 3.2)
+
+
+class Source(Protocol):
+    """The policy, as an engine in other processes needs it. Every method but `describe` is a
+    collective of all processes of the run."""
+
+    world: World
+    # Whether what changes is an adapter that travels alone; its rank then.
+    adapter_rank: int | None
+    tokenizer: PreTrainedTokenizerBase
+    # How many tokens the model embeds.
+    vocabulary: int
+
+    def write(self, folder: Path | None) -> None:
+        """Write the weights that change, in the main process (None in the others)."""
+
+    def write_base(self, folder: Path | None) -> None:
+        """Write the model that an adapter is for."""
+
+    def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
+        """Of a completion's tokens, at temperature 1."""
+
+    def perturbed(self, scale: float) -> AbstractContextManager[None]:
+        """Inside, the adapter is another one, the farther away the larger `scale`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How servers are found, and for how long they are waited for, in seconds. `urls` are of given
+    ones; without them `devices` are those of ours, one entry a server. `needed`: the longest prompt
+    and completion together, in tokens, as far as it is known. At a `sleep_level` (vLLM's: 1 keeps
+    the weights in the host's memory, 2 drops them) servers sleep while nothing is sampled."""
+
+    serving: Serving
+    urls: tuple[str, ...] = ()
+    devices: tuple[str | None, ...] = (None,)
+    deadline: float = 1200.0
+    start_deadline: float = 240.0
+    restarts: int = 3
+    tolerance: float = 1e-3
+    needed: int = 0
+    sleep_level: int | None = None
+    weights_folder: Path | None = None
+    log_folder: Path | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class VLLMEngine:
+    """Samples on vLLM's servers, to which it gives the weights as versions of a folder. The main
+    process alone speaks to them. After each load every server must say the version, and agree with
+    the trainer about the log-probs of what it generates. Close it to stop our servers, and to
+    remove the folder; the end of the process does the same."""
+
+    def __init__(
+        self, name: str, settings: Settings, source: Source, say: Callable[[str], None] = print
+    ) -> None:
+        self.facts = EngineFacts(
+            name,
+            copies_weights=True,
+            shares_memory=False,
+            exact_noise=False,
+            filters=False,
+            central=True,
+        )
+        self.version = -1
+        self._settings, self._source, self._say = settings, source, say
+        # Other runs on the same servers, and this one once it is resumed, count from 0 as well.
+        self._token = secrets.token_hex(4)
+        self._fleet: Fleet | None = None
+        self._wanted: Weights | None = None  # published, and not brought to the servers yet
+        self._versions: Versions | None = None
+        self._loop = LoopThread()
+        self._prompt = list(source.tokenizer(_PROBE_TEXT)["input_ids"])
+        self._state = _State()
+        self.close = weakref.finalize(self, _close, self._loop, self._state)
+        if settings.urls and source.world.is_main:
+            self._run(self._examine_given())
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def load(self, weights: Named, version: int) -> None:
+        """Publish the weights as a new version, and have every server load it, unless it is the one
+        that they have; those that sleep load it when they are sampled from. Raises NoServers where
+        none is left that has it."""
+        version = self._source.world.from_main(version)
+        if version == self.version:
+            return
+        source, main = self._source, self._source.world.is_main
+        if self.version < 0 and main:
+            self._make_folder()
+        if self.version < 0 and source.adapter_rank is not None:
+            self._write("base", source.write_base)
+            self._start()
+            self._require_adapters()
+        path = self._write(version, source.write)
+        self._wanted = Weights(version, path, f"rloo-{self._token}-{version}")
+        self.version = version
+        if self._settings.sleep_level is None:
+            self._bring()
+
+    def _bring(self) -> None:
+        """Have the servers load what was published last, and verify that they have."""
+        wanted, self._wanted = self._wanted, None
+        if wanted is None:
+            return
+        self._start()
+        while not self._verify(wanted, probes := self._brought(wanted)):
+            pass  # until one has passed, or all have used up their tries: NoServers
+        if self._fleet and self._versions:
+            self._run(self._fleet.verify_others(probes))
+            self._versions.drop_older(self._fleet.oldest_in_use())
+
+    def _brought(self, wanted: Weights) -> dict[str, Probe]:
+        """Have the servers load a version; what each says then, in all processes."""
+        found = self._run(self._fleet.bring(wanted)) if self._fleet else {}
+        said = {url: [probe.tokens, probe.logprobs] for url, probe in found.items()}
+        shared: dict[str, Any] = self._source.world.from_main(said)
+        return {url: Probe(self._prompt, *values) for url, values in shared.items()}
+
+    def _verify(self, wanted: Weights, probes: dict[str, Probe]) -> bool:
+        """Compare what each server says of its own tokens with what the trainer says of them.
+        Whether one has passed."""
+        known: dict[tuple[int, ...], list[float]] = {}
+        for url, probe in probes.items():
+            tokens = tuple(probe.tokens)
+            if tokens not in known:
+                known[tokens] = self._source.logprobs(probe.prompt, probe.tokens)
+            ours = replace(probe, logprobs=known[tokens])
+            apart = probe.difference(ours)
+            if apart <= self._settings.tolerance:
+                wanted.expected.append(ours)
+            elif self._fleet:
+                fact = f"gives log-probs {apart:.3g} away from the trainer's after loading"
+                self._call(self._fleet.lose, url, f"{fact} {wanted.label} (vllm_tolerance)")
+        return self._source.world.from_main(bool(wanted.expected))
+
+    def _require_adapters(self) -> None:
+        """Raise ValueError for servers on which another adapter does not count: some serve the base
+        in silence where they do not know an adapter's names."""
+        source = self._source
+        tokens = self._prompt[-8:]
+        base, enough = source.logprobs(self._prompt, tokens), _MOVED * self._settings.tolerance
+        for scale in _SCALES:
+            with source.perturbed(scale):
+                moved = _mean_difference(base, source.logprobs(self._prompt, tokens))
+            if source.world.from_main(moved >= enough):
+                break
+        with source.perturbed(scale):
+            path = self._write("perturbed", source.write)
+            wanted = Weights(-1, path, f"rloo-{self._token}-perturbed")
+            probes = self._brought(wanted)
+            inside = [source.logprobs(p.prompt, p.tokens) for p in probes.values()]
+        for (url, probe), ours in zip(probes.items(), inside, strict=True):
+            outside = source.logprobs(probe.prompt, probe.tokens)
+            apart = _mean_difference(probe.logprobs, ours)
+            served = _mean_difference(probe.logprobs, outside)
+            if source.world.from_main(apart > self._settings.tolerance or apart >= served):
+                how = "those of the base" if served < apart else "neither the base's nor its own"
+                raise ValueError(
+                    f"{url} was given an adapter that moves log-probs by {moved:.3g}, and what it "
+                    f"serves are {how}, {apart:.3g} away: it does not apply the adapter "
+                    "(lora_target_modules, vllm_merge_adapter)"
+                )
+
+    def _write(self, name: int | str, write: Callable[[Path | None], None]) -> Path:
+        """Write a version or another folder; in other processes than the main one take part."""
+        if self._versions is None:
+            write(None)
+            return Path()
+        if isinstance(name, int):
+            return self._versions.write(name, write)
+        folder = self._versions.folder / name
+        folder.mkdir(parents=True)
+        write(folder)
+        return folder
+
+    # -- servers ---------------------------------------------------------------------------------
+
+    def _make_folder(self) -> None:
+        parent = self._settings.weights_folder or _quick_folder()
+        _remove_abandoned(parent)
+        folder = parent / f"{WEIGHTS}-{self._token}"
+        folder.mkdir(parents=True)
+        self._state.folder, self._state.lock = folder, _locked(folder)
+        self._versions = Versions(folder)
+
+    def _start(self) -> None:
+        """Connect to the servers, ours started with what has been written, once."""
+        settings = self._settings
+        if self._versions is None or self._fleet is not None:
+            return
+        base = self._versions.folder / "base"
+        model = base if base.exists() else self._versions.path(self._versions.all()[-1])
+        members = self._run(self._members(str(model)))
+        self._fleet = self._state.fleet = Fleet(
+            members,
+            settings.deadline,
+            settings.start_deadline,
+            settings.restarts,
+            self._source.adapter_rank is not None,
+            settings.tolerance,
+            self._prompt,
+            self._say,
+            self._examine_one,
+            self._source.vocabulary,
+            base=base if base.exists() else None,
+            sleep_level=settings.sleep_level,
+        )
+        self._run(self._examine(members))
+
+    async def _members(self, model: str) -> list[Member]:
+        settings = self._settings
+        if settings.urls:
+            return [Member(Client(url)) for url in settings.urls]
+        logs = settings.log_folder
+        if logs is None or not logs.parent.is_dir():  # there is no run, and no folder of it
+            logs = Path(model).parent
+        owns = [
+            OwnServer(settings.serving, logs / f"vllm-{number}.log", devices, settings.environment)
+            for number, devices in enumerate(settings.devices)
+        ]
+        started = await start_all(owns, model, settings.start_deadline)
+        self._state.owns = owns
+        return [Member(client, own) for own, client in started]
+
+    async def _examine_given(self) -> None:
+        members = [Member(Client(url)) for url in self._settings.urls]
+        try:
+            await self._examine(members)
+        finally:
+            for member in members:
+                await member.client.close()
+
+    async def _examine(self, members: Sequence[Member]) -> None:
+        for member in members:
+            await self._examine_one(member)
+
+    async def _examine_one(self, member: Member) -> None:
+        settings, tokenizer = self._settings, self._source.tokenizer
+        facts = await examine(member.client, settings.serving, tokenizer, needed=settings.needed)
+        # A few more than it computes at once wait there, so that none of its places is empty.
+        member.route, member.room = facts.route, facts.sequences * 3 // 2
+
+    # -- sampling --------------------------------------------------------------------------------
+
+    def sample(
+        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
+    ) -> list[list[Completion]]:
+        """See `rloo.types.Engine`. Raises ValueError for sampling that vLLM does otherwise."""
+        numbers = [range(samples)] * len(prompts) if isinstance(samples, int) else samples
+        check_request(prompts, min(map(len, numbers), default=1), sampling)
+        check_sampling(sampling)
+        for prompt in prompts:
+            if prompt.pixels is not None:
+                raise ValueError(
+                    f"prompt {prompt.id} has images, which are not sent to vLLM in this version "
+                    "(rollout_engine hf)"
+                )
+        self._bring()
+        if not prompts:
+            return []
+        assert self._fleet is not None, "load comes first"
+        requests = [
+            Request(prompt, own, sampling, noise)
+            for prompt, own in zip(prompts, numbers, strict=True)
+        ]
+        return self._run(self._fleet.generate(requests))
+
+    def stats(self) -> dict[str, float]:
+        """How often a server was lost and came back, and a group was asked for again, so far."""
+        return dict(self._fleet.counts) if self._fleet else {}
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        done, _ = self._loop.run({"vllm": lambda: work}, None, lambda _: nullcontext())
+        return done["vllm"].result()
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        async def inside() -> None:
+            function(*arguments)
+
+        self._run(inside())
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise ValueError for what vLLM samples otherwise than our engines, or without telling the
+    log-probs of the policy."""
+    if sampling.filtered and not sampling.greedy:
+        raise ValueError(
+            "vLLM returns one log-prob a token, that of the distribution sampled from; with top_p, "
+            "top_k, min_p or repetition_penalty the policy's would be unknown (set them to 1, 0, 0 "
+            "and 1, or rollout_engine native)"
+        )
+    if not sampling.greedy and not COLDEST <= sampling.temperature <= HOTTEST:
+        raise ValueError(
+            f"temperature is {sampling.temperature:g}; vLLM samples from {COLDEST} to {HOTTEST:g} "
+            "(temperature, eval_temperature)"
+        )
+
+
+@dataclass(slots=True)
+class _State:
+    """What is to be closed, whatever becomes of the engine."""
+
+    folder: Path | None = None
+    lock: int | None = None
+    fleet: Fleet | None = None
+    owns: list[OwnServer] = field(default_factory=list)
+
+
+def _close(loop: LoopThread, state: _State) -> None:
+    for own in state.owns:
+        own.stop()
+    if state.fleet is not None:
+        fleet = state.fleet
+        loop.run({"closing": lambda: fleet.close()}, 15.0, lambda _: nullcontext())
+    loop.close()
+    if state.folder is not None:
+        shutil.rmtree(state.folder, ignore_errors=True)
+    if state.lock is not None:
+        os.close(state.lock)
+
+
+def _quick_folder() -> Path:
+    """Shared memory, where this machine has it."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the weights of processes that were killed: nobody else does."""
+    for folder in parent.glob(f"{WEIGHTS}-*"):
+        lock = _locked(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A file in `folder`, locked until it is closed, as it is when this process ends; None where
+    another process, of whatever container, has it."""
+    with suppress(OSError):
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            return None
+        return file
+    return None
+
+
+def _mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(some, others, strict=True)) / max(len(some), 1)

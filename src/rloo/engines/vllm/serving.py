@@ -1,0 +1,186 @@
+"""How a vLLM server is started for us, and the servers that we start and own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rloo.engines.vllm.client import Client, ServerError
+
+# The routes for weights, pauses and sleep, and those for adapters, exist only with these.
+SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+# Begin the names of what launchers say of our processes. (torchrun also sets OMP_NUM_THREADS to 1,
+# unless somebody else has set it.)
+OURS = (
+    "TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+# What vLLM takes for its --max-lora-rank.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Both adapters of a change, so that one is in use while the other is loaded.
+ADAPTERS = 2
+SHOWN_LINES = 15
+_POLL_SECONDS = 0.2
+_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a server of `model`, a folder or hub id, must be started with. `lora_rank` is that of
+    the adapters that it will be given, None for none; `tied` says that on a CPU the two embeddings
+    must be taken apart; `arguments` are further ones of vLLM's."""
+
+    model: str
+    dtype: str = "float32"
+    max_model_length: int | None = None
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float | None = None
+    model_impl: str = "auto"
+    lora_rank: int | None = None
+    sleeps: bool = False
+    trust_remote_code: bool = False
+    tied: bool = False
+    arguments: tuple[str, ...] = ()
+    executable: tuple[str, ...] = ("vllm",)
+
+    def command(self, host: str | None = None, port: int = 8000) -> list[str]:
+        """The command line, without `SWITCHES`, of a server that listens on `host` (None: on all
+        addresses)."""
+        options = {
+            "--host": host, "--port": port, "--dtype": self.dtype,
+            # Log-probs of what is sampled from, not of the model at temperature 1.
+            "--logprobs-mode": "processed_logprobs",
+            # The model's own defaults would be others for whatever a request leaves out.
+            "--generation-config": "vllm",
+            "--max-model-len": self.max_model_length,
+            "--tensor-parallel-size": self.tensor_parallel_size,
+            "--gpu-memory-utilization": self.gpu_memory_utilization,
+            "--model-impl": self.model_impl,
+        }  # fmt: skip
+        command = [*self.executable, "serve", self.model]
+        for name, value in options.items():
+            command += [] if value is None else [name, str(value)]
+        if self.lora_rank is not None:
+            rank = next((rank for rank in LORA_RANKS if rank >= self.lora_rank), LORA_RANKS[-1])
+            command += ["--enable-lora", "--max-lora-rank", str(rank)]
+            command += ["--max-loras", str(ADAPTERS), "--max-cpu-loras", str(ADAPTERS)]
+        command += ["--hf-overrides", '{"tie_word_embeddings": false}'] if self.tied else []
+        command += ["--enable-sleep-mode"] if self.sleeps else []
+        command += ["--trust-remote-code"] if self.trust_remote_code else []
+        return [*command, *self.arguments]
+
+    def line(self, port: int = 8000) -> str:
+        """The command line as one types it, environment included."""
+        switches = " ".join(f"{name}={value}" for name, value in SWITCHES.items())
+        return f"{switches} {shlex.join(self.command(port=port))}"
+
+
+@dataclass(slots=True)
+class OwnServer:
+    """A server that we start, on the `devices` that it may see (None: no choice), and stop. What it
+    prints is added to `log`."""
+
+    serving: Serving
+    log: Path
+    devices: str | None = None
+    extra: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self, model: str | None = None) -> None:
+        """Start it, with the weights of the folder `model` where one is given; it is not ready
+        yet. Raises ValueError where the program does not exist."""
+        self.stop()
+        if shutil.which(self.serving.executable[0]) is None:
+            raise ValueError(
+                f"there is no program {self.serving.executable[0]}; vLLM is installed by pip "
+                "install 'rloo[vllm]', or in an environment of its own (vllm_executable)"
+            )
+        port = _free_port()
+        serving = self.serving if model is None else replace(self.serving, model=model)
+        environment = {**os.environ, **SWITCHES, **self.extra}
+        if self.devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.devices
+        # What a launcher says of our processes is not of theirs.
+        environment = {n: v for n, v in environment.items() if not n.startswith(OURS)}
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                _guarded(serving.command("127.0.0.1", port)),
+                env=environment,
+                stdin=subprocess.PIPE,  # it ends when this end of the pipe is closed
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def wait(self, seconds: float) -> Client:
+        """A client of the server, once it answers. Raises ServerError, with the end of its log,
+        where it ends before, or does not answer within so many seconds."""
+        client, end = Client(self.url), time.monotonic() + seconds
+        while True:
+            if not self.is_alive():
+                raise ServerError("starting", self.url, f"has ended; {self.last_words()}")
+            with suppress(ServerError):
+                await client.get("/health", phase="starting", seconds=min(5.0, seconds))
+                return client
+            if time.monotonic() > end:
+                fact = f"is not ready after {seconds:g} s (vllm_server_timeout)"
+                raise ServerError("starting", self.url, f"{fact}; {self.last_words()}")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def is_alive(self) -> bool:
+        """Whether its process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """End it, its engines and workers too, if it runs."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_SECONDS)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def last_words(self) -> str:
+        """The end of its log, for a message."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        tail = "".join(f"\n  {line}" for line in lines[-SHOWN_LINES:])
+        return f"the end of its log {self.log}:{tail}" if tail else f"its log {self.log} is empty"
+
+
+def _guarded(command: Sequence[str]) -> list[str]:
+    """The command, ended when nobody is left who could close its standard input: whatever way this
+    process goes, no server stays behind and keeps the devices' memory."""
+    watch = (
+        '"$@" </dev/null & child=$!; '
+        "{ cat >/dev/null; kill -TERM $child 2>/dev/null; sleep 8; kill -KILL 0; } <&3 & "
+        "wait $child; status=$?; kill -KILL 0; exit $status"
+    )
+    return ["/bin/sh", "-c", f"exec 3<&0; {watch}", "sh", *command]
+
+
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        return port

@@ -1,0 +1,68 @@
+"""TRL's ways of asking for vLLM, and what vLLM does not sample."""
+
+import pytest
+
+from rloo.config.config import RLOOConfig
+
+SERVER = {"rollout_engine": "vllm_server", "vllm_server_base_url": "http://a:1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "engine", "url"),
+    [
+        ({"use_vllm": True}, "vllm", None),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "vllm", None),
+        ({"use_vllm": True, "vllm_mode": "server"}, "vllm_server", ["http://127.0.0.1:8000"]),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "node7",
+             "vllm_server_port": 9000},
+            "vllm_server", ["http://node7:9000"],
+        ),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://b:2"},
+            "vllm_server", ["http://b:2"],
+        ),
+        ({"vllm_mode": "server", "vllm_server_host": "node7"}, "auto", None),
+        ({"use_vllm": False, "vllm_tensor_parallel_size": 4}, "auto", None),
+        (SERVER, "vllm_server", ["http://a:1"]),
+    ],
+)  # fmt: skip
+def test_trls_options_say_what_samples(options, engine, url):
+    config = RLOOConfig(**options)
+    assert (config.rollout_engine, config.vllm_server_base_url) == (engine, url)
+    assert RLOOConfig(**config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"rollout_engine": "vllm_server"}, "vllm_server_base_url is null; say where"),
+        ({**SERVER, "rollout_engine": "vllm"}, "to use that one set rollout_engine vllm_server"),
+        ({**SERVER, "vllm_server_base_url": "a:1"}, "an address begins with http"),
+        ({**SERVER, "top_p": 0.9}, "top_p is 0.9 and rollout_engine is vllm_server"),
+        ({**SERVER, "eval_top_k": 5}, "eval_top_k is 5"),
+        ({**SERVER, "min_p": 0.1}, "min_p is 0.1"),
+        ({**SERVER, "repetition_penalty": 1.2}, "repetition_penalty is 1.2"),
+        ({**SERVER, "temperature": 0.001}, "temperature is 0.001; vLLM samples from 0.01 to 2"),
+        ({**SERVER, "eval_temperature": 3.0}, "eval_temperature is 3; vLLM samples"),
+        ({**SERVER, "rollout_copy": True}, "it is about the native engine"),
+        ({"vllm_devices": ["1"]}, "vllm_devices is .* it is about vLLM"),
+        ({**SERVER, "vllm_devices": ["1"]}, "a given server has its devices"),
+        ({"rollout_engine": "vllm", "vllm_devices": []}, "vllm_devices is empty"),
+        (
+            {"rollout_engine": "vllm", "vllm_devices": ["1", "2", "3"],
+             "vllm_tensor_parallel_size": 2},
+            "every server takes as many",
+        ),
+        (
+            {"rollout_engine": "vllm", "vllm_max_model_length": 512},
+            "vllm_max_model_length is 512 and max_completion_length 512",
+        ),
+        ({"use_vllm": True, "rollout_engine": "native"}, "both say what samples"),
+        ({"vllm_gpu_memory_utilization": 1.5}, "must be above 0 and at most 1"),
+        ({"vllm_server_port": 0}, "must be from 1 to 65535"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(options, fact):
+    with pytest.raises(ValueError, match=fact):
+        RLOOConfig(**options)

@@ -1,0 +1,95 @@
+"""Servers that cannot be sampled from are refused, with the line that starts the right one."""
+
+import asyncio
+
+import pytest
+
+from rloo.engines.vllm.answers import ROUTE, TOKENS_ROUTE
+from rloo.engines.vllm.client import Client, ServerError
+from rloo.engines.vllm.examine import examine
+from rloo.engines.vllm.serving import Serving
+from support.fake_vllm import FakeVLLM
+from support.models import make_model
+from support.text import make_tokenizer
+
+
+@pytest.fixture
+def server():
+    server = FakeVLLM(make_model("llama"), make_tokenizer(), lora=True)
+    yield server
+    server.close()
+
+
+def look(server, *, needed=100, tokenizer=None, **options):
+    async def inside():
+        client = Client(server.url)
+        try:
+            wanted = Serving("the/model", **options)
+            return await examine(client, wanted, tokenizer or make_tokenizer(), needed=needed)
+        finally:
+            await client.close()
+
+    return asyncio.run(inside())
+
+
+def without(server, *routes):
+    server.routes = [route for route in server.routes if route not in routes]
+
+
+def test_what_a_server_says_of_itself(server):
+    facts = look(server)
+    assert (facts.max_model_length, facts.dtype, facts.sequences) == (128, "float32", 64)
+    assert facts.route == ROUTE
+    server.routes.append(TOKENS_ROUTE)
+    assert look(server).route == TOKENS_ROUTE
+
+
+WRONG = {
+    "trl vllm-serve": (lambda s: s.routes.append("/init_communicator/"), {}, "is TRL's server"),
+    "another program": (lambda s: without(s, ROUTE), {}, "is no server of vLLM"),
+    "no weights": (lambda s: without(s, "/collective_rpc"), {}, "no weights can be loaded"),
+    "no adapters": (lambda s: without(s, "/v1/load_lora_adapter"), {"lora_rank": 4}, "adapter is"),
+    "lora off": (lambda s: setattr(s, "lora", False), {"lora_rank": 4}, "serves no adapters"),
+    "rank": (lambda s: None, {"lora_rank": 64}, "adapters up to rank 8, and lora_r is 64"),
+    "raw": (lambda s: s.settings.update(logprobs_mode="raw_logprobs"), {}, "raw_logprobs"),
+    "dtype": (lambda s: s.settings.update(dtype="torch.bfloat16"), {}, "computes in bfloat16"),
+    "length": (lambda s: s.settings.update(max_model_len=99), {}, "a context of 99 .* need 100"),
+    "no sleep": (lambda s: s.settings.update(enable_sleep_mode=False), {"sleeps": True}, "sleep"),
+    "a packed matrix": (lambda s: None, {"tied": True}, "a tied output matrix once"),
+    "no description": (lambda s: s.settings.update(dtype=None), {}, "computes in None"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_server_that_cannot_be_used_is_refused_with_the_right_line(server, fault):
+    make, options, fact = WRONG[fault]
+    make(server)
+    with pytest.raises(ValueError, match=fact) as error:
+        look(server, **options)
+    assert Serving("the/model", **options).line() in str(error.value)
+    assert server.url in str(error.value) and "rloo vllm-serve" in str(error.value)
+
+
+def test_another_tokenizer_is_refused(server):
+    other = make_tokenizer()
+    other.add_tokens(["Zebra"])
+    with pytest.raises(ValueError, match="has another tokenizer"):
+        look(server, tokenizer=other)
+
+
+def test_an_untied_server_on_a_cpu_is_taken(server):
+    server.settings["hf_overrides"] = {"tie_word_embeddings": False}
+    assert look(server, tied=True)
+
+
+def test_a_server_that_is_not_there_is_named():
+    client = Client("http://127.0.0.1:9")
+
+    async def inside():
+        try:
+            await examine(client, Serving("m"), make_tokenizer(), needed=1)
+        finally:
+            await client.close()
+
+    with pytest.raises(ServerError, match=r"examining: the vLLM server http://127.0.0.1:9 cannot"):
+        asyncio.run(inside())

