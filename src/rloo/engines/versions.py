@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rloo.dist.folders import discard, files_of, written
 
 MANIFEST = "manifest.json"
+# What folders of versions are called, and the file that their process has locked.
+NAME, LOCK = "rloo-weights", "in-use"
+SHARED = Path("/dev/shm")
 
 
 class Versions:
     """The folders `v00000012`, ... in `folder`, of which each holds the weights of one version:
     written beside and renamed into place, so that a reader finds a whole one or none."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, lock: int | None = None) -> None:
+        self.folder, self._lock = folder, lock
+
+    @classmethod
+    def made_in(cls, parent: Path | None, token: str) -> Versions:
+        """A new folder in `parent` (None: in shared memory, where this machine has it), locked as
+        long as this process lives. What killed processes have left there is removed: nobody else
+        does."""
+        parent = parent or (SHARED if SHARED.is_dir() else Path(tempfile.gettempdir()))
+        for other in parent.glob(f"{NAME}-*"):
+            if (lock := locked(other)) is not None:
+                shutil.rmtree(other, ignore_errors=True)
+                os.close(lock)
+        folder = parent / f"{NAME}-{token}"
+        folder.mkdir(parents=True)
+        return cls(folder, locked(folder))
+
+    def remove(self) -> None:
+        """Remove the folder with all versions."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def path(self, version: int) -> Path:
         """Where a version is, or will be."""
@@ -46,3 +75,17 @@ class Versions:
         for older in self.all():
             if older < version:
                 discard(self.path(older))
+
+
+def locked(folder: Path) -> int | None:
+    """A file in `folder`, locked until it is closed, as it is when this process ends; None where
+    another process, of whatever container, has it."""
+    with suppress(OSError):
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            return None
+        return file
+    return None

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from rloo.dist import World
+from rloo.engines.versions import locked
 from rloo.engines.vllm.client import ServerError
-from rloo.engines.vllm.engine import Settings, VLLMEngine, _locked
+from rloo.engines.vllm.engine import Settings, VLLMEngine
 from rloo.engines.vllm.fleet import NoServers
 from rloo.engines.vllm.serving import Serving
 from rloo.model.batch import make_sample
@@ -159,7 +160,7 @@ def test_what_a_killed_run_has_left_is_removed_and_what_another_has_is_not(made,
     dead, alive, strange = "rloo-weights-1", "rloo-weights-2", "weights"
     for name in (dead, alive, strange):
         (tmp_path / name / "v00000001").mkdir(parents=True)
-    held = _locked(tmp_path / alive)
+    held = locked(tmp_path / alive)
     policy = make_policy()
     engine, _, _ = made(policy, weights_folder=tmp_path)
     policy.load_into(engine)

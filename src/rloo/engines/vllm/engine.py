@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import secrets
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -31,9 +27,6 @@ from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
 from rloo.types import Weights as Named
 
 T = TypeVar("T")
-# Begins the names of folders for weights.
-WEIGHTS = "rloo-weights"
-LOCK = "in-use"
 _PROBE_TEXT = "A train leaves at nine and is at the coast by noon. How long does it take? It takes"
 # A perturbed adapter must move log-probs by so many times what counts as equal.
 _MOVED = 5.0
@@ -127,7 +120,9 @@ class VLLMEngine:
             return
         source, main = self._source, self._source.world.is_main
         if self.version < 0 and main:
-            self._make_folder()
+            self._versions = self._state.versions = Versions.made_in(
+                self._settings.weights_folder, self._token
+            )
         if self.version < 0 and source.adapter_rank is not None:
             self._write("base", source.write_base)
             self._start()
@@ -215,14 +210,6 @@ class VLLMEngine:
         return folder
 
     # -- servers ---------------------------------------------------------------------------------
-
-    def _make_folder(self) -> None:
-        parent = self._settings.weights_folder or _quick_folder()
-        _remove_abandoned(parent)
-        folder = parent / f"{WEIGHTS}-{self._token}"
-        folder.mkdir(parents=True)
-        self._state.folder, self._state.lock = folder, _locked(folder)
-        self._versions = Versions(folder)
 
     def _start(self) -> None:
         """Connect to the servers, ours started with what has been written, once."""
@@ -341,8 +328,7 @@ def check_sampling(sampling: Sampling) -> None:
 class _State:
     """What is to be closed, whatever becomes of the engine."""
 
-    folder: Path | None = None
-    lock: int | None = None
+    versions: Versions | None = None
     fleet: Fleet | None = None
     owns: list[OwnServer] = field(default_factory=list)
 
@@ -354,39 +340,8 @@ def _close(loop: LoopThread, state: _State) -> None:
         fleet = state.fleet
         loop.run({"closing": lambda: fleet.close()}, 15.0, lambda _: nullcontext())
     loop.close()
-    if state.folder is not None:
-        shutil.rmtree(state.folder, ignore_errors=True)
-    if state.lock is not None:
-        os.close(state.lock)
-
-
-def _quick_folder() -> Path:
-    """Shared memory, where this machine has it."""
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() else Path(tempfile.gettempdir())
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove the weights of processes that were killed: nobody else does."""
-    for folder in parent.glob(f"{WEIGHTS}-*"):
-        lock = _locked(folder)
-        if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-
-def _locked(folder: Path) -> int | None:
-    """A file in `folder`, locked until it is closed, as it is when this process ends; None where
-    another process, of whatever container, has it."""
-    with suppress(OSError):
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(file)
-            return None
-        return file
-    return None
+    if state.versions is not None:
+        state.versions.remove()
 
 
 def _mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
