@@ -1,0 +1,58 @@
+"""Nothing that speaks to servers waits without a deadline."""
+
+import ast
+from pathlib import Path
+
+import rloo.engines.vllm
+
+FOLDER = Path(rloo.engines.vllm.__file__).parent
+WAITING = {"wait", "join", "communicate", "acquire", "result", "recv", "accept", "read", "select"}
+# What has none of its own, and why it needs none.
+HAS_ENDED = {
+    ("serving.py", "process.wait()"),  # after SIGKILL
+    ("engine.py", "done['vllm'].result()"),  # it is done
+}
+WITHIN_A_TIMEOUT = {("fleet.py", "self.changed.wait()")}
+
+
+def test_every_wait_has_a_deadline():
+    found = []
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            waits = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if waits and node.func.attr in WAITING and not node.args and not node.keywords:
+                found.append((path.name, ast.unparse(node)))
+    assert sorted(found) == sorted(HAS_ENDED | WITHIN_A_TIMEOUT)
+
+
+def test_every_request_is_made_within_a_timeout():
+    client = ast.parse((FOLDER / "client.py").read_text())
+    inside = [
+        ast.unparse(call.func)
+        for block in ast.walk(client)
+        if isinstance(block, ast.AsyncWith) and "asyncio.timeout" in ast.unparse(block.items[0])
+        for call in ast.walk(block)
+        if isinstance(call, ast.Call)
+    ]
+    everywhere = [
+        ast.unparse(call.func)
+        for path in FOLDER.glob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and "_http." in ast.unparse(call.func)
+    ]
+    assert "self._http.request" in inside
+    assert sorted(everywhere) == ["self._http.aclose", "self._http.request"]
+
+
+def test_all_calls_of_a_server_are_given_seconds():
+    calls = [
+        call
+        for path in FOLDER.glob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("get", "post")
+        and ast.unparse(call.func.value).split(".")[-1] in ("client", "self")
+    ]
+    assert len(calls) >= 10
+    assert all("seconds" in {keyword.arg for keyword in call.keywords} for call in calls)
