@@ -225,15 +225,10 @@ def _serve(arguments: list[str], signals: Stop) -> int:
     rank, sleeps = config.lora_r if config.use_peft else None, bool(config.vllm_enable_sleep_mode)
     serving = serving_of(config, config.model, rank, sleeps=sleeps)
     print(serving.line(config.vllm_server_port), flush=True)
+    serving.require_program()
     os.environ.update(SWITCHES)
     command = serving.command(port=config.vllm_server_port)
-    try:
-        os.execvp(command[0], command)
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"there is no program {command[0]}; vLLM is installed by pip install 'rloo[vllm]', or "
-            "in an environment of its own (vllm_executable)"
-        ) from error
+    os.execvp(command[0], command)
 
 
 def _import(arguments: list[str]) -> int:

@@ -82,7 +82,7 @@ def test_the_embedded_run_learns_and_outlives_its_server(tmp_path):
     def kill():
         while trainer.state.global_step < 5:
             time.sleep(0.05)
-        (own,) = trainer.engine._state.owns
+        (own,) = [member.own for member in trainer.engine._open.fleet.members]
         found = psutil.Process(own._process.pid).children(recursive=True)
         (server,) = [p for p in found if "api_server" in " ".join(p.cmdline())]
         os.kill(server.pid, signal.SIGKILL)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rloo.model.adapters import Adapter
 from rloo.model.batch import make_sample
@@ -24,7 +25,6 @@ from rloo.model.loading import num_embedded
 if TYPE_CHECKING:
     from rloo.model.policy import Policy
 
-INDEX = "model.safetensors.index.json"
 # A layer's name, of the name of a parameter in it.
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
@@ -59,7 +59,7 @@ def export_weights(
         del tensors
     if folder is not None:
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index))
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index))
 
 
 def tied_outputs(model: PreTrainedModel) -> dict[str, str]:
@@ -107,7 +107,7 @@ class Exported:
     ) -> None:
         self.world, self.tokenizer = policy.world, policy.tokenizer
         self.vocabulary = num_embedded(policy.model)
-        self._policy, self._dtype, self._untie = policy, dtype, untie
+        self._policy, self._dtype, self.untie = policy, dtype, untie
         adapter = policy.adapter
         alone = adapter is not None and not merge and why_merged(adapter) is None
         self.adapter_rank = largest_rank(adapter) if alone and adapter is not None else None
@@ -130,7 +130,7 @@ class Exported:
 
     def _write_model(self, folder: Path | None, named: Named) -> None:
         with self._policy.in_step():
-            export_weights(folder, self._policy.model, named, self._dtype, untie=self._untie)
+            export_weights(folder, self._policy.model, named, self._dtype, untie=self.untie)
         if folder is not None:
             self._policy.files.save_description(folder)
 

@@ -64,8 +64,8 @@ def settings_of(policy: Policy, source: Exported) -> Settings:
     if sleeps is None:
         shares = config.rollout_engine == "vllm" and config.vllm_devices is None
         sleeps = shares and policy.device.type == "cuda"
-    tied, rank = must_untie(policy), source.adapter_rank
-    serving = serving_of(config, model, rank, tied=tied, sleeps=sleeps)
+    rank = source.adapter_rank
+    serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps)
     longest = max(config.max_completion_length, config.eval_max_completion_length or 0)
     folder = Path(config.output_dir).absolute()
     weights = Path(config.vllm_weights_dir).absolute() if config.vllm_weights_dir else None

@@ -6,7 +6,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from rloo.engines.vllm.answers import Request
 from rloo.engines.vllm.client import Client
 from rloo.engines.vllm.examine import examine
 from rloo.engines.vllm.fleet import Fleet, start_all
-from rloo.engines.vllm.members import Member, Probe, Weights
+from rloo.engines.vllm.members import Member, Probe, Weights, mean_difference
 from rloo.engines.vllm.serving import OwnServer, Serving
 from rloo.rewards.coroutines import LoopThread
 from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
@@ -75,7 +75,6 @@ class Settings:
     sleep_level: int | None = None
     weights_folder: Path | None = None
     log_folder: Path | None = None
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 class VLLMEngine:
@@ -99,13 +98,11 @@ class VLLMEngine:
         self._settings, self._source, self._say = settings, source, say
         # Other runs on the same servers, and this one once it is resumed, count from 0 as well.
         self._token = secrets.token_hex(4)
-        self._fleet: Fleet | None = None
         self._wanted: Weights | None = None  # published, and not brought to the servers yet
-        self._versions: Versions | None = None
         self._loop = LoopThread()
         self._prompt = list(source.tokenizer(_PROBE_TEXT)["input_ids"])
-        self._state = _State()
-        self.close = weakref.finalize(self, _close, self._loop, self._state)
+        self._open = _Open()
+        self.close = weakref.finalize(self, _close, self._loop, self._open)
         if settings.urls and source.world.is_main:
             self._run(self._examine_given())
 
@@ -120,9 +117,7 @@ class VLLMEngine:
             return
         source, main = self._source, self._source.world.is_main
         if self.version < 0 and main:
-            self._versions = self._state.versions = Versions.made_in(
-                self._settings.weights_folder, self._token
-            )
+            self._open.versions = Versions.made_in(self._settings.weights_folder, self._token)
         if self.version < 0 and source.adapter_rank is not None:
             self._write("base", source.write_base)
             self._start()
@@ -141,13 +136,13 @@ class VLLMEngine:
         self._start()
         while not self._verify(wanted, probes := self._brought(wanted)):
             pass  # until one has passed, or all have used up their tries: NoServers
-        if self._fleet and self._versions:
-            self._run(self._fleet.verify_others(probes))
-            self._versions.drop_older(self._fleet.oldest_in_use())
+        if self._open.fleet and self._open.versions:
+            self._run(self._open.fleet.verify_others(probes))
+            self._open.versions.drop_older(self._open.fleet.oldest_in_use())
 
     def _brought(self, wanted: Weights) -> dict[str, Probe]:
         """Have the servers load a version; what each says then, in all processes."""
-        found = self._run(self._fleet.bring(wanted)) if self._fleet else {}
+        found = self._run(self._open.fleet.bring(wanted)) if self._open.fleet else {}
         said = {url: [probe.tokens, probe.logprobs] for url, probe in found.items()}
         shared: dict[str, Any] = self._source.world.from_main(said)
         return {url: Probe(self._prompt, *values) for url, values in shared.items()}
@@ -164,9 +159,9 @@ class VLLMEngine:
             apart = probe.difference(ours)
             if apart <= self._settings.tolerance:
                 wanted.expected.append(ours)
-            elif self._fleet:
+            elif self._open.fleet:
                 fact = f"gives log-probs {apart:.3g} away from the trainer's after loading"
-                self._call(self._fleet.lose, url, f"{fact} {wanted.label} (vllm_tolerance)")
+                self._call(self._open.fleet.lose, url, f"{fact} {wanted.label} (vllm_tolerance)")
         return self._source.world.from_main(bool(wanted.expected))
 
     def _require_adapters(self) -> None:
@@ -177,7 +172,7 @@ class VLLMEngine:
         base, enough = source.logprobs(self._prompt, tokens), _MOVED * self._settings.tolerance
         for scale in _SCALES:
             with source.perturbed(scale):
-                moved = _mean_difference(base, source.logprobs(self._prompt, tokens))
+                moved = mean_difference(base, source.logprobs(self._prompt, tokens))
             if source.world.from_main(moved >= enough):
                 break
         with source.perturbed(scale):
@@ -187,8 +182,8 @@ class VLLMEngine:
             inside = [source.logprobs(p.prompt, p.tokens) for p in probes.values()]
         for (url, probe), ours in zip(probes.items(), inside, strict=True):
             outside = source.logprobs(probe.prompt, probe.tokens)
-            apart = _mean_difference(probe.logprobs, ours)
-            served = _mean_difference(probe.logprobs, outside)
+            apart = mean_difference(probe.logprobs, ours)
+            served = mean_difference(probe.logprobs, outside)
             if source.world.from_main(apart > self._settings.tolerance or apart >= served):
                 how = "those of the base" if served < apart else "neither the base's nor its own"
                 raise ValueError(
@@ -199,12 +194,12 @@ class VLLMEngine:
 
     def _write(self, name: int | str, write: Callable[[Path | None], None]) -> Path:
         """Write a version or another folder; in other processes than the main one take part."""
-        if self._versions is None:
+        if self._open.versions is None:
             write(None)
             return Path()
         if isinstance(name, int):
-            return self._versions.write(name, write)
-        folder = self._versions.folder / name
+            return self._open.versions.write(name, write)
+        folder = self._open.versions.folder / name
         folder.mkdir(parents=True)
         write(folder)
         return folder
@@ -214,12 +209,12 @@ class VLLMEngine:
     def _start(self) -> None:
         """Connect to the servers, ours started with what has been written, once."""
         settings = self._settings
-        if self._versions is None or self._fleet is not None:
+        if self._open.versions is None or self._open.fleet is not None:
             return
-        base = self._versions.folder / "base"
-        model = base if base.exists() else self._versions.path(self._versions.all()[-1])
+        base = self._open.versions.folder / "base"
+        model = base if base.exists() else self._open.versions.path(self._open.versions.all()[-1])
         members = self._run(self._members(str(model)))
-        self._fleet = self._state.fleet = Fleet(
+        self._open.fleet = Fleet(
             members,
             settings.deadline,
             settings.start_deadline,
@@ -243,11 +238,10 @@ class VLLMEngine:
         if logs is None or not logs.parent.is_dir():  # there is no run, and no folder of it
             logs = Path(model).parent
         owns = [
-            OwnServer(settings.serving, logs / f"vllm-{number}.log", devices, settings.environment)
+            OwnServer(settings.serving, logs / f"vllm-{number}.log", devices)
             for number, devices in enumerate(settings.devices)
         ]
         started = await start_all(owns, model, settings.start_deadline)
-        self._state.owns = owns
         return [Member(client, own) for own, client in started]
 
     async def _examine_given(self) -> None:
@@ -286,16 +280,16 @@ class VLLMEngine:
         self._bring()
         if not prompts:
             return []
-        assert self._fleet is not None, "load comes first"
+        assert self._open.fleet is not None, "load comes first"
         requests = [
             Request(prompt, own, sampling, noise)
             for prompt, own in zip(prompts, numbers, strict=True)
         ]
-        return self._run(self._fleet.generate(requests))
+        return self._run(self._open.fleet.generate(requests))
 
     def stats(self) -> dict[str, float]:
         """How often a server was lost and came back, and a group was asked for again, so far."""
-        return dict(self._fleet.counts) if self._fleet else {}
+        return dict(self._open.fleet.counts) if self._open.fleet else {}
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         done, _ = self._loop.run({"vllm": lambda: work}, None, lambda _: nullcontext())
@@ -325,24 +319,20 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 @dataclass(slots=True)
-class _State:
-    """What is to be closed, whatever becomes of the engine."""
+class _Open:
+    """What is to be closed, whatever becomes of the engine: in the main process, once there is
+    something to load."""
 
     versions: Versions | None = None
     fleet: Fleet | None = None
-    owns: list[OwnServer] = field(default_factory=list)
 
 
-def _close(loop: LoopThread, state: _State) -> None:
-    for own in state.owns:
-        own.stop()
-    if state.fleet is not None:
-        fleet = state.fleet
-        loop.run({"closing": lambda: fleet.close()}, 15.0, lambda _: nullcontext())
+def _close(loop: LoopThread, opened: _Open) -> None:
+    if (fleet := opened.fleet) is not None:
+        loop.run({"closing": fleet.close}, 15.0, lambda _: nullcontext())
+        for member in fleet.members:
+            if member.own is not None:
+                member.own.stop()
     loop.close()
-    if state.versions is not None:
-        state.versions.remove()
-
-
-def _mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
-    return sum(abs(a - b) for a, b in zip(some, others, strict=True)) / max(len(some), 1)
+    if opened.versions is not None:
+        opened.versions.remove()

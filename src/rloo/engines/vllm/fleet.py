@@ -355,13 +355,11 @@ class Fleet:
     # -- the end ---------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Stop our servers, and close the connections."""
+        """Give up servers that were to come back, and close the connections. Our servers run on."""
         await _cancel([m.recovery for m in self.members if m.recovery is not None])
         for member in self.members:
             with suppress(Exception):
                 await member.client.close()
-            if member.own is not None:
-                await asyncio.to_thread(member.own.stop)
 
 
 def _is_coming(member: Member) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,17 @@ class Probe:
     def difference(self, other: Probe) -> float:
         """The mean difference of log-probs over the tokens that both begin with; infinite where
         there are none."""
-        pairs = zip(self.tokens, other.tokens, self.logprobs, other.logprobs, strict=False)
-        found: list[float] = []
-        for mine, theirs, mine_logprob, their_logprob in pairs:
-            if mine != theirs:
-                break
-            found.append(abs(mine_logprob - their_logprob))
-        return sum(found) / len(found) if found else float("inf")
+        pairs = enumerate(zip(self.tokens, other.tokens, strict=False))
+        shortest = min(len(self.tokens), len(other.tokens))
+        same = next((place for place, (mine, theirs) in pairs if mine != theirs), shortest)
+        if same == 0:
+            return float("inf")
+        return mean_difference(self.logprobs[:same], other.logprobs[:same])
+
+
+def mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
+    """The mean of the differences, without their signs, of as many numbers."""
+    return sum(abs(a - b) for a, b in zip(some, others, strict=True)) / max(len(some), 1)
 
 
 @dataclass(slots=True)

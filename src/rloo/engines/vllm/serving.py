@@ -10,9 +10,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rloo.engines.vllm.client import Client, ServerError
@@ -79,6 +79,14 @@ class Serving:
         command += ["--trust-remote-code"] if self.trust_remote_code else []
         return [*command, *self.arguments]
 
+    def require_program(self) -> None:
+        """Raise ValueError where the program does not exist."""
+        if shutil.which(self.executable[0]) is None:
+            raise ValueError(
+                f"there is no program {self.executable[0]}; vLLM is installed by pip install "
+                "'rloo[vllm]', or in an environment of its own (vllm_executable)"
+            )
+
     def line(self, port: int = 8000) -> str:
         """The command line as one types it, environment included."""
         switches = " ".join(f"{name}={value}" for name, value in SWITCHES.items())
@@ -93,7 +101,6 @@ class OwnServer:
     serving: Serving
     log: Path
     devices: str | None = None
-    extra: Mapping[str, str] = field(default_factory=dict)
     url: str = ""
     _process: subprocess.Popen[bytes] | None = None
 
@@ -101,14 +108,10 @@ class OwnServer:
         """Start it, with the weights of the folder `model` where one is given; it is not ready
         yet. Raises ValueError where the program does not exist."""
         self.stop()
-        if shutil.which(self.serving.executable[0]) is None:
-            raise ValueError(
-                f"there is no program {self.serving.executable[0]}; vLLM is installed by pip "
-                "install 'rloo[vllm]', or in an environment of its own (vllm_executable)"
-            )
+        self.serving.require_program()
         port = _free_port()
         serving = self.serving if model is None else replace(self.serving, model=model)
-        environment = {**os.environ, **SWITCHES, **self.extra}
+        environment = {**os.environ, **SWITCHES}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices
         # What a launcher says of our processes is not of theirs.
