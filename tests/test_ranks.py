@@ -210,3 +210,25 @@ def test_a_signal_saves_divided_weights(divided, folder):
     assert Path(f"run/checkpoint-{last}").exists(), said
     status, said = train("--output_dir", "run", "--resume_from_checkpoint", "auto", *DIVIDED)
     assert status == 0 and same("run", "divided") and steps("run") == [*range(1, 7)], said
+
+
+def test_one_process_samples_for_all_ranks_beside_their_training(folder):
+    """At staleness 0 with the rewards of one process, and above it with its groups in order."""
+    (folder / "rewards.py").write_text(
+        "def words(completions):\n    return [float(len(text.split())) for text in completions]\n"
+    )
+    assert train("--output_dir", "alone", "--num_processes", "1")[0] == 0
+    status, said = train("--output_dir", "apart", "--sampler_process", "true")
+    assert status == 0, said
+    assert column("apart", "reward") == column("alone", "reward")
+    status, said = train("--output_dir", "ahead", "--max_staleness", "1", *DIVIDED)
+    assert status == 0, said
+    assert column("ahead", "groups/first") == [0, 3, 6, 9, 12, 15]
+    assert column("ahead", "staleness/max") == [0, 1, 1, 1, 1, 1]
+    assert column("ahead", "epoch") == column("alone", "epoch")
+
+
+def column(run: str, name: str) -> list[float]:
+    """A metric of every step."""
+    lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)[name] for line in lines]

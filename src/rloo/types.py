@@ -11,6 +11,8 @@ T = TypeVar("T")
 Message = dict[str, Any]
 Text = str | list[Message]
 FinishReason = Literal["stop", "length"]
+# Of consecutive tokens: the version of the weights that sampled them, and how many they are.
+Spans = tuple[tuple[int, int], ...]
 # How many completions of each prompt, or for each prompt the numbers of its completions.
 Samples = int | Sequence[range]
 # Begins to give a model's weights, names and tensors, when it is called.
@@ -63,7 +65,9 @@ class Completion:
     string (the whole token is kept), otherwise "length". `policy_logprobs` are computed after the
     temperature and before any filter or penalty; `behavior_logprobs` under the distribution that
     was sampled from. Both are natural logarithms, one per token. `home` is the process that alone
-    has them, None where all do; the others have `Elsewhere` in place of each list.
+    has them, None where all do; the others have `Elsewhere` in place of each list. `versions` are
+    those of the weights that sampled its tokens, in order, each with how many; empty where all are
+    of the rollout's.
     """
 
     token_ids: list[int]
@@ -71,6 +75,7 @@ class Completion:
     policy_logprobs: list[float]
     behavior_logprobs: list[float]
     home: int | None = None
+    versions: Spans = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +133,12 @@ class Sample:
     """A completion to train on. `key` is (group, index in it); `reward` is NaN where none counts.
 
     `place` is its number among the rollout's completions, scored or not: optimizer steps are cut by
-    it. `version` is that of the weights that sampled it. `trained` tells for each token whether the
-    policy learns from it, or only reads it as what a tool or a user said; None: from all. `home`:
-    see `Completion`.
+    it. `trained` tells for each token whether the policy learns from it, or only reads it as what a
+    tool or a user said; None: from all. `home`, `versions`: see `Completion`.
     """
 
     key: tuple[int, int]
     place: int
-    version: int
     prompt_ids: list[int]
     token_ids: list[int]
     policy_logprobs: list[float]
@@ -147,6 +150,7 @@ class Sample:
     pixels: Callable[[], dict[str, Any]] | None = None
     trained: tuple[bool, ...] | None = None
     home: int | None = None
+    versions: Spans = ()
 
     @property
     def num_trained(self) -> int:
@@ -237,8 +241,9 @@ class Rollout:
     """Scored groups to learn from, and where they come from.
 
     `metrics` and `num_tokens` (prompts and completions) tell of everything that was sampled for it;
-    `version` of the weights that sampled it. `position` is where the data stands after it: what a
-    checkpoint goes on from once a step was made on it. `epoch` counts the passes over the dataset.
+    `version` is that of the weights when it was handed out. `position` is where the data stands
+    after it: what a checkpoint goes on from once a step was made on it. `epoch` counts the passes
+    over the dataset.
     """
 
     groups: list[Group]
@@ -258,6 +263,9 @@ class Rollouts(Protocol):
 
     def next(self) -> Rollout:
         """The next one; waits until it is there."""
+
+    def close(self) -> None:
+        """Give up what is under way."""
 
     def describe(self) -> dict[str, Any]:
         """What it draws from and scores with, by name, for the header of a run."""

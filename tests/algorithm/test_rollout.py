@@ -241,7 +241,10 @@ def test_samples_know_their_place_and_the_weights_that_sampled_them():
         ((2, 0), 5),
         ((2, 1), 6),
     ]
-    assert {s.version for s in samples} == {7}
+    assert {s.versions for s in samples} == {((7, 1),)}
+    stale = replace(groups[0].completions[0], versions=((5, 1),))
+    groups = [replace(groups[0], completions=[stale] * 3)]
+    assert {s.versions for s in shape(rollout_of(groups), make_policy_config())} == {((5, 1),)}
 
 
 def test_a_rollout_s_noise_is_numbered_by_its_own_first_step(tmp_path):

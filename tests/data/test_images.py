@@ -94,7 +94,6 @@ def make_samples(prompts, sampled) -> list[Sample]:
         Sample(
             key=(group, index),
             place=group * len(completions) + index,
-            version=0,
             prompt_ids=prompt.token_ids,
             token_ids=completion.token_ids,
             policy_logprobs=completion.policy_logprobs,

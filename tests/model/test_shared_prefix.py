@@ -76,7 +76,6 @@ def make_samples(prompt, lengths):
         Sample(
             key=(0, k),
             place=k,
-            version=0,
             prompt_ids=[3 + i % 90 for i in range(prompt)],
             token_ids=[5 + k] * n,
             policy_logprobs=[0.0] * n,

@@ -131,3 +131,43 @@ def test_a_given_server_is_given_adapters(tmp_path):
         trainer.engine.close()
     finally:
         server.stop()
+
+
+def test_completions_go_on_while_weights_change(tmp_path):
+    """Beside training, on a server that says whose weights sampled each token."""
+    no_evaluation = ("eval_on_start", "false", "eval_strategy", "no", "eval_split", "null")
+    beside = ("max_staleness", "2", "partial_rollouts", "true", "max_steps", "5")
+    trainer = RLOOTrainer(args=make_config(tmp_path, *no_evaluation, *beside))
+    trainer.train()
+    rows = [json.loads(r) for r in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["groups/first"] for row in rows] == [0, 16, 32, 48, 64]
+    assert [row["staleness/max"] for row in rows] == [0, 1, 2, 2, 2]
+    assert rows[0]["mismatch/max"] < 1e-4 and rows[-1]["engine/lost"] == 0
+    policy, engine = trainer.policy, trainer.engine
+    prompts = trainer._source.next(16)
+    policy.load_into(engine)
+    older = engine.version
+    begun = engine.begin(prompts, 16, Sampling(60, ()), 1)
+    time.sleep(0.3)
+    state = [p.detach().clone() for p in policy.parameters]
+    change(policy, 1)
+    policy.load_into(engine)
+    with torch.no_grad():
+        for parameter, old in zip(policy.parameters, state, strict=True):
+            parameter.copy_(old)
+    moved, mixed = [], 0
+    for prompt, future in zip(prompts, begun, strict=True):
+        for c in future.result(120)[:3]:
+            assert len(c.token_ids) == 60 == sum(count for _, count in c.versions)
+            versions = [version for version, _ in c.versions]
+            assert versions in ([older], [older, engine.version], [engine.version])
+            mixed += len(versions) == 2
+            expected = engine._source.logprobs(prompt.token_ids, c.token_ids)
+            pairs = zip(expected, c.policy_logprobs, strict=True)
+            apart = [abs(ours - theirs) for ours, theirs in pairs]
+            before = c.versions[0][1] if versions[0] == older else 0
+            # What follows the end of an answer is unlikely, and so less exact.
+            assert max(apart[:before], default=0.0) < 1e-4
+            moved += apart[before:]
+    assert mixed > 0 and sum(moved) / len(moved) > 1e-2
+    engine.close()

@@ -30,17 +30,22 @@ class FakeVLLM:
     `faults[route]` is called with the request and the answer, and returns another answer, raises
     `Status`, or takes its time; `settings` change what it says of itself."""
 
-    def __init__(self, model, tokenizer, *, lora: bool = False, scale_out: bool = False) -> None:
+    def __init__(
+        self, model, tokenizer, *, lora: bool = False, scale_out: bool = False, port: int = 0
+    ) -> None:
         self.model, self.tokenizer, self.lora = model.eval(), tokenizer, lora
         self.adapters: dict[str, Any] = {}
         self.routes = [*ROUTES, *(LORA_ROUTES if lora else ())]
         self.routes += ["/inference/v1/generate"] if scale_out else []
+        self.received: dict[str, torch.Tensor] = {}  # over what stands for NCCL
         self.version, self.calls, self.bodies = "default", [], []
         self.faults: dict[str, Callable[[dict, Any], Any]] = {}
         self.settings: dict[str, Any] = {}
         self.lora_rank = LORA_RANKS[1]
         self._lock = threading.Lock()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        # Completions that are computed, and whether that is to pause.
+        self._changed, self._active, self._paused = threading.Condition(), 0, False
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}"
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
@@ -50,6 +55,25 @@ class FakeVLLM:
         self._http.server_close()
 
     def answer(self, route: str, query: dict[str, str], body: dict[str, Any]) -> Any:
+        computes = route in ("/v1/completions", "/inference/v1/generate")
+        with self._changed:
+            if route == "/pause":
+                self._paused = True
+                self._changed.wait_for(lambda: not self._active or query["mode"] != "wait", 60)
+            if route == "/resume":
+                self._paused = False
+                self._changed.notify_all()
+            if computes:
+                self._changed.wait_for(lambda: not self._paused, 60)
+                self._active += 1
+        try:
+            return self._answered(route, query, body)
+        finally:
+            with self._changed:
+                self._active -= computes
+                self._changed.notify_all()
+
+    def _answered(self, route: str, query: dict[str, str], body: dict[str, Any]) -> Any:
         with self._lock:
             self.calls.append(route + "".join(f" {k}={v}" for k, v in query.items()))
             self.bodies.append((route, body))
@@ -64,6 +88,10 @@ class FakeVLLM:
         if route == "/tokenize":
             ids = self.tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"])
             return {"tokens": ids["input_ids"]}
+        if route == "/get_world_size":
+            return {"world_size": 2}
+        if route == "/finish_weight_update":
+            self.model.load_state_dict(self.received, strict=False)
         if route == "/weight_info":
             return {"weight_version": self.version}
         if route == "/update_weight_version":

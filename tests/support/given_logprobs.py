@@ -131,7 +131,7 @@ class GivenPolicy:
         if loss.requires_grad:
             loss.backward()
 
-    def step(self):
+    def step(self, scale=1.0):
         return {}
 
     def _of(self, rows: list[Tensor], batch) -> Tensor:

@@ -109,7 +109,6 @@ def make_samples(num_groups: int = 3, size: int = 4, seed: int = 0) -> list[Samp
                 Sample(
                     key=(group, index),
                     place=group * size + index,
-                    version=0,
                     prompt_ids=prompt,
                     token_ids=completion,
                     policy_logprobs=[0.0] * len(completion),

@@ -152,7 +152,7 @@ class Production:
         total = torch.zeros(sum(p.numel() for p in policy.parameters), dtype=torch.float64)
         mass = 0.0
 
-        def step() -> dict[str, float]:
+        def step(scale: float = 1.0) -> dict[str, float]:
             none = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters]
             total.sub_(chance * torch.cat([g.flatten() for g in none]))
             policy.stepper.optimizer.zero_grad(set_to_none=True)

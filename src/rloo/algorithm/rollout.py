@@ -64,6 +64,9 @@ class SyncRollouts:
         self.rewards.load_state_dict(state["rewards"])
         self.step = step
 
+    def close(self) -> None:
+        """Nothing is under way here."""
+
     def next(self) -> Rollout:
         """One rollout and the metrics of everything that was sampled for it.
 
@@ -89,11 +92,11 @@ class SyncRollouts:
             logged = mean_of_parts(parts) | {"dynamic_sampling/drawn_share": drawn}
         sampled = sum(len(c.token_ids) for g in everything for c in g.completions)
         read = sum(len(g.prompt.token_ids) * len(g.completions) for g in everything)
-        speed = {"tokens_per_second/sample": sampled / self.clock.seconds["time/sample"]}
+        speed = {"tokens_per_second/sample": sampled / max(self._seconds(), 1e-9)}
         self.step += self.batches.steps_per_rollout
         metrics = rollout_metrics(everything)
         require_free(own, metrics)
-        metrics |= logged | speed | self.engine.stats()
+        metrics |= logged | speed | self._stats()
         if not self.sampling.filtered:  # else of what an update computes
             metrics |= sampled_entropy(c.policy_logprobs for g in everything for c in g.completions)
         return Rollout(
@@ -104,6 +107,14 @@ class SyncRollouts:
             position=self.state_dict(),
             epoch=self.epoch,
         )
+
+    def _seconds(self) -> float:
+        """How long sampling has taken."""
+        return self.clock.seconds["time/sample"]
+
+    def _stats(self) -> dict[str, float]:
+        """Metrics of how it was sampled."""
+        return self.engine.stats()
 
     def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
         """Draw prompts, sample and score completions; return groups and the rewards' metrics."""

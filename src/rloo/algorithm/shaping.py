@@ -50,7 +50,7 @@ def _samples(
         sample = Sample(
             key=(number, index),
             place=begin + index,
-            version=version,
+            versions=completion.versions or ((version, len(completion.token_ids)),),
             prompt_ids=group.prompt.token_ids,
             token_ids=completion.token_ids,
             policy_logprobs=completion.policy_logprobs,

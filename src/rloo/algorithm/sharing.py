@@ -10,9 +10,10 @@ from typing import Any
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from rloo.algorithm.transfer import bring, elsewhere, heads, pack, unpack
+from rloo.algorithm.transfer import bring, elsewhere, heads
 from rloo.dist import World
 from rloo.engines.noise import noise_key
+from rloo.engines.packing import pack, unpack
 from rloo.report.records import strict
 from rloo.rewards import RewardSet, Scores
 from rloo.rewards.calling import Log
@@ -101,17 +102,21 @@ class Judge:
         sampled: Sequence[Sequence[Completion]],
         *,
         learn: bool = True,
+        called: Sequence[Called] | None = None,
     ) -> tuple[list[Group], dict[str, float]]:
-        """Score all completions of a rollout, with one call of each reward function; return the
-        groups and the metrics that rewards logged. `learn`: see `RewardSet.score`."""
-        world, names = self.world, list(dict.fromkeys(n for p in prompts for n in p.columns))
+        """Score all completions of a rollout, with one call of each reward function, unless the
+        main process has `called` them for each group; return the groups and the metrics that
+        rewards logged. `learn`: see `RewardSet.score`."""
+        world, names = self.world, column_names(prompts)
         shares = [self._share(len(prompts), rank) for rank in range(world.size)]
+        if called is not None:
+            shares = [range(len(prompts) if rank == 0 else 0) for rank in range(world.size)]
         if not world.is_main:
             first = prompts[0].noise_id if prompts else 0
             transformers.set_seed(noise_key(self.noise, f"rank {world.rank}", first) >> 32)
         own = iter(bring([[c for i in share for c in sampled[i]] for share in shares], world))
         groups = [(prompts[i], [next(own) for _ in sampled[i]]) for i in shares[world.rank]]
-        done = [self._call(groups, names)] if groups else []
+        done = self._call(groups, names) if called is None else list(called)
         texts = [text for some, _ in done for text in some]
         raws = [raw for _, raw in done]
         if world.links is not None:
@@ -131,22 +136,40 @@ class Judge:
             return self.world.share(count, rank)
         return range(count if rank == 0 else 0)
 
-    def _call(
-        self, groups: Sequence[tuple[Prompt, Sequence[Completion]]], names: Sequence[str]
-    ) -> tuple[list[Text], Raw]:
-        """The texts of some groups, and what the reward functions say."""
-        repeated = [prompt for prompt, completions in groups for _ in completions]
-        flat = [completion for _, completions in groups for completion in completions]
-        decoded = self.tokenizer.batch_decode([c.token_ids for c in flat], skip_special_tokens=True)
-        texts = [_as_text(p, text) for p, text in zip(repeated, decoded, strict=True)]
-        raw = self.rewards.call(
-            [p.content for p in repeated],
-            texts,
-            [c.token_ids for c in flat],
-            {name: [p.columns.get(name) for p in repeated] for name in names},
-            self.trainer_state,
-        )
-        return texts, raw
+    def _call(self, groups: Sequence[Sampled], names: Sequence[str]) -> list[Called]:
+        """The texts of some groups, and what the reward functions say, in one call for all."""
+        if not groups:
+            return []
+        arguments = arguments_of(groups, names, self.tokenizer)
+        return [(arguments[1], self.rewards.call(*arguments, self.trainer_state))]
+
+
+# A prompt with its completions; the texts of some, and what the reward functions say of them.
+Sampled = tuple[Prompt, Sequence[Completion]]
+Called = tuple[list[Text], Raw]
+
+
+def column_names(prompts: Sequence[Prompt]) -> list[str]:
+    """The dataset columns that some of these prompts have."""
+    return list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+
+
+def arguments_of(
+    groups: Sequence[Sampled],
+    names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[Text], list[Text], list[list[int]], dict[str, list[Any]]]:
+    """What `RewardSet.call` takes for some groups, with the columns `names`, but for the trainer's
+    state."""
+    repeated = [prompt for prompt, completions in groups for _ in completions]
+    flat = [completion for _, completions in groups for completion in completions]
+    decoded = tokenizer.batch_decode([c.token_ids for c in flat], skip_special_tokens=True)
+    return (
+        [p.content for p in repeated],
+        [_as_text(p, text) for p, text in zip(repeated, decoded, strict=True)],
+        [c.token_ids for c in flat],
+        {name: [p.columns.get(name) for p in repeated] for name in names},
+    )
 
 
 def _groups(

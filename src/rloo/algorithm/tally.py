@@ -57,10 +57,10 @@ def averages(
         metrics |= {"kl": tally["kl"] / watched, "kl/sequence": tally["kl"] / sequences}
     if "weight" in tally:
         name = "sampling/importance_sampling_ratio"
-        squares = tally["weight_squares"] or 1.0
+        effective = tally["completion_weight"] ** 2 / (tally["completion_weight_squares"] or 1.0)
         metrics |= {
             f"{name}/mean": tally["weight"] / tokens,
             f"{name}/max": tally[f"{name}/max"],
-            "sampling/effective_share": tally["weight"] ** 2 / (tokens * squares),
+            "sampling/effective_share": effective / tally["sequences"],
         }
     return metrics

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rloo.dist import World
+from rloo.engines.packing import pack, unpack
 from rloo.types import Completion, Elsewhere, FinishReason, Sample
 
 C = TypeVar("C", Completion, Sample)
@@ -81,38 +82,6 @@ def bring_seen(
         seen.update({key: values.to(world.device) for key, values in part.items()})
 
 
-def pack(completions: Sequence[Completion] | Sequence[Sample]) -> dict[str, Any]:
-    """N completions of T tokens in all as tensors (N,) and (T,), to the last bit. `behavior` is
-    None where it equals `policy`."""
-    same = all(c.behavior_logprobs == c.policy_logprobs for c in completions)
-    behavior = [x for c in completions for x in c.behavior_logprobs or ()]
-    return {
-        "length": torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int32),
-        "stopped": torch.tensor([_stopped(c) for c in completions], dtype=torch.bool),
-        "token": torch.tensor([t for c in completions for t in c.token_ids], dtype=torch.int32),
-        "policy": _floats([x for c in completions for x in c.policy_logprobs]),
-        "behavior": None if same else _floats(behavior),
-    }
-
-
-def unpack(packed: dict[str, Any]) -> list[Completion]:
-    """The inverse of `pack`."""
-    lengths, tokens, policy = (packed[name].tolist() for name in ("length", "token", "policy"))
-    behavior = policy if packed["behavior"] is None else packed["behavior"].tolist()
-    completions, end = [], 0
-    for length, stopped in zip(lengths, packed["stopped"].tolist(), strict=True):
-        part, end = slice(end, end + length), end + length
-        finish: FinishReason = "stop" if stopped else "length"
-        completions.append(Completion(tokens[part], finish, policy[part], behavior[part]))
-    return completions
-
-
-def _stopped(completion: Completion | Sample) -> bool:
-    if isinstance(completion, Sample):
-        return not completion.truncated
-    return completion.finish == "stop"
-
-
 def heads(completions: Sequence[Completion]) -> dict[str, Any]:
     """What all processes know of completions that one has: lengths, and sums of log-probs."""
     kinds = [(c.policy_logprobs, c.behavior_logprobs) for c in completions]
@@ -121,6 +90,7 @@ def heads(completions: Sequence[Completion]) -> dict[str, Any]:
         "stopped": torch.tensor([c.finish == "stop" for c in completions], dtype=torch.bool),
         "sums": torch.tensor([[math.fsum(x) for x in pair] for pair in kinds], dtype=torch.float64),
         "same": torch.tensor([policy == behavior for policy, behavior in kinds], dtype=torch.bool),
+        "versions": [c.versions for c in completions],
     }
 
 
@@ -129,17 +99,12 @@ def elsewhere(heads: dict[str, Any], rank: int) -> list[Completion]:
     found = []
     policy: Any
     behavior: Any
-    for length, stopped, sums, same in zip(*(v.tolist() for v in heads.values()), strict=True):
+    names = ("length", "stopped", "sums", "same")
+    known = zip(*(heads[name].tolist() for name in names), heads["versions"], strict=True)
+    for length, stopped, sums, same, versions in known:
         finish: FinishReason = "stop" if stopped else "length"
         policy = Elsewhere(length, sums[0])
         behavior = policy if same else Elsewhere(length, sums[1])
         tokens: Any = Elsewhere(length)
-        found.append(Completion(tokens, finish, policy, behavior, rank))
+        found.append(Completion(tokens, finish, policy, behavior, rank, versions))
     return found
-
-
-def _floats(values: list[float]) -> Tensor:
-    """In half the bytes where nothing is lost by it."""
-    whole = torch.tensor(values, dtype=torch.float64)
-    half = whole.float()
-    return half if torch.equal(half.double(), whole) else whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -83,8 +84,10 @@ def update(
     if not live:
         return metrics | policy.stepper.skip()
     policy.stepper.sum_gradients()
+    # A step on few effective samples is a small one (VCPO, arXiv 2602.17616).
+    scale = math.sqrt(metrics["sampling/effective_share"]) if config.ess_guard else 1.0
     with policy.in_step():
-        return metrics | policy.stepper.step()
+        return metrics | policy.stepper.step(scale)
 
 
 def micro_loss(
@@ -205,16 +208,20 @@ def _correction(
     sums: dict[str, float],
 ) -> Tensor | None:
     """The weights of the off-policy correction, if any; their sums are added to `sums`."""
-    if config.rollout_importance_sampling_mode is None:
+    mode = config.rollout_importance_sampling_mode
+    if mode is None or mode == "off":
         return None
     weights = objective.importance_weights(
         old - batch.behavior_T,
         completions,
-        mode=config.rollout_importance_sampling_mode,
+        mode=mode,
         upper=config.rollout_importance_sampling_threshold,
         lower=config.rollout_importance_sampling_min,
     )
     sums["weight"] = weights.sum().item()
-    sums["weight_squares"] = (weights**2).sum().item()
+    one_T = torch.ones_like(weights)
+    each_N = objective.sum_by(weights, *completions) / objective.sum_by(one_T, *completions)
+    sums["completion_weight"] = each_N.sum().item()
+    sums["completion_weight_squares"] = (each_N**2).sum().item()
     sums["sampling/importance_sampling_ratio/max"] = weights.max().item()
     return weights

@@ -10,6 +10,7 @@ from dataclasses import fields
 
 from rloo.config import deepspeed
 from rloo.config.batches import batches_of
+from rloo.config.beside import check_beside
 from rloo.config.objective_checks import check_objective
 from rloo.config.options import LORA, Options
 from rloo.config.vllm_checks import check_vllm
@@ -32,12 +33,13 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "num_iterations", "max_completion_length", "max_prompt_length",
         "max_tokens_per_micro_batch", "num_threads", "eval_size", "num_generations_eval",
         "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha", "num_processes",
-        "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length",
+        "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length", "reward_workers",
     )),
     # A rank beyond the widest layer adds nothing; the others only ever wait.
     ("must be at most 16,384", lambda x: x <= 16_384, ("lora_r",)),
     ("must be at most 1,000", lambda x: x <= 1_000,
      ("max_resample_times", "max_restarts", "vllm_restarts")),
+    ("must be at most 1,024", lambda x: x <= 1_024, ("reward_workers", "max_staleness")),
     ("must be at most 1,024; null takes as many as a launcher has started", lambda x: x <= 1_024,
      ("num_processes",)),
     ("must be at most 1,000,000", lambda x: x <= 1_000_000, ("num_iterations",)),
@@ -63,7 +65,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
         "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
         "rollout_importance_sampling_min", "reward_timeout", "max_restarts", "gather_limit",
-        "vllm_restarts",
+        "vllm_restarts", "max_staleness",
     )),
     ("must be above 0 and at most 1", lambda x: 0 < x <= 1,
      ("top_p", "eval_top_p", "ref_model_mixup_alpha", "vllm_gpu_memory_utilization")),
@@ -106,6 +108,7 @@ def check(config: VLLMOptions) -> None:
     _check_model(config)
     _check_parallel(config)
     check_vllm(config)
+    check_beside(config)
 
 
 def _check_rewards(config: Options) -> None:

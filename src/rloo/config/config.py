@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rloo.config import deepspeed
 from rloo.config.accelerate import launched_options
 from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
+from rloo.config.beside import correction_of
 from rloo.config.checks import check
 from rloo.config.generation_kwargs import sampling_options
 from rloo.config.options import DEFAULT_BATCH, LORA
@@ -65,6 +66,7 @@ class RLOOConfig(VLLMOptions):
         own["_idle"] = _idle_of(options)
         own.update({field.name: default_of(field) for field in fields(self)} | values)
         own.update(engine_of(self))
+        own.update(correction_of(self))
         if self.bf16 is None:
             own["bf16"] = not self.fp16
         if self.eval_strategy == "steps" and self.eval_steps is None:
@@ -162,11 +164,18 @@ def without_adapter(config: RLOOConfig) -> RLOOConfig:
 
 
 def in_one_process(config: RLOOConfig) -> RLOOConfig:
-    """`config` with the batches of all its `num_processes` in one process."""
+    """`config` with the batches of all its `num_processes` in one process, which also samples."""
     size, batch = config.per_device_train_batch_size, config.gradient_accumulation_steps
     if config.num_prompts is None or (size, batch) != DEFAULT_BATCH:
         size *= config.num_processes or 1
-    return config.with_values(num_processes=None, per_device_train_batch_size=size)
+    return config.with_values(
+        num_processes=None,
+        per_device_train_batch_size=size,
+        max_staleness=0,
+        sampler_process=None,
+        reward_workers=None,
+        partial_rollouts=False,
+    )
 
 
 def resolve_interval(steps: float, total_steps: int) -> int:

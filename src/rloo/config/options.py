@@ -106,6 +106,18 @@ class Options:
     rollout_dtype: Literal["float32", "bfloat16"] | None = SAMPLING.own(None,
         "Precision of sampling, native or by vLLM (see the metric mismatch/mean); null is that of "
         "training.")
+    max_staleness: int = SAMPLING.own(0,
+        "Rollouts by which the weights that sample may be older than those that are trained: above "
+        "0 sampling goes on while the model is trained.")
+    sampler_process: bool | None = SAMPLING.own(None,
+        "Let the native engine, or hf, sample in a process of its own, with a copy of the weights; "
+        "null does so with `max_staleness` above 0.")
+    partial_rollouts: bool = SAMPLING.own(False,
+        "Let completions that vLLM has under way go on with new weights, rather than wait for "
+        "them (with `max_staleness` above 0).")
+    reward_workers: int | None = REWARDS.own(None,
+        "Processes that call reward functions while others sample or train (with `max_staleness` "
+        "or `sampler_process`); null is one for each processor, at most 8.")
     dynamic_sample: bool = SAMPLING.from_ms_swift(False,
         "Replace groups without signal (equal rewards) by groups of further prompts.")
     max_resample_times: int = SAMPLING.from_ms_swift(3,
@@ -154,13 +166,16 @@ class Options:
         "sequence",
         "Ratio of new to old policy per completion (product or mean of its tokens') or per token.")
     rollout_importance_sampling_mode: Literal[
-        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "off"
     ] | None = OBJECTIVE.own(None,
-        "Weight the loss by trainer / sampler per token or sequence, truncated or masked.")
+        "Weight the loss by trainer / sampler per token or sequence, truncated or masked; null is "
+        "off, and truncated with `max_staleness` above 0.")
     rollout_importance_sampling_threshold: float = OBJECTIVE.from_ms_swift(2.0,
         "Upper bound on the weights of `rollout_importance_sampling_mode`.")
     rollout_importance_sampling_min: float | None = OBJECTIVE.own(None,
         "Lower bound on the weights of `rollout_importance_sampling_mode` (mask modes only).")
+    ess_guard: bool = OBJECTIVE.own(False,
+        "Multiply each step by sqrt(effective sample size / completions), by those weights.")
     loss_aggregation: Literal[
         "sequence", "sequence_token_mean", "token_mean", "constant"
     ] = OBJECTIVE.own("sequence",
@@ -366,6 +381,11 @@ class Options:
     profile: bool = LOGGING.own(False,
         "Write the time and memory use of the third rollout to `output_dir`.")
     # fmt: on
+
+    @property
+    def samples_beside(self) -> bool:
+        """Whether rollouts are sampled and scored by other processes, beside this one."""
+        return self.max_staleness > 0 or bool(self.sampler_process)
 
     @property
     def compares_evaluations(self) -> bool:

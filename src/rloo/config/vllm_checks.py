@@ -78,6 +78,12 @@ def _in_use(config: VLLMOptions) -> Iterator[str]:
             f"rollout_copy is {config.rollout_copy} and rollout_engine is {engine}; it is about "
             "the native engine (rollout_copy)"
         )
+    if config.vllm_enable_sleep_mode and config.max_staleness:
+        yield (
+            f"vllm_enable_sleep_mode is true and max_staleness is {config.max_staleness}; a server "
+            "that samples beside training has no time to sleep (vllm_enable_sleep_mode, "
+            "max_staleness)"
+        )
     size, devices = config.vllm_tensor_parallel_size, config.vllm_devices
     if devices is not None and len(devices) % size:
         yield (

@@ -53,6 +53,9 @@ class VLLMOptions(Options):
         "What starts vLLM: its program, or a path to that of another environment.")
     vllm_merge_adapter: bool | None = VLLM.own(None,
         "Give servers whole models, an adapter merged in; null: where they cannot apply it.")
+    vllm_weight_transfer: Literal["auto", "files", "nccl"] = VLLM.own("auto",
+        "How weights reach the servers: by the folder that they read (files), or over NCCL where "
+        "trainer and server have GPUs of their own, and else by the folder (auto; nccl says why).")
     vllm_tolerance: float | None = VLLM.own(None,
         "Difference of log-probs at which a server's weights count as wrong; null: 0.001 in "
         "float32, else 0.2.")

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,11 +28,13 @@ class Versions:
         self.folder, self._lock = folder, lock
 
     @classmethod
-    def made_in(cls, parent: Path | None, token: str) -> Versions:
-        """A new folder in `parent` (None: in shared memory, where this machine has it), locked as
-        long as this process lives. What killed processes have left there is removed: nobody else
-        does."""
-        parent = parent or (SHARED if SHARED.is_dir() else Path(tempfile.gettempdir()))
+    def made_in(cls, parent: Path | None, token: str, size: int = 0) -> Versions:
+        """A new folder in `parent` (None: in shared memory, where this machine has it, with room
+        for three versions of `size` bytes), locked as long as this process lives. What killed
+        processes have left there is removed: nobody else does."""
+        if parent is None:
+            roomy = SHARED.is_dir() and shutil.disk_usage(SHARED).free > 3 * size
+            parent = SHARED if roomy else Path(tempfile.gettempdir())
         for other in parent.glob(f"{NAME}-*"):
             if (lock := locked(other)) is not None:
                 shutil.rmtree(other, ignore_errors=True)
@@ -72,9 +74,13 @@ class Versions:
 
     def drop_older(self, version: int) -> None:
         """Remove all versions below one that every engine has acknowledged."""
-        for older in self.all():
-            if older < version:
-                discard(self.path(older))
+        self.keep({each for each in self.all() if each >= version})
+
+    def keep(self, versions: Collection[int | None]) -> None:
+        """Remove all others."""
+        for each in self.all():
+            if each not in versions:
+                discard(self.path(each))
 
 
 def locked(folder: Path) -> int | None:

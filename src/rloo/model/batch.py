@@ -100,7 +100,6 @@ def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int
     return Sample(
         key=key,
         place=0,
-        version=0,
         prompt_ids=prompt,
         token_ids=completion,
         policy_logprobs=[0.0] * completion_tokens,

@@ -134,7 +134,7 @@ def load_model(
         **options,
     )
     if few_bits is not None:
-        _copy_from_file(model)
+        copy_from_file(model)
     if base is not None:
         with quiet():
             model = adapters.load_adapter(model, name, revision)
@@ -172,8 +172,9 @@ def _loading_options(config: RLOOConfig) -> dict[str, Any]:
     return {"dtype": torch.float32, **given}
 
 
-def _copy_from_file(model: PreTrainedModel) -> None:
-    """Copy what is not quantised: a view of the mapped file would keep all of it in memory."""
+def copy_from_file(model: PreTrainedModel) -> None:
+    """Copy what is not quantised: a view of the mapped file would keep all of it in memory, and is
+    not aligned, so that products of the same matrices may differ in their last bits."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.is_floating_point():
             parameter.data = parameter.data.clone()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,9 @@ class Stepper:
             self._scaler.scale(torch.zeros(1, device=self._world.device))
             self._world.sum_gradients(self._parameters)
 
-    def step(self) -> dict[str, float]:
-        """One optimizer step on the gradients gathered so far. A gradient that is not finite is
+    def step(self, scale: float = 1.0) -> dict[str, float]:
+        """One optimizer step on the gradients gathered so far, of `scale` times its length, since
+        the learning rate is multiplied by that. A gradient that is not finite is
         refused: the weights stay as they are, and `update/nonfinite` is 1. Raises NotFinite if a
         finite gradient makes a weight that is not."""
         self._scaler.unscale_(self.optimizer)
@@ -93,7 +94,8 @@ class Stepper:
         }
         if finite:
             before = probe(self._parameters)
-            self._move()
+            with self._scaled(scale):
+                self._move()
             self.after_step()
             self.require_finite()
             changed = probe(self._parameters) != before
@@ -112,6 +114,18 @@ class Stepper:
     def _gradients_are_finite(self) -> bool:
         gradients = ((n, p.grad) for n, p in self._named.items())
         return self._not_finite((n, g) for n, g in gradients if g is not None) is None
+
+    @contextmanager
+    def _scaled(self, scale: float) -> Iterator[None]:
+        groups = self.optimizer.param_groups if scale != 1.0 else []
+        before = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = scale * group["lr"]
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, before, strict=True):
+                group["lr"] = rate
 
     def _move(self) -> None:
         """Change the weights."""

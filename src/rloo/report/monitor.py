@@ -95,7 +95,8 @@ class Monitor:
         """Say once where an engine in other processes disagrees with the trainer, by the first step
         on a rollout: later ones have other weights."""
         limit, found = tolerance_of(self.config), metrics.get("mismatch/mean", 0.0)
-        if "engine/lost" in metrics and found > limit and not self._told_of_mismatch:
+        fresh = metrics.get("staleness/max", 0.0) == 0.0  # older weights disagree by right
+        if "engine/lost" in metrics and fresh and found > limit and not self._told_of_mismatch:
             self._told_of_mismatch = True
             self.note(
                 f"in step {step} the log-probs of the engine and of the trainer are {found:.3g} "

@@ -68,9 +68,11 @@ class RewardSet:
         names: Sequence[str] | None = None,
         timeout: float | None = None,
         on_error: Literal["raise", "missing"] = "raise",
+        sources: Sequence[Any] | None = None,
     ) -> None:
-        """Raises ValueError if there is no function, if one cannot be called by name, or if weights
-        or names are not one per function. Equal names get `_2`, `_3`, ... appended."""
+        """`sources` are what `load_reward` makes each function of anew (None: unknown). Raises
+        ValueError if there is no function, if one cannot be called by name, or if weights or names
+        are not one per function. Equal names get `_2`, `_3`, ... appended."""
         if not functions:
             raise ValueError("there is no reward function; at least one is needed (reward_funcs)")
         weights = [1.0] * len(functions) if weights is None else weights
@@ -85,8 +87,9 @@ class RewardSet:
             raise ValueError(f"reward_weights is {list(weights)}; weights need to be finite")
         named = zip(functions, _make_distinct(names), weights, strict=True)
         self._rewards = [calling.read_signature(f, name, float(w)) for f, name, w in named]
-        self._timeout = timeout if timeout and math.isfinite(timeout) else None
-        self._on_error = on_error
+        self.timeout = timeout if timeout and math.isfinite(timeout) else None
+        self.on_error: Literal["raise", "missing"] = on_error
+        self.sources = list(sources or [None] * len(functions))
         self._loop: LoopThread | None = None
 
     @property
@@ -145,6 +148,11 @@ class RewardSet:
         return self.combine([raw], learn=learn)
 
     @property
+    def reads_state(self) -> bool:
+        """Whether some function takes the trainer's state."""
+        return any(r.accepts is None or "trainer_state" in r.accepts for r in self._rewards)
+
+    @property
     def shared(self) -> bool:
         """Whether each process may call the functions with a share of the groups. One that keeps a
         state of its own sees all completions in one call, in the main process."""
@@ -185,7 +193,7 @@ class RewardSet:
             if failed:
                 warnings.warn(f"{_describe(rewards)}; {count} rewards are missing", stacklevel=2)
                 logs[name] = Log()
-            if self._on_error == "missing":
+            if self.on_error == "missing":
                 logs[name].log_metric(f"rewards/{name}/failed", failed)
             by_function[name] = None if failed else rewards
         return Raw(count, by_function, logs)
@@ -252,14 +260,14 @@ class RewardSet:
         try:
             return call()
         except Exception as error:  # whatever a user's function raises
-            if self._on_error == "raise":
+            if self.on_error == "raise":
                 error.in_run = True  # type: ignore[attr-defined]  # no fault of the input
                 raise
             return error
 
     def _call_one(self, reward: Reward, arguments: dict[str, Any]) -> Any:
-        with keep_state(repr(reward.name)), blame(reward.name, self._timeout):
-            return call_within_reward_timeout(self._timeout, partial(reward.function, **arguments))
+        with keep_state(repr(reward.name)), blame(reward.name, self.timeout):
+            return call_within_reward_timeout(self.timeout, partial(reward.function, **arguments))
 
     def _call_together(
         self, rewards: Sequence[Reward], arguments: Mapping[str, dict[str, Any]]
@@ -268,10 +276,10 @@ class RewardSet:
             self._loop = LoopThread()
             weakref.finalize(self, self._loop.close)
         calls = {r.name: partial(r.function, **arguments[r.name]) for r in rewards}
-        until = FIRST_EXCEPTION if self._on_error == "raise" else ALL_COMPLETED
-        with keep_state(" or ".join(map(repr, calls))), process_ends_after(self._timeout):
+        until = FIRST_EXCEPTION if self.on_error == "raise" else ALL_COMPLETED
+        with keep_state(" or ".join(map(repr, calls))), process_ends_after(self.timeout):
             done, late = self._loop.run(
-                calls, self._timeout, partial(blame, seconds=self._timeout), until
+                calls, self.timeout, partial(blame, seconds=self.timeout), until
             )
         if late and not self._loop.responds():
             self.close()
@@ -279,7 +287,7 @@ class RewardSet:
         return results | {name: self._catch(partial(self._miss, name)) for name in late}
 
     def _miss(self, name: str) -> None:
-        with blame(name, self._timeout):
+        with blame(name, self.timeout):
             raise DeadlinePassed
 
 

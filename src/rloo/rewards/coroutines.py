@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent import futures
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _RESPONSE_SECONDS = 1.0
 _TURN_SECONDS = 0.2
 
@@ -57,6 +58,10 @@ class LoopThread:
             over.set()
             for future in running.values():
                 future.cancel()  # after Ctrl-C nothing may continue in the background
+
+    def begin(self, call: Coroutine[Any, Any, T]) -> futures.Future[T]:
+        """Run a coroutine, and do not wait for it."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def responds(self) -> bool:
         """Whether the loop is free to run something, a moment after a call was cancelled."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_MAX_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0
 _REPEAT_SECONDS = 0.5
 _SIGNAL = getattr(signal, "SIGURG", None)  # None on Windows
 
@@ -58,7 +58,7 @@ def process_ends_after(seconds: float | None) -> Iterator[None]:
 
 
 def _grace(seconds: float) -> float:
-    return min(_MAX_GRACE_SECONDS, 1.0 + seconds)
+    return min(GRACE_SECONDS, 1.0 + seconds)
 
 
 def _end_process_in(seconds: float) -> None:

@@ -41,6 +41,12 @@ _DIVIDED = ("weights", "reference", "gradients", "optimizer", "step")
 # Prompts, samples, positions and seconds used to estimate the length of completions.
 _LENGTH_PROMPTS, _LENGTH_SAMPLES, _LENGTH_POSITIONS, _LENGTH_SECONDS = 8, 4, 256, 10.0
 
+_BESIDE = (
+    "sampling and training are measured one after the other, in one process; beside each other a "
+    "step takes about the longer of the two, and the process that samples has its own copy of the "
+    "weights (max_staleness, sampler_process)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -93,6 +99,7 @@ def make_plan(config: RLOOConfig) -> Plan:
         )
     processes = config.num_processes or 1
     trainer = RLOOTrainer(args=in_one_process(config))
+    trainer.policy.notes += [_BESIDE] if config.samples_beside else []
     parts, state = trainer.make_parts()
     policy, rollouts = parts.policy, parts.rollouts
     assert isinstance(rollouts, SyncRollouts)

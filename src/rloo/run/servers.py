@@ -1,15 +1,21 @@
-"""What a run's options say of vLLM's servers."""
+"""What a run's options say of engines in other processes: one that we start, or vLLM's servers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from rloo.config.config import RLOOConfig
 from rloo.config.vllm_options import servers_dtype, tolerance_of
+from rloo.engines.apart import ApartEngine, how_of
+from rloo.engines.native.fused import can_fuse
+from rloo.engines.native.supported import supports
 from rloo.engines.vllm.engine import Settings
+from rloo.engines.vllm.nccl import why_not
 from rloo.engines.vllm.serving import Serving
+from rloo.model.division import shape_of
 from rloo.model.export import Exported, tied_outputs
 from rloo.model.policy import Policy
 from rloo.run.folder import LOGS
@@ -35,6 +41,7 @@ def serving_of(
         sleeps=sleeps,
         trust_remote_code=config.trust_remote_code,
         tied=tied,
+        tells=config.partial_rollouts,
         arguments=tuple(config.vllm_serve_args or ()),
         executable=tuple(config.vllm_executable),
     )
@@ -63,9 +70,19 @@ def settings_of(policy: Policy, source: Exported) -> Settings:
     sleeps = config.vllm_enable_sleep_mode
     if sleeps is None:
         shares = config.rollout_engine == "vllm" and config.vllm_devices is None
-        sleeps = shares and policy.device.type == "cuda"
+        sleeps = shares and policy.device.type == "cuda" and not config.max_staleness
     rank = source.adapter_rank
+    if config.partial_rollouts and rank is not None:
+        raise ValueError(
+            "partial_rollouts is true and an adapter travels alone; a completion goes on with the "
+            "adapter by whose name it was begun (partial_rollouts, or vllm_merge_adapter true)"
+        )
+    transfers = config.vllm_weight_transfer != "files"
+    reason = _why_by_files(policy, rank) if transfers else None
+    if reason is not None and config.vllm_weight_transfer == "nccl":
+        policy.notes.append(f"weights go to the servers by files, not over NCCL: {reason}")
     serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps)
+    serving = replace(serving, transfers=transfers and reason is None)
     longest = max(config.max_completion_length, config.eval_max_completion_length or 0)
     folder = Path(config.output_dir).absolute()
     weights = Path(config.vllm_weights_dir).absolute() if config.vllm_weights_dir else None
@@ -80,8 +97,64 @@ def settings_of(policy: Policy, source: Exported) -> Settings:
         restarts=config.vllm_restarts,
         tolerance=tolerance_of(config),
         needed=longest + (config.max_prompt_length or 1),
+        partial=config.partial_rollouts,
         # vLLM loses adapters with the weights that level 2 drops.
         sleep_level=(2 if rank is None else 1) if sleeps else None,
         weights_folder=weights,
         log_folder=folder / LOGS,
     )
+
+
+def _why_by_files(policy: Policy, lora_rank: int | None) -> str | None:
+    """Why weights cannot go over NCCL, None where they may."""
+    config = policy.config
+    if lora_rank is not None:
+        return "an adapter travels as the files that vLLM loads"
+    if config.rollout_engine == "vllm" and config.vllm_devices is None:
+        return "the servers have the trainer's own GPU (vllm_devices)"
+    return why_not(policy.device)
+
+
+def make_apart(policy: Policy, precision: torch.dtype | None) -> ApartEngine:
+    """The native engine, or hf, in a process of its own, with the autocast `precision`."""
+    config, model = policy.config, policy.model
+    why_slow = None
+    if config.rollout_engine != "hf":
+        with policy.whole(in_turn=True):
+            why_slow = supports(model, fused=False)
+    if why_slow is not None:
+        policy.notes.append(
+            "sampling with transformers' generate, which is slower: the native engine does not "
+            f"support this model, {why_slow}"
+        )
+    engine = "hf" if config.rollout_engine == "hf" or why_slow is not None else "native"
+    fused = engine == "native" and can_fuse(model)
+    if config.rollout_dtype and not fused:
+        raise ValueError(
+            f"rollout_dtype is {config.rollout_dtype}; only the native engine's fused decoder has "
+            f"a precision of its own, and {type(model).__name__} is not sampled by it "
+            "(rollout_dtype, rollout_engine)"
+        )
+    if engine == "native" and not fused:
+        policy.notes.append(
+            f"sampling runs {type(model).__name__} layer by layer, which is slower: its arithmetic "
+            "is not among those that are fused"
+        )
+    if config.max_staleness:
+        policy.notes.append(
+            "sampling goes on beside training (max_staleness): which weights sample a group "
+            "depends on time, so that two runs, or a resumed one, are not equal bit for bit"
+        )
+    computed = str(precision).removeprefix("torch.") if precision else None
+    how = how_of(
+        model,
+        engine=engine,
+        device=str(policy.device),
+        pad_token_id=policy.pad_token_id,
+        precision=computed,
+        dtype=config.rollout_dtype or computed,
+        trust_remote_code=config.trust_remote_code,
+    )
+    source = Exported(policy, torch.float32, merge=True)
+    room = 4 * sum(shape_of(p).numel() for p in model.parameters())
+    return ApartEngine(how, source, seconds=config.ddp_timeout, room=room)

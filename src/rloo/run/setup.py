@@ -32,7 +32,8 @@ from rloo.model.loading import num_embedded
 from rloo.model.policy import Policy
 from rloo.model.quantization import quantised_layers
 from rloo.rewards import RewardSet
-from rloo.rewards.model import as_reward
+from rloo.rewards.model import RewardModel, as_reward
+from rloo.rewards.normalizer import Normalized
 from rloo.types import Engine, Sampling
 
 Rows: TypeAlias = Given | str
@@ -81,7 +82,14 @@ def make_rewards(
         weights=args.reward_weights,
         timeout=args.reward_timeout,
         on_error=args.reward_on_error,
+        sources=[_source_of(*both) for both in zip(specs, functions, strict=True)],
     )
+
+
+def _source_of(spec: Any, function: Any) -> Any:
+    """What makes the function anew in another process, where a name does."""
+    named = isinstance(spec, (str, Mapping)) and not isinstance(function, (Normalized, RewardModel))
+    return spec if named else None
 
 
 def make_source(
@@ -262,6 +270,12 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
             set_threads(policy.model, args)
         inputs = EngineInputs(policy.model, policy.pad_token_id, servers=servers)
         return build_engine(args.rollout_engine, inputs)[0]
+    precision = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    if args.samples_beside:
+        from rloo.run.servers import make_apart
+
+        _settle_threads(policy, args)
+        return make_apart(policy, precision)
     no_copy = None
     if args.rollout_copy is False:
         no_copy = "rollout_copy is false"
@@ -270,7 +284,6 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
             "a dequantised copy of the base would take several times its memory; rollout_copy true "
             "makes one, with rollout_dtype bfloat16 at 2 bytes per weight"
         )
-    precision = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
     inputs = EngineInputs(
         policy.model,
         policy.pad_token_id,
@@ -281,10 +294,7 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
         whole=policy.whole,
     )
     _require_room(policy)
-    times = args.num_threads is None and policy.device.type == "cpu"
-    with policy.whole() if times else nullcontext():
-        set_threads(policy.model, args)
-    torch.set_num_threads(policy.world.from_main(torch.get_num_threads()))
+    _settle_threads(policy, args)
     with policy.whole(in_turn=True):
         engine, note = build_engine(args.rollout_engine, inputs)
     for option in ("rollout_dtype", "rollout_copy"):
@@ -296,6 +306,13 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
             )
     policy.notes += [note] if note else []
     return engine
+
+
+def _settle_threads(policy: Policy, args: RLOOConfig) -> None:
+    times = args.num_threads is None and policy.device.type == "cpu"
+    with policy.whole() if times else nullcontext():
+        set_threads(policy.model, args)
+    torch.set_num_threads(policy.world.from_main(torch.get_num_threads()))
 
 
 def _telling(owner: Any) -> Callable[[str], None]:

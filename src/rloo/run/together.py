@@ -31,6 +31,7 @@ def together(parts: Parts, state: RunState) -> Iterator[None]:
         with parts.world.telling(), parts.stop.listening():
             yield
     finally:
+        parts.rollouts.close()
         parts.world.end()
 
 

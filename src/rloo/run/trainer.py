@@ -14,10 +14,10 @@ from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.adaptive import Adaptive
+from rloo.algorithm.beside import make_rollouts
 from rloo.algorithm.chosen import chosen_estimator
 from rloo.algorithm.interrupts import Stop
 from rloo.algorithm.parts import Parts, RunState
-from rloo.algorithm.rollout import SyncRollouts
 from rloo.config.arguments import RLOOArguments
 from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
@@ -383,7 +383,7 @@ class RLOOTrainer:
         tokenizer, workload = policy.tokenizer, workload_of(source, args, batches)
         sampling = setup.make_sampling(args, policy.stop_token_ids, tokenizer)
         policy.notes += setup.bias_of(sampling)
-        rollouts = SyncRollouts(
+        rollouts = make_rollouts(
             args, world, batches, engine, source, self.rewards, sampling, tokenizer, self.state,
             clock,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rloo.engines.vllm.client import ServerError
-from rloo.engines.vllm.serving import OwnServer, Serving
+from rloo.engines.vllm.serving import OwnServer, Serving, start_all
 
 PROGRAM = (sys.executable, str(Path(__file__).parents[2] / "support" / "small_server.py"))
 
@@ -74,6 +74,25 @@ def test_a_server_that_ends_at_once_says_why(tmp_path):
     with pytest.raises(ServerError, match=r"(?s)starting: .* has ended; the end of .*no such"):
         asyncio.run(server.wait(20.0))
     server.stop()
+
+
+def test_a_server_that_is_killed_while_it_starts_is_started_once_more(tmp_path):
+    """By the system, for memory; one that ends by itself would do so again."""
+    mark = tmp_path / "mark"
+    once = tmp_path / "once.sh"
+    once.write_text(f'if mkdir {mark} 2>/dev/null; then kill -9 $$; fi; exec "$@"\n')
+    program = ("/bin/sh", str(once), *PROGRAM)
+    server = OwnServer(Serving("m", executable=program), tmp_path / "log")
+
+    async def both():
+        ((started, client),) = await start_all([server], "m", 20.0)
+        await client.close()
+        return started
+
+    assert asyncio.run(both()) is server and server.is_alive() and mark.exists()
+    server.over = True
+    server.start()  # too late, since it is over
+    assert not server.is_alive()
 
 
 def test_a_program_that_does_not_exist_is_named(tmp_path):

@@ -9,64 +9,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rloo.dist import World
 from rloo.engines.versions import locked
 from rloo.engines.vllm.client import ServerError
-from rloo.engines.vllm.engine import Settings, VLLMEngine
 from rloo.engines.vllm.fleet import NoServers
-from rloo.engines.vllm.serving import Serving
-from rloo.model.batch import make_sample
 from rloo.model.export import Exported
-from rloo.model.policy import Policy
-from rloo.types import Sampling
 from support.adapters import make_adapted, perturb
 from support.engines import make_prompts
-from support.fake_vllm import FakeVLLM, Status
-from support.models import CPU, make_model
-from support.policies import make_policy_config
-from support.text import make_tokenizer
+from support.fake_vllm import Status
+from support.models import make_model
+from support.vllm_engines import (
+    COMPLETIONS,
+    SAMPLING,
+    TOKENS,
+    change,
+    made_on_fakes,
+    make_policy,
+    sample_of,
+)
 
-COMPLETIONS, TOKENS = "/v1/completions", "/inference/v1/generate"
-SAMPLING = Sampling(max_tokens=6, stop_token_ids=(2,), temperature=0.8)
-
-
-def make_policy(model=None, **options):
-    config = make_policy_config(temperature=0.8, beta=0.0, **options)
-    model = model or make_model("qwen3")
-    return Policy(model, make_tokenizer(), config, world=World(CPU), num_training_steps=4)
-
-
-@pytest.fixture
-def made():
-    """Makes servers and an engine, and closes them."""
-    closing = []
-
-    def make(policy, *, servers=1, lora=False, scale_out=False, **settings):
-        found = [
-            FakeVLLM(make_model("qwen3", seed=9), make_tokenizer(), lora=lora, scale_out=scale_out)
-            for _ in range(servers)
-        ]
-        closing.extend(found)
-        said = []
-        source = Exported(policy, torch.float32)
-        serving = Serving("m", lora_rank=source.adapter_rank)
-        defaults = {"deadline": 60.0, "restarts": 0}
-        urls = tuple(server.url for server in found)
-        settings = Settings(serving, urls=urls, **{**defaults, **settings})
-        engine = VLLMEngine("vllm_server", settings, source, said.append)
-        closing.append(engine)
-        return engine, found, said
-
-    yield make
-    for one in reversed(closing):
-        one.close()
-
-
-def change(policy, seed=1):
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.parameters:
-            parameter.add_(0.1 * torch.randn_like(parameter))
+made = pytest.fixture(made_on_fakes)
 
 
 def apart(policy, engine, sampling=SAMPLING):
@@ -79,11 +40,6 @@ def apart(policy, engine, sampling=SAMPLING):
             ours = policy.score(blank, 1.0 if sampling.greedy else None)
             found.append((ours - torch.tensor(c.policy_logprobs)).abs().max().item())
     return max(found)
-
-
-def sample_of(prompt, completion):
-    blank = make_sample((0, 0), 1, len(completion.token_ids))
-    return replace(blank, prompt_ids=prompt.token_ids, token_ids=completion.token_ids)
 
 
 @pytest.mark.parametrize("scale_out", [False, True])

@@ -1,27 +1,36 @@
-"""Nothing that speaks to servers waits without a deadline."""
+"""Nothing that speaks to servers, or to other processes that sample and score, waits without a
+deadline."""
 
 import ast
 from pathlib import Path
 
-import rloo.engines.vllm
+import rloo
 
-FOLDER = Path(rloo.engines.vllm.__file__).parent
+PACKAGE = Path(rloo.__file__).parent
+FOLDER = PACKAGE / "engines" / "vllm"
+BESIDE = ("dist/workers.py", "engines/apart.py", "rewards/workers.py", "algorithm/beside.py")
 WAITING = {"wait", "join", "communicate", "acquire", "result", "recv", "accept", "read", "select"}
 # What has none of its own, and why it needs none.
 HAS_ENDED = {
     ("serving.py", "process.wait()"),  # after SIGKILL
     ("engine.py", "done['vllm'].result()"),  # it is done
+    ("workers.py", "self._process.wait()"),  # after SIGKILL
+    ("apart.py", "job.result()"),  # it is done
+    ("apart.py", "done.result()"),
+    ("beside.py", "future.result()"),
+    ("beside.py", "sampled.result()"),
+    ("beside.py", "begun.result()"),
 }
 WITHIN_A_TIMEOUT = {("fleet.py", "self.changed.wait()")}
 
 
 def test_every_wait_has_a_deadline():
-    found = []
-    for path in FOLDER.glob("*.py"):
+    found = set()
+    for path in [*FOLDER.glob("*.py"), *(PACKAGE / name for name in BESIDE)]:
         for node in ast.walk(ast.parse(path.read_text())):
             waits = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
             if waits and node.func.attr in WAITING and not node.args and not node.keywords:
-                found.append((path.name, ast.unparse(node)))
+                found.add((path.name, ast.unparse(node)))
     assert sorted(found) == sorted(HAS_ENDED | WITHIN_A_TIMEOUT)
 
 
@@ -42,6 +51,7 @@ def test_every_request_is_made_within_a_timeout():
     ]
     assert "self._http.request" in inside
     assert sorted(everywhere) == ["self._http.aclose", "self._http.request"]
+    assert (FOLDER / "nccl.py").read_text().count("timeout=self._seconds") == 1
 
 
 def test_all_calls_of_a_server_are_given_seconds():

@@ -60,8 +60,6 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "train_dataset.drop_last": (False, "no row is left out at the end of an epoch"),
     "valid_dataset.type": ("rl", "evaluation is by the rewards"),
     "valid_dataset.shuffle": (False, "evaluation takes all rows in their order"),
-    "rollout.max_head_offpolicyness": (0, "a rollout is sampled from the newest weights"),
-    "async_training": (False, "a rollout is sampled from the newest weights"),
     "dynamic_bs": (False, "not the same as dynamic_sample, which refills groups"),
     "recover.mode": ("disabled", "say so at the start (resume_from_checkpoint)"),
     "enable_offload": (False, "memory is saved by offload_optimizer and activation_offloading"),
@@ -120,6 +118,8 @@ def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:
         for name in ("wandb", "swanlab", "trackio")
         if source.take(f"stats_logger.{name}.mode", str, "disabled") != "disabled"
     ]
+    ahead = source.take("rollout.max_head_offpolicyness", int, 0)
+    read["max_staleness"] = ahead if source.take("async_training", bool, True) else 0
     dtype = source.take("actor.dtype", str, "bfloat16")
     read |= {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
     return read | {"report_to": loggers or "none"}

@@ -51,7 +51,7 @@ _NAMES = {
 _ONLY: dict[str, tuple[Any, str]] = {
     "rlhf_type": ("grpo", "RLOO is reached through grpo"),
     "use_vllm": (False, ENGINES),
-    "async_generate": (False, "a rollout is sampled from the newest weights"),
+    "async_generate": (False, "the nearest is max_staleness 1"),
     "top_entropy_quantile": (1.0, "no token is left out of the loss"),
     "lora_bias": ("none", "biases are not trained with an adapter"),
     "tuner_backend": ("peft", "adapters are peft's"),

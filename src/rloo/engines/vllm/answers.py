@@ -9,7 +9,7 @@ from typing import Any
 
 from rloo.engines.noise import noise_key
 from rloo.engines.vllm.client import ServerError
-from rloo.types import Completion, Prompt, Sampling
+from rloo.types import Completion, Prompt, Sampling, Spans
 
 # OpenAI's route, which every server has; and vLLM's own, from which one learns also which weights
 # sampled each token, but which is there on request only (--enable-scale-out).
@@ -60,10 +60,12 @@ class Request:
 
 
 def read_answer(
-    answer: Any, request: Request, *, url: str, version: str, vocabulary: int
+    answer: Any, request: Request, *, url: str, versions: Mapping[str, int], vocabulary: int
 ) -> list[Completion]:
-    """The completions in an answer, of tokens below `vocabulary`. Raises ServerError for one that
-    is not what was asked for, or says that it was sampled with other weights than `version`."""
+    """The completions in an answer, of tokens below `vocabulary`. `versions` are those of the
+    weights that may have sampled it, by their names at the server: first of all the ones that it
+    had. Raises ServerError for an answer that is not what was asked for, or that says that it was
+    sampled with others."""
 
     def fault(fact: str) -> ServerError:
         return ServerError(PHASE, url, f"answered with {fact}")
@@ -77,7 +79,7 @@ def read_answer(
     for choice in choices:
         try:
             index = int(choice["index"])
-            completion = _read_choice(choice, request, version, vocabulary)
+            completion = _read_choice(choice, request, versions, vocabulary)
         except _Fault as error:
             raise fault(str(error)) from None
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -93,7 +95,7 @@ class _Fault(Exception):
 
 
 def _read_choice(
-    choice: Mapping[str, Any], request: Request, version: str, vocabulary: int
+    choice: Mapping[str, Any], request: Request, versions: Mapping[str, int], vocabulary: int
 ) -> Completion:
     how, tokens = request.sampling, choice["token_ids"]
     if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
@@ -103,18 +105,34 @@ def _read_choice(
         raise _Fault(f"log-probs of other tokens than the {len(tokens)} of its completion")
     if not all(math.isfinite(value) and value <= _ABOVE_ZERO for value in logprobs):
         raise _Fault("log-probs that are not finite, or above 0")
-    if "content" in choice["logprobs"] and not choice.get("weight_versions"):
-        raise _Fault("tokens of an unknown version")
-    for span in choice.get("weight_versions") or []:
-        if span["version"] != version:
-            raise _Fault(f"tokens of version {span['version']}, not {version}")
+    spans: Spans = ((next(iter(versions.values())), len(tokens)),)
+    if "content" in choice["logprobs"]:
+        spans = _spans(choice.get("weight_versions") or [], versions, len(tokens))
     finish = _checked_finish(choice["finish_reason"], tokens, how)
     return Completion(
         tokens,
         finish,
         [min(value, 0.0) for value in logprobs],
         [0.0] * len(tokens) if how.greedy else [min(value, 0.0) for value in logprobs],
+        versions=spans,
     )
+
+
+def _spans(given: Sequence[Any], versions: Mapping[str, int], count: int) -> Spans:
+    """Which weights sampled which of `count` tokens, as the server tells it."""
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for span in given:
+        name, start, stop = span["version"], int(span["start"]), int(span["end"])
+        if name not in versions:
+            raise _Fault(f"tokens of version {name}, not {' or '.join(versions)}")
+        if start != end or stop <= start or (spans and versions[name] <= spans[-1][0]):
+            raise _Fault(f"versions of its tokens that do not follow each other: {given}")
+        spans.append((versions[name], stop - start))
+        end = stop
+    if end != count:
+        raise _Fault("tokens of an unknown version")
+    return tuple(spans)
 
 
 def _logprobs(given: Mapping[str, Any]) -> tuple[list[int], list[float]]:

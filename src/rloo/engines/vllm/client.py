@@ -71,7 +71,8 @@ class Client:
         except TimeoutError as error:
             fact = f"did not answer {path} within {seconds:g} s"
             raise ServerError(phase, self.url, fact) from error
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        # httpx raises RuntimeError where a server was given up, and its client closed, meanwhile.
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:
             fact = f"cannot be reached at {path}: {error or type(error).__name__}"
             raise ServerError(phase, self.url, fact) from error
         if answer.status_code >= 400:

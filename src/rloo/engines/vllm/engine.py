@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +20,10 @@ from rloo.engines.versions import Versions
 from rloo.engines.vllm.answers import Request
 from rloo.engines.vllm.client import Client
 from rloo.engines.vllm.examine import examine
-from rloo.engines.vllm.fleet import Fleet, start_all
+from rloo.engines.vllm.fleet import Fleet
 from rloo.engines.vllm.members import Member, Probe, Weights, mean_difference
-from rloo.engines.vllm.serving import OwnServer, Serving
+from rloo.engines.vllm.nccl import TRANSFER_ROUTE, Transfer
+from rloo.engines.vllm.serving import OwnServer, Serving, start_all
 from rloo.rewards.coroutines import LoopThread
 from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
 from rloo.types import Weights as Named
@@ -61,8 +63,9 @@ class Source(Protocol):
 class Settings:
     """How servers are found, and for how long they are waited for, in seconds. `urls` are of given
     ones; without them `devices` are those of ours, one entry a server. `needed`: the longest prompt
-    and completion together, in tokens, as far as it is known. At a `sleep_level` (vLLM's: 1 keeps
-    the weights in the host's memory, 2 drops them) servers sleep while nothing is sampled."""
+    and completion together, in tokens, as far as it is known. With `partial`, completions
+    under way go on while weights are loaded. At a `sleep_level` (vLLM's: 1 keeps the weights in the
+    host's memory, 2 drops them) servers sleep while nothing is sampled."""
 
     serving: Serving
     urls: tuple[str, ...] = ()
@@ -72,6 +75,7 @@ class Settings:
     restarts: int = 3
     tolerance: float = 1e-3
     needed: int = 0
+    partial: bool = False
     sleep_level: int | None = None
     weights_folder: Path | None = None
     log_folder: Path | None = None
@@ -98,6 +102,7 @@ class VLLMEngine:
         self._settings, self._source, self._say = settings, source, say
         # Other runs on the same servers, and this one once it is resumed, count from 0 as well.
         self._token = secrets.token_hex(4)
+        self._begun: list[Future[list[Completion]]] = []
         self._wanted: Weights | None = None  # published, and not brought to the servers yet
         self._loop = LoopThread()
         self._prompt = list(source.tokenizer(_PROBE_TEXT)["input_ids"])
@@ -134,11 +139,15 @@ class VLLMEngine:
         if wanted is None:
             return
         self._start()
-        while not self._verify(wanted, probes := self._brought(wanted)):
-            pass  # until one has passed, or all have used up their tries: NoServers
-        if self._open.fleet and self._open.versions:
-            self._run(self._open.fleet.verify_others(probes))
-            self._open.versions.drop_older(self._open.fleet.oldest_in_use())
+        try:
+            while not self._verify(wanted, probes := self._brought(wanted)):
+                pass  # until one has passed, or all have used up their tries: NoServers
+            if self._open.fleet and self._open.versions:
+                self._run(self._open.fleet.verify_others(probes))
+                self._open.versions.drop_older(self._open.fleet.oldest_in_use())
+        finally:
+            if self._open.fleet:
+                self._run(self._open.fleet.release())
 
     def _brought(self, wanted: Weights) -> dict[str, Probe]:
         """Have the servers load a version; what each says then, in all processes."""
@@ -227,8 +236,11 @@ class VLLMEngine:
             self._source.vocabulary,
             base=base if base.exists() else None,
             sleep_level=settings.sleep_level,
+            partial=settings.partial,
         )
         self._run(self._examine(members))
+        for member in members:
+            self._connect(member)
 
     async def _members(self, model: str) -> list[Member]:
         settings = self._settings
@@ -261,6 +273,16 @@ class VLLMEngine:
         facts = await examine(member.client, settings.serving, tokenizer, needed=settings.needed)
         # A few more than it computes at once wait there, so that none of its places is empty.
         member.route, member.room = facts.route, facts.sequences * 3 // 2
+        member.receives = facts.receives
+
+    def _connect(self, member: Member) -> None:
+        """Have weights sent to a server over NCCL, where that is to be and it takes them."""
+        settings, device = self._settings, self._source.world.device
+        if settings.serving.transfers and member.receives:
+            member.transfer = Transfer(member.url, device, settings.deadline)
+        elif settings.serving.transfers:
+            why = f"it has no route {TRANSFER_ROUTE} (--weight-transfer-config)"
+            self._say(f"weights go to {member.url} by files, not over NCCL: {why}")
 
     # -- sampling --------------------------------------------------------------------------------
 
@@ -269,23 +291,39 @@ class VLLMEngine:
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`. Raises ValueError for sampling that vLLM does otherwise."""
         numbers = [range(samples)] * len(prompts) if isinstance(samples, int) else samples
-        check_request(prompts, min(map(len, numbers), default=1), sampling)
-        check_sampling(sampling)
-        for prompt in prompts:
-            if prompt.pixels is not None:
-                raise ValueError(
-                    f"prompt {prompt.id} has images, which are not sent to vLLM in this version "
-                    "(rollout_engine hf)"
-                )
+        requests = _requests(prompts, numbers, sampling, noise)
         self._bring()
         if not prompts:
             return []
         assert self._open.fleet is not None, "load comes first"
-        requests = [
-            Request(prompt, own, sampling, noise)
-            for prompt, own in zip(prompts, numbers, strict=True)
-        ]
         return self._run(self._open.fleet.generate(requests))
+
+    def begin(
+        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
+    ) -> list[Future[list[Completion]]]:
+        """As `sample`, in the main process, and does not wait for it: of each prompt its
+        completions, to come."""
+        requests = _requests(prompts, [range(count)] * len(prompts), sampling, noise)
+        fleet = self._open.fleet
+        assert fleet is not None, "load comes first"
+
+        async def one(request: Request) -> list[Completion]:
+            (completions,) = await fleet.generate([request])
+            return completions
+
+        begun = [self._loop.begin(one(request)) for request in requests]
+        self._begun = [*(future for future in self._begun if not future.done()), *begun]
+        return begun
+
+    def forget(self) -> None:
+        """Give up what was begun."""
+        for future in self._begun:
+            future.cancel()
+        self._begun = []
+
+    def busy_seconds(self) -> float:
+        """For how long it has sampled so far."""
+        return self._open.fleet.watch.seconds if self._open.fleet else 0.0
 
     def stats(self) -> dict[str, float]:
         """How often a server was lost and came back, and a group was asked for again, so far."""
@@ -300,6 +338,21 @@ class VLLMEngine:
             function(*arguments)
 
         self._run(inside())
+
+
+def _requests(
+    prompts: Sequence[Prompt], numbers: Sequence[range], sampling: Sampling, noise: int
+) -> list[Request]:
+    check_request(prompts, min(map(len, numbers), default=1), sampling)
+    check_sampling(sampling)
+    for prompt in prompts:
+        if prompt.pixels is not None:
+            raise ValueError(
+                f"prompt {prompt.id} has images, which are not sent to vLLM in this version "
+                "(rollout_engine hf)"
+            )
+    both = zip(prompts, numbers, strict=True)
+    return [Request(prompt, own, sampling, noise) for prompt, own in both]
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -332,6 +385,7 @@ def _close(loop: LoopThread, opened: _Open) -> None:
         loop.run({"closing": fleet.close}, 15.0, lambda _: nullcontext())
         for member in fleet.members:
             if member.own is not None:
+                member.own.over = True
                 member.own.stop()
     loop.close()
     if opened.versions is not None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rloo.engines.vllm.answers import ROUTE, TOKENS_ROUTE
 from rloo.engines.vllm.client import Client, ServerError
+from rloo.engines.vllm.nccl import TRANSFER_ROUTE
 from rloo.engines.vllm.serving import Serving
 
 _SECONDS = 30.0
@@ -20,12 +21,14 @@ _TEXT = 'Ein Zebra zählt: 1, 22, 333 - 4,444 = ?\n\n\tif x: "réponse" 東京 �
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a server says of itself: the longest prompt and completion together, in tokens, how many
-    completions it computes at once, and the route by which it samples."""
+    completions it computes at once, the route by which it samples, and whether it takes weights
+    over NCCL."""
 
     max_model_length: int
     dtype: str
     sequences: int
     route: str
+    receives: bool = False
 
 
 async def examine(
@@ -42,14 +45,16 @@ async def examine(
             "this line; vllm_server_base_url)"
         )
 
-    route = await _require_routes(client, wanted, refuse)
+    paths = await _require_routes(client, wanted, refuse)
+    route = TOKENS_ROUTE if TOKENS_ROUTE in paths else ROUTE
     described = await client.get("/server_info?config_format=json", phase=_PHASE, seconds=_SECONDS)
     try:
         config = described["vllm_config"]
         model, lora = config["model_config"], config.get("lora_config")
         dtype = str(model["dtype"]).removeprefix("torch.")
         sequences = int(config["scheduler_config"]["max_num_seqs"])
-        facts = Facts(int(model["max_model_len"]), dtype, sequences, route)
+        limit = int(model["max_model_len"])
+        facts = Facts(limit, dtype, sequences, route, TRANSFER_ROUTE in paths)
         on_cpu = config["device_config"]["device"] == "cpu"
         untied = (model.get("hf_overrides") or {}).get("tie_word_embeddings") is False
         mode = str(model["logprobs_mode"])
@@ -83,7 +88,7 @@ async def examine(
     return facts
 
 
-async def _require_routes(client: Client, wanted: Serving, refuse: Any) -> str:
+async def _require_routes(client: Client, wanted: Serving, refuse: Any) -> set[str]:
     try:
         found = await client.get("/openapi.json", phase=_PHASE, seconds=_SECONDS)
     except ServerError as error:
@@ -104,7 +109,12 @@ async def _require_routes(client: Client, wanted: Serving, refuse: Any) -> str:
         raise refuse("has no route /v1/load_lora_adapter, and an adapter is trained")
     if wanted.sleeps and "/sleep" not in paths:
         raise refuse("has no route /sleep")
-    return TOKENS_ROUTE if TOKENS_ROUTE in paths else ROUTE
+    if wanted.tells and TOKENS_ROUTE not in paths:
+        raise refuse(
+            f"has no route {TOKENS_ROUTE}, which alone tells whose weights sampled each token, and "
+            "partial_rollouts is true"
+        )
+    return set(paths)
 
 
 async def _require_tokenizer(

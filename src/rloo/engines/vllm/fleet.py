@@ -6,7 +6,6 @@ All of it runs in one event loop. Nothing here waits without a deadline.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rloo.engines.vllm.answers import Request, greedy, read_answer
-from rloo.engines.vllm.client import Client, ServerError
-from rloo.engines.vllm.members import Answer, Member, Probe, Weights
-from rloo.engines.vllm.serving import OwnServer
+from rloo.engines.vllm.client import ServerError
+from rloo.engines.vllm.members import Answer, Member, Probe, Stopwatch, Weights, answered
+from rloo.engines.vllm.nccl import fill
+from rloo.engines.vllm.serving import LOOK_SECONDS, found_again
 from rloo.types import Completion, Prompt, Sampling
 
-# Seconds between two looks at a server that computes, for one look, and how many may fail.
-LOOK_EVERY, LOOK_SECONDS, LOOKS = 5.0, 10.0, 3
+# Seconds between two looks at a server that computes, and how many may fail.
+LOOK_EVERY, LOOKS = 5.0, 3
 # Seconds before a server that was lost is tried again: so many more at every time.
 PATIENCE = 1.0
 PROBE_TOKENS = 16
@@ -50,8 +50,17 @@ class Fleet:
     base: Path | None = None
     # See `rloo.engines.vllm.engine.Settings`.
     sleep_level: int | None = None
+    # Whether completions under way go on with new weights, or are waited for.
+    partial: bool = False
     weights: Weights | None = None
-    sampling: bool = False
+    # The versions by the names under which servers have loaded them.
+    labels: dict[str, int] = field(default_factory=dict)
+    # While servers load, and until all have been verified, nothing new is asked of them.
+    holding: bool = False
+    closed: bool = False
+    sampling: int = 0
+    looking: list[asyncio.Task[None]] = field(default_factory=list)
+    watch: Stopwatch = field(default_factory=Stopwatch)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     counts: dict[str, float] = field(
         default_factory=lambda: {"engine/lost": 0.0, "engine/returned": 0.0, "engine/repeated": 0.0}
@@ -67,7 +76,8 @@ class Fleet:
     async def bring(self, weights: Weights) -> dict[str, Probe]:
         """Have every server load a version; what each then says to the probe prompt. One that
         fails is out. Raises NoServers where none is left."""
-        self.weights = weights
+        self.weights, self.holding = weights, True
+        self.labels[weights.label] = weights.version
         found: dict[str, Probe] = {}
         refusals: list[ServerError] = []
 
@@ -98,17 +108,24 @@ class Fleet:
         known = set(verified)
         await self._each(one, [member for member in self.live if member.url not in known])
 
+    async def release(self) -> None:
+        """All servers that are in have been verified."""
+        self.holding = False
+        await self._tell()
+
     async def _load(self, member: Member, weights: Weights) -> None:
         client, seconds, before = member.client, self.deadline, member.label
+        if not self.partial:
+            await answered(member, seconds)
         member.reads = weights.version
         if member.asleep:
             await client.wake_up("weights", seconds=seconds)
-        async with client.paused(seconds=seconds):
+        async with client.paused(mode="keep" if self.partial else "wait", seconds=seconds):
             if self.adapters:
                 if before != weights.label:
                     await client.load_adapter(weights.label, str(weights.folder), seconds=seconds)
             elif before != weights.label or member.asleep:
-                await client.reload(str(weights.folder), seconds=seconds)
+                await fill(member, weights, seconds, self.say)
             await client.stamp(weights.label, seconds=seconds)
         if member.asleep:
             await client.wake_up("kv_cache", seconds=seconds)
@@ -140,12 +157,10 @@ class Fleet:
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """The completions of every request. Those of a server that fails go to the others. Servers
         that sleep do so before and after."""
-        self.sampling = True
-        await self._each(self._wake)
         tasks: list[asyncio.Task[Any]] = []
-        tasks += [asyncio.create_task(self._look(member)) for member in self.members]
         answers: dict[int, Answer] = {}
         try:
+            await self._begin()
             while missing := [n for n in range(len(requests)) if n not in answers]:
                 asking = [asyncio.create_task(self._serve(requests[n])) for n in missing]
                 tasks += asking
@@ -156,14 +171,31 @@ class Fleet:
             return [answers[n].completions for n in range(len(requests))]
         finally:
             await _cancel(tasks)
-            self.sampling = False
+            await self._end()
+
+    async def _begin(self) -> None:
+        """One more samples: the first wakes the servers, and has them looked after."""
+        self.sampling += 1
+        if self.sampling == 1:
+            self.watch.start()
+            self.looking = [asyncio.create_task(self._look(member)) for member in self.members]
+            await self._each(self._wake)
+
+    async def _end(self) -> None:
+        self.sampling -= 1
+        if self.sampling == 0:
+            self.watch.stop()
+            await _cancel(self.looking)
             await self._each(self._sleep)
 
     async def _confirmed(self, answers: Iterable[Answer]) -> list[Answer]:
         """Those whose server had the weights that it should have. One that was started again
         behind our back, and said nothing, is out."""
-        for member in self.live:
-            if not member.tells and not await self._is_well(member):
+        answers = list(answers)
+        for member in {id(a.member): a.member for a in answers}.values():
+            # One that loads now has finished what it was asked for, and is verified afterwards.
+            asked = not member.tells and member.fault is None and not self.holding
+            if asked and not await self._is_well(member) and not self.holding:
                 fact = f"has lost {member.label} while it sampled"
                 self._lose(member, ServerError("sampling", member.url, fact))
         return [a for a in answers if a.member.tells or a.losses == a.member.losses]
@@ -195,7 +227,7 @@ class Fleet:
 
     async def _serve(self, request: Request) -> Answer:
         while True:
-            member = await self._with_room(len(request.numbers))
+            member = await self._with_room(len(request.numbers), new=True)
             member.busy += len(request.numbers)
             call = asyncio.create_task(self._ask(member, request))
             member.calls.add(call)
@@ -218,13 +250,14 @@ class Fleet:
             self.counts["engine/repeated"] += 1
 
     async def _ask(self, member: Member, request: Request) -> list[Completion]:
-        assert self.weights is not None
-        label = self.weights.label
-        client, route = member.client, member.route
+        client, route, label = member.client, member.route, member.label
+        known = {label: self.labels[label]}
         body = request.body(route, model=label if self.adapters else None, salt=label)
         answer = await client.post(route, body, phase="sampling", seconds=self.deadline)
+        if self.partial:  # from where it was begun on
+            known |= {name: v for name, v in self.labels.items() if v > known[label]}
         return read_answer(
-            answer, request, url=client.url, version=label, vocabulary=self.vocabulary
+            answer, request, url=client.url, versions=known, vocabulary=self.vocabulary
         )
 
     async def _is_well(self, member: Member) -> bool:
@@ -254,19 +287,20 @@ class Fleet:
 
     # -- failures --------------------------------------------------------------------------------
 
-    async def _with_room(self, completions: int) -> Member:
+    async def _with_room(self, completions: int, *, new: bool = False) -> Member:
         """The server with the least to do, once one has room for so many completions more, or none
-        to do. Waits for one to come back. Raises NoServers."""
+        to do. Waits for one to come back, and for what is `new` until servers are verified. Raises
+        NoServers."""
         async with self.changed:
             while True:
                 free = [m for m in self.live if not m.busy or m.busy + completions <= m.room]
-                if free:
+                if free and not (new and self.holding):
                     return min(free, key=lambda member: member.busy)
                 if not self.live and not any(map(_is_coming, self.members)):
                     faults = "; ".join(str(member.fault) for member in self.members)
                     raise NoServers(f"no vLLM server is left: {faults}")
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(1.0):
+                    async with asyncio.timeout(0.1):
                         await self.changed.wait()
 
     async def _tell(self) -> None:
@@ -281,7 +315,7 @@ class Fleet:
                 self._lose(member, ServerError("verifying", url, fact))
 
     def _lose(self, member: Member, error: ServerError) -> None:
-        if member.fault is not None:
+        if member.fault is not None or self.closed:
             return
         member.fault = str(error)
         member.losses += 1
@@ -320,10 +354,10 @@ class Fleet:
             return
 
     async def _restart(self, member: Member) -> None:
-        member.label, member.asleep = "", False
+        member.label, member.asleep, member.transfer = "", False, None  # its group is gone
         assert self.weights is not None
         if member.own is None:
-            await self._found_again(member)
+            await found_again(member.client, self.start_deadline)
             if self.adapters:
                 with suppress(ServerError):  # it may have loaded it after all
                     label = self.weights.label
@@ -334,18 +368,6 @@ class Fleet:
         await asyncio.to_thread(member.own.start, str(self.base or self.weights.folder))
         member.client = await member.own.wait(self.start_deadline)
 
-    async def _found_again(self, member: Member) -> None:
-        """Wait until a given server answers, as long as one of ours may take to start."""
-        end = time.monotonic() + self.start_deadline
-        while True:
-            try:
-                await member.client.get("/health", phase="looking for it", seconds=LOOK_SECONDS)
-                return
-            except ServerError:
-                if time.monotonic() > end:
-                    raise
-            await asyncio.sleep(PATIENCE)
-
     def _compare(self, member: Member, probe: Probe, weights: Weights) -> None:
         found = [probe.difference(expected) for expected in weights.expected]
         if found and (apart := min(found)) > self.tolerance:
@@ -355,7 +377,10 @@ class Fleet:
     # -- the end ---------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Give up servers that were to come back, and close the connections. Our servers run on."""
+        """Give up what is under way and servers that were to come back, and close the connections.
+        Our servers run on."""
+        self.closed = True
+        await _cancel([call for member in self.members for call in member.calls])
         await _cancel([m.recovery for m in self.members if m.recovery is not None])
         for member in self.members:
             with suppress(Exception):
@@ -364,23 +389,6 @@ class Fleet:
 
 def _is_coming(member: Member) -> bool:
     return member.recovery is not None and not member.recovery.done()
-
-
-async def start_all(
-    owns: Iterable[OwnServer], model: str, seconds: float
-) -> list[tuple[OwnServer, Client]]:
-    """Start servers with the weights of `model`, all at once. Raises ServerError for one that does
-    not come, and stops the others."""
-    servers = list(owns)
-    try:
-        for server in servers:
-            server.start(model)
-        waiting: list[Coroutine[Any, Any, Client]] = [server.wait(seconds) for server in servers]
-        return list(zip(servers, await asyncio.gather(*waiting), strict=True))
-    except BaseException:
-        for server in servers:
-            server.stop()
-        raise
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rloo.engines.vllm.answers import ROUTE, TOKENS_ROUTE
-from rloo.engines.vllm.client import Client
+from rloo.engines.vllm.client import Client, ServerError
 from rloo.engines.vllm.serving import OwnServer
 from rloo.types import Completion
+
+
+class Sender(Protocol):
+    """Gives a server weights in another way than by the folder that it reads."""
+
+    async def sent(self, folder: Path) -> None:
+        """Send what is in the folder of a version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,9 @@ class Member:
     losses: int = 0
     # The version whose folder it may be reading, None before the first one.
     reads: int | None = None
+    # Whether it takes weights over NCCL, and what sends them, where that is to be.
+    receives: bool = False
+    transfer: Sender | None = None
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     recovery: asyncio.Task[None] | None = None
 
@@ -88,3 +99,35 @@ class Answer:
     member: Member
     losses: int
     completions: list[Completion]
+
+
+async def answered(member: Member, seconds: float) -> None:
+    """Wait until nothing is asked of a server: its pause might overtake what is on its way, which
+    other weights would then sample. Raises ServerError after so many seconds."""
+    end = time.monotonic() + seconds
+    while member.calls and member.fault is None:
+        if time.monotonic() > end:
+            fact = f"has not finished what it was asked for within {seconds:g} s"
+            raise ServerError("pausing", member.url, fact)
+        await asyncio.sleep(0.02)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """For how long it has run so far."""
+
+    before: float = 0.0
+    since: float | None = None
+
+    def start(self) -> None:
+        """Run from now on."""
+        self.since = time.monotonic()
+
+    def stop(self) -> None:
+        """Run no more."""
+        self.before, self.since = self.seconds, None
+
+    @property
+    def seconds(self) -> float:
+        """All together."""
+        return self.before + (time.monotonic() - self.since if self.since is not None else 0.0)

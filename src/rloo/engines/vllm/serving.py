@@ -10,10 +10,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rloo.engines.vllm.client import Client, ServerError
 
@@ -31,6 +32,9 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 ADAPTERS = 2
 SHOWN_LINES = 15
 _POLL_SECONDS = 0.2
+CONFIGURATION = '{"backend": "nccl"}'
+# For one look at a server, and between two at one that is to come back.
+LOOK_SECONDS, LOOK_PAUSE = 10.0, 1.0
 _STOP_SECONDS = 10.0
 
 
@@ -38,7 +42,8 @@ _STOP_SECONDS = 10.0
 class Serving:
     """What a server of `model`, a folder or hub id, must be started with. `lora_rank` is that of
     the adapters that it will be given, None for none; `tied` says that on a CPU the two embeddings
-    must be taken apart; `arguments` are further ones of vLLM's."""
+    must be taken apart, `tells` that it must say which weights sampled a token, `transfers` that it
+    takes them over NCCL; `arguments` are further ones of vLLM's."""
 
     model: str
     dtype: str = "float32"
@@ -50,6 +55,8 @@ class Serving:
     sleeps: bool = False
     trust_remote_code: bool = False
     tied: bool = False
+    tells: bool = False
+    transfers: bool = False
     arguments: tuple[str, ...] = ()
     executable: tuple[str, ...] = ("vllm",)
 
@@ -76,6 +83,8 @@ class Serving:
             command += ["--max-loras", str(ADAPTERS), "--max-cpu-loras", str(ADAPTERS)]
         command += ["--hf-overrides", '{"tie_word_embeddings": false}'] if self.tied else []
         command += ["--enable-sleep-mode"] if self.sleeps else []
+        command += ["--enable-scale-out"] if self.tells else []
+        command += ["--weight-transfer-config", CONFIGURATION] if self.transfers else []
         command += ["--trust-remote-code"] if self.trust_remote_code else []
         return [*command, *self.arguments]
 
@@ -102,6 +111,7 @@ class OwnServer:
     log: Path
     devices: str | None = None
     url: str = ""
+    over: bool = False
     _process: subprocess.Popen[bytes] | None = None
 
     def start(self, model: str | None = None) -> None:
@@ -127,6 +137,8 @@ class OwnServer:
                 start_new_session=True,
             )
         self.url = f"http://127.0.0.1:{port}"
+        if self.over:  # stopped for good while another thread was here
+            self.stop()
 
     async def wait(self, seconds: float) -> Client:
         """A client of the server, once it answers. Raises ServerError, with the end of its log,
@@ -146,6 +158,12 @@ class OwnServer:
     def is_alive(self) -> bool:
         """Whether its process runs."""
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether it was ended by kill -9, as by a system that lacks memory."""
+        status = None if self._process is None else self._process.poll()
+        return status in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
     def stop(self) -> None:
         """End it, its engines and workers too, if it runs."""
@@ -187,3 +205,45 @@ def _free_port() -> int:
         held.bind(("127.0.0.1", 0))
         port: int = held.getsockname()[1]
         return port
+
+
+async def start_all(
+    owns: Iterable[OwnServer], model: str, seconds: float
+) -> list[tuple[OwnServer, Client]]:
+    """Start servers with the weights of `model`, all at once. Raises ServerError for one that does
+    not come, and stops the others; one that was killed is started once more."""
+    servers = list(owns)
+    try:
+        for server in servers:
+            server.start(model)
+        waiting: list[Coroutine[Any, Any, Client]] = [
+            _ready(server, model, seconds) for server in servers
+        ]
+        return list(zip(servers, await asyncio.gather(*waiting), strict=True))
+    except BaseException:
+        for server in servers:
+            server.stop()
+        raise
+
+
+async def _ready(server: OwnServer, model: str, seconds: float) -> Client:
+    try:
+        return await server.wait(seconds)
+    except ServerError:
+        if not server.was_killed:
+            raise
+        await asyncio.to_thread(server.start, model)
+        return await server.wait(seconds)
+
+
+async def found_again(client: Client, seconds: float) -> None:
+    """Wait until a given server answers, as long as one of ours may take to start."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            await client.get("/health", phase="looking for it", seconds=LOOK_SECONDS)
+            return
+        except ServerError:
+            if time.monotonic() > end:
+                raise
+        await asyncio.sleep(LOOK_PAUSE)

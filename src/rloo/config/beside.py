@@ -1,0 +1,82 @@
+"""Sampling beside training: what corrects for its age, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rloo.config.options import Options
+
+
+def correction_of(options: Options) -> dict[str, Any]:
+    """`rollout_importance_sampling_mode` where it is not said: truncated weights for what other
+    weights have sampled (the decoupled objective, AReaL, arXiv 2505.24298, section 5.2), by the
+    unit that the loss has ratios of; otherwise none."""
+    mode = options.rollout_importance_sampling_mode
+    if mode == "off" and not options.max_staleness:
+        return {"rollout_importance_sampling_mode": None}
+    if mode is not None or not options.max_staleness:
+        return {}
+    unit = "sequence" if options.importance_sampling_level == "sequence" else "token"
+    return {"rollout_importance_sampling_mode": f"{unit}_truncate"}
+
+
+def check_beside(config: Options) -> None:
+    """Raise ValueError for the first fault in how `config` samples beside training."""
+    for fault in _faults(config):
+        raise ValueError(fault)
+
+
+def _faults(config: Options) -> Iterator[str]:
+    stale, engine = config.max_staleness, config.rollout_engine
+    mode = config.rollout_importance_sampling_mode
+    if mode == "off":
+        yield (
+            f"max_staleness is {stale} and rollout_importance_sampling_mode is off; what older "
+            "weights have sampled is trained with a correction, or the gradient is that of "
+            "another objective (rollout_importance_sampling_mode null is truncated weights)"
+        )
+    if config.ess_guard and mode is None:
+        yield (
+            "ess_guard is true and there are no weights to see a sample size in "
+            "(rollout_importance_sampling_mode, or max_staleness above 0)"
+        )
+    if config.ess_guard and config.parallel.startswith("zero"):
+        yield (
+            f"ess_guard is true and parallel is {config.parallel}; DeepSpeed's step has its own "
+            "learning rate (ess_guard, or parallel fsdp2)"
+        )
+    if config.sampler_process and engine.startswith("vllm"):
+        yield (
+            f"sampler_process is true and rollout_engine is {engine}, whose servers are processes "
+            "of their own; remove it (sampler_process)"
+        )
+    if config.partial_rollouts and not (stale and engine.startswith("vllm")):
+        yield (
+            f"partial_rollouts is true, rollout_engine is {engine} and max_staleness {stale}; it "
+            "is about what vLLM has under way when weights change (rollout_engine vllm or "
+            "vllm_server, and max_staleness above 0)"
+        )
+    if stale and config.sampler_process is False and not engine.startswith("vllm"):
+        yield (
+            f"max_staleness is {stale} and sampler_process is false; in one process nothing is "
+            "sampled while the model is trained (max_staleness, sampler_process)"
+        )
+    if not config.samples_beside:
+        if config.reward_workers is not None:
+            yield (
+                f"reward_workers is {config.reward_workers} and rewards are called in the run's "
+                "own process; they are for max_staleness above 0, or sampler_process"
+            )
+        return
+    if config.dynamic_sample:
+        yield (
+            "dynamic_sample is true, which draws further prompts once a rollout is scored, and "
+            "the next ones are begun by then (dynamic_sample, or max_staleness 0 and no "
+            "sampler_process)"
+        )
+    if config.rollout_copy is not None:
+        yield (
+            f"rollout_copy is {config.rollout_copy} and another process samples, which always has "
+            "a copy (rollout_copy, max_staleness, sampler_process)"
+        )

@@ -1,0 +1,45 @@
+"""What runs in a worker's process; see `rloo.dist.workers`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from os import _exit
+
+from rloo.dist.workers import ANSWER, FAILURE, describe
+
+# It ends with the process that it works for, by that alone.
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+
+
+def main(target: str, channel: int, lifeline: int) -> None:
+    """Answer calls over `channel` until it, or `lifeline`, is closed at the other end."""
+    for name in _IGNORED:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    connection = Connection(channel)
+    module, _, function = target.partition(":")
+    handle = None
+    try:
+        setup = connection.recv_bytes()
+        while True:
+            message = connection.recv_bytes()
+            try:
+                if handle is None:  # so that its errors are those of the first call
+                    handle = getattr(importlib.import_module(module), function)(setup)
+                said = ANSWER + handle(message)
+            except Exception as error:
+                said = FAILURE + describe(error, traceback.format_exc())
+            connection.send_bytes(said)
+    except (EOFError, OSError):  # nobody asks any more
+        _exit(0)
+
+
+def _end_with(lifeline: int) -> None:
+    os.read(lifeline, 1)  # nothing is ever written there
+    _exit(0)  # not os._exit, which is another while a reward function runs

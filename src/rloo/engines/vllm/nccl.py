@@ -1,0 +1,197 @@
+"""vLLM's own weight transfer over NCCL, an accelerator of loading a version: it sends what is in
+that one's folder, so that nothing is gathered twice; where it fails, the server reads the folder.
+
+vLLM's sender is used as it is (vllm.distributed.weight_transfer of 0.26 to 0.32), and needs a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import torch
+from safetensors import safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from rloo.engines.vllm.client import ServerError
+from rloo.engines.vllm.members import Member, Weights
+
+TRANSFER_ROUTE = "/init_weight_transfer_engine"
+# For the first version, with which the two ends connect: where they do not see each other, it is
+# better known soon.
+FIRST_SECONDS = 120.0
+# How safetensors calls types of numbers.
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why nothing can be sent from here, None where it can."""
+    if device.type != "cuda":
+        return "the trainer has no GPU"
+    if find_spec("vllm") is None:
+        return "vLLM is not installed beside the trainer, which needs it to send"
+    return None
+
+
+class Transfer:
+    """Sends versions to the server at `url`, from `device`. What waits inside of NCCL cannot be
+    interrupted: `sent` uses a thread of its own, and leaves it behind at its deadline."""
+
+    def __init__(self, url: str, device: torch.device, seconds: float) -> None:
+        self._url, self._device, self._seconds = url, device, seconds
+        self._sender: Any = None
+        self._folder = Path()
+
+    async def sent(self, folder: Path) -> None:
+        """Send a version. Raises what the sender raises, and TimeoutError."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def tell(error: BaseException | None) -> None:
+            if not done.done():
+                done.set_result(None) if error is None else done.set_exception(error)
+
+        def work() -> None:
+            error = None
+            try:
+                self._send(folder)
+            except Exception as raised:
+                error = raised
+            loop.call_soon_threadsafe(tell, error)
+
+        threading.Thread(target=work, daemon=True).start()
+        connects = self._sender is None
+        async with asyncio.timeout(
+            min(self._seconds, FIRST_SECONDS) if connects else self._seconds
+        ):
+            await done
+
+    def _send(self, folder: Path) -> None:
+        self._folder = folder
+        if self._sender is None:
+            self._sender = self._connected()
+        self._sender.send_weights()
+
+    def _connected(self) -> Any:
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        transfer = self
+
+        class Source(WeightSource):
+            """The tensors of the present folder, in the order of its index."""
+
+            def metadata(self) -> list[Any]:
+                return [ParamMeta(*each) for each in described(transfer._folder)]
+
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                return tensors(transfer._folder, transfer._device)
+
+        calls = _Calls(self._url, self._seconds)
+        host = urlsplit(self._url).hostname or ""
+        how = NCCLTrainerInitInfo(
+            master_address=_address_towards(host),
+            master_port=_free_port(),
+            world_size=calls.world_size() + 1,
+            rank=0,
+        )
+        return WeightTransferTrainerFactory.trainer_init(how, client=calls, source=Source())
+
+
+class _Calls:
+    """What vLLM's sender asks a server for, each with a deadline, and checked."""
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self._url, self._seconds = url, seconds
+
+    def world_size(self) -> int:
+        """The number of the server's workers."""
+        return int(self._call("GET", "/get_world_size")["world_size"])
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("POST", TRANSFER_ROUTE, {"init_info": init_info})
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._call("POST", "/shutdown_weight_transfer_engine")
+
+    def start_weight_update(self) -> None:
+        self._call("POST", "/start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._call("POST", "/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        body = None if weight_version is None else {"weight_version": weight_version}
+        self._call("POST", "/finish_weight_update", body)
+
+    def _call(self, method: str, path: str, body: Any = None) -> Any:
+        phase = "sending weights over NCCL"
+        try:
+            answer = httpx.request(
+                method, self._url + path, json=body, timeout=self._seconds, trust_env=False
+            )
+        except httpx.HTTPError as error:
+            fact = f"cannot be reached at {path}: {error or type(error).__name__}"
+            raise ServerError(phase, self._url, fact) from error
+        if answer.status_code >= 400:
+            fact = f"answered {path} with status {answer.status_code}: {answer.text[:200]}"
+            raise ServerError(phase, self._url, fact, answer.status_code)
+        return json.loads(answer.text) if answer.text.strip() else None
+
+
+async def fill(
+    member: Member, weights: Weights, seconds: float, say: Callable[[str], None]
+) -> None:
+    """Give a server the weights of a version: over NCCL where that works, else it reads the folder.
+    After a failure it does so from then on."""
+    if member.transfer is not None:
+        try:
+            await member.transfer.sent(weights.folder)
+            return
+        except Exception as error:  # whatever vLLM's sender raises
+            member.transfer = None
+            fact = str(error) or type(error).__name__
+            say(f"weights go to {member.url} by files from now on, not over NCCL: {fact}")
+    await member.client.reload(str(weights.folder), seconds=seconds)
+
+
+def described(folder: Path) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Name, type and shape of every tensor of a version, in the order of its index."""
+    for name, file in _places(folder):
+        with safe_open(folder / file, "pt") as opened:
+            part = opened.get_slice(name)
+            yield name, _DTYPES[part.get_dtype()], tuple(part.get_shape())
+
+
+def tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a version on `device`, one at a time, in the order of its index."""
+    for name, file in _places(folder):
+        with safe_open(folder / file, "pt") as opened:
+            yield name, opened.get_tensor(name).to(device)
+
+
+def _places(folder: Path) -> list[tuple[str, str]]:
+    index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text())
+    return list(index["weight_map"].items())
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address, as `host` can reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect((host, 9))  # nothing is sent
+        return str(asked.getsockname()[0])
+
+
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("", 0))
+        return int(held.getsockname()[1])

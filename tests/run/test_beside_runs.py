@@ -1,0 +1,70 @@
+"""Whole runs whose groups other processes sample and score; `benchmarks.chaos` kills those."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from transformers import TrainerCallback
+
+from rloo.algorithm.interrupts import Stopped
+from support.training import equal, make_config, make_trainer, metrics_of, weights
+
+REWARD = "length(target_min=3, target_max=5)"
+# What tells of time and of processes.
+_SPEED = ("step_time", "tokens_per_second/sample")
+_OF_TIME = ("time/", "idle/", "queue/", "engine/", "staleness/", "scorers/lost", "groups/first")
+
+
+def computed(config) -> list[dict]:
+    """The metrics of a run, without those that time or where it was sampled changes."""
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if not name.startswith(_OF_TIME) and name not in _SPEED
+        }
+        for line in metrics_of(config)
+    ]
+
+
+def run(folder: Path, **options):
+    """A finished run."""
+    config = make_config(folder, logging_steps=1, save_strategy="no", **options)
+    trainer = make_trainer(config, reward=REWARD)
+    trainer.train()
+    return trainer, config
+
+
+@pytest.mark.parametrize("options", [{"steps_per_generation": 2, "temperature": 0.8}])
+def test_at_staleness_0_another_process_changes_no_bit(tmp_path, options):
+    here, one = run(tmp_path / "here", max_steps=6, **options)
+    there, other = run(tmp_path / "there", max_steps=6, sampler_process=True, **options)
+    assert equal(weights(here), weights(there))
+    assert computed(one) == computed(other)
+    added = {n for line in metrics_of(other) for n in line} - set(metrics_of(one)[0])
+    assert added == {
+        "engine/lost", "engine/returned", "engine/repeated", "groups/first", "idle/rewards",
+        "idle/sampler", "idle/trainer", "queue/done", "queue/in_flight", "scorers/lost",
+        "staleness/max", "staleness/mean",
+    }  # fmt: skip
+    assert {line["engine/lost"] for line in metrics_of(other) if "engine/lost" in line} == {0}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_goes_on_with_the_next_group(tmp_path):
+    """By a signal in its midst, with groups under way that nobody has trained."""
+    steps = {"max_steps": 12, "num_prompts": 2, "max_staleness": 2}
+    config = make_config(tmp_path, logging_steps=1, save_strategy="no", **steps)
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        make_trainer(config, reward=REWARD, callbacks=[Stops()]).train()
+    run(tmp_path, resume_from_checkpoint=True, **steps)
+    lines = metrics_of(make_config(tmp_path, **steps))
+    assert [line["groups/first"] for line in lines] == list(range(0, 24, 2))
+    assert max(line["staleness/max"] for line in lines) <= 2

@@ -1,0 +1,20 @@
+"""The fake server as a program that is started as vLLM is: `... serve MODEL --port N ...`."""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+if __name__ == "__main__":
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from support.fake_vllm import FakeVLLM
+
+    torch.set_num_threads(1)
+    folder, port = sys.argv[2], int(sys.argv[sys.argv.index("--port") + 1])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    FakeVLLM(model, AutoTokenizer.from_pretrained(folder), port=port)
+    while True:
+        time.sleep(60)
