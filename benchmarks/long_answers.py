@@ -74,7 +74,6 @@ def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
         Sample(
             key=(0, index),
             place=index,
-            version=0,
             prompt_ids=prompt,
             token_ids=stream[index * tokens : (index + 1) * tokens],
             policy_logprobs=[0.0] * tokens,

@@ -22,7 +22,17 @@ from benchmarks.chaos.results import ROOT, Store, digest, run_all
 
 # What these find is printed by themselves.
 OTHERS = ("rewards", "verifiers", "inputs")
-PARTS = ("kills", "operations", "signals", "power", "faults", "nonfinite", "owners", "ranks")
+PARTS = (
+    "kills",
+    "operations",
+    "signals",
+    "power",
+    "faults",
+    "nonfinite",
+    "owners",
+    "ranks",
+    "beside",
+)
 READY = "RLOO_CHAOS_READY"
 FIXED = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Seconds in which what a process has started must end after it.
+ENDING = 15.0
 DEADLINE = 300.0  # seconds: a guard; a trial takes about one
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -113,15 +115,25 @@ def finish(
         os.killpg(process, signal.SIGKILL)
     if status is None:
         os.waitpid(process, 0)
-    left = children()
+    left, until = children(), time.monotonic() + ENDING
+    while left and time.monotonic() < until:  # they see that it is gone
+        time.sleep(0.01)
+        left = children()
+    said = [_command_of(other) for other in left]
     for other in left:
         os.kill(other, signal.SIGKILL)
     text = log.read_text(errors="replace") if log.exists() else ""
     if status is None and not meant:
         raise RuntimeError(f"not over after {seconds:.0f} s: {text[-400:]}")
     if left:
-        raise RuntimeError(f"{len(left)} processes are left")
+        raise RuntimeError(f"{len(left)} processes are left: {'; '.join(said)}")
     return Ended(-signal.SIGKILL if status is None else status, text, seconds)
+
+
+def _command_of(process: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")[-200:]
+    return ""
 
 
 def _run(action: Callable[[], int], open_output: Callable[[], int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import json
 import os
 import re
 import shutil
@@ -74,6 +75,19 @@ RANKS: dict[str, dict[str, Any]] = {
     "3 ranks": {"num_processes": 3, "steps_per_generation": 2, "max_steps": 6},
     "2 real ranks": {"num_processes": 2},
 }
+# Sampled and scored by other processes, in the last one by a server as vLLM's.
+_SERVER = Path(__file__).parents[2] / "tests" / "support" / "fake_vllm_program.py"
+BESIDE: dict[str, dict[str, Any]] = {
+    "beside": {"sampler_process": True, "reward_workers": 2, "max_steps": 8},
+    "ahead": {"max_staleness": 2, "reward_workers": 2, "max_steps": 8},
+    "served": {
+        "max_staleness": 1,
+        "reward_workers": 1,
+        "rollout_engine": "vllm",
+        "vllm_executable": [sys.executable, str(_SERVER)],
+        "max_steps": 8,
+    },
+}
 # The embedded task, cut short: through the real command line.
 EMBEDDED = "embedded"
 REAL = (EMBEDDED, "2 real ranks")
@@ -109,7 +123,7 @@ class Rig:
     def arguments(self, config: str, folder: Path, **options: Any) -> list[str]:
         """The command that trains a configuration in `folder`/run, whatever there is already;
         options that are None are left out."""
-        chosen = SHORT if config == EMBEDDED else COMMON | (CONFIGS | RANKS)[config]
+        chosen = SHORT if config == EMBEDDED else COMMON | (CONFIGS | RANKS | BESIDE)[config]
         given = {**chosen, "resume_from_checkpoint": "auto", "output_dir": folder / "run"} | options
         known = {name: value for name, value in given.items() if value is not None}
         words = [w for name, value in known.items() for w in (f"--{name}", _plain(value))]
@@ -168,8 +182,10 @@ class Rig:
             return f"does not go on, status {ended.status}: {ended.output[-400:]}"
         return self.differences(config, folder)
 
-    def differences(self, config: str, folder: Path) -> str:
-        """In what a finished run differs from the undisturbed one."""
+    def differences(
+        self, config: str, folder: Path, *, ignoring: re.Pattern[str] | None = None
+    ) -> str:
+        """In what a finished run differs from the undisturbed one, in places but those ignored."""
         whole, run = self.whole(config), folder / "run"
         for _, path in list_checkpoints(run):  # those that the schedule does not have
             if not (whole / path.name).exists():
@@ -177,6 +193,7 @@ class Rig:
         found = [d for d in compare_folders(whole, run) if not SPOKEN.search(d.place)]
         # A path, rows that a checkpoint had to keep for later, and what ranks have printed.
         kept = r"best_model_checkpoint| logs waiting|^logs/rank-"
+        found = [d for d in found if not (ignoring and ignoring.search(d.place))]
         wrong = [str(d) for d in found if not re.search(kept, d.place)]
         return f"{len(wrong)} differences: {'; '.join(wrong[:3])}" if wrong else ""
 
@@ -216,6 +233,8 @@ class Rig:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

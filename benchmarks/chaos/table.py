@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.chaos import faults, kills, nonfinite, owners, power, ranks, signals
+from benchmarks.chaos import beside, faults, kills, nonfinite, owners, power, ranks, signals
 from benchmarks.chaos.results import Trial
 from benchmarks.chaos.rig import Rig
 
@@ -13,6 +13,6 @@ def plan(part: str, rig: Rig, count: int | None, seed: int) -> tuple[str, str, l
         return kills.FIGURE, "all", kills.moments(rig, count or kills.PROMISED, seed)
     if part == "operations":
         return kills.OPERATIONS_FIGURE, "all", kills.each_operation(rig, count, seed)
-    own = (faults, nonfinite, owners, power, ranks, signals)
+    own = (beside, faults, nonfinite, owners, power, ranks, signals)
     modules = {module.__name__.split(".")[-1]: module for module in own}
     return modules[part].FIGURE, "all", modules[part].trials(rig, count, seed)

@@ -1,0 +1,116 @@
+"""kill -9 of what samples and scores beside training, and of the trainer, at random moments."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from benchmarks.chaos.processes import DEADLINE, Ended, finish, start, to_file, wait
+from benchmarks.chaos.results import Trial
+from benchmarks.chaos.rig import Rig
+
+FIGURE = (
+    "kill -9 of the process that samples, of one that scores, of a server, of the trainer, at a "
+    "random moment: ends by itself, the trainer's run by the same command, with the groups of an "
+    "undisturbed run; at max_staleness 0 identical"
+)
+PROMISED = 40
+# How a process is known, by its command line.
+ROLES = {
+    "sampler": "rloo.engines.apart:serve",
+    "scorer": "rloo.rewards.workers:serve",
+    "server": "fake_vllm_program.py",
+}
+KINDS = (
+    ("beside", "sampler"), ("beside", "scorer"), ("beside", "trainer"), ("ahead", "sampler"),
+    ("ahead", "scorer"), ("ahead", "trainer"), ("served", "server"), ("served", "trainer"),
+)  # fmt: skip
+# Metrics that a kill changes by right.
+_COUNTED = re.compile(r" (engine/(lost|returned|repeated)|scorers/lost|(idle|queue)/\w+)$")
+
+
+def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
+    """Trials in which a process is killed after a random share of the run's time."""
+    rng = random.Random(seed)
+    found = []
+    for number in range(count or PROMISED):
+        config, role = KINDS[number % len(KINDS)]
+        share = rng.random()
+        name = f"{seed}.{number} {config}, {role} at {share:.4f}"
+        found.append(Trial(name, config, partial(killed, rig, config, role, share)))
+    return found
+
+
+def killed(rig: Rig, config: str, role: str, share: float) -> str:
+    """Kill a process of a run, and look at how it ends."""
+    seconds = rig.seconds[config] * share
+    for _ in range(20):
+        with rig.folder() as folder:
+            ended, hit = kill(rig, config, folder, role, seconds)
+            if not hit:
+                seconds *= 0.8  # it was faster than the one that was measured
+                continue
+            if role == "trainer":
+                ended = rig.train(config, folder)
+            if ended.status:
+                return f"status {ended.status}: {ended.output[-400:]}"
+            return differences(rig, config, folder)
+    return "was not hit"
+
+
+def kill(rig: Rig, config: str, folder: Path, role: str, seconds: float) -> tuple[Ended, bool]:
+    """Start a run, and kill one of its processes so many seconds after its start, or as soon as
+    there is one; how it ends, and whether one was killed."""
+    began, hit = time.monotonic(), False
+    process = start(rig.action(config, folder), to_file(folder / "log"))
+    status = wait(process, seconds)
+    while status is None and not hit:
+        found = [process] if role == "trainer" else processes_of(process, ROLES[role])
+        for number in found[-1:]:
+            os.kill(number, signal.SIGKILL)
+            hit = True
+        status = wait(process, 0.01) if not hit else None
+    if status is None:
+        status = wait(process, DEADLINE)
+    ended = finish(process, status, time.monotonic() - began, folder / "log", meant=True)
+    return ended, hit
+
+
+def processes_of(process: int, words: str) -> list[int]:
+    """The programs below a process in whose command line these words are."""
+    found = []
+    try:
+        for child in psutil.Process(process).children(recursive=True):
+            line = child.cmdline()
+            if words in " ".join(line) and not line[0].endswith("sh"):  # what guards a server
+                found.append(child.pid)
+    except psutil.NoSuchProcess:
+        pass
+    return found
+
+
+def differences(rig: Rig, config: str, folder: Path) -> str:
+    """In what a run differs from the undisturbed one: at staleness 0 in any bit, else in its groups
+    and their prompts."""
+    if config == "beside":
+        return rig.differences(config, folder, ignoring=_COUNTED)
+    whole, found = told(rig.whole(config)), told(folder / "run")
+    if found != whole:
+        return f"groups {found} are not {whole}"
+    return ""
+
+
+def told(run: Path) -> list[object]:
+    """The groups that a run has trained, step by step, and the prompts that it wrote down."""
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    groups = [(line["step"], line["groups/first"], line["epoch"]) for line in metrics]
+    return [groups, [(row["step"], row["prompt"]) for row in rows]]
