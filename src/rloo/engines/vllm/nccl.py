@@ -11,6 +11,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def why_not(device: torch.device) -> str | None:
     """Why nothing can be sent from here, None where it can."""
     if device.type != "cuda":
         return "the trainer has no GPU"
-    if find_spec("vllm") is None:
+    found = find_spec("vllm")
+    if found is None or found.origin is None:  # a folder of that name is no package
         return "vLLM is not installed beside the trainer, which needs it to send"
     return None
 
@@ -65,7 +67,8 @@ class Transfer:
                 self._send(folder)
             except Exception as raised:
                 error = raised
-            loop.call_soon_threadsafe(tell, error)
+            with suppress(RuntimeError):  # so late that the loop is closed
+                loop.call_soon_threadsafe(tell, error)
 
         threading.Thread(target=work, daemon=True).start()
         connects = self._sender is None
