@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.chaos.rewards import CASES, try_case
 from rloo.config.config import RLOOConfig
-from rloo.config.functions import STOP_SIGNALS, NotAllowed
+from rloo.config.functions import NotAllowed
+from rloo.dist.signals import STOP_SIGNALS
 from rloo.rewards import RewardSet, load_reward
 from rloo.rewards.deadline import DeadlinePassed, call_within_reward_timeout
 from rloo.run.setup import make_rewards

@@ -15,30 +15,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from rloo.algorithm.rollout import SyncRollouts
-from rloo.algorithm.sharing import Called, Judge, arguments_of, column_names, sample
+from rloo.algorithm.sharing import Called, Judge, arguments_of, column_names, of_all
+from rloo.dist.workers import follow, result_of
 from rloo.engines.noise import noise_key
 from rloo.rewards.workers import Scorers, why_not, written
-from rloo.types import (
-    Completion,
-    Engine,
-    EngineFacts,
-    Group,
-    Prompt,
-    Samples,
-    Sampling,
-    Weights,
-)
-
-T = TypeVar("T")
-# Waits are cut into turns, so that signals are handled.
-_TURN_SECONDS = 0.2
+from rloo.types import Completion, Engine, Group, Prompt, Sampling
 
 
 class BesideEngine(Engine, Protocol):
@@ -78,11 +65,11 @@ class _Begun:
 @dataclass(slots=True)
 class AsyncRollouts(SyncRollouts):
     """Rollouts that an engine in another process samples, each with weights of at most
-    `max_staleness` rollouts before those that it trains. Where reward functions are called in
-    processes of their own the main one has `scorers`; else all are called here, when their rollout
-    is trained."""
+    `max_staleness` rollouts before those that it trains. Reward functions are called in processes
+    of their own, the main one's `scorers`; where that cannot be, `why_here` says why, and they are
+    called here when their rollout is trained."""
 
-    scores_beside: bool = False
+    why_here: str | None = None
     scorers: Scorers | None = None
     _begun: deque[_Begun] = field(default_factory=deque)
     _trained: int = 0
@@ -98,8 +85,12 @@ class AsyncRollouts(SyncRollouts):
 
     def __post_init__(self) -> None:
         self._after, self._epoch = self.prompts.state_dict(), self.prompts.epoch
-        # Other threads use it, beside this one.
-        self._decoder = copy.deepcopy(self.tokenizer)
+        self.why_here = why_not(self.rewards)
+        if self.why_here is None and self.world.is_main:
+            some = self.config.reward_workers or min(self.batches.prompts_per_rollout, _cores(), 8)
+            self.scorers = Scorers(self.rewards, some)
+            # Other threads use it, beside this one.
+            self._decoder = copy.deepcopy(self.tokenizer)
 
     @property
     def epoch(self) -> float:
@@ -111,7 +102,7 @@ class AsyncRollouts(SyncRollouts):
         told = SyncRollouts.describe(self) | {"max_staleness": self.config.max_staleness}
         if self.scorers is not None:
             return told | {"rewards_in": f"{self.scorers.size} processes"}
-        return told | {"rewards_in": f"this process, since {why_not(self.rewards)}"}
+        return told | {"rewards_in": f"this process, since {self.why_here}"}
 
     def close(self) -> None:
         """Give up what was begun, as if it had not been drawn, and end the scoring processes."""
@@ -149,11 +140,11 @@ class AsyncRollouts(SyncRollouts):
         in_flight = sum(len(other.prompts) for other in self._begun) - done
         came = time.monotonic()
         with self.clock.phase("sample"):
-            taken = _Taken(self.engine.facts, [_result_of(each) for each in begun.sampled])
+            drawn = [result_of(each) for each in begun.sampled]
             count = self.config.num_generations
-            sampled = sample(taken, begun.prompts, count, self.sampling, begun.noise, self.world)
+            sampled = of_all(drawn, begun.prompts, count, self.sampling, self.world)
         with self.clock.phase("reward"):
-            called = [_result_of(each) for each in begun.scored] if self.scores_beside else None
+            called = None if self.why_here else [result_of(each) for each in begun.scored]
             waited = time.monotonic() - came
             judge = Judge(self.rewards, self.tokenizer, self.world, self.trainer, begun.noise)
             groups, logged = judge.score(begun.prompts, sampled, called=called)
@@ -188,11 +179,10 @@ class AsyncRollouts(SyncRollouts):
             if self.world.is_main:
                 count = self.config.num_generations
                 begun.sampled = self._beside.begin(prompts, count, self.sampling, begun.noise)
-                if self.scores_beside:
-                    self._score_when_sampled(begun)
+                if self.scorers is not None:
+                    self._score_when_sampled(begun, self.scorers)
 
-    def _score_when_sampled(self, begun: _Begun) -> None:
-        assert self.scorers is not None
+    def _score_when_sampled(self, begun: _Begun, scorers: Scorers) -> None:
         names, state = column_names(begun.prompts), b""
         if self.rewards.reads_state:
             # Its values alone: the class would bring torch along, and what is here may change.
@@ -207,7 +197,7 @@ class AsyncRollouts(SyncRollouts):
             def make(prompt: Prompt = prompt, sampled: Any = sampled) -> Any:
                 return arguments_of([(prompt, sampled.result())], names, self._decoder)
 
-            begin = partial(self.scorers.begin, seed, make, state)
+            begin = partial(scorers.begin, seed, make, state)
             sampled.add_done_callback(partial(_then, begin, scored))
 
     def _staleness(self, first: int, groups: Sequence[Group]) -> dict[str, float]:
@@ -264,8 +254,8 @@ class AsyncRollouts(SyncRollouts):
         return self.engine.stats() | self._told | lost
 
 
-def _usual_workers() -> int:
-    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 8)
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
 
 
 class _Pace(NamedTuple):
@@ -274,37 +264,6 @@ class _Pace(NamedTuple):
     clock: float
     sampled: float
     scored: float
-
-
-@dataclass(slots=True)
-class _Taken:
-    """What was sampled, in the place of the engine that did."""
-
-    facts: EngineFacts
-    completions: list[list[Completion]]
-    version: int = 0
-
-    def load(self, weights: Weights, version: int) -> None:
-        raise NotImplementedError
-
-    def sample(
-        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
-    ) -> list[list[Completion]]:
-        return self.completions
-
-    def stats(self) -> dict[str, float]:
-        return {}
-
-
-def _result_of(future: Future[T]) -> T:
-    """What comes of it; every call behind it has a deadline."""
-    while not wait_for([future], _TURN_SECONDS).done:
-        pass
-    try:
-        return future.result()
-    except Exception as error:
-        error.in_run = True  # type: ignore[attr-defined]  # no fault of the input
-        raise
 
 
 def _then(
@@ -317,30 +276,11 @@ def _then(
     except BaseException as error:  # told to who waits for it
         scored.set_exception(error)
         return
-    begun.add_done_callback(partial(_pass_on, scored))
-
-
-def _pass_on(scored: Future[Called], begun: Future[Called]) -> None:
-    if begun.cancelled():
-        scored.set_exception(RuntimeError("scoring was given up"))
-    elif (error := begun.exception()) is not None:
-        scored.set_exception(error)
-    else:
-        scored.set_result(begun.result())
+    follow(scored, begun, lambda called: called)
 
 
 def make_rollouts(*parts: Any) -> SyncRollouts:
     """Rollouts made of the parts of `SyncRollouts`, in their order: beside training where its
     engine samples in another process and the options ask for it."""
     rollouts = SyncRollouts(*parts)
-    config, rewards = rollouts.config, rollouts.rewards
-    if not config.samples_beside:
-        return rollouts
-    reason = why_not(rewards)
-    scorers = None
-    if reason is None and rollouts.world.is_main:
-        groups = rollouts.batches.prompts_per_rollout
-        scorers = Scorers(rewards, config.reward_workers or min(groups, _usual_workers()))
-    made = AsyncRollouts(*parts)
-    made.scores_beside, made.scorers = reason is None, scorers
-    return made
+    return AsyncRollouts(*parts) if rollouts.config.samples_beside else rollouts

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from rloo.config.functions import STOP_SIGNALS
 from rloo.config.launchers import is_launched
+from rloo.dist.signals import STOP_SIGNALS
 
 # Seconds within which a signal of the same kind is the same one.
 ECHO = 1.0

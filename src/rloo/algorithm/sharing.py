@@ -55,16 +55,28 @@ def sample(
     drawn = engine.sample(
         [prompts[index] for index in here], [numbers[index] for index in here], sampling, noise
     )
+    return of_all(drawn, prompts, count, sampling, world)
+
+
+def of_all(
+    drawn: list[list[Completion]],
+    prompts: Sequence[Prompt],
+    count: int,
+    sampling: Sampling,
+    world: World,
+) -> list[list[Completion]]:
+    """The `count` completions of each prompt, where this process has drawn a part, in their order.
+    Raises ValueError where the processes have drawn for other prompts."""
+    if world.links is None:
+        return drawn
     drew = zlib.crc32(repr([(prompt.id, prompt.token_ids) for prompt in prompts]).encode())
     own = [completion for group in drawn for completion in group]
     most = len(prompts) * count * sampling.max_tokens * _TOKEN_BYTES
-    flat = _of_all_processes(own, drew, world, small=most <= world.gather_limit)
+    flat = _gathered(own, drew, world, small=most <= world.gather_limit)
     return [flat[first : first + count] for first in range(0, len(flat), count)]
 
 
-def _of_all_processes(
-    own: list[Completion], drew: int, world: World, *, small: bool
-) -> list[Completion]:
+def _gathered(own: list[Completion], drew: int, world: World, *, small: bool) -> list[Completion]:
     """All completions, of which this process has drawn its `own`, with tokens where those are of
     `gather_limit` bytes, or known to be (`small`)."""
     parts = world.gather((drew, pack(own) if small else heads(own)))

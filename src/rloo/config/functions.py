@@ -16,8 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# With these a process is asked to stop; not all systems have all.
-STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+from rloo.dist.signals import STOP_SIGNALS
 
 
 class NotAllowed(RuntimeError):

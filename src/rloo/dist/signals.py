@@ -5,6 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+# With these a process is asked to stop; not all systems have all.
+STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+
 
 class Signals(Protocol):
     """Those that ask to stop. `received` is the first one, which `held` holds back in a block, and

@@ -10,15 +10,13 @@ import traceback
 from multiprocessing.connection import Connection
 from os import _exit
 
+from rloo.dist.signals import STOP_SIGNALS
 from rloo.dist.workers import ANSWER, FAILURE, describe
-
-# It ends with the process that it works for, by that alone.
-_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
 
 def main(target: str, channel: int, lifeline: int) -> None:
     """Answer calls over `channel` until it, or `lifeline`, is closed at the other end."""
-    for name in _IGNORED:
+    for name in STOP_SIGNALS:  # it ends with the process that it works for, by that alone
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()

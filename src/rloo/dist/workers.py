@@ -17,12 +17,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from multiprocessing.connection import Pipe
 from typing import Any, TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 
+# Waits are cut into turns, so that signals are handled.
+_TURN_SECONDS = 0.2
 # How often in a row a job may cost a process before it is given up.
 TRIES = 3
 ANSWER, FAILURE = b"a", b"f"
@@ -144,6 +148,32 @@ def _error_of(said: dict[str, Any]) -> Exception:
         error.add_note(note)
     error.add_note(f"in another process:\n{said['trace'].rstrip()}")
     return error
+
+
+def result_of(future: Future[T]) -> T:
+    """What comes of it; every call behind it has a deadline. What it raises is of the run."""
+    while not wait_for([future], _TURN_SECONDS).done:
+        pass
+    try:
+        return future.result()
+    except Exception as error:
+        error.in_run = True  # type: ignore[attr-defined]  # no fault of the input
+        raise
+
+
+def follow(told: Future[T], other: Future[S], take: Callable[[S], T]) -> None:
+    """Have `told`, which nobody else sets, tell what `take` makes of the other's result, or what
+    that raises; where it is cancelled, RuntimeError."""
+
+    def tell(done: Future[S]) -> None:
+        try:
+            if done.cancelled():
+                raise RuntimeError("it was given up")
+            told.set_result(take(done.result()))
+        except BaseException as error:  # raised by who waits
+            told.set_exception(error)
+
+    other.add_done_callback(tell)
 
 
 class Crew:

@@ -13,10 +13,10 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,15 +26,12 @@ from transformers import PreTrainedModel
 from rloo.config.files import load_pretrained
 from rloo.dist import World
 from rloo.dist.trees import decode, encode
-from rloo.dist.workers import Crew, Worker
+from rloo.dist.workers import Crew, Worker, follow, result_of
 from rloo.engines.packing import pack, unpack
-from rloo.engines.sampling import check_request
+from rloo.engines.sampling import check_request, numbers_of, refuse_images
 from rloo.engines.versions import Versions
 from rloo.model.loading import copy_from_file, load_processing_class, load_weights
 from rloo.types import Completion, Engine, EngineFacts, Prompt, Samples, Sampling, Weights
-
-# Waits are cut into turns, so that signals are handled.
-_TURN_SECONDS = 0.2
 
 
 class Source(Protocol):
@@ -117,53 +114,35 @@ class ApartEngine:
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
         """As `sample`, and does not wait for it: of each prompt its completions, to come."""
-        numbers = [range(count)] * len(prompts)
-        job = self._begin(prompts, numbers, sampling, noise, first=False)
+        job = self._begin(prompts, count, sampling, noise, first=False)
         parts: list[Future[list[Completion]]] = [Future() for _ in prompts]
-        for part in parts:
+        for number, part in enumerate(parts):
             part.set_running_or_notify_cancel()
-
-        def share(done: Future[list[list[Completion]]]) -> None:
-            for number, part in enumerate(parts):
-                if done.cancelled():
-                    part.set_exception(RuntimeError("sampling was given up"))
-                elif (error := done.exception()) is not None:
-                    part.set_exception(error)
-                else:
-                    part.set_result(done.result()[number])
-
-        job.add_done_callback(share)
+            follow(part, job, itemgetter(number))
         return parts
 
     def sample(
         self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`. It goes before what was only begun."""
-        numbers = [range(samples)] * len(prompts) if isinstance(samples, int) else samples
         if not prompts or self._crew is None:
             return []
-        job = self._begin(prompts, numbers, sampling, noise, first=True)
-        while not wait_for([job], _TURN_SECONDS).done:
-            pass  # a call has its deadline, and so has this
-        return job.result()
+        return result_of(self._begin(prompts, samples, sampling, noise, first=True))
 
     def _begin(
         self,
         prompts: Sequence[Prompt],
-        numbers: Sequence[range],
+        samples: Samples,
         sampling: Sampling,
         noise: int,
         *,
         first: bool,
     ) -> Future[list[list[Completion]]]:
         assert self._crew is not None, "the main process alone samples"
+        numbers = numbers_of(samples, prompts)
         check_request(prompts, min(map(len, numbers), default=1), sampling)
-        for prompt in prompts:
-            if prompt.pixels is not None:
-                raise ValueError(
-                    f"prompt {prompt.id} has images, which do not travel to a process that samples "
-                    "(max_staleness 0, sampler_process false)"
-                )
+        knobs = "max_staleness 0, sampler_process false"
+        refuse_images(prompts, f"which do not travel to a process that samples ({knobs})")
         rows = [
             [prompt.id, prompt.epoch, prompt.token_ids, [part.start, part.stop]]
             for prompt, part in zip(prompts, numbers, strict=True)

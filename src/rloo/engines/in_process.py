@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rloo.engines.noise import row_keys
-from rloo.engines.sampling import check_request, collect_completions
+from rloo.engines.sampling import check_request, collect_completions, numbers_of
 from rloo.model.division import is_divided
 from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
 
@@ -133,7 +133,7 @@ class InProcessEngine(ABC):
         self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`."""
-        numbers = [range(samples)] * len(prompts) if isinstance(samples, int) else samples
+        numbers = numbers_of(samples, prompts)
         check_request(prompts, min(map(len, numbers), default=1), sampling)
         with self._whole():
             return self._sample(prompts, numbers, sampling, noise)

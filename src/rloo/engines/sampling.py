@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rloo.types import Completion, Prompt, Sampling
+from rloo.types import Completion, Prompt, Samples, Sampling
 
 # The number of vocabulary entries that the inverse CDF first treats as one block.
 _BLOCK = 128
@@ -132,6 +132,18 @@ def check_request(prompts: Sequence[Prompt], num_samples: int, sampling: Samplin
     for prompt in prompts:
         if not prompt.token_ids:
             raise ValueError(f"prompt {prompt.id} has no tokens; a completion needs at least 1")
+
+
+def numbers_of(samples: Samples, prompts: Sequence[Prompt]) -> Sequence[range]:
+    """The numbers of the completions that are to be drawn for each prompt."""
+    return [range(samples)] * len(prompts) if isinstance(samples, int) else samples
+
+
+def refuse_images(prompts: Sequence[Prompt], fact: str) -> None:
+    """Raise ValueError for prompts with images, of which `fact` tells the rule and the knob."""
+    for prompt in prompts:
+        if prompt.pixels is not None:
+            raise ValueError(f"prompt {prompt.id} has images, {fact}")
 
 
 class StopText:

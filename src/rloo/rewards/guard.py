@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rloo.config.functions import STOP_SIGNALS, NotAllowed, noting_signals
+from rloo.config.functions import NotAllowed, noting_signals
+from rloo.dist.signals import STOP_SIGNALS
 from rloo.rewards.deadline import DeadlinePassed
 
 _HINT = "reward_on_error missing leaves its rewards out"

@@ -25,8 +25,8 @@ import psutil
 
 from rloo.algorithm.interrupts import ECHO
 from rloo.config.config import RLOOConfig
-from rloo.config.functions import STOP_SIGNALS
 from rloo.config.launchers import restart_count
+from rloo.dist.signals import STOP_SIGNALS
 
 BAD_INPUT = 2
 # Seconds that ranks are given to end: those that a signal has told to save, those that are left

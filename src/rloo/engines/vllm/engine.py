@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rloo.config.vllm_checks import COLDEST, HOTTEST
 from rloo.dist import World
-from rloo.engines.sampling import check_request
+from rloo.engines.sampling import check_request, numbers_of, refuse_images
 from rloo.engines.versions import Versions
 from rloo.engines.vllm.answers import Request
 from rloo.engines.vllm.client import Client
@@ -279,7 +279,7 @@ class VLLMEngine:
         """Have weights sent to a server over NCCL, where that is to be and it takes them."""
         settings, device = self._settings, self._source.world.device
         if settings.serving.transfers and member.receives:
-            member.transfer = Transfer(member.url, device, settings.deadline)
+            member.transfer = Transfer(member.client, device, settings.deadline)
         elif settings.serving.transfers:
             why = f"it has no route {TRANSFER_ROUTE} (--weight-transfer-config)"
             self._say(f"weights go to {member.url} by files, not over NCCL: {why}")
@@ -290,7 +290,7 @@ class VLLMEngine:
         self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`. Raises ValueError for sampling that vLLM does otherwise."""
-        numbers = [range(samples)] * len(prompts) if isinstance(samples, int) else samples
+        numbers = numbers_of(samples, prompts)
         requests = _requests(prompts, numbers, sampling, noise)
         self._bring()
         if not prompts:
@@ -303,7 +303,7 @@ class VLLMEngine:
     ) -> list[Future[list[Completion]]]:
         """As `sample`, in the main process, and does not wait for it: of each prompt its
         completions, to come."""
-        requests = _requests(prompts, [range(count)] * len(prompts), sampling, noise)
+        requests = _requests(prompts, numbers_of(count, prompts), sampling, noise)
         fleet = self._open.fleet
         assert fleet is not None, "load comes first"
 
@@ -345,12 +345,7 @@ def _requests(
 ) -> list[Request]:
     check_request(prompts, min(map(len, numbers), default=1), sampling)
     check_sampling(sampling)
-    for prompt in prompts:
-        if prompt.pixels is not None:
-            raise ValueError(
-                f"prompt {prompt.id} has images, which are not sent to vLLM in this version "
-                "(rollout_engine hf)"
-            )
+    refuse_images(prompts, "which are not sent to vLLM in this version (rollout_engine hf)")
     both = zip(prompts, numbers, strict=True)
     return [Request(prompt, own, sampling, noise) for prompt, own in both]
 

@@ -10,25 +10,26 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import torch
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from rloo.engines.vllm.client import ServerError
+from rloo.engines.vllm.client import Client
 from rloo.engines.vllm.members import Member, Weights
+from rloo.engines.vllm.serving import free_port
 
 TRANSFER_ROUTE = "/init_weight_transfer_engine"
 # For the first version, with which the two ends connect: where they do not see each other, it is
 # better known soon.
 FIRST_SECONDS = 120.0
+_PHASE = "sending weights over NCCL"
 # How safetensors calls types of numbers.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -44,11 +45,11 @@ def why_not(device: torch.device) -> str | None:
 
 
 class Transfer:
-    """Sends versions to the server at `url`, from `device`. What waits inside of NCCL cannot be
+    """Sends versions to the server of `client`, from `device`. What waits inside of NCCL cannot be
     interrupted: `sent` uses a thread of its own, and leaves it behind at its deadline."""
 
-    def __init__(self, url: str, device: torch.device, seconds: float) -> None:
-        self._url, self._device, self._seconds = url, device, seconds
+    def __init__(self, client: Client, device: torch.device, seconds: float) -> None:
+        self._client, self._device, self._seconds = client, device, seconds
         self._sender: Any = None
         self._folder = Path()
 
@@ -64,7 +65,7 @@ class Transfer:
         def work() -> None:
             error = None
             try:
-                self._send(folder)
+                self._send(folder, loop)
             except Exception as raised:
                 error = raised
             with suppress(RuntimeError):  # so late that the loop is closed
@@ -77,13 +78,13 @@ class Transfer:
         ):
             await done
 
-    def _send(self, folder: Path) -> None:
+    def _send(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
         self._folder = folder
         if self._sender is None:
-            self._sender = self._connected()
+            self._sender = self._connected(_Calls(self._client, loop, self._seconds))
         self._sender.send_weights()
 
-    def _connected(self) -> Any:
+    def _connected(self, calls: _Calls) -> Any:
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -99,11 +100,10 @@ class Transfer:
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 return tensors(transfer._folder, transfer._device)
 
-        calls = _Calls(self._url, self._seconds)
-        host = urlsplit(self._url).hostname or ""
+        host = urlsplit(self._client.url).hostname or ""
         how = NCCLTrainerInitInfo(
             master_address=_address_towards(host),
-            master_port=_free_port(),
+            master_port=free_port(),
             world_size=calls.world_size() + 1,
             rank=0,
         )
@@ -111,44 +111,39 @@ class Transfer:
 
 
 class _Calls:
-    """What vLLM's sender asks a server for, each with a deadline, and checked."""
+    """What vLLM's sender asks a server for, from its own thread: the run's client asks, in its
+    loop."""
 
-    def __init__(self, url: str, seconds: float) -> None:
-        self._url, self._seconds = url, seconds
+    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self._client, self._loop, self._seconds = client, loop, seconds
 
     def world_size(self) -> int:
         """The number of the server's workers."""
-        return int(self._call("GET", "/get_world_size")["world_size"])
+        asked = self._client.get("/get_world_size", phase=_PHASE, seconds=self._seconds)
+        return int(self._wait(asked)["world_size"])
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._call("POST", TRANSFER_ROUTE, {"init_info": init_info})
+        self._post(TRANSFER_ROUTE, {"init_info": init_info})
 
     def shutdown_weight_transfer_engine(self) -> None:
-        self._call("POST", "/shutdown_weight_transfer_engine")
+        self._post("/shutdown_weight_transfer_engine")
 
     def start_weight_update(self) -> None:
-        self._call("POST", "/start_weight_update")
+        self._post("/start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        self._call("POST", "/update_weights", {"update_info": update_info})
+        self._post("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         body = None if weight_version is None else {"weight_version": weight_version}
-        self._call("POST", "/finish_weight_update", body)
+        self._post("/finish_weight_update", body)
 
-    def _call(self, method: str, path: str, body: Any = None) -> Any:
-        phase = "sending weights over NCCL"
-        try:
-            answer = httpx.request(
-                method, self._url + path, json=body, timeout=self._seconds, trust_env=False
-            )
-        except httpx.HTTPError as error:
-            fact = f"cannot be reached at {path}: {error or type(error).__name__}"
-            raise ServerError(phase, self._url, fact) from error
-        if answer.status_code >= 400:
-            fact = f"answered {path} with status {answer.status_code}: {answer.text[:200]}"
-            raise ServerError(phase, self._url, fact, answer.status_code)
-        return json.loads(answer.text) if answer.text.strip() else None
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        self._wait(self._client.post(path, body, phase=_PHASE, seconds=self._seconds))
+
+    def _wait(self, asked: Coroutine[Any, Any, Any]) -> Any:
+        # The call ends before; a loop that has stopped would never say so.
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result(self._seconds + 10.0)
 
 
 async def fill(
@@ -192,9 +187,3 @@ def _address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect((host, 9))  # nothing is sent
         return str(asked.getsockname()[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("", 0))
-        return int(held.getsockname()[1])

@@ -119,7 +119,7 @@ class OwnServer:
         yet. Raises ValueError where the program does not exist."""
         self.stop()
         self.serving.require_program()
-        port = _free_port()
+        port = free_port("127.0.0.1")
         serving = self.serving if model is None else replace(self.serving, model=model)
         environment = {**os.environ, **SWITCHES}
         if self.devices is not None:
@@ -200,11 +200,11 @@ def _guarded(command: Sequence[str]) -> list[str]:
     return ["/bin/sh", "-c", f"exec 3<&0; {watch}", "sh", *command]
 
 
-def _free_port() -> int:
+def free_port(host: str = "") -> int:
+    """A port of this machine that nothing listens on (of this address, "" for all)."""
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port
+        held.bind((host, 0))
+        return int(held.getsockname()[1])
 
 
 async def start_all(
