@@ -34,7 +34,7 @@ MEASURED: dict[str, Seconds] = {
 }
 # Of the functions that exchange something, what it is.
 KINDS = {
-    "_of_all_processes": "completions: tokens, log-probs",
+    "_all_completions": "completions: tokens, log-probs",
     "bring": "completions: tokens of those beyond gather_limit",
     "score": "rewards, texts, what they log",
     "update": "sums of the loss and metrics",

@@ -72,11 +72,13 @@ def of_all(
     drew = zlib.crc32(repr([(prompt.id, prompt.token_ids) for prompt in prompts]).encode())
     own = [completion for group in drawn for completion in group]
     most = len(prompts) * count * sampling.max_tokens * _TOKEN_BYTES
-    flat = _gathered(own, drew, world, small=most <= world.gather_limit)
+    flat = _all_completions(own, drew, world, small=most <= world.gather_limit)
     return [flat[first : first + count] for first in range(0, len(flat), count)]
 
 
-def _gathered(own: list[Completion], drew: int, world: World, *, small: bool) -> list[Completion]:
+def _all_completions(
+    own: list[Completion], drew: int, world: World, *, small: bool
+) -> list[Completion]:
     """All completions, of which this process has drawn its `own`, with tokens where those are of
     `gather_limit` bytes, or known to be (`small`)."""
     parts = world.gather((drew, pack(own) if small else heads(own)))
