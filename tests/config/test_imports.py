@@ -21,6 +21,7 @@ from rloo.config.imports.ms_swift import parse_script
 from rloo.config.imports.source import follow_references
 from rloo.config.parsing import parse_command_line
 from rloo.config.presets import preset_options
+from support.settings import flatten
 from support.terms import advantages
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -52,17 +53,6 @@ log_level: info
 generation_kwargs: {top_k: 5}
 not_an_option: 3
 """
-
-
-def flatten(values: dict, prefix: str = "") -> dict:
-    """Leaves by dotted name; an empty mapping is a leaf."""
-    found = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= flatten(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def write(folder: Path, text: str) -> str:

@@ -25,11 +25,12 @@ two"
 E=
 DEEP=${NOPE:-"${NOPE:-in $A}/z"}
 program "${ARR[@]}" k=$A 'q="a b"' list='["c","w"]' sum=${M} x="$B" y=$B z=${NOPE:-"d $A"} \
-    none="$E" w='$A' t="$TEXT" "${NOPE:-q r}" "$DEEP" half${A}way a\ b $'tab\tend' ${NOPE:+gone} ${A:+kept} 2>&1 | cat
+    none="$E" w='$A' t="$TEXT" "${NOPE:-q r}" "$DEEP" half${A}way \
+    a\ b $'tab\tend' ${NOPE:+gone} ${A:+kept} 2>&1 | cat
 cat <<END
 program not=me
 END
-program last=1 > /dev/null
+program last=1 2> /dev/null
 """
 
 
@@ -85,7 +86,7 @@ def test_what_is_never_closed_is_refused(text, message):
 
 
 def test_flags_take_none_one_or_several_values_and_the_last_wins():
-    words = "--a --b-c 1 --d x y --e=2 --f -3 --a-b --e 4".split()
+    words = ["--a", "--b-c", "1", "--d", "x", "y", "--e=2", "--f", "-3", "--a-b", "--e", "4"]
     assert read_flags(words) == {
         "a": "true", "b_c": "1", "d": ["x", "y"], "e": "4", "f": "-3", "a_b": "true",
     }  # fmt: skip

@@ -8,19 +8,25 @@ from collections.abc import Iterable
 from rloo.config.plain_yaml import read_yaml
 
 SCRIPTS = (".sh", ".bash")
-# --from's name of a system -> (its own, sections that only its files have, what its scripts run)
-_SYSTEMS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    "verl": ("verl", ("actor_rollout_ref",), r"\bverl\.|main_ppo|recipe\.dapo"),
-    "openrlhf": ("OpenRLHF", (), r"\bopenrlhf\."),
-    "nemo_rl": ("NeMo-RL", ("grpo", "loss_fn"), r"\brun_\w*(grpo|ppo|gdpo|dapo)\w*\.py"),
+# --from's name of a system -> (its own, the section that only its files have, others that they
+# have, what its scripts run)
+_SYSTEMS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
+    "verl": (
+        "verl", "actor_rollout_ref", ("algorithm", "data", "trainer", "critic"),
+        r"\bverl\.|main_ppo|recipe\.dapo",
+    ),
+    "openrlhf": ("OpenRLHF", "", (), r"\bopenrlhf\."),
+    "nemo_rl": (
+        "NeMo-RL", "grpo", ("loss_fn", "policy", "data", "cluster", "checkpointing", "logger"),
+        r"\brun_\w*(grpo|ppo|gdpo|dapo)\w*\.py",
+    ),
     "areal": (
-        "AReaL",
-        ("gconfig", "actor", "rollout", "train_dataset", "stats_logger", "saver", "recover"),
+        "AReaL", "gconfig", ("actor", "rollout", "train_dataset", "saver", "recover", "ref"),
         r"\bareal\b|gconfig\.",
     ),
-    "ms-swift": ("ms-swift", (), r"\b(swift|megatron) rlhf\b"),
-    "trl": ("TRL", (), r"\btrl (rloo|grpo)\b|\brloo\w*\.py\b"),
-}
+    "ms-swift": ("ms-swift", "", (), r"\b(swift|megatron) rlhf\b"),
+    "trl": ("TRL", "", (), r"\btrl (rloo|grpo)\b|\brloo\w*\.py\b"),
+}  # fmt: skip
 _LEAST = 3
 
 
@@ -39,17 +45,15 @@ def system_of(path: str) -> str | None:
             text = re.sub(r"^\s*#.*$", "", file.read(), flags=re.MULTILINE)
     except (ValueError, OSError):
         return None
-    return next((name for name, (_, _, run) in _SYSTEMS.items() if re.search(run, text)), None)
+    return next((name for name, (*_, run) in _SYSTEMS.items() if re.search(run, text)), None)
 
 
 def _of_keys(names: Iterable[str]) -> str | None:
-    tops = [name.partition(".")[0] for name in names if "." in name]
-    counts = {
-        system: sum(top in sections for top in tops)
-        for system, (_, sections, _) in _SYSTEMS.items()
-    }
-    likely = max(counts, key=lambda system: counts[system])
-    return likely if counts[likely] >= _LEAST else None
+    tops = [name.partition(".")[0] for name in names]
+    for system, (_, own, others, _) in _SYSTEMS.items():
+        if own in tops and sum(top in (own, *others) for top in tops) >= _LEAST:
+            return system
+    return None
 
 
 def refuse_foreign(path: str) -> None:

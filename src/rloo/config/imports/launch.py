@@ -13,6 +13,7 @@ from rloo.config.imports.overrides import is_yaml, over, read_composed, read_ove
 from rloo.config.imports.shell import Script, find_command, read_script
 
 _ABOVE = 8
+_SETTING = re.compile(r"--|[+~]*[A-Za-z_]\w*(\.\w+)+=")
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,18 @@ class Launch:
 
     @property
     def notes(self) -> list[str]:
-        conditional = "the script has conditions: all branches were read, the last one wins"
-        return [conditional] if self.script.conditional else []
+        """What a reader must know of the script."""
+        found = []
+        if self.script.conditional:
+            found.append("the script has conditions: all branches were read, the last one wins")
+        cut = [words for words in self.script.commands if _SETTING.match(words[0])]
+        if cut:
+            number = sum(len(words) for words in cut)
+            found.append(
+                f"a comment or a missing backslash ends the command before {cut[0][0]}: the shell "
+                f"leaves out what follows, {number} words"
+            )
+        return found
 
 
 def read_launch(source: str, mark: re.Pattern[str], program: str) -> Launch:

@@ -140,7 +140,7 @@ def _read_kl(source: Source, each: int) -> dict[str, Any]:
         read["use_bias_correction_kl"] = bool(read["beta"])
     if read["beta"] and (kind == "k2" or (each > 1 and not approximated)):
         source.notes.append(
-            "the KL has the gradient of sampling as well there (since June 2026), at a ratio of 1; "
+            "the KL has the gradient of sampling as well there (since 0.7), at a ratio of 1; "
             + ("not here with k2" if kind == "k2" else "here at the token's ratio")
         )
     return read

@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from rloo.config.imports.sums import compute
+
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _PLAIN = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\}|([0-9@*#?$!-]))")
 _DEFAULT = re.compile(r"(\w+):?([-=+])(.*)", re.DOTALL)
 _ALL_OF = re.compile(r"(\w+)\[[@*]\]")
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>&|<&|>|<)\s*")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
-_SUM = re.compile(r"[\d\s()*/+%-]+")
 _WORDS = (
     "if", "then", "else", "elif", "fi", "do", "done", "while", "until", "time", "exec", "export",
     "local", "declare", "readonly", "{", "}", "!",
@@ -286,14 +287,8 @@ class _Reader:
         if not inside.startswith("("):
             return f"$({inside})"
         names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda n: f"({self._value(n[1])})", inside)
-        sum_ = names[1:-1].replace("/", "//")
-        # Digits and operators alone, and short: no power, no name.
-        if _SUM.fullmatch(sum_) and "**" not in sum_ and len(sum_) < 200:
-            try:
-                return str(int(eval(sum_, {"__builtins__": {}})))
-            except (SyntaxError, ArithmeticError, TypeError, MemoryError, RecursionError):
-                pass
-        return f"$({inside})"
+        result = compute(names[1:-1])
+        return f"$({inside})" if result is None else str(result)
 
 
 def read_flags(words: list[str]) -> dict[str, str | list[str]]:

@@ -22,7 +22,9 @@ _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _UNRESOLVED = re.compile(r"\$\{[^{}]*\}|\$\(|`")
 _UNKNOWN = object()
 _LOGGERS = ("wandb", "tensorboard", "swanlab", "trackio", "mlflow")
-_RESOLVERS = {"mul": operator.mul, "add": operator.add, "div": operator.truediv, "max": max}
+_RESOLVERS: dict[str, Callable[..., float]] = {
+    "mul": operator.mul, "add": operator.add, "div": operator.truediv, "max": max,
+}  # fmt: skip
 
 
 class Left(NamedTuple):
@@ -194,7 +196,7 @@ def follow_references(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: resolve(value, (key,)) for key, value in values.items()}
 
 
-def _computed(function: Callable[[float, float], float], parts: list[str]) -> Any:
+def _computed(function: Callable[..., float], parts: list[str]) -> Any:
     try:
         result = function(*(float(part) for part in parts))
     except (ValueError, ZeroDivisionError):

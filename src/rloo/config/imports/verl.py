@@ -146,9 +146,12 @@ def import_verl(text: str, overrides: Sequence[str] = ()) -> Imported:
     source.notes += given.notes
     options = source.take_same(_SAME)
     source.expect_all(_ONLY)
+    for key, name in (("prompt", "max_prompt_length"), ("response", "max_completion_length")):
+        options[name] = source.take(f"{_ROLLOUT}{key}_length", int, options[name])
     options |= read_objective(source, options)
     batches, each = _read_batches(source, options)
-    options |= batches | _read_data(source) | _read_run(source, each)
+    options |= batches | _read_data(source)
+    options |= _read_run(source, each, "eval_dataset" in options)
     options |= _read_optimizer(source, each) | _read_adapter(source)
     return source.finish(options, _REASONS)
 
@@ -205,15 +208,15 @@ def _read_data(source: Source) -> dict[str, Any]:
     return read
 
 
-def _read_run(source: Source, each: int) -> dict[str, Any]:
+def _read_run(source: Source, each: int, evaluated: bool) -> dict[str, Any]:
     read: dict[str, Any] = {"logging_steps": each}
     total = source.take("trainer.total_training_steps", int)
     read |= {} if total is None else {"max_steps": total * each}
     read |= steps_between("save", source.take("trainer.save_freq", int, -1), each)
     test = source.take("trainer.test_freq", int | bool, -1)
     before = source.take("trainer.val_before_train", bool, True)
-    read |= steps_between("eval", test, each)
-    if test > 0:
+    read |= steps_between("eval", test if evaluated else -1, each)
+    if test > 0 and evaluated:
         read["eval_on_start"] = before
     elif before:
         source.give_back("trainer.val_before_train", before, "evaluation is off (eval_strategy)")
