@@ -358,7 +358,7 @@ def test_a_value_of_the_wrong_type_names_areal_s_key(tmp_path):
 @pytest.mark.parametrize(
     "form",
     [
-        ["FILE", "gconfig.n_samples=8", "+actor.path=x/y", "++actor.eps_clip=0.3"],
+        ["FILE", "gconfig.n_samples=8", "+actor.path=x/y", "--actor.eps_clip=0.3"],
         [
             "python3 -m areal.launcher.local train.py --config FILE gconfig.n_samples=8 "
             "actor.path=x/y actor.eps_clip=0.3"
@@ -527,6 +527,20 @@ def test_scripts_are_read_with_their_variables_and_other_commands_are_listed():
 def test_command_lines_that_cannot_be_read_are_refused(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         import_config("ms-swift", text)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--advantage_estimator rloo  # leave-one-out\n--kl_in_reward true     # in the reward\n"],
+        ["--advantage_estimator", "rloo", "--kl_in_reward", "true"],
+        ["--advantage_estimator rloo", "--kl_in_reward", "true"],
+    ],
+)
+def test_ms_swift_s_flags_are_read_without_a_command(words):
+    found = import_config("ms-swift", words[0], words[1:])
+    assert found.options == swift("--advantage_estimator rloo --kl_in_reward true").options
+    assert {"advantage_estimator", "kl_in_reward"} <= set(found.taken)
 
 
 def test_a_script_s_quotes_may_run_over_lines_and_its_switches_stand_alone(tmp_path, monkeypatch):

@@ -47,6 +47,8 @@ def read_launch(source: str, mark: re.Pattern[str], program: str) -> Launch:
     command line. Raises ValueError where there is none, or several that differ."""
     text, folder = _text_of(source)
     script = read_script(text)
+    if text.lstrip().startswith("--"):  # its flags alone, each on a line of its own perhaps
+        return Launch([word for words in script.commands for word in words], text=text)
     commands = find_command(script, mark)
     if commands and all(words == commands[0][1] for _, words in commands):
         before, words = commands[0]

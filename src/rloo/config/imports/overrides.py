@@ -27,8 +27,8 @@ def is_yaml(word: str) -> bool:
 
 
 def read_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """What `[+[+]]key=value` and `~key` set (the latter to None), the values of `--name value`, and
-    the other words."""
+    """What `[+[+]]key=value`, `--section.key value` and `~key` (to None) set, the values of
+    `--name value`, and the other words."""
     values: dict[str, Any] = {}
     flags: dict[str, str] = {}
     others: list[str] = []
@@ -39,7 +39,10 @@ def read_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]
         if word.startswith("--"):
             if not equals and waiting and not waiting[0].startswith("--"):
                 text = waiting.pop(0)
-            flags[name[2:].replace("-", "_")] = text
+            if "." in name:
+                values[name[2:]] = _value(text)
+            else:
+                flags[name[2:].replace("-", "_")] = text
         elif equals and name:
             values[name.lstrip("+")] = _value(text)
         elif word.startswith("~"):
