@@ -229,7 +229,7 @@ def test_nemo_rl_s_estimators_give_the_same_advantages(overrides, expected, tmp_
 
 def test_verl_s_rloo_is_the_preset_verl_with_its_batches_and_intervals():
     found = verl(VERL_RLOO)
-    assert objective_of(found) == preset_options("verl") | {"epsilon_high": 0.2}
+    assert objective_of(found) == preset_options("verl")
     # 64 prompts in parts of 16: four steps of 64 completions.
     assert numbers(found) == (64, 64, 4)
     config = RLOOConfig(**found.options)
@@ -278,8 +278,10 @@ def test_verl_s_kl_is_where_it_is_there(overrides, expected):
 def test_verl_reads_the_two_clip_ratios_and_not_the_one():
     start = "actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=rloo actor_rollout_ref.actor."
     config = RLOOConfig(**verl(f"{start}clip_ratio=0.3").options)
-    assert (config.epsilon, config.epsilon_high) == (0.2, 0.2)
+    assert (config.epsilon, config.epsilon_high) == (0.2, None)
     assert "clip_ratio" in " ".join(left(verl(f"{start}clip_ratio=0.3")))
+    config = RLOOConfig(**verl(f"{start}clip_ratio_low=0.1").options)
+    assert (config.epsilon, config.epsilon_high) == (0.1, 0.2)
     both = f"{start}clip_ratio_low=0.1 actor_rollout_ref.actor.clip_ratio_high=0.28"
     config = RLOOConfig(**verl(both).options)
     assert (config.epsilon, config.epsilon_high) == (0.1, 0.28)
@@ -372,7 +374,7 @@ def test_a_command_that_a_comment_cuts_short_is_said_to_be(tmp_path):
 
 def test_openrlhf_s_rloo_is_the_preset_openrlhf_with_its_batches_and_intervals():
     found = openrlhf(OPENRLHF_RLOO)
-    assert objective_of(found) == preset_options("openrlhf") | {"epsilon_high": 0.2}
+    assert objective_of(found) == preset_options("openrlhf")
     # 64 prompts of 4 completions, 64 completions a step.
     assert numbers(found) == (64, 64, 4)
     config = RLOOConfig(**found.options)
@@ -456,7 +458,7 @@ def test_openrlhf_s_steps_may_cut_groups():
 
 def test_nemo_rl_s_grpo_is_the_preset_nemo_rl_with_its_batches_and_intervals(tmp_path):
     found = nemo(tmp_path)
-    expected = preset_options("nemo_rl") | {"epsilon_high": 0.2, "use_bias_correction_kl": True}
+    expected = preset_options("nemo_rl") | {"use_bias_correction_kl": True}
     assert objective_of(found) == expected
     # 8 prompts of 4 completions, 16 completions a step.
     assert numbers(found) == (8, 16, 2)
@@ -482,11 +484,15 @@ def test_nemo_rl_s_files_are_read_over_their_defaults_and_under_overrides(tmp_pa
         "data: {validation: null, train: {_override_: true, data_path: other.jsonl}}\n"
     )
     child = tmp_path / "child.yaml"
-    child.write_text("defaults: [mid.yaml]\npolicy: {precision: float32}\nloss_fn:\n  a_key: ???\n")
+    (tmp_path / "first.yaml").write_text("grpo: {num_prompts_per_step: 4, seed: 7}\n")
+    child.write_text(
+        "defaults: [first.yaml, mid.yaml]\npolicy: {precision: float32}\nloss_fn:\n  a_key: ???\n"
+    )
     found = import_config("nemo_rl", str(child), ["++grpo.num_generations_per_prompt=2"])
     assert numbers(found) == (16, 16, 2)
     config = RLOOConfig(**found.options)
     assert (config.dataset, config.eval_strategy, config.bf16) == ("other.jsonl", "no", False)
+    assert config.seed == 7  # and the later of two wins: 16 prompts, not 4
     assert config.prompt_template is None and "loss_fn.a_key" not in left(found)
     line = f"uv run examples/run_grpo.py --config {child} ++grpo.num_generations_per_prompt=2"
     assert import_config("nemo_rl", line).options == found.options

@@ -13,6 +13,7 @@ from rloo.config.imports.objective import (
     LEAVE_ONE_OUT,
     WHITENED,
     by_completion,
+    clip_bounds,
     in_our_form,
     without_estimator,
 )
@@ -73,9 +74,9 @@ def _read_estimator(source: Source, options: dict[str, Any]) -> dict[str, Any]:
 def _read_loss(source: Source, each: int) -> dict[str, Any]:
     by_token = source.take(f"{_LOSS}token_level_loss", bool, True)
     by_sequence = source.take(f"{_LOSS}sequence_level_importance_ratios", bool, False)
+    low = source.take(f"{_LOSS}ratio_clip_min", float, 0.2)
     read: dict[str, Any] = {
-        "epsilon": source.take(f"{_LOSS}ratio_clip_min", float, 0.2),
-        "epsilon_high": source.take(f"{_LOSS}ratio_clip_max", float, 0.2),
+        **clip_bounds(low, source.take(f"{_LOSS}ratio_clip_max", float, 0.2)),
         "delta": source.take(f"{_LOSS}ratio_clip_c", float),
         "loss_aggregation": "token_mean" if by_token else "sequence_token_mean",
         "importance_sampling_level": "sequence_mean" if by_sequence else "token",

@@ -17,6 +17,11 @@ WHITENED = {
 }  # fmt: skip
 
 
+def clip_bounds(low: float, high: float) -> dict[str, Any]:
+    """The two bounds on the ratio, as one where they are equal."""
+    return {"epsilon": low, "epsilon_high": None if high == low else high}
+
+
 def without_estimator(
     source: Source, key: str, name: str, options: dict[str, Any]
 ) -> dict[str, Any]:

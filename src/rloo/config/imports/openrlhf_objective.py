@@ -13,6 +13,7 @@ from rloo.config.imports.objective import (
     LEAVE_ONE_OUT,
     WHITENED,
     by_completion,
+    clip_bounds,
     in_our_form,
     without_estimator,
 )
@@ -59,7 +60,7 @@ def _read_estimator(source: Source, options: dict[str, Any]) -> dict[str, Any]:
 def _read_loss(source: Source) -> dict[str, Any]:
     clip = source.take("actor.eps_clip", float, 0.2)
     low, high = source.take("actor.eps_clip_low_high", list[float], [clip, clip])
-    read = {"epsilon": low, "epsilon_high": high, "delta": source.take("actor.dual_clip", float)}
+    read = clip_bounds(low, high) | {"delta": source.take("actor.dual_clip", float)}
     if source.take("actor.policy_loss_type", str, "ppo") == "gspo":
         read["importance_sampling_level"] = "sequence_mean"
         read["loss_aggregation"] = "sequence_token_mean"

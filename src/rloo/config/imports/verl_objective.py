@@ -13,6 +13,7 @@ from rloo.config.imports.objective import (
     LEAVE_ONE_OUT,
     WHITENED,
     by_completion,
+    clip_bounds,
     in_our_form,
     without_estimator,
 )  # fmt: skip
@@ -79,7 +80,7 @@ def _read_loss(source: Source) -> dict[str, Any]:
         source.give_back(key, form, "no such mean here (loss_aggregation)")
     constant = source.take(f"{_ACTOR}loss_scale_factor", float)
     read: dict[str, Any] = {
-        "epsilon": low, "epsilon_high": high, "delta": dual,
+        **clip_bounds(low, high), "delta": dual,
         "loss_aggregation": _AGGREGATIONS.get(form, "token_mean"),
     }  # fmt: skip
     if read["loss_aggregation"] == "constant":
