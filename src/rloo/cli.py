@@ -9,7 +9,8 @@ commands:
   eval     measure greedy and sampled pass@1, pass@k and mean reward of a model on a dataset
   config   list the options that most runs set, with --all every one, or explain the one named;
            with a config or options: print the resolved configuration and what its preset means;
-           with --from: convert a configuration of areal, ms-swift or trl
+           with --from: convert a file, script or command line of areal, ms-swift, nemo_rl,
+           openrlhf, trl or verl, with that system's own overrides after it
   vllm-serve
            start a server of vLLM as a run with these options needs it, and print its line
   check-estimator
@@ -24,7 +25,8 @@ examples:
   rloo train examples/gsm8k.yaml --profile   # where time and memory went: OUTPUT_DIR/profile
   rloo config num_generations
   rloo config --preset verl
-  rloo config --from areal gsm8k_rloo.yaml > gsm8k.yaml
+  rloo config --from areal gsm8k_rloo.yaml gconfig.n_samples=8 > gsm8k.yaml
+  rloo config --from verl run_qwen2-7b.sh > run.yaml
   rloo check-estimator examples/estimator.py:length_weighted
   rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null
   rloo vllm-serve examples/gsm8k.yaml --vllm_server_port 8000   # --use_peft true: with adapters
@@ -232,13 +234,13 @@ def _serve(arguments: list[str], signals: Stop) -> int:
 
 
 def _import(arguments: list[str]) -> int:
-    if len(arguments) != 2:
+    if len(arguments) < 2:
         raise ValueError(
-            f"--from takes a system ({', '.join(IMPORTERS)}) and its file, or for ms-swift its "
-            "command line in quotes"
+            f"--from takes a system ({', '.join(IMPORTERS)}) and its file, script, or command line"
+            " in quotes, and then overrides as that system takes them"
         )
-    system, source = arguments
-    print(render_imported(system, import_config(system, source)), end="")
+    system, source, *overrides = arguments
+    print(render_imported(system, import_config(system, source, overrides)), end="")
     return 0
 
 

@@ -21,6 +21,7 @@ from rloo.config.imports.ms_swift import parse_script
 from rloo.config.imports.source import follow_references
 from rloo.config.parsing import parse_command_line
 from rloo.config.presets import preset_options
+from support.settings import flatten
 from support.terms import advantages
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -52,17 +53,6 @@ log_level: info
 generation_kwargs: {top_k: 5}
 not_an_option: 3
 """
-
-
-def flatten(values: dict, prefix: str = "") -> dict:
-    """Leaves by dotted name; an empty mapping is a leaf."""
-    found = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= flatten(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def write(folder: Path, text: str) -> str:
@@ -365,6 +355,28 @@ def test_a_value_of_the_wrong_type_names_areal_s_key(tmp_path):
         areal(tmp_path, "actor: {eps_clip: wide}\n")
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        ["FILE", "gconfig.n_samples=8", "+actor.path=x/y", "--actor.eps_clip=0.3"],
+        [
+            "python3 -m areal.launcher.local train.py --config FILE gconfig.n_samples=8 "
+            "actor.path=x/y actor.eps_clip=0.3"
+        ],
+        ["python3", "train.py", "--config", "FILE", "gconfig.n_samples=8", "actor.path=x/y",
+         "actor.eps_clip=0.3"],
+    ],
+)  # fmt: skip
+def test_areal_s_overrides_and_launch_lines_win_over_the_file(form, capsys, tmp_path):
+    arguments = [word.replace("FILE", str(AREAL)) for word in form]
+    assert main(["config", "--from", "areal", *arguments]) == 0
+    config = parse_command_line([write(tmp_path, capsys.readouterr().out)])
+    plain = RLOOConfig(**import_config("areal", str(AREAL)).options)
+    assert (config.num_generations, config.model, config.epsilon) == (8, "x/y", 0.3)
+    assert (plain.num_generations, plain.num_prompts) == (4, 256)
+    assert config == replace(plain, num_generations=8, model="x/y", epsilon=0.3)
+
+
 # -- ms-swift -------------------------------------------------------------------------------------
 
 
@@ -503,12 +515,11 @@ def test_scripts_are_read_with_their_variables_and_other_commands_are_listed():
     [
         ("  ", "needs a command line"),
         ("missing.sh", "No such file"),
-        ("swift sft --model m", "there are 0 commands `swift rlhf`"),
+        ("swift sft --model m", "there are 0 commands swift rlhf; there must be 1"),
         ("swift rlhf --a 1\nswift rlhf --a 2", "there are 2 commands"),
         ("megatron rlhf --rlhf_type grpo", "only swift rlhf is read"),
         ("swift rlhf model", "model stands before any option"),
-        ("swift rlhf --beta 1 --beta 2", "--beta is given twice"),
-        ("swift rlhf --system 'open", "No closing quotation"),
+        ("swift rlhf --system 'open", "line 1: no closing '"),
         ("swift rlhf --rlhf_type grpo --beta much", "beta is 'much'; it must be a number"),
         ("swift rlhf --advantage_estimator gae", "must be grpo, rloo or reinforce_plus_plus"),
     ],
@@ -516,6 +527,43 @@ def test_scripts_are_read_with_their_variables_and_other_commands_are_listed():
 def test_command_lines_that_cannot_be_read_are_refused(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         import_config("ms-swift", text)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--advantage_estimator rloo  # leave-one-out\n--kl_in_reward true     # in the reward\n"],
+        ["--advantage_estimator", "rloo", "--kl_in_reward", "true"],
+        ["--advantage_estimator rloo", "--kl_in_reward", "true"],
+    ],
+)
+def test_ms_swift_s_flags_are_read_without_a_command(words):
+    found = import_config("ms-swift", words[0], words[1:])
+    assert found.options == swift("--advantage_estimator rloo --kl_in_reward true").options
+    assert {"advantage_estimator", "kl_in_reward"} <= set(found.taken)
+
+
+def test_a_script_s_quotes_may_run_over_lines_and_its_switches_stand_alone(tmp_path, monkeypatch):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Answer in \\boxed{}.\n")
+    script = tmp_path / "run.sh"
+    script.write_text(
+        'SYSTEM="""First think,\nthen answer in {braces}."""\n'
+        "export WANDB_API_KEY=abc123\n"
+        'swift rlhf --rlhf_type grpo --log_completions --system "$SYSTEM" \\\n'
+        "  --temperature 1.0 --overlong_filter --beta 1 --beta 0.5\n"
+    )
+    found = import_config("ms-swift", str(script))
+    system = found.options["prompt_template"][0]
+    assert system == {"role": "system", "content": "First think,\nthen answer in {{braces}}."}
+    config = RLOOConfig(**found.options)
+    assert (config.log_completions, config.mask_truncated_completions) == (True, True)
+    assert (config.temperature, config.beta) == (1.0, 0.5)
+    assert "abc123" not in render_imported("ms-swift", found)
+    found = swift(f"--system {prompt}")
+    assert found.options["prompt_template"][0]["content"] == "Answer in \\boxed{{}}."
+    found = swift("--system not/there.txt")
+    assert "no such file" in left(found)["system"] and "prompt_template" not in found.options
 
 
 # -- TRL ------------------------------------------------------------------------------------------
@@ -551,7 +599,7 @@ def test_options_of_trl_that_contradict_each_other_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--from"], "--from takes a system (areal, ms-swift, trl)"),
+        (["--from"], "--from takes a system (areal, ms-swift, nemo_rl, openrlhf, trl, verl)"),
         (["--from", "areal"], "--from takes a system"),
         (["--from", "arael", "x.yaml"], "did you mean areal?"),
         (["--from=areal", "missing.yaml"], "missing.yaml: No such file"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from rloo.config.aliases import our_name, resolve
 from rloo.config.config import RLOOConfig, known_names, option_types
+from rloo.config.foreign import is_script, refuse_foreign
 from rloo.config.plain_yaml import read_yaml
 from rloo.config.presets import BASE
 from rloo.config.reading import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, kinds_of, suggest
@@ -33,7 +34,12 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
     types = option_types()
     written = {name: value for name, value in written.items() if name not in given}
     entries = {name: given.pop(name) for name in list(given) if _is_entry(name)}
-    values = resolve(written, types, where=lines)
+    try:
+        values = resolve(written, types, where=lines)
+    except ValueError:
+        if path:
+            refuse_foreign(path)
+        raise
     if "preset" in given:  # a resolved file names every part of the objective
         values = {name: value for name, value in values.items() if name not in BASE}
     if path:
@@ -92,6 +98,8 @@ def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any]]:
         token = remaining.pop(0)
         key, equals, text = token.removeprefix("--").partition("=")
         if not token.startswith("--") and not equals:
+            if is_script(token):
+                refuse_foreign(token)
             if not token.endswith(YAML_SUFFIXES):
                 raise ValueError(
                     f"{token} is not an option; write --option value, option=value or the path of "

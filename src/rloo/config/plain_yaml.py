@@ -62,6 +62,19 @@ def read_yaml(path: str, is_whole: Callable[[str], bool]) -> tuple[dict[str, Any
     return values, {name: f"{path}, line {line}: " for name, line in lines.items()}
 
 
+def read_value(text: str) -> Any:
+    """The value that `text` is in YAML, such as [a, 1] or null; itself where it is none."""
+    yaml = _yaml()
+    try:
+        node = yaml.compose(text)
+        if node is None:
+            return text
+        _check_nodes(node)
+        return yaml.constructor.construct_object(node, deep=True)
+    except (YAMLError, RecursionError, ValueError):
+        return text
+
+
 def write_yaml(values: dict[str, Any]) -> str:
     """`values`, of JSON types, as YAML that `read_yaml` reads back equal."""
     stream = StringIO()

@@ -1,4 +1,4 @@
-"""Other systems' configurations as ours: `rloo config --from areal | ms-swift | trl`.
+"""Other systems' configurations as ours: `rloo config --from SYSTEM`.
 
 What a file or command line leaves out has that system's default, which is not ours. Every key ends
 up in an option, or in the list of those without a counterpart.
@@ -7,36 +7,61 @@ up in an option, or in the list of those without a counterpart.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
 
 from rloo.config.aliases import resolve
 from rloo.config.config import RLOOConfig, option_types
+from rloo.config.foreign import is_script, system_of
 from rloo.config.imports.areal import import_areal
 from rloo.config.imports.ms_swift import import_ms_swift
+from rloo.config.imports.nemo_rl import import_nemo_rl
+from rloo.config.imports.openrlhf import import_openrlhf
+from rloo.config.imports.overrides import is_yaml
 from rloo.config.imports.source import Imported
 from rloo.config.imports.trl import import_trl
+from rloo.config.imports.verl import import_verl
 from rloo.config.plain_yaml import write_yaml
 from rloo.config.presets import preset_options, remarks
 from rloo.config.reading import suggest
 
-# What --from takes -> (the system's name, what reads it: from a path, or a command line).
-IMPORTERS: dict[str, tuple[str, Callable[[str], Imported]]] = {
+# A name that ends so has a value that nobody else may read.
+_SECRET = re.compile(r"(?:api_?key|_token|secret|password|wandb\.key)$", re.IGNORECASE)
+# What --from takes -> (the system's name, what reads it: a path or command line, with overrides).
+IMPORTERS: dict[str, tuple[str, Callable[[str, Sequence[str]], Imported]]] = {
     "areal": ("AReaL", import_areal),
     "ms-swift": ("ms-swift", import_ms_swift),
+    "nemo_rl": ("NeMo-RL", import_nemo_rl),
+    "openrlhf": ("OpenRLHF", import_openrlhf),
     "trl": ("TRL", import_trl),
+    "verl": ("verl", import_verl),
 }
 
 
-def import_config(system: str, source: str) -> Imported:
-    """Read `source`: the path of a YAML file; for ms-swift a command line, or a script's path.
-    Raises ValueError for what cannot be read, and a result that contradicts itself here."""
+def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Imported:
+    """Read `source`: the path of a YAML file or shell script, or a command line; `overrides` are
+    that system's own, after it. Raises ValueError for what cannot be read, and a result that
+    contradicts itself here."""
     if system not in IMPORTERS:
         raise ValueError(
             f"--from is {system!r}; it must be one of {', '.join(IMPORTERS)}"
             f"{suggest(system, IMPORTERS)}"
         )
-    found = IMPORTERS[system][1](source)
+    if overrides and re.fullmatch(r"[\w./-]+", source) and not os.path.isfile(source):
+        source, overrides = shlex.join([source, *overrides]), ()  # a line without quotes around it
+    meant = system_of(source) if is_yaml(source) or is_script(source) else None
+    if meant not in (None, system):
+        raise ValueError(
+            f"{source} is of {IMPORTERS[str(meant)][0]}, not of {IMPORTERS[system][0]}: "
+            f"rloo config --from {meant} {source} > run.yaml"
+        )
+    found = IMPORTERS[system][1](source, overrides)
     options = resolve(found.options, option_types())
+    for name in ("model", "dataset", "eval_dataset", "output_dir"):
+        if str(options.get(name)).startswith("~/"):  # the shell, or the other system, does it
+            options[name] = os.path.expanduser(options[name])
     config = RLOOConfig(**options)  # whether they fit together
     notes = [*found.notes, *remarks(config)]
     return Imported(options, found.taken, found.left, notes)
@@ -60,7 +85,8 @@ def render_imported(system: str, found: Imported) -> str:
     for reason in dict.fromkeys(left.reason for left in found.left):
         lines.append(f"# - {reason}")
         for key, value, _ in (left for left in found.left if left.reason == reason):
-            shown = json.dumps(value, ensure_ascii=False, default=str)
+            hidden = "(not shown)" if _SECRET.search(key) else value
+            shown = json.dumps(hidden, ensure_ascii=False, default=str)
             lines.append(f"#     {_one_line(key)}: {shown}")
     return "\n".join(lines) + "\n"
 

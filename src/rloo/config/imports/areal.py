@@ -5,11 +5,15 @@ What a file leaves out of the objective has the default of AReaL's classes.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from rloo.config.imports.areal_objective import read_objective
+from rloo.config.imports.launch import read_settings
 from rloo.config.imports.source import ENGINES, PROCESSES, Imported, Source, follow_references
-from rloo.config.parsing import read_config_file
+
+_MARK = re.compile(r"(?!--).*\.py")
 
 # AReaL's key -> its default, for those that mean what an option of ours means
 _SAME: dict[str, Any] = {
@@ -91,9 +95,12 @@ _REASONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def import_areal(path: str) -> Imported:
-    """AReaL's YAML file at `path`. Raises ValueError for one that cannot be read."""
-    source = Source(follow_references(read_config_file(path)[0]), _NAMES)
+def import_areal(path: str, overrides: Sequence[str] = ()) -> Imported:
+    """AReaL's YAML file or script at `path`, or a launch line, with `overrides` after it. Raises
+    ValueError for what cannot be read."""
+    given = read_settings(path, overrides, _MARK, "with --config FILE")
+    source = Source(follow_references(given.values), _NAMES)
+    source.notes += given.notes
     options = source.take_same(_SAME)
     source.expect_all(_ONLY)
     options |= _read_run(source, options) | _read_data(source, options) | _read_batches(source)

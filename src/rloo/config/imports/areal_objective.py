@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo.config.composed import ARGUMENTS
+from rloo.config.imports.objective import in_our_form
 from rloo.config.imports.source import Source
-from rloo.config.presets import BASE
 
 _NORM = ("mean_level", "mean_leave1out", "std_level", "std_unbiased", "eps", "group_size")
 
@@ -37,17 +36,7 @@ def read_objective(source: Source, options: dict[str, Any]) -> dict[str, Any]:
             source.notes.append("tokens that are dropped stay in the mean of their ratios here")
         read |= {"importance_sampling_level": "sequence_mean", "kl_placement": "reward"}
         read |= {"normalize_over": "completions", "mean_over": "completions"}
-    return _in_our_form(read, options)
-
-
-def _in_our_form(read: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of the estimator apart, and under a preset that allows any KL where that is one."""
-    arguments = {name: read.pop(name) for name in ARGUMENTS if name in read}
-    if read["kl_estimator"] == "k1" or not read["beta"]:
-        unlike = {name: v for name, v in arguments.items() if v != ARGUMENTS[name]}
-        return {**read, "estimator_kwargs": unlike or None}
-    parts = {name: value for name, value in BASE.items() if name not in options}
-    return {**parts, "preset": "areal", **read, "estimator_kwargs": ARGUMENTS | arguments}
+    return in_our_form(source, read, options)
 
 
 def _read_kl(source: Source) -> dict[str, Any]:

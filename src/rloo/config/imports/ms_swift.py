@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Mapping
-from itertools import takewhile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
 from rloo.config.deepspeed import STAGES
+from rloo.config.imports.launch import read_launch
+from rloo.config.imports.shell import read_flags
 from rloo.config.imports.source import ENGINES, PROCESSES, Imported, Source
 
 # ms-swift's option -> its default, for those that mean what an option of ours means
@@ -69,11 +69,10 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
     "attention follows from the model (packing)": ("attn_impl",),
     "completions are packed wherever the model can (packing)": ("padding_free", "packing"),
-    "write it as the first message of prompt_template": ("system",),
     "name the rows to evaluate on (eval_dataset, eval_split)": ("split_dataset_ratio",),
     "evaluation samples as much at once as memory allows": ("per_device_eval_batch_size",),
     "its rewards are classes; name functions (reward)": ("external_plugins",),
-    "name it as a reward (reward)": ("reward_model",),
+    "name it as a reward (reward)": ("reward_model_",),
     "overlong_prompts is error, drop or left": ("truncation_strategy",),
     "a completion is one turn": ("multi_turn", "max_turns"),
     "distillation is not part of this version": ("teacher_",),
@@ -84,20 +83,15 @@ _LOSSES = {
     "grpo": "sequence_token_mean", "bnpo": "token_mean", "dapo": "token_mean",
     "dr_grpo": "constant",
 }  # fmt: skip
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_MARK = re.compile(r"rlhf|(?:.*/)?cli/rlhf\.py")
 
 
-def import_ms_swift(text: str) -> Imported:
+def import_ms_swift(text: str, overrides: Sequence[str] = ()) -> Imported:
     """A command line, or the script at that path. Raises ValueError unless it has exactly one
     command `swift rlhf`, and for options that cannot be read."""
     if not text.strip():
         raise ValueError("--from ms-swift needs a command line (swift rlhf ...) or a script's path")
-    if "\n" not in text and Path(text.split()[0]).suffix == ".sh":
-        try:
-            text = Path(text).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{text}: {error.strerror or error}") from None
-    source = Source(parse_script(text), _NAMES)
+    source = Source(parse_script(text) | read_flags(list(overrides)), _NAMES)
     options = source.take_same(_SAME)
     source.expect_all(_ONLY)
     options |= _read_data(source, options) | _read_batches(source) | _read_model(source)
@@ -129,6 +123,19 @@ def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     read["data_seed"] = None if order == options["seed"] else order
     overlong = source.take("truncation_strategy", str, "left")
     read["overlong_prompts"] = "drop" if overlong == "delete" else overlong
+    if system := source.take("system", str):
+        if len(system) < 500 and "\n" not in system and Path(system).is_file():
+            system = Path(system).read_text(encoding="utf-8").strip()
+        elif re.fullmatch(r"\S+\.(txt|md)", system):
+            source.give_back(
+                "system", system, "no such file here: write its text as prompt_template"
+            )
+            system = ""
+    if system:
+        user = {"role": "user", "content": "{query}"}
+        literal = system.replace("{", "{{").replace("}", "}}")
+        read["prompt_template"] = [{"role": "system", "content": literal}, user]
+        source.notes.append("prompt_template: put the column that has the question for query")
     if (thinking := source.take("enable_thinking", bool)) is not None:
         read["chat_template_kwargs"] = {"enable_thinking": thinking}
     strategy = source.take("eval_strategy", str, options["save_strategy"])
@@ -215,6 +222,7 @@ def _read_rewards(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
             source.notes.append(
                 f"reward {name} must be a function (completions, **columns) -> scores in {file}"
             )
+    rewards += source.take("reward_model", list[str], [])
     if "math" in rewards:
         source.notes.append("reward accuracy compares with the column solution, as math does here")
     return {"reward": rewards}
@@ -268,60 +276,21 @@ def _read_weights(source: Source) -> dict[str, Any]:
 
 
 def parse_script(text: str) -> dict[str, Any]:
-    """The options of the one `swift rlhf` in a shell script, and the variables set before it.
-
-    A value is text, a list of texts where there are several, "true" where there is none. Variables
-    that the script sets are filled in.
+    """The options of the one `swift rlhf` in a shell script or command line, or in the script at
+    that path; the variables that it sets and does not use, which are the program's; and its other
+    commands. A value is text, a list of texts where there are several, "true" where there is none.
     """
-    values: dict[str, Any] = {}
-    commands = []
-    others = 0
-    for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
-        strings = {key: value for key, value in values.items() if isinstance(value, str)}
-        try:
-            words = _split(Template(line).safe_substitute(strings))
-        except ValueError as error:
-            raise ValueError(f"{error} in the command line {line.strip()[:60]!r}") from None
-        while words and (words[0] == "export" or _ASSIGNMENT.match(words[0])):
-            name, _, value = words.pop(0).partition("=")
-            values |= {name: value} if name != "export" else {}
-        if "rlhf" in words:
-            commands.append(words)
-        elif words:
-            others += 1
-            values[f"command {others}"] = shlex.join(words)
-    if len(commands) != 1:
-        raise ValueError(f"there are {len(commands)} commands `swift rlhf`; there must be 1")
-    words = commands[0]
-    start = words.index("rlhf")
-    if words[:start] != ["swift"]:
+    launch = read_launch(text, _MARK, "swift rlhf")
+    if "megatron" in launch.before:
         raise ValueError(
-            f"the command is {shlex.join(words[: start + 1])}; only swift rlhf is read (Megatron's "
-            "fixes scale_rewards and kl_in_reward, whatever the estimator)"
+            "the command is megatron rlhf; only swift rlhf is read (Megatron's fixes scale_rewards "
+            "and kl_in_reward, whatever the estimator)"
         )
-    return values | _parse_options(words[start + 1 :])
-
-
-def _split(line: str) -> list[str]:
-    lexer = shlex.shlex(line, posix=True)
-    lexer.whitespace_split = True
-    # A shell's comment begins a word (data#500 is none), and may hold a lone quotation mark.
-    lexer.commenters = ""
-    return list(takewhile(lambda word: not word.startswith("#"), lexer))
-
-
-def _parse_options(words: list[str]) -> dict[str, Any]:
-    options: dict[str, list[str]] = {}
-    name = None
-    for word in words:
-        if word.startswith("--"):
-            key, equals, value = word.removeprefix("--").partition("=")
-            name = key.replace("-", "_")
-            if name in options:
-                raise ValueError(f"--{name} is given twice; give it once")
-            options[name] = [value] if equals else []
-        elif name is None:
-            raise ValueError(f"{word} stands before any option")
-        else:
-            options[name].append(word)
-    return {key: value[0] if len(value) == 1 else value or "true" for key, value in options.items()}
+    values: dict[str, Any] = {
+        name: value
+        for name, value in launch.script.variables.items()
+        if not re.search(rf"\$\{{?{name}\b", launch.text)
+    }
+    others = [words for words in launch.script.commands if not any(map(_MARK.fullmatch, words))]
+    values |= {f"command {number}": shlex.join(o) for number, o in enumerate(others, 1)}
+    return values | read_flags(launch.words)

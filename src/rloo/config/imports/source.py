@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rloo.config.aliases import our_name
 from rloo.config.config import option_types
+from rloo.config.plain_yaml import read_value
 from rloo.config.reading import coerce, not_null
 
 # Reasons that several systems share.
 ENGINES = "completions are sampled by our own engines (rollout_engine)"
+IN_MEMORY = "micro-batches follow from memory (max_tokens_per_micro_batch)"
 PROCESSES = "num_processes or a launcher says how many, and parallel whether they divide weights"
+NOT_AHEAD = "dynamic_sample draws further prompts by the scores, so not ahead of training"
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+_UNRESOLVED = re.compile(r"\$\{[^{}]*\}|\$\(|`")
+_UNKNOWN = object()
+_LOGGERS = ("wandb", "tensorboard", "swanlab", "trackio", "mlflow")
+_RESOLVERS: dict[str, Callable[..., float]] = {
+    "mul": operator.mul, "add": operator.add, "div": operator.truediv, "max": max,
+}  # fmt: skip
 
 
 class Left(NamedTuple):
@@ -42,6 +52,7 @@ class Source:
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
         """`names`: ours for keys that are no alias, for `take_same`."""
         self.values = dict(values)
+        self.original = dict(values)
         self._names = names or {}
         self.taken: list[str] = []
         self.left: list[Left] = []
@@ -57,7 +68,7 @@ class Source:
         if key not in self.values:
             return default
         value = self.values.pop(key)
-        if isinstance(value, str) and _REFERENCE.search(value):
+        if isinstance(value, str) and _UNRESOLVED.search(value):
             self.left.append(Left(key, value, "what it refers to is not in the file"))
             return default
         self.taken.append(key)
@@ -114,22 +125,80 @@ class Source:
         return Imported(options, self.taken, self.left, self.notes)
 
 
+def read_batches(
+    source: Source, prompts: int, completions_per_step: int, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], int]:
+    """Options for rollouts of `prompts` whose steps learn from so many completions; and the number
+    of optimizer steps that a rollout serves, in all passes over it."""
+    size = options["num_generations"]
+    parts, rest = divmod(prompts * size, completions_per_step)
+    if rest or parts < 1:
+        source.notes.append(
+            f"{prompts} prompts of {size} completions cannot be parted into steps of "
+            f"{completions_per_step}: each pass over a rollout is one optimizer step"
+        )
+        parts, completions_per_step = 1, prompts * size
+    read: dict[str, Any] = {"steps_per_generation": parts} if parts > 1 else {}
+    if completions_per_step % size == 0:
+        read["num_prompts"] = completions_per_step // size
+    else:
+        read["per_device_train_batch_size"] = completions_per_step
+    return read, parts * options["num_iterations"]
+
+
+def steps_between(what: str, rollouts: int | None, each: int) -> dict[str, Any]:
+    """Our strategy for what acts after so many rollouts, of `each` optimizer steps."""
+    if rollouts is None or rollouts <= 0:
+        return {f"{what}_strategy": "no"}
+    return {f"{what}_strategy": "steps", f"{what}_steps": rollouts * each}
+
+
+def read_loggers(source: Source, key: str, names: list[str]) -> list[str] | str:
+    """Those of `names` that `report_to` takes; others are said."""
+    known = [name for name in names if name in _LOGGERS]
+    others = [name for name in names if name not in (*known, "console")]
+    if others:
+        source.notes.append(f"{key} {', '.join(others)} is no logger here (report_to)")
+    return known or "none"
+
+
 def follow_references(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with OmegaConf's `${other.key}` replaced by the value of that key, if there is one
-    (it may be a resolver's). Raises ValueError for references that go in a circle."""
+    """`values` with OmegaConf's `${other.key}` replaced by the value of that key, if there is one,
+    and so `${oc.select:key,default}`; `${mul:a,b}`, `${add:a,b}`, `${div:a,b}` and `${max:a,b}` are
+    computed. Raises ValueError for references that go in a circle."""
 
     def resolve(value: Any, path: tuple[str, ...]) -> Any:
-        if not isinstance(value, str):
-            return value
-        whole = _REFERENCE.fullmatch(value)
-        if whole:
-            return look_up(whole, path)
-        return _REFERENCE.sub(lambda found: str(look_up(found, path)), value)
+        while isinstance(value, str) and (found := _REFERENCE.search(value)):
+            meant = look_up(found[1].strip(), path)
+            if meant is _UNKNOWN:
+                break
+            if found[0] == value.strip():
+                return meant
+            value = value[: found.start()] + str(meant) + value[found.end() :]
+        return value
 
-    def look_up(found: re.Match[str], path: tuple[str, ...]) -> Any:
-        key = found[1].strip()
+    def look_up(name: str, path: tuple[str, ...]) -> Any:
+        resolver, colon, rest = name.partition(":")
+        parts = [part.strip() for part in rest.split(",")]
+        if resolver == "oc.select":
+            default = read_value(parts[1]) if len(parts) == 2 else _UNKNOWN
+            found = look_up(parts[0], path)
+            return default if found is _UNKNOWN else found
+        if resolver in _RESOLVERS and len(parts) == 2:
+            return _computed(_RESOLVERS[resolver], parts)
+        key = f"{path[-1].rpartition('.')[0]}{name}" if name.startswith(".") else name
+        if colon or key not in values:
+            return _UNKNOWN
         if key in path:
             raise ValueError(f"{' -> '.join((*path, key))}: these references go in a circle")
-        return resolve(values[key], (*path, key)) if key in values else found[0]
+        return resolve(values[key], (*path, key))
 
     return {key: resolve(value, (key,)) for key, value in values.items()}
+
+
+def _computed(function: Callable[..., float], parts: list[str]) -> Any:
+    try:
+        result = function(*(float(part) for part in parts))
+    except (ValueError, ZeroDivisionError):
+        return _UNKNOWN
+    return int(result) if result == int(result) else result

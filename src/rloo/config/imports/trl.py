@@ -5,14 +5,20 @@ Most names and defaults are ours too; the objective is the preset trl.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from rloo.config.aliases import ALIASES, resolve
 from rloo.config.config import option_types
+from rloo.config.imports.launch import read_launch
+from rloo.config.imports.overrides import is_yaml
+from rloo.config.imports.shell import read_flags
 from rloo.config.imports.source import Imported, Source
 from rloo.config.parsing import read_config_file
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
+_MARK = re.compile(r"rloo|grpo|(?:.*/)?\w*(?:rloo|grpo)\w*\.py")
 # TRL's reward functions that we have too.
 _REWARDS: dict[str, Any] = {
     "accuracy_reward": "math",
@@ -34,10 +40,10 @@ _REASONS = {
 }
 
 
-def import_trl(path: str) -> Imported:
-    """TRL's YAML file at `path`. Raises ValueError for one that cannot be read, or whose options
-    contradict each other."""
-    source = Source(read_config_file(path)[0])
+def import_trl(path: str, overrides: Sequence[str] = ()) -> Imported:
+    """TRL's YAML file or script at `path`, or a command line, with `overrides` after it. Raises
+    ValueError for what cannot be read, or options that contradict each other."""
+    source = Source(_read_given(path, overrides))
     hints = option_types()
     options: dict[str, Any] = {"preset": "trl"}
     source.expect_all(_ONLY)
@@ -55,6 +61,17 @@ def import_trl(path: str) -> Imported:
     if options.get("eval_strategy", "no") != "no" and "eval_split" not in options:
         options["eval_split"] = "test"
     return source.finish(options, _REASONS)
+
+
+def _read_given(path: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """What a file says, and over it the flags."""
+    if is_yaml(path) and " " not in path:
+        return read_config_file(path)[0] | read_flags(list(overrides))
+    launch = read_launch(path, _MARK, "trl rloo, or rloo.py")
+    flags = read_flags([*launch.words, *overrides])
+    file = flags.pop("config", None)
+    values = read_config_file(str(launch.folder / str(file)))[0] if file else {}
+    return values | flags
 
 
 def _read_refused(source: Source, key: str) -> None:
