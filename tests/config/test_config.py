@@ -18,6 +18,7 @@ from rloo.config.checks import RANGES
 from rloo.config.config import DEVIATIONS, RLOOConfig, option_types, resolve_interval
 from rloo.config.reading import default_of
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.vllm_options import OPTIONS
 
 
 def message(*args, **options) -> str:
@@ -337,7 +338,7 @@ def test_flags_of_trls_script_are_understood():
 
 
 def check_defaults(theirs) -> None:
-    ours = {field.name: default_of(field) for field in dataclasses.fields(RLOOConfig)}
+    ours = {field.name: default_of(field) for field in OPTIONS}
     for field in dataclasses.fields(theirs):
         default = default_of(field)
         if field.name in DEVIATIONS:

@@ -208,7 +208,7 @@ def _check_model(config: Options) -> None:
             "model_init_kwargs has torch_dtype, which has no effect: weights are float32, and bf16 "
             "or fp16 sets the precision of the computation; remove it"
         )
-    _check_alone(config, "use_peft", [field.name for field in LORA.fields_of(config)])
+    _check_alone(config, "use_peft", [field.name for field in LORA.fields_of(Options)])
     if config.load_in_4bit and config.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both true; choose one")
     _check_alone(config, "load_in_4bit", ("bnb_4bit_quant_type", "use_bnb_nested_quant"))
@@ -234,7 +234,7 @@ def _check_parallel(config: Options) -> None:
 
 def _check_alone(config: Options, switch: str, names: Sequence[str]) -> None:
     """Refuse options that were changed although the `switch` that they need is off."""
-    for field in fields(config):
+    for field in fields(Options):
         value = getattr(config, field.name)
         if field.name in names and value != field.default and not getattr(config, switch):
             raise ValueError(

@@ -4,10 +4,10 @@ of TRL 1.16 and transformers where they have the option (`config.DEVIATIONS` lis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rloo.config.reading import Subject
+from rloo.config.reading import SHARED, Subject
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
 
@@ -33,7 +33,7 @@ COMPATIBILITY = Subject("Compatibility")
 DEFAULT_BATCH = (8, 1)
 
 
-@dataclass(init=False)
+@dataclass(init=False, kw_only=True)
 class Options:
     """The fields of `rloo.config.config.RLOOConfig`."""
 
@@ -329,8 +329,8 @@ class Options:
     pass_threshold: float = EVALUATION.own(1.0,
         "A completion passes if its first reward is at least this.")
 
-    output_dir: str = SAVING.shared("rloo_output",
-        "Folder for the model, metrics and checkpoints.", basic=True)
+    output_dir: str = field(default="rloo_output", kw_only=False, metadata=SAVING.about(
+        "Folder for the model, metrics and checkpoints.", SHARED, basic=True))
     overwrite_output_dir: bool = SAVING.own(False, "Replace another run in `output_dir`.")
     resume_from_checkpoint: str | bool | None = SAVING.shared(None,
         "Checkpoint folder to continue from; true takes the newest in `output_dir`, auto too if it "
