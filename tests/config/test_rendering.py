@@ -15,7 +15,7 @@ from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.vllm_options import OPTIONS
 
 # Another option is another thing to know: whoever changes these numbers says why.
-NUM_OPTIONS = 186
+NUM_OPTIONS = 192
 NUM_BASIC = 25
 
 
@@ -83,7 +83,8 @@ def test_lines_are_no_wider_than_the_terminal(columns, monkeypatch):
         ("output_dir", ["output_dir = rloo_output ", "TRL's default is null."]),
         ("use_vllm", ["use_vllm = false ", "Sample with vLLM"]),
         ("vllm_group_port", ["vllm_group_port = 51216", "servers read the weights from a folder"]),
-        ("loss_type", ["loss_type ", "the form of the loss is set by loss_aggregation"]),
+        ("loss_type", ["loss_aggregation = sequence", "loss_type (TRL's GRPO)"]),
+        ("prediction_loss_only", ["prediction_loss_only ", "scores them with the rewards"]),
         ("log_level", ["log_level = passive ", "Accepted without effect"]),
     ],
 )

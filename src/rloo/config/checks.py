@@ -46,6 +46,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at most 1,000,000,000", lambda x: x <= 1_000_000_000, (
         "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
         "warmup_steps", "max_completion_length", "eval_max_completion_length", "ddp_timeout",
+        "eval_delay",
     )),
     (f"must be at most {MOST_COMPLETIONS:,}", lambda x: x <= MOST_COMPLETIONS,
      ("num_generations", "num_generations_eval")),
@@ -65,7 +66,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
         "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
         "rollout_importance_sampling_min", "reward_timeout", "max_restarts", "gather_limit",
-        "vllm_restarts", "max_staleness",
+        "vllm_restarts", "max_staleness", "eval_delay",
     )),
     ("must be above 0 and at most 1", lambda x: 0 < x <= 1,
      ("top_p", "eval_top_p", "ref_model_mixup_alpha", "vllm_gpu_memory_utilization")),

@@ -123,6 +123,8 @@ class RLOOConfig(Base):
             own["loss_constant"] = float(self.max_completion_length)
         if self.metric_for_best_model is None and self.compares_evaluations:
             own["metric_for_best_model"] = "reward"
+        if self.eval_strategy != "no":
+            own["do_eval"] = True  # as scripts read it from TrainingArguments
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             own["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
         check(self)
@@ -199,7 +201,6 @@ class RLOOConfig(Base):
 RLOOArguments = RLOOConfig
 
 
-@cache
 def _own_fields(kind: type[RLOOConfig]) -> frozenset[str]:
     """The fields that a subclass has added, and that are no options."""
     return frozenset(kind.__dataclass_fields__.keys() - RLOOConfig.__dataclass_fields__)

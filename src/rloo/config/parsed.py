@@ -12,7 +12,7 @@ from typing import Any
 from rloo.config.asked import Asked
 from rloo.config.options import LORA, QUANTISATION
 from rloo.config.reading import declare, default_of
-from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.unsupported import NOT_OF_RLOO_CONFIG, REFUSED, WITHOUT_EFFECT
 from rloo.config.vllm_options import OPTIONS, VLLMOptions
 
 # Options that are no part of `args` in TRL: its scripts parse them beside it, by ModelConfig,
@@ -20,12 +20,6 @@ from rloo.config.vllm_options import OPTIONS, VLLMOptions
 OF_SCRIPTS = {
     "model", "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "reward",
     *(option.name for subject in (LORA, QUANTISATION) for option in subject.fields_of(VLLMOptions)),
-}  # fmt: skip
-# The same of what is refused or idle here; and other systems' names.
-_ELSEWHERE = {
-    "dtype", "torch_dtype", "model_revision", "attn_implementation", "lora_task_type",
-    "bnb_4bit_quant_storage", "dataset_streaming", "advantage_estimator", "token_level_kl",
-    "clip_ratio_against",
 }  # fmt: skip
 # TRL's option that is refused or idle here -> (its default, help)
 _OTHERS: dict[str, tuple[Any, str]] = {
@@ -54,7 +48,7 @@ def _fields() -> Iterator[tuple[str, Any, Any]]:
             about = {"help": option.metadata["help"]}
             yield option.name, _parseable(hint), declare(default, about, shown=option.repr)
     for name, (default, meaning) in _OTHERS.items():
-        if "." not in name and name not in _ELSEWHERE:
+        if "." not in name and name not in NOT_OF_RLOO_CONFIG:
             kind = list[str] if isinstance(default, list) else type(default)
             hint = str | None if default is None else kind
             yield name, hint, declare(default, {"help": meaning})

@@ -107,7 +107,7 @@ class RLOOTrainer:
         with self.world.telling():
             self.batches = batches_of(self.args, self.world.size)
             chosen_estimator(self.args)
-            transformers.set_seed(self.args.seed)
+            setup.seed_all(self.args)
             loggers = make_loggers(self.args)
             self.reward_processing_classes = reward_processing_classes
             self.rewards = setup.make_rewards(
