@@ -43,7 +43,8 @@ def _fields() -> Iterator[tuple[str, Any, Any]]:
         hint, default = hints[option.name], default_of(option)
         if option.name in OF_SCRIPTS:
             # An InitVar cannot have a default that is made anew each time.
-            yield option.name, InitVar[hint], None if isinstance(default, list) else default
+            unseen: Any = InitVar[hint]  # type: ignore[valid-type]
+            yield option.name, unseen, None if isinstance(default, list) else default
         else:
             about = {"help": option.metadata["help"]}
             yield option.name, _parseable(hint), declare(default, about, shown=option.repr)

@@ -81,7 +81,7 @@ class Monitor:
         self._live: view.LiveProgress | None = None
         self._last_line = (0, -math.inf)
         self._last_table = 0
-        self._epoch, self._epoch_began = 0, True  # of the last step; and whether it is the first
+        self._epoch, self._epoch_ended = 0, False  # of the last step, and whether it ended one
         self.window: list[Mapping[str, float]] = []  # the metrics of steps that no log has yet
         self._losses: list[float] = []
         self._events: Events | None = None
@@ -266,7 +266,7 @@ class Monitor:
     def _remember(self, metrics: Mapping[str, float]) -> None:
         self._recent.append(metrics)
         epoch = int(metrics.get("epoch", 0))
-        self._epoch, self._epoch_began = epoch, epoch > self._epoch
+        self._epoch, self._epoch_ended = epoch, epoch > self._epoch
         self._refused_steps += bool(metrics.get("update/nonfinite"))
         loss = metrics.get("loss", 0.0)
         self._losses += [loss] if math.isfinite(loss) else []
@@ -288,7 +288,7 @@ class Monitor:
         """Whether one of the steps `last` + 1 to `step` is logged."""
         if self.config.logging_strategy == "steps":
             return step // self._every > last // self._every
-        return self.config.logging_strategy == "epoch" and self._epoch_began
+        return self.config.logging_strategy == "epoch" and self._epoch_ended
 
     def say(self, text: str) -> None:
         """Print a line."""

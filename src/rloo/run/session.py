@@ -292,10 +292,11 @@ class Session:
         self._saved_at = self.state.step
         write_result(self.parts, self.owner)
 
-    def _save_checkpoint(self, *, push: bool = True, whole: bool = False) -> None:
+    def _save_checkpoint(self, *, push: bool = True, last: bool = False) -> None:
+        whole = last or not self.config.save_only_model
         with self.parts.policy.in_step(), self.parts.stop.held():
-            self._commit(whole=whole or not self.config.save_only_model)
-            self._saved_step = self.state.step
+            self._commit(whole=whole)
+            self._saved_step = self.state.step if whole else self._saved_step
             self.parts.events.send("on_save")
             config, step = self.config, self.state.step
             if push and config.push_to_hub and config.hub_strategy != "end":
@@ -346,7 +347,7 @@ class Session:
                 )
                 return
         with self.parts.stop.held():
-            self._save_checkpoint(push=False, whole=True)
+            self._save_checkpoint(push=False, last=True)
 
     def _resolved(self) -> RLOOConfig:
         """The options, including everything that was chosen automatically."""
