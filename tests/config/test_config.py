@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from rloo.config.aliases import ALIASES, CONVERSIONS
+from rloo.config.aliases import ALIASES, CONVERSIONS, SECOND_FIELDS
 from rloo.config.arguments import to_training_arguments
 from rloo.config.batches import batches_of
 from rloo.config.checks import RANGES
@@ -352,6 +352,15 @@ def test_what_trl_leaves_out_without_vllm_is_left_out():
     )
 
 
+def test_the_second_name_of_a_field_sets_it_unless_it_is_null():
+    config = RLOOConfig(activation_checkpointing=False, activation_checkpointing_kwargs=None)
+    assert config.gradient_checkpointing is False
+    assert dataclasses.replace(config, gradient_checkpointing=True).gradient_checkpointing
+    assert "both set gradient_checkpointing" in message(
+        activation_checkpointing=False, gradient_checkpointing=True
+    )
+
+
 def test_other_ways_to_write_a_value_are_read():
     assert RLOOConfig(top_k=None).top_k == 0
     config = RLOOConfig(
@@ -380,6 +389,8 @@ def check_defaults(theirs) -> None:
         elif field.name in REFUSED:
             accepted, _ = REFUSED[field.name]
             assert accepted[0] == default, field.name
+        elif field.name in SECOND_FIELDS:
+            assert default is None
         else:
             assert WITHOUT_EFFECT[field.name][0] == default, field.name
 
@@ -388,7 +399,7 @@ def test_every_field_of_training_arguments_is_honoured_or_refused():
     from transformers import TrainingArguments
 
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert names <= {*option_types(), *REFUSED, *WITHOUT_EFFECT}
+    assert names <= {*option_types(), *REFUSED, *WITHOUT_EFFECT, *SECOND_FIELDS}
 
 
 @pytest.mark.peers

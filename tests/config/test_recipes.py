@@ -117,6 +117,16 @@ def test_what_no_run_can_follow_is_named_in_one_line(tmp_path, text, expected):
 
 
 @pytest.mark.filterwarnings("ignore:.*has no effect")
+def test_a_revision_is_one_of_the_models(tmp_path):
+    text = MODEL.replace("main", "v1") + "model_init_kwargs: {low_cpu_mem_usage: true}\n"
+    both = {"revision": "v1", "low_cpu_mem_usage": True}
+    assert read(tmp_path, text).model_init_kwargs == both
+    flagged = read(tmp_path, text, "--model_revision", "v2")
+    assert flagged.model_init_kwargs == both | {"revision": "v2"}
+    assert read(tmp_path, MODEL).model_init_kwargs is None
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect")
 def test_a_mixture_of_one_dataset_is_a_dataset(tmp_path):
     config = read(tmp_path, MODEL + "datasets:\n- path: owner/rows\n  name: main\n  split: part\n")
     assert (config.dataset, config.dataset_config, config.dataset_split) == (

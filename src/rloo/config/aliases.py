@@ -35,6 +35,10 @@ _NAMES: dict[str, dict[str, str]] = {
     },
     "open-r1": {"hub_model_revision": "hub_revision"},
     "TRL's GRPO, ms-swift": {"scale_rewards": "std_level"},
+    "transformers 5": {
+        "activation_checkpointing": "gradient_checkpointing",
+        "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+    },
     "ms-swift": {
         "val_dataset": "eval_dataset", "overlong_filter": "mask_truncated_completions",
         "kl_in_reward": "kl_placement", "stop_words": "stop_strings",
@@ -99,6 +103,9 @@ _NAMES: dict[str, dict[str, str]] = {
 ALIASES: dict[str, tuple[str, str]] = {
     theirs: (ours, whose) for whose, names in _NAMES.items() for theirs, ours in names.items()
 }
+
+# Second names that are fields of TrainingArguments as well; null, their default, says nothing.
+SECOND_FIELDS = tuple(_NAMES["transformers 5"])
 
 
 def our_name(name: str) -> str:
@@ -219,6 +226,8 @@ def resolve(
                 continue
             if name in WITHOUT_EFFECT:
                 warn_without_effect(name, value)
+                continue
+            if value is None and name in SECOND_FIELDS:
                 continue
             ours = our_name(name)
             convert = CONVERSIONS.get(name) or _READINGS.get(name)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import InitVar, make_dataclass
 from typing import Any
 
+from rloo.config.aliases import SECOND_FIELDS, our_name
 from rloo.config.asked import Asked
 from rloo.config.options import LORA, QUANTISATION
 from rloo.config.reading import declare, default_of
@@ -48,6 +49,9 @@ def _fields() -> Iterator[tuple[str, Any, Any]]:
         else:
             about = {"help": option.metadata["help"]}
             yield option.name, _parseable(hint), declare(default, about, shown=option.repr)
+    for name in SECOND_FIELDS:
+        ours = our_name(name)
+        yield name, _parseable(hints[ours] | None), declare(None, {"help": f"The same as {ours}."})
     for name, (default, meaning) in _OTHERS.items():
         if "." not in name and name not in NOT_OF_RLOO_CONFIG:
             kind = list[str] if isinstance(default, list) else type(default)

@@ -34,6 +34,8 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
     if path:
         refuse_other(path, written, known_names())
         written = read_recipe(written)
+    if "model_revision" in given:
+        given["model_init_kwargs.revision"] = given.pop("model_revision")
     types = option_types()
     written = {name: value for name, value in written.items() if name not in given}
     entries = {name: given.pop(name) for name in list(given) if _is_entry(name)}

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+_SFT = "is a recipe for supervised fine-tuning (SFT)"
 # What a file is for -> keys that only it has.
 _OTHERS: dict[str, tuple[str, ...]] = {
     "is for accelerate launch (--config_file)": (
@@ -20,7 +21,7 @@ _OTHERS: dict[str, tuple[str, ...]] = {
     "is a recipe for KTO": ("desirable_weight", "undesirable_weight"),
     "is a recipe for a reward model": ("center_rewards_coefficient",),
     "is a recipe for PPO": ("value_model_path", "vf_coef", "cliprange_value", "lam"),
-    "is a recipe for supervised fine-tuning (SFT)": (
+    _SFT: (
         "max_length", "max_seq_length", "dataset_text_field", "dataset_kwargs", "dataset_num_proc",
         "packing_strategy", "padding_free", "eval_packing", "completion_only_loss",
         "assistant_only_loss", "chat_template_path", "eos_token",
@@ -49,8 +50,8 @@ _GRPO = ("loss_type", "scale_rewards", "vllm_importance_sampling_correction", "u
 def refuse_other(path: str, values: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Raise ValueError, of one line, for a file with keys that only another program has."""
     for purpose, keys in _OTHERS.items():
-        found = [name for name in values if name.startswith(keys) and name not in known]
-        if found:
+        found = [n for n in values if n not in known and {n, n.partition(".")[0]} & {*keys}]
+        if found and not (purpose == _SFT and values.keys() & {"num_generations", "rlhf_type"}):
             raise ValueError(
                 f"{path} {purpose}, and not for RLOO: it has {', '.join(found[:3])}; give TRL's "
                 "recipe for RLOO or GRPO, or options of `rloo config`"
@@ -77,6 +78,11 @@ def read_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
             f"env sets {', '.join(variables)}; set it where the command is started, as in "
             f"{variables[0]}=... rloo train"
         )
+    if (revision := taken.pop("model_revision", None)) not in (None, "main"):
+        taken["model_init_kwargs"] = {
+            "revision": revision,
+            **(taken.get("model_init_kwargs") or {}),
+        }
     return _prompts(_one_dataset(taken))
 
 

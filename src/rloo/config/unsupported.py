@@ -46,9 +46,6 @@ _REASONS: dict[str, dict[str, Any]] = {
     "a named dataset is read in full; RLOOTrainer streams an IterableDataset (train_dataset)": {
         "dataset_streaming": False,
     },
-    "the option is called gradient_checkpointing here": {
-        "activation_checkpointing": None, "activation_checkpointing_kwargs": None,
-    },
     "logs are written to the console and to report_to": {
         "trackio_bucket_id": None, "trackio_static_space_id": None, "debug": ("", []),
     },
