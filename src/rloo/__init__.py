@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rloo.algorithm.interrupts import Stopped
-    from rloo.config.arguments import RLOOArguments
-    from rloo.config.config import RLOOConfig
+    from rloo.config.config import RLOOArguments, RLOOConfig
     from rloo.run.trainer import RLOOTrainer
 
 __version__ = "0.1.0"
@@ -19,7 +18,7 @@ __all__ = ["RLOOArguments", "RLOOConfig", "RLOOTrainer", "Stopped", "__version__
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _HOMES = {
-    "RLOOArguments": "rloo.config.arguments",
+    "RLOOArguments": "rloo.config.config",
     "RLOOConfig": "rloo.config.config",
     "RLOOTrainer": "rloo.run.trainer",
     "Stopped": "rloo.algorithm.interrupts",

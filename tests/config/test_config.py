@@ -11,13 +11,14 @@ import sys
 import pytest
 import torch
 
-from rloo.config.aliases import ALIASES, CONVERSIONS
+from rloo.config.aliases import ALIASES, CONVERSIONS, SECOND_FIELDS
 from rloo.config.arguments import to_training_arguments
 from rloo.config.batches import batches_of
 from rloo.config.checks import RANGES
 from rloo.config.config import DEVIATIONS, RLOOConfig, option_types, resolve_interval
 from rloo.config.reading import default_of
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.vllm_options import OPTIONS
 
 
 def message(*args, **options) -> str:
@@ -133,7 +134,7 @@ def test_none_as_text_and_null_both_mean_none():
         ({"token_level_kl": True}, "it never had an effect"),
         ({"advantage_estimator": "grpo"}, "the estimator is set by its parts, or by a preset"),
         ({"kl_in_reward": False}, "kl_placement is loss and kl_estimator is k1, whose expected"),
-        ({"loss_type": "grpo"}, "loss_aggregation"),
+        ({"loss_type": "sigmoid"}, "there are grpo, dr_grpo, dapo, bnpo (loss_aggregation)"),
         ({"warmup_ratio": 1.0}, "warmup_ratio is 1.0; it must be at least 0 and below 1"),
         ({"beta": 0.1, "kl_coef": 0.05}, "beta is 0.1 and kl_coef is 0.05; both set beta"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "follows a metric"),
@@ -331,13 +332,54 @@ def test_flags_of_trls_script_are_understood():
         model_name_or_path="m", reward_model_name_or_path="r", dtype="float32", model_revision=None
     )
     assert (config.model, config.reward) == ("m", ["r"])
-    assert "weights are float32" in message(dtype="bfloat16")
+    with pytest.warns(UserWarning, match="dtype is 'bfloat16', which has no effect: weights are"):
+        assert RLOOConfig(dtype="bfloat16") == RLOOConfig()
     assert "model_init_kwargs" in message(model_revision="v2")
     assert "train_dataset" in message(dataset_streaming=True)
 
 
+def test_options_that_scripts_ask_are_kept_for_them():
+    config = RLOOConfig(do_train=True, do_predict=True)
+    assert (config.do_train, config.do_predict, config.do_eval) == (True, True, False)
+    assert RLOOConfig(eval_strategy="epoch").do_eval  # as TrainingArguments says
+
+
+def test_what_trl_leaves_out_without_vllm_is_left_out():
+    with pytest.warns(UserWarning, match="regex is 'a', which has no effect: use_vllm is false"):
+        RLOOConfig(vllm_structured_outputs_regex="a")
+    assert "sampled from the policy alone" in message(
+        vllm_structured_outputs_regex="a", use_vllm=True
+    )
+
+
+def test_the_second_name_of_a_field_sets_it_unless_it_is_null():
+    config = RLOOConfig(activation_checkpointing=False, activation_checkpointing_kwargs=None)
+    assert config.gradient_checkpointing is False
+    assert dataclasses.replace(config, gradient_checkpointing=True).gradient_checkpointing
+    assert "both set gradient_checkpointing" in message(
+        activation_checkpointing=False, gradient_checkpointing=True
+    )
+
+
+def test_other_ways_to_write_a_value_are_read():
+    assert RLOOConfig(top_k=None).top_k == 0
+    config = RLOOConfig(
+        loss_type="dr_grpo", scale_rewards=False, max_completion_length=7, reward_funcs=["a.b.c"]
+    )
+    assert (config.loss_aggregation, config.loss_constant) == ("constant", 7.0)
+    assert (config.std_level, config.reward) == ("none", ["a.b:c"])
+    assert RLOOConfig(scale_rewards="batch", loss_type="dapo").std_level == "batch"
+    assert RLOOConfig(scale_rewards=True).std_level == "group"
+    with pytest.warns(UserWarning, match="accuracy_reward is the built-in math here"):
+        config = RLOOConfig(
+            reward_funcs=["accuracy_reward", "think_format_reward", "math", "f.py:g"]
+        )
+    assert config.reward == ["math", "trl.rewards:think_format_reward", "math", "f.py:g"]
+    assert RLOOConfig(reward=["a.b"]).reward == ["a.b"]  # a model, by the name that it has here
+
+
 def check_defaults(theirs) -> None:
-    ours = {field.name: default_of(field) for field in dataclasses.fields(RLOOConfig)}
+    ours = {field.name: default_of(field) for field in OPTIONS}
     for field in dataclasses.fields(theirs):
         default = default_of(field)
         if field.name in DEVIATIONS:
@@ -347,6 +389,8 @@ def check_defaults(theirs) -> None:
         elif field.name in REFUSED:
             accepted, _ = REFUSED[field.name]
             assert accepted[0] == default, field.name
+        elif field.name in SECOND_FIELDS:
+            assert default is None
         else:
             assert WITHOUT_EFFECT[field.name][0] == default, field.name
 
@@ -355,7 +399,7 @@ def test_every_field_of_training_arguments_is_honoured_or_refused():
     from transformers import TrainingArguments
 
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    assert names <= {*option_types(), *REFUSED, *WITHOUT_EFFECT}
+    assert names <= {*option_types(), *REFUSED, *WITHOUT_EFFECT, *SECOND_FIELDS}
 
 
 @pytest.mark.peers

@@ -1,4 +1,4 @@
-"""TRL's own script, as it stands, with our arguments and our trainer in the place of TRL's."""
+"""TRL's own scripts, as they stand, with our options and our trainer in the place of TRL's."""
 
 import json
 from dataclasses import fields
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo import RLOOArguments, RLOOTrainer
+from rloo import RLOOConfig, RLOOTrainer
 from rloo.data.tasks import load_task_rows
 
 pytestmark = [
@@ -19,11 +19,16 @@ def reward_digits(completions, **_):
     return [float(sum(letter.isdigit() for letter in text)) for text in completions]
 
 
-def test_the_options_are_those_of_trl_and_no_others():
+def test_parsers_see_trls_options_and_none_of_the_classes_beside_it():
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
     from trl import RLOOConfig as Theirs
 
-    names = {field.name for field in fields(RLOOArguments)}
-    assert names == {field.name for field in fields(Theirs) if field.init}
+    def names(kind) -> set[str]:
+        return {field.name for field in fields(kind) if field.init}
+
+    assert names(Theirs) <= names(RLOOConfig)
+    for kind in (ModelConfig, ScriptArguments, DatasetMixtureConfig):
+        assert not names(kind) & names(RLOOConfig)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -31,7 +36,7 @@ def test_trls_script_trains(tmp_path, monkeypatch, lora):
     import trl
     from trl.scripts import rloo as script
 
-    monkeypatch.setattr(trl, "RLOOConfig", RLOOArguments)
+    monkeypatch.setattr(trl, "RLOOConfig", RLOOConfig)
     monkeypatch.setattr(trl, "RLOOTrainer", RLOOTrainer)
     rows = [{"prompt": row["prompt"]} for row in load_task_rows("countdown", "train").to_list()[:8]]
     (tmp_path / "rows").mkdir()
@@ -64,8 +69,8 @@ def test_trls_script_trains(tmp_path, monkeypatch, lora):
 def test_options_of_an_adapter_are_those_of_model_config():
     from trl import ModelConfig, ScriptArguments, TrlParser
 
-    parser = TrlParser((ScriptArguments, RLOOArguments, ModelConfig))
-    flags = ["--dataset_name", "rows", "--beta", "0.1", "--lora_r", "3"]
+    parser = TrlParser((ScriptArguments, RLOOConfig, ModelConfig))
+    flags = ["--dataset_name", "rows", "--beta", "0.1", "--lora_r", "3", "--preset", "trl"]
     rows, arguments, model = parser.parse_args_and_config(flags)
     assert (rows.dataset_name, arguments.beta, model.lora_r) == ("rows", 0.1, 3)
-    assert arguments.to_config().lora_r == 16
+    assert (arguments.lora_r, arguments.preset) == (16, "trl")

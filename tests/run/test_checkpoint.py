@@ -318,7 +318,7 @@ def test_the_newest_is_by_number_and_none_is_none(tmp_path):
 def test_a_run_never_silently_starts_again(tmp_path):
     (save(tmp_path, 1) / "manifest.json").unlink()
     (tmp_path / "checkpoint-2").mkdir()
-    with pytest.raises(ValueError, match=r"all 2 checkpoints in .* are damaged"):
+    with pytest.raises(ValueError, match=r"none of the 2 checkpoints .* has no manifest"):
         find_checkpoint(tmp_path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,13 +33,23 @@ _NAMES: dict[str, dict[str, str]] = {
         "evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu",
         "warmup_ratio": "warmup_steps",
     },
+    "open-r1": {"hub_model_revision": "hub_revision"},
+    "TRL's GRPO, ms-swift": {"scale_rewards": "std_level"},
+    "transformers 5": {
+        "activation_checkpointing": "gradient_checkpointing",
+        "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+    },
     "ms-swift": {
         "val_dataset": "eval_dataset", "overlong_filter": "mask_truncated_completions",
-        "scale_rewards": "std_level", "kl_in_reward": "kl_placement", "stop_words": "stop_strings",
+        "kl_in_reward": "kl_placement", "stop_words": "stop_strings",
         "lora_rank": "lora_r", "target_modules": "lora_target_modules",
         "modules_to_save": "lora_modules_to_save",
     },
     "TRL's GRPO": {
+        "loss_type": "loss_aggregation", "wandb_log_unique_prompts": "log_unique_prompts",
+        "vllm_max_model_len": "vllm_max_model_length",
+        "vllm_importance_sampling_cap": "rollout_importance_sampling_threshold",
+        "vllm_importance_sampling_clip_min": "rollout_importance_sampling_min",
         "vllm_importance_sampling_mode": "rollout_importance_sampling_mode",
         "vllm_importance_sampling_clip_max": "rollout_importance_sampling_threshold",
     },
@@ -92,6 +104,9 @@ ALIASES: dict[str, tuple[str, str]] = {
     theirs: (ours, whose) for whose, names in _NAMES.items() for theirs, ours in names.items()
 }
 
+# Second names that are fields of TrainingArguments as well; null, their default, says nothing.
+SECOND_FIELDS = tuple(_NAMES["transformers 5"])
+
 
 def our_name(name: str) -> str:
     """Our name of the option that is called `name` here or elsewhere."""
@@ -119,14 +134,71 @@ def _symmetric_range(name: str, value: Any) -> tuple[float, float]:
     return -bound, bound
 
 
+# TRL's loss -> ours; batches are whole here, so that bnpo's share of one is dapo's
+_LOSSES = {
+    "grpo": "sequence_token_mean", "dr_grpo": "constant", "dapo": "token_mean",
+    "bnpo": "token_mean",
+}  # fmt: skip
+
+
+def _loss_aggregation(name: str, value: Any) -> str:
+    if value not in _LOSSES:
+        raise ValueError(
+            f"{name} is {value!r}; of GRPO's losses there are {', '.join(_LOSSES)} "
+            "(loss_aggregation)"
+        )
+    return _LOSSES[value]
+
+
 # aliases whose value has to be rewritten as well
 CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
+    "loss_type": _loss_aggregation,
     "warmup_ratio": _share_of_steps,
     "actor.optimizer.warmup_steps_proportion": _share_of_steps,
     "actor.reward_clip": _symmetric_range,
     "actor.importance_sampling_level": _ratio_level,
     "kl_in_reward": _kl_placement,
     "algorithm.use_kl_in_reward": _kl_placement,
+}
+
+# TRL's reward functions that we have too: built-in, not the same code.
+_REWARDS: dict[str, Any] = {
+    "accuracy_reward": "math",
+    "get_soft_overlong_punishment": {
+        "name": "soft_overlong", "max_tokens": 1280, "cache_tokens": 256,
+    },
+}  # fmt: skip
+_TRL_REWARDS = ("think_format_reward", "reasoning_accuracy_reward")
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+
+
+def _rewards(name: str, value: Any) -> Any:
+    """TRL's names of functions, and dotted ones, as ours; all else as it is."""
+    if isinstance(value, list | tuple):
+        return [_rewards(name, item) for item in value]
+    if not isinstance(value, str):
+        return value
+    if value in _REWARDS:
+        warnings.warn(f"{name}: {value} is the built-in {_REWARDS[value]} here", stacklevel=2)
+        return _REWARDS[value]
+    if value in _TRL_REWARDS:
+        return f"trl.rewards:{value}"
+    if _DOTTED.fullmatch(value) and not value.endswith(".py"):
+        return ":".join(value.rsplit(".", 1))
+    return value
+
+
+def _std_level(name: str, value: Any) -> Any:
+    return {"true": "group", "false": "none"}.get(str(value).lower(), value)
+
+
+# names whose value may be written in other ways, too
+_READINGS: dict[str, Callable[[str, Any], Any]] = {
+    "reward_funcs": _rewards,
+    "top_k": lambda name, value: 0 if value is None else value,
+    "scale_rewards": lambda name, value: (
+        {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
+    ),
 }
 
 
@@ -150,14 +222,16 @@ def resolve(
     for name, value in options.items():
         try:
             if name in REFUSED:
-                refuse(name, value)
+                refuse(name, value, options)
                 continue
             if name in WITHOUT_EFFECT:
                 warn_without_effect(name, value)
                 continue
+            if value is None and name in SECOND_FIELDS:
+                continue
             ours = our_name(name)
-            if name in CONVERSIONS:
-                value = CONVERSIONS[name](name, value)
+            convert = CONVERSIONS.get(name) or _READINGS.get(name)
+            value = convert(name, value) if convert else value
             value = coerce(name, hints[ours], value)
             if ours in resolved and resolved[ours] != value:
                 raise ValueError(

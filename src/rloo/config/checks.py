@@ -46,6 +46,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at most 1,000,000,000", lambda x: x <= 1_000_000_000, (
         "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
         "warmup_steps", "max_completion_length", "eval_max_completion_length", "ddp_timeout",
+        "eval_delay",
     )),
     (f"must be at most {MOST_COMPLETIONS:,}", lambda x: x <= MOST_COMPLETIONS,
      ("num_generations", "num_generations_eval")),
@@ -65,7 +66,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
         "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
         "rollout_importance_sampling_min", "reward_timeout", "max_restarts", "gather_limit",
-        "vllm_restarts", "max_staleness",
+        "vllm_restarts", "max_staleness", "eval_delay",
     )),
     ("must be above 0 and at most 1", lambda x: 0 < x <= 1,
      ("top_p", "eval_top_p", "ref_model_mixup_alpha", "vllm_gpu_memory_utilization")),
@@ -208,7 +209,7 @@ def _check_model(config: Options) -> None:
             "model_init_kwargs has torch_dtype, which has no effect: weights are float32, and bf16 "
             "or fp16 sets the precision of the computation; remove it"
         )
-    _check_alone(config, "use_peft", [field.name for field in LORA.fields_of(config)])
+    _check_alone(config, "use_peft", [field.name for field in LORA.fields_of(Options)])
     if config.load_in_4bit and config.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both true; choose one")
     _check_alone(config, "load_in_4bit", ("bnb_4bit_quant_type", "use_bnb_nested_quant"))
@@ -234,7 +235,7 @@ def _check_parallel(config: Options) -> None:
 
 def _check_alone(config: Options, switch: str, names: Sequence[str]) -> None:
     """Refuse options that were changed although the `switch` that they need is off."""
-    for field in fields(config):
+    for field in fields(Options):
         value = getattr(config, field.name)
         if field.name in names and value != field.default and not getattr(config, switch):
             raise ValueError(

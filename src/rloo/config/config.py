@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 import typing
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rloo.config import deepspeed
 from rloo.config.accelerate import launched_options
 from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
+from rloo.config.asked import Asked
 from rloo.config.beside import correction_of
 from rloo.config.checks import check
 from rloo.config.generation_kwargs import sampling_options
 from rloo.config.options import DEFAULT_BATCH, LORA
+from rloo.config.parsed import Signature, seen_by_parsers
 from rloo.config.presets import LossForm, loss_form, over_preset
 from rloo.config.reading import default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
-from rloo.config.vllm_options import VLLMOptions, engine_of
-from rloo.dist import process_count, process_rank, rank_here
+from rloo.config.vllm_options import OPTIONS, VLLMOptions, engine_of
 
 # Shared options whose default is not TRL's: name -> (TRL's, ours, reason).
 DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
@@ -32,57 +33,59 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
         False, None, "servers on the trainer's own GPU would keep the memory that it needs",
     ),
 }  # fmt: skip
-# What TrainingArguments says of where it runs.
-PLACE = {
-    "world_size": process_count(), "process_index": process_rank(),
-    "local_process_index": rank_here(), "should_save": process_rank() == 0,
-    "should_log": process_rank() == 0,
-}  # fmt: skip
+# To a parser of dataclasses the class shows other fields than to type checkers and editors.
+if TYPE_CHECKING:
+    Base = Asked
+else:
+    Base = seen_by_parsers()
 
 
-@dataclass(init=False)
-class RLOOConfig(VLLMOptions):
+@dataclass(repr=False, eq=False)
+class RLOOConfig(Base):
     """The options of a run. Takes every field by keyword, and every alias (`rloo.config.aliases`).
 
     Raises ValueError for an unknown option, a value of the wrong type or out of range, options
     that contradict each other, and an option of TRL or transformers that this version does not
     implement, set to anything but its default. Change one with `dataclasses.replace`, or as scripts
     for TRL do, by assignment: what contradicts others is then refused by the trainer, which fixes
-    the options that it is given.
+    the options that it is given. A dataclass that inherits from it may have fields of its own,
+    which are the script's, and other defaults.
     """
 
     _fixed = False
     _checked = None
-    _idle = MappingProxyType[str, Any]({})  # what was given for options without effect
+    __signature__ = Signature()
 
-    def __init__(self, output_dir: str | None = None, **options: Any) -> None:
-        if output_dir is not None:
-            options["output_dir"] = output_dir
-        values = over_preset(resolve(options, option_types()))
-        values |= sampling_options(values.get("generation_kwargs"))
-        values |= launched_options(values)
-        values |= deepspeed.options_of(values)
-        own = vars(self)  # past __setattr__, which reads every value
-        own["_idle"] = _idle_of(options)
-        own.update({field.name: default_of(field) for field in fields(self)} | values)
-        own.update(engine_of(self))
-        own.update(correction_of(self))
-        if self.bf16 is None:
-            own["bf16"] = not self.fp16
-        if self.eval_strategy == "steps" and self.eval_steps is None:
-            own["eval_steps"] = self.logging_steps
-        if self.loss_aggregation == "constant" and self.loss_constant is None:
-            own["loss_constant"] = float(self.max_completion_length)
-        if self.metric_for_best_model is None and self.compares_evaluations:
-            own["metric_for_best_model"] = "reward"
-        if self.greater_is_better is None and self.metric_for_best_model is not None:
-            own["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
-        check(self)
-        own["_checked"] = self._values()
+    if not TYPE_CHECKING:  # type checkers and editors shall see the fields, and misspelt options
 
-    if not TYPE_CHECKING:  # a type checker shall still find misspelt options
+        def __init__(self, output_dir: str | None = None, **options: Any) -> None:
+            if output_dir is not None:
+                options["output_dir"] = output_dir
+            given, own = self._given(options)
+            changed = resolve(_changed_defaults(type(self)), option_types())
+            values = over_preset(changed | resolve(given, option_types()))
+            values |= sampling_options(values.get("generation_kwargs"))
+            values |= launched_options(values)
+            values |= deepspeed.options_of(values)
+            defaults = {option.name: default_of(option) for option in (*fields(self), *OPTIONS)}
+            vars(self).update(defaults | _idle_of(given) | own | values)
+            if missing := [name for name, value in vars(self).items() if value is MISSING]:
+                raise TypeError(f"{type(self).__name__} needs {', '.join(missing)}")
+            self.__post_init__()
+
+        def __init_subclass__(cls, **options: Any) -> None:
+            super().__init_subclass__(**options)
+            # The decorator `dataclass` writes none of these where it finds one.
+            for name in ("__init__", "__eq__", "__repr__"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(cls, name))
 
         def __setattr__(self, name: str, value: Any) -> None:
+            if name in _own_fields(type(self)) or (
+                name not in known_names() and hasattr(type(self), name)
+            ):
+                object.__setattr__(self, name, value)
+                return
             if self._fixed:
                 raise ValueError(
                     f"{name} cannot be changed: these options belong to a trainer; give another "
@@ -93,36 +96,64 @@ class RLOOConfig(VLLMOptions):
                     "preset cannot be assigned; give it when the options are made, "
                     "RLOOConfig(preset=...), because it sets the defaults of others"
                 )
-            for ours, read in resolve({name: value}, option_types()).items():
-                vars(self)[ours] = read
-            vars(self)["_idle"] = {**self._idle, **_idle_of({name: value})}
+            vars(self).update(resolve({name: value}, option_types()) | _idle_of({name: value}))
 
         def __getattr__(self, name: str) -> Any:
-            # Scripts written for TRL read options that are refused here (`if args.deepspeed:`), by
-            # the names that they have there, and what Trainer derives (`if args.should_save:`).
+            # Scripts written for TRL read options that are refused here, or idle (`if
+            # args.dtype:`), by the names that they have there.
             if name in REFUSED and REFUSED[name][0]:
                 return REFUSED[name][0][0]
             if name in WITHOUT_EFFECT:
-                return self._idle.get(name, WITHOUT_EFFECT[name][0])
-            if name in PLACE:
-                return PLACE[name]
+                return WITHOUT_EFFECT[name][0]
             if name in ALIASES and name not in CONVERSIONS:
                 return getattr(self, ALIASES[name][0])
             raise AttributeError(f"RLOOConfig has no option {name}{suggest(name, option_types())}")
 
+    def __post_init__(self) -> None:
+        """Derive what follows from the options, and check them. A subclass that has its own
+        `__post_init__` calls this one, as it would TRL's."""
+        own = vars(self)
+        own.update(engine_of(self))
+        own.update(correction_of(self))
+        if self.bf16 is None:
+            own["bf16"] = not self.fp16
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            own["eval_steps"] = self.logging_steps
+        if self.loss_aggregation == "constant" and self.loss_constant is None:
+            own["loss_constant"] = float(self.max_completion_length)
+        if self.metric_for_best_model is None and self.compares_evaluations:
+            own["metric_for_best_model"] = "reward"
+        if self.eval_strategy != "no":
+            own["do_eval"] = True  # as scripts read it from TrainingArguments
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            own["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
+        check(self)
+        own["_checked"] = self._values()
+
+    def _given(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of `options` those that are ours, and those of a subclass's own fields. A parser of
+        dataclasses gives every field that it sees, so that what is at its default was not asked
+        for: a preset may set it."""
+        defaults = {field.name: default_of(field) for field in fields(self)}
+        if options.keys() == defaults.keys():
+            options = {name: v for name, v in options.items() if v != defaults[name]}
+        own = {n: value for n, value in options.items() if n in _own_fields(type(self))}
+        return {n: value for n, value in options.items() if n not in own}, own
+
     def fixed(self) -> RLOOConfig:
         """An equal copy, read and checked again if anything changed since that was done. Neither
         can be changed by assignment from now on."""
-        copy = self if self._values() == self._checked else replace(self)
+        values = self._values()
+        if values != self._checked:
+            values = RLOOConfig(**values)._values()
         vars(self)["_fixed"] = True
-        vars(copy)["_idle"] = self._idle
-        return copy.with_values()
+        return self.with_values(**values)
 
     def with_values(self, **values: Any) -> RLOOConfig:
         """A fixed copy in which some options have other `values`. These are neither read nor
         checked: a run chose them itself (threads, the model's name), or they turn something off."""
         copy = object.__new__(type(self))
-        vars(copy).update(self._values() | values, _fixed=True, _idle=self._idle)
+        vars(copy).update(vars(self) | self._values() | values, _fixed=True)
         vars(copy)["_checked"] = copy._values()
         return copy
 
@@ -131,14 +162,55 @@ class RLOOConfig(VLLMOptions):
         """What the preset does to the loss and no option says."""
         return loss_form(self.preset)
 
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        own = _own_fields(type(self))
+        alike = all(getattr(self, name) == getattr(other, name) for name in own)
+        return alike and self._values() == other._values()
+
+    def __repr__(self) -> str:
+        shown = [option.name for option in OPTIONS if option.repr] + [*_own_fields(type(self))]
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+        return f"{type(self).__qualname__}({values})"
+
     def _values(self) -> dict[str, Any]:
-        return deepcopy({field.name: getattr(self, field.name) for field in fields(self)})
+        return deepcopy({option.name: getattr(self, option.name) for option in OPTIONS})
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved options as JSON types; `RLOOConfig(**config.to_dict()) == config`, but for
         `hub_token`, which is null here: what is written down holds no secret."""
         values = self._values() | {"hub_token": None}
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+
+    def to_json_string(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """`to_dict` with text for what is no text, number or switch, as TensorBoard takes it."""
+        sizes = {
+            "train_batch_size": self.per_device_train_batch_size,
+            "eval_batch_size": self.eval_batch_size,
+        }
+        values, plain = self.to_dict() | sizes, (bool, int, float, str)
+        return {n: v if type(v) in plain else str(v) for n, v in values.items()}
+
+
+# Before, parsers needed a class of its own.
+RLOOArguments = RLOOConfig
+
+
+def _own_fields(kind: type[RLOOConfig]) -> frozenset[str]:
+    """The fields that a subclass has added, and that are no options."""
+    return frozenset(kind.__dataclass_fields__.keys() - RLOOConfig.__dataclass_fields__)
+
+
+def _changed_defaults(kind: type[RLOOConfig]) -> dict[str, Any]:
+    """The options whose defaults a subclass has changed."""
+    ours = {option.name: default_of(option) for option in OPTIONS}
+    theirs = {field.name: default_of(field) for field in fields(kind) if field.name in ours}
+    return {name: value for name, value in theirs.items() if value != ours[name]}
 
 
 def _idle_of(options: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +221,7 @@ def _idle_of(options: dict[str, Any]) -> dict[str, Any]:
 @cache
 def option_types() -> dict[str, Any]:
     """Our option names and their annotations, in the order of declaration."""
-    return typing.get_type_hints(RLOOConfig)
+    return typing.get_type_hints(VLLMOptions)
 
 
 @cache
@@ -160,7 +232,9 @@ def known_names() -> tuple[str, ...]:
 
 def without_adapter(config: RLOOConfig) -> RLOOConfig:
     """`config` with every option about adapters at its default: none is added."""
-    return config.with_values(**{field.name: field.default for field in LORA.fields_of(config)})
+    return config.with_values(
+        **{field.name: field.default for field in LORA.fields_of(VLLMOptions)}
+    )
 
 
 def in_one_process(config: RLOOConfig) -> RLOOConfig:

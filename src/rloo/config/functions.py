@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import signal
 import sys
 import threading
@@ -114,6 +115,8 @@ def _import_file(source: str, kind: str) -> ModuleType:
 def _import_module(name: str, kind: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"{name!r} is no module name ({kind}s are package.module:function)")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a program's own folder is first, not that it is started in
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

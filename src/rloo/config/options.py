@@ -4,36 +4,23 @@ of TRL 1.16 and transformers where they have the option (`config.DEVIATIONS` lis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rloo.config.reading import Subject
+from rloo.config.reading import SHARED
+
+from rloo.config.subjects import (  # isort: skip - one name a line is as long as a subject
+    BATCHES, COMPATIBILITY, DATA, EVALUATION, HUB, KL, LOGGING, LORA, MACHINE, MEMORY, OBJECTIVE,
+    OPTIMIZER, PROCESSES, QUANTISATION, REWARDS, SAMPLING, SAVING,
+)  # fmt: skip
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
-
-DATA = Subject("Model and data")
-REWARDS = Subject("Rewards")
-SAMPLING = Subject("Sampling")
-OBJECTIVE = Subject("Objective")
-KL = Subject("KL penalty and reference model")
-LORA = Subject("LoRA")
-QUANTISATION = Subject("Quantisation")
-BATCHES = Subject("Batches and number of steps")
-OPTIMIZER = Subject("Optimizer and learning rate")
-MEMORY = Subject("Memory")
-MACHINE = Subject("Precision, machine and seeds")
-PROCESSES = Subject("Several processes")
-EVALUATION = Subject("Evaluation")
-SAVING = Subject("Saving and resuming")
-LOGGING = Subject("Logging")
-HUB = Subject("Hugging Face hub")
-COMPATIBILITY = Subject("Compatibility")
 
 # The batch sizes nobody asked for: they do not contradict num_prompts.
 DEFAULT_BATCH = (8, 1)
 
 
-@dataclass(init=False)
+@dataclass(init=False, kw_only=True)
 class Options:
     """The fields of `rloo.config.config.RLOOConfig`."""
 
@@ -76,6 +63,8 @@ class Options:
         "Clip the weighted sum of rewards to [low, high], before KL penalty and baseline.")
     normalize_rewards: Literal["none", "batch", "running"] = REWARDS.own("none",
         "Standardise rewards by the rollout (batch: biased) or by all earlier rollouts (running).")
+    chat_template: str | None = DATA.own(None,
+        "Chat template (Jinja) in place of the tokenizer's; it is saved with the model.")
     chat_template_kwargs: dict[str, Any] | None = DATA.from_trl(None,
         "Arguments for the chat template when prompts are messages.")
     max_prompt_length: int | None = DATA.own(None,
@@ -283,10 +272,14 @@ class Options:
     gradient_checkpointing_kwargs: dict[str, Any] | None = MEMORY.shared(None,
         "Arguments passed to gradient checkpointing.")
     use_cpu: bool = MACHINE.shared(False, "Run on the CPU even where there is a GPU.")
+    tf32: bool | None = MACHINE.shared(None,
+        "Let a GPU multiply float32 matrices in TF32; null leaves it to torch.")
     num_threads: int | None = MACHINE.own(None,
         "CPU threads; null measures which number is fastest.")
     seed: int = MACHINE.shared(42, "Seed of everything random.", basic=True)
     data_seed: int | None = MACHINE.shared(None, "Seed of the prompt order; null takes `seed`.")
+    full_determinism: bool = MACHINE.shared(False,
+        "Use deterministic kernels only: equal bits on a GPU too, where that takes time.")
 
     num_processes: int | None = PROCESSES.own(None,
         "Processes that train together: `rloo train` starts them unless a launcher has; null takes "
@@ -315,6 +308,8 @@ class Options:
     eval_steps: float | None = EVALUATION.shared(None,
         "Optimizer steps between evaluations, below 1 a share of all; null is `logging_steps`.")
     eval_on_start: bool = EVALUATION.shared(False, "Evaluate before the first step.")
+    eval_delay: float = EVALUATION.shared(0.0,
+        "Steps, or epochs with `eval_strategy epoch`, before the first evaluation while training.")
     num_generations_eval: int | None = EVALUATION.shared(None,
         "Completions per prompt in evaluation; null takes `num_generations`.")
     eval_temperature: float | None = EVALUATION.own(None,
@@ -329,8 +324,8 @@ class Options:
     pass_threshold: float = EVALUATION.own(1.0,
         "A completion passes if its first reward is at least this.")
 
-    output_dir: str = SAVING.shared("rloo_output",
-        "Folder for the model, metrics and checkpoints.", basic=True)
+    output_dir: str = field(default="rloo_output", kw_only=False, metadata=SAVING.about(
+        "Folder for the model, metrics and checkpoints.", SHARED, basic=True))
     overwrite_output_dir: bool = SAVING.own(False, "Replace another run in `output_dir`.")
     resume_from_checkpoint: str | bool | None = SAVING.shared(None,
         "Checkpoint folder to continue from; true takes the newest in `output_dir`, auto too if it "
@@ -343,12 +338,16 @@ class Options:
         "Optimizer steps between checkpoints; below 1 a share of all steps.", basic=True)
     save_total_limit: int | None = SAVING.shared(None,
         "Keep at most this many checkpoints; null keeps all.")
+    save_only_model: bool = SAVING.shared(False,
+        "Checkpoints hold the model alone, which no run goes on from.")
     load_best_model_at_end: bool = SAVING.shared(False,
         "End with the checkpoint of the best evaluation instead of the last step's weights.")
     metric_for_best_model: str | None = SAVING.shared(None,
         "Metric that decides which evaluation is the best; null is the mean reward.")
     greater_is_better: bool | None = SAVING.shared(None,
         "Whether a higher `metric_for_best_model` is better; null: unless it ends in loss.")
+    logging_strategy: Literal["no", "steps", "epoch"] = LOGGING.shared("steps",
+        "Log never (no), every `logging_steps` (steps), or after every epoch.")
     logging_steps: float = LOGGING.shared(10.0,
         "Optimizer steps between log lines; below 1 a share of all steps.", basic=True)
     logging_first_step: bool = LOGGING.shared(False, "Log the first step too.")

@@ -13,6 +13,7 @@ from rloo.config.foreign import is_script, refuse_foreign
 from rloo.config.plain_yaml import read_yaml
 from rloo.config.presets import BASE
 from rloo.config.reading import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, kinds_of, suggest
+from rloo.config.recipes import read_recipe, refuse_other
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 # Options whose value may be a file's function, and those that may be a file or folder.
@@ -31,6 +32,11 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
     """
     path, given = _split(arguments)
     written, lines = read_config_file(path) if path else ({}, {})
+    if path:
+        refuse_other(path, written, known_names())
+        written = read_recipe(written)
+    if "model_revision" in given:
+        given["model_init_kwargs.revision"] = given.pop("model_revision")
     types = option_types()
     written = {name: value for name, value in written.items() if name not in given}
     entries = {name: given.pop(name) for name in list(given) if _is_entry(name)}

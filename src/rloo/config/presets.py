@@ -236,7 +236,7 @@ def objective_line(config: Options) -> str:
     preset = config.preset or "paper"
     ours = parts_of({name: getattr(config, name) for name in BASE}, loss_form(config.preset))
     usual = preset_parts(preset) | {"beta": 0.0}
-    for option in fields(config):
+    for option in fields(Options):
         if option.name in _OTHERS:
             ours[option.name], usual[option.name] = getattr(config, option.name), option.default
     formula = PRESETS[preset].formula

@@ -23,6 +23,7 @@ FALSE_WORDS = ("false", "no", "0")
 NULL_WORDS = ("none", "null")
 # Neither 010, which is 8 elsewhere, nor 1_000 or digits of other scripts, which Python would read.
 WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+SHARED = ("TRL", "Unsloth", "ms-swift")
 
 
 @dataclass(frozen=True)
@@ -31,36 +32,29 @@ class Subject:
 
     name: str
 
-    def shared(self, default: Any, help: str, **marks: bool) -> Any:
+    def shared(self, default: Any, help: str, *, secret: bool = False, basic: bool = False) -> Any:
         """A field that TRL, Unsloth and ms-swift have under this name, most by transformers."""
-        return self._declare(default, help, ("TRL", "Unsloth", "ms-swift"), **marks)
+        return declare(default, self.about(help, SHARED, basic=basic), shown=not secret)
 
     def from_trl(self, default: Any, help: str) -> Any:
         """A field that TRL's RLOOConfig, and so Unsloth, has under this name."""
-        return self._declare(default, help, ("TRL", "Unsloth"))
+        return declare(default, self.about(help, ("TRL", "Unsloth")))
 
-    def from_ms_swift(self, default: Any, help: str, **marks: bool) -> Any:
+    def from_ms_swift(self, default: Any, help: str, *, basic: bool = False) -> Any:
         """A field that ms-swift has under this name and TRL's RLOOConfig lacks."""
-        return self._declare(default, help, ("ms-swift",), **marks)
+        return declare(default, self.about(help, ("ms-swift",), basic=basic))
 
-    def own(self, default: Any, help: str, **marks: bool) -> Any:
+    def own(self, default: Any, help: str, *, basic: bool = False) -> Any:
         """A field that none of these has under this name."""
-        return self._declare(default, help, (), **marks)
+        return declare(default, self.about(help, (), basic=basic))
+
+    def about(self, help: str, systems: tuple[str, ...], *, basic: bool = False) -> dict[str, Any]:
+        """What a field's metadata say: its meaning, subject, and the systems that have it."""
+        return {"help": help, "subject": self.name, "systems": systems, "basic": basic}
 
     def fields_of(self, options: Any) -> list[Field[Any]]:
         """The options about it that a dataclass, or an object of one, has."""
         return [field for field in fields(options) if field.metadata.get("subject") == self.name]
-
-    def _declare(
-        self,
-        default: Any,
-        help: str,
-        systems: tuple[str, ...],
-        basic: bool = False,
-        secret: bool = False,
-    ) -> Any:
-        about = {"help": help, "subject": self.name, "systems": systems, "basic": basic}
-        return declare(default, about, shown=not secret)
 
 
 def declare(default: Any, about: dict[str, Any], shown: bool = True) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from dataclasses import Field, fields
+from dataclasses import Field
 from itertools import groupby
 from typing import Any
 
@@ -13,6 +13,7 @@ from rloo.config.config import DEVIATIONS, RLOOConfig
 from rloo.config.plain_yaml import write_yaml
 from rloo.config.reading import default_of
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.vllm_options import OPTIONS
 
 _COLUMN = 32
 # What becomes of other systems' options -> their names, with the values shown and the reason.
@@ -26,7 +27,7 @@ _OTHERS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
 
 def render_basic() -> str:
     """The options that most runs set, for the width of the terminal."""
-    basic = [_entry(field) for field in fields(RLOOConfig) if field.metadata["basic"]]
+    basic = [_entry(field) for field in OPTIONS if field.metadata["basic"]]
     return (
         f"The {len(basic)} options that most runs set. `rloo config --all` lists every one by\n"
         f"subject, `rloo config NAME` explains the one that is named.\n\n{''.join(basic)}"
@@ -36,7 +37,7 @@ def render_basic() -> str:
 def render_all() -> str:
     """Every option by subject; then those of other systems that are refused or idle here."""
     sections: dict[str, str] = {}
-    for field in fields(RLOOConfig):
+    for field in OPTIONS:
         subject = field.metadata["subject"]
         sections[subject] = sections.get(subject, "") + _entry(field)
     for title, others in _OTHERS.items():
@@ -54,7 +55,7 @@ def render_option(name: str) -> str | None:
             values, why = others[name]
             return _wrapped(_setting(name, *values), f"{title}: {why}.")
     ours = our_name(name)
-    return next((_entry(field) for field in fields(RLOOConfig) if field.name == ours), None)
+    return next((_entry(field) for field in OPTIONS if field.name == ours), None)
 
 
 def render_resolved(config: RLOOConfig) -> str:

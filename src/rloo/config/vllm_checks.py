@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
-from rloo.config.vllm_options import VLLM, VLLMOptions
+from rloo.config.vllm_options import OPTIONS, VLLM, VLLMOptions
 
 # Temperatures that vLLM takes as they are.
 COLDEST, HOTTEST = 0.01, 2.0
@@ -30,8 +29,8 @@ def check_vllm(config: VLLMOptions) -> None:
 
 def _in_vain(config: VLLMOptions) -> Iterator[str]:
     """TRL's options mean nothing without its use_vllm, and are left in scripts; ours are not."""
-    defaults = {field.name: field.default for field in fields(config)}
-    for option in VLLM.fields_of(config):
+    defaults = {option.name: option.default for option in OPTIONS}
+    for option in VLLM.fields_of(VLLMOptions):
         own, name = "TRL" not in option.metadata["systems"], option.name
         if own and name != "vllm_executable" and getattr(config, name) != defaults[name]:
             yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from rloo.config.reading import Subject
 VLLM = Subject("Sampling with vLLM")
 
 
-@dataclass(init=False)
+@dataclass(init=False, kw_only=True)
 class VLLMOptions(Options):
     """All options, those of vLLM last."""
 
@@ -63,6 +63,10 @@ class VLLMOptions(Options):
         "Folder for the weights that servers load, which they must see; null is shared memory for "
         "those that a run starts, else `output_dir`.")
     # fmt: on
+
+
+# Every option. RLOOConfig's own fields are what others see of it (rloo.config.parsed).
+OPTIONS = fields(VLLMOptions)
 
 
 def servers_dtype(options: VLLMOptions) -> str:

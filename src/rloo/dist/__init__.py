@@ -2,6 +2,7 @@
 
 from rloo.dist.world import (
     World,
+    device_here,
     make_world,
     process_count,
     process_rank,
@@ -11,6 +12,7 @@ from rloo.dist.world import (
 
 __all__ = [
     "World",
+    "device_here",
     "make_world",
     "process_count",
     "process_rank",

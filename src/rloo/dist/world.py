@@ -173,25 +173,33 @@ def _number(name: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
+def device_here(*, use_cpu: bool) -> torch.device:
+    """Where this process computes: on its GPU if there is one and `use_cpu` does not forbid it."""
+    import torch
+
+    if use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", rank_here()) if process_count() > 1 else torch.device("cuda")
+
+
 def make_world(
     *, use_cpu: bool, timeout: float = 1800.0, divides: bool = False, gather_limit: int = 2**28
 ) -> World:
-    """This process among those that the launcher started, on its GPU if there is one and `use_cpu`
-    does not forbid it. `timeout`: seconds that a process waits for the others. `divides`: whether
-    weights are divided among them, be it one alone. `gather_limit`: see `World`."""
+    """This process among those that the launcher started, on the device of `device_here`.
+    `timeout`: seconds that a process waits for the others. `divides`: whether weights are divided
+    among them, be it one alone. `gather_limit`: see `World`."""
     import torch
 
-    on_gpu = torch.cuda.is_available() and not use_cpu
+    device = device_here(use_cpu=use_cpu)
     rank, size = process_rank(), process_count()
     if size == 1 and not divides:
-        return World(torch.device("cuda" if on_gpu else "cpu"))
+        return World(device)
     from rloo.dist.groups import connect_alone, lines_of
     from rloo.dist.links import connect
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // processes_here()))
-    device = torch.device("cpu")
-    if on_gpu:
+    if device.type == "cuda":
         device = torch.device("cuda", rank_here())
         if rank_here() >= torch.cuda.device_count():
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from rloo.config.arguments import RLOOArguments
 from rloo.config.config import RLOOConfig
 from rloo.config.files import check_sizes, load_pretrained, quiet, reading
 from rloo.data.images import is_vision_config
@@ -23,15 +23,13 @@ from rloo.model.state import first_not_finite
 
 def obtain_config(args: Any, model: str | PreTrainedModel | None) -> RLOOConfig:
     """The options of a run, fixed from now on; None: the defaults. ValueError for other objects."""
-    if isinstance(args, RLOOArguments):
-        args = args.to_config()
     if args is None:
         name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
         last = name.rstrip("/").split("/")[-1]
-        args = RLOOConfig(f"{last}-RLOO" if last else None)
+        args = RLOOConfig(f"{last}-RLOO") if last else RLOOConfig()
     if not isinstance(args, RLOOConfig):
         kind = f"{type(args).__module__}.{type(args).__name__}"
-        raise ValueError(f"args is a {kind}; it must be a rloo.RLOOConfig (or RLOOArguments)")
+        raise ValueError(f"args is a {kind}; it must be a rloo.RLOOConfig")
     return args.fixed()
 
 
@@ -89,6 +87,9 @@ def obtain_model(
     peft_config = peft_config or adapters.lora_config(args)
     if peft_config is not None:
         loaded = adapters.add_adapter(loaded, peft_config)
+    if args.chat_template is not None:
+        processing_class = copy(processing_class)
+        processing_class.chat_template = args.chat_template
     return loaded, processing_class, args
 
 

@@ -81,6 +81,7 @@ class Monitor:
         self._live: view.LiveProgress | None = None
         self._last_line = (0, -math.inf)
         self._last_table = 0
+        self._epoch, self._epoch_ended = 0, False  # of the last step, and whether it ended one
         self.window: list[Mapping[str, float]] = []  # the metrics of steps that no log has yet
         self._losses: list[float] = []
         self._events: Events | None = None
@@ -264,6 +265,8 @@ class Monitor:
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
         self._recent.append(metrics)
+        epoch = int(metrics.get("epoch", 0))
+        self._epoch, self._epoch_ended = epoch, epoch > self._epoch
         self._refused_steps += bool(metrics.get("update/nonfinite"))
         loss = metrics.get("loss", 0.0)
         self._losses += [loss] if math.isfinite(loss) else []
@@ -283,7 +286,9 @@ class Monitor:
 
     def _log_between(self, last: int, step: int) -> bool:
         """Whether one of the steps `last` + 1 to `step` is logged."""
-        return step // self._every > last // self._every
+        if self.config.logging_strategy == "steps":
+            return step // self._every > last // self._every
+        return self.config.logging_strategy == "epoch" and self._epoch_ended
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -315,6 +320,11 @@ class Monitor:
         assert self._events is not None
         self.window += [] if metrics is None else [dict(metrics)]
         self._events.send("on_step_end")
+        self.log_if_asked()
+
+    def log_if_asked(self) -> None:
+        """Log the means since the last log, if a callback wants that now."""
+        assert self._events is not None
         if self._events.control.should_log:
             self._flush()
 

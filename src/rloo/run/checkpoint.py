@@ -29,6 +29,7 @@ MANIFEST = "manifest.json"
 PARTS = ("optimizer", "scheduler", "rng")
 ROLLOUT = "rollout"  # only where a run was stopped among the steps of one
 STATE = "trainer_state.json"
+_TAKEN = "; the one before is taken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,11 @@ class Checkpoint:
     rng: dict[str, Any]
     trainer_state: dict[str, Any]
     rollout: dict[str, Any] | None = None
+
+
+def model_alone(step: int) -> Checkpoint:
+    """One that no run goes on from (save_only_model)."""
+    return Checkpoint(step, ({}, None), {}, {}, {})
 
 
 def save_checkpoint(
@@ -64,13 +70,9 @@ def save_checkpoint(
     final = directory / f"checkpoint-{checkpoint.step}"
     with _written(directory, str(checkpoint.step)) as temporary:
         write_model(temporary)
-        _write_tensors(temporary, "optimizer", *checkpoint.optimizer)
-        _write_tensors(temporary, "scheduler", *flatten(checkpoint.scheduler))
-        _write_tensors(temporary, "rng", *flatten(checkpoint.rng))
-        if checkpoint.rollout is not None:
-            _write_tensors(temporary, ROLLOUT, *flatten(checkpoint.rollout))
-        (temporary / STATE).write_text(json.dumps(checkpoint.trainer_state, indent=1))
-        _write_manifest(temporary, checkpoint.step)
+        if checkpoint.trainer_state:
+            _write_state(temporary, checkpoint)
+        _write_manifest(temporary, checkpoint)
     obsolete = _put_in_place(temporary, final)
     if keep is not None:
         older = [path for step, path in list_checkpoints(directory) if step < checkpoint.step]
@@ -113,11 +115,20 @@ def _written(directory: Path, name: str) -> Iterator[Path]:
             raise
 
 
+def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
+    _write_tensors(folder, "optimizer", *checkpoint.optimizer)
+    _write_tensors(folder, "scheduler", *flatten(checkpoint.scheduler))
+    _write_tensors(folder, "rng", *flatten(checkpoint.rng))
+    if checkpoint.rollout is not None:
+        _write_tensors(folder, ROLLOUT, *flatten(checkpoint.rollout))
+    (folder / STATE).write_text(json.dumps(checkpoint.trainer_state, indent=1))
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """Verify a checkpoint and read its state; `from_pretrained` reads the weights. Raises a
     ValueError that names the file if one is missing or differs in any bit from what was written,
     and if the folder is not a checkpoint of this program."""
-    step = verify_checkpoint(path)
+    step = verify_checkpoint(path, whole=True)
     optimizer, *others = (_read_tensors(path, name) for name in PARTS)
     scheduler, rng = (unflatten(meta, tensors) for tensors, meta in others)
     trainer_state = json.loads((path / STATE).read_text())
@@ -128,8 +139,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(step, optimizer, scheduler, rng, trainer_state, rollout)
 
 
-def verify_checkpoint(path: Path) -> int:
-    """Compare every file with the manifest; return the step. Raises as `load_checkpoint` does."""
+def verify_checkpoint(path: Path, *, whole: bool = False) -> int:
+    """Compare every file with the manifest; return the step. Raises as `load_checkpoint` does; for
+    the model alone only if the checkpoint must be `whole`."""
 
     def damaged(fact: str, *, how: str = "damaged") -> ValueError:
         return ValueError(f"checkpoint {path} is {how}: {fact}")
@@ -154,8 +166,13 @@ def verify_checkpoint(path: Path) -> int:
     step, files = body["step"], body["files"]
     if _step_of(path) not in (step, None):
         raise damaged(f"its {MANIFEST} says step {step}", how="damaged or renamed")
+    if body.get("model_alone") and whole:
+        raise ValueError(
+            f"checkpoint {path} holds the model alone, which no run goes on from: save_only_model "
+            "was true (resume_from_checkpoint)"
+        )
     for name in (STATE, *(f"{part}.json" for part in PARTS)):
-        if name not in files:
+        if name not in files and not body.get("model_alone"):
             raise damaged(f"{MANIFEST} lists no {name}")
     for name, entry in files.items():
         file, size = path / name, entry["size"]
@@ -175,14 +192,15 @@ def find_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
     checkpoints, damaged = list_checkpoints(directory), []
     for _, path in reversed(checkpoints):
         try:
-            verify_checkpoint(path)
+            verify_checkpoint(path, whole=True)
         except ValueError as error:
-            damaged.append(f"{error}; the one before is taken")
+            damaged.append(f"{error}{_TAKEN}")
         else:
             return path, damaged
     if checkpoints:
         raise ValueError(
-            f"all {len(checkpoints)} checkpoints in {directory} are damaged; start again with "
+            f"none of the {len(checkpoints)} checkpoints in {directory} can be resumed from, the "
+            f"newest because {damaged[0].removesuffix(_TAKEN)}; start again with "
             "overwrite_output_dir (resume_from_checkpoint)"
         )
     return None, []
@@ -214,8 +232,10 @@ def _read_tensors(folder: Path, name: str) -> Flat:
     return tensors, json.loads((folder / f"{name}.json").read_text())
 
 
-def _write_manifest(folder: Path, step: int) -> None:
-    body = {"format": FORMAT, "step": step, "files": files_of(folder)}
+def _write_manifest(folder: Path, checkpoint: Checkpoint) -> None:
+    body = {"format": FORMAT, "step": checkpoint.step, "files": files_of(folder)}
+    if not checkpoint.trainer_state:
+        body["model_alone"] = True
     manifest = {"sha256": _hash_json(body), "body": body}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 

@@ -153,7 +153,7 @@ def find_start(folder: Path, resume: str | bool | None) -> Start:
     path = Path(resume).expanduser()
     if not path.is_dir():
         raise ValueError(f"checkpoint {path} does not exist (resume_from_checkpoint)")
-    verify_checkpoint(path)
+    verify_checkpoint(path, whole=True)
     return Start(path)
 
 

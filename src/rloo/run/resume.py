@@ -24,6 +24,7 @@ FIXED = (
 HARMLESS = (
     "max_steps", "num_train_epochs", "output_dir", "overwrite_output_dir", "resume_from_checkpoint",
     "model", "save_strategy", "save_steps", "save_total_limit", "logging_steps",
+    "save_only_model", "logging_strategy",
     "logging_first_step", "log_completions", "num_completions_to_print", "report_to", "run_name",
     "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
     "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout", "parallel",
@@ -35,16 +36,14 @@ HARMLESS = (
 CHOSEN = ("num_threads", "max_tokens_per_micro_batch", "packing", "rollout_engine")
 
 
-def snapshot(
-    parts: Parts, state: RunState, resolved: RLOOConfig, told: dict[str, Any]
-) -> Checkpoint:
-    """Everything but the weights. `told`: what a resumed run goes on to tell, as JSON values."""
+def snapshot(parts: Parts, state: RunState, told: dict[str, Any]) -> Checkpoint:
+    """Everything but the weights. `told`: the resolved options (`config`), and what a resumed run
+    goes on to tell, as JSON values."""
     policy = parts.policy
     in_parts = parts.config.state_dict_type == "sharded"
     optimizer, scheduler, scaler = policy.stepper.state(in_parts=in_parts)
     trainer_state = {
         **state.state_dict(),
-        "config": resolved.to_dict(),
         "shapes": parameter_shapes(policy.model),
         "initial_weights": policy.initial_weights,
         "batches": asdict(parts.batches),

@@ -12,23 +12,23 @@ from typing import Any
 from torch import Tensor
 
 from rloo.algorithm.parts import Parts, RunState
-from rloo.config.config import RLOOConfig
 from rloo.model import adapters
 from rloo.model.parts import write_parts
 from rloo.report.model_card import has_other_card
-from rloo.run.checkpoint import save_checkpoint, save_model
+from rloo.run.checkpoint import model_alone, save_checkpoint, save_model
 from rloo.run.overrides import Owner
 from rloo.run.resume import snapshot
 
 
 def write_checkpoint(
-    parts: Parts, state: RunState, owner: Owner, resolved: RLOOConfig, told: dict[str, Any]
+    parts: Parts, state: RunState, owner: Owner, told: dict[str, Any] | None
 ) -> None:
-    """Write a checkpoint of the run as it is; see `snapshot`. All processes call this."""
+    """Write a checkpoint of the run as it is, see `snapshot`; of the model alone, if nothing is
+    `told`. All processes call this."""
     config, policy, world = parts.config, parts.policy, parts.world
     in_parts = config.state_dict_type == "sharded"
     with nullcontext() if in_parts else policy.files.collected():
-        checkpoint = snapshot(parts, state, resolved, told)
+        checkpoint = model_alone(state.step) if told is None else snapshot(parts, state, told)
         write_model: Callable[[Path], None] = partial(
             policy.files.save_checkpoint, save_model=owner.save_model
         )

@@ -182,6 +182,7 @@ class Session:
         over = state.is_over or int(parts.rollouts.epoch) != state.open_epoch
         if state.open_epoch is not None and over:
             parts.events.send("on_epoch_end")
+            parts.monitor.log_if_asked()
             state.open_epoch = None
             note_what_is_due(state)
             self._evaluate_if_due()
@@ -291,10 +292,11 @@ class Session:
         self._saved_at = self.state.step
         write_result(self.parts, self.owner)
 
-    def _save_checkpoint(self, *, push: bool = True) -> None:
+    def _save_checkpoint(self, *, push: bool = True, last: bool = False) -> None:
+        whole = last or not self.config.save_only_model
         with self.parts.policy.in_step(), self.parts.stop.held():
-            self._commit()
-            self._saved_step = self.state.step
+            self._commit(whole=whole)
+            self._saved_step = self.state.step if whole else self._saved_step
             self.parts.events.send("on_save")
             config, step = self.config, self.state.step
             if push and config.push_to_hub and config.hub_strategy != "end":
@@ -303,9 +305,9 @@ class Session:
                     checkpoint = self._folder / f"checkpoint-{step}"
                     self.hub.push_checkpoint(self._folder, checkpoint, step)
 
-    def _commit(self) -> None:
-        """Write a checkpoint of what is finite, from which the run goes on to the last bit. Raises
-        FloatingPointError, and writes nothing, for anything that is not finite."""
+    def _commit(self, *, whole: bool) -> None:
+        """Write a checkpoint of what is finite, from which the run goes on to the last bit if it is
+        `whole`. Raises FloatingPointError, and writes nothing, for what is not finite."""
         state = self.state.trainer
         self.parts.policy.stepper.require_finite(moments=True)
         # What is under way reads checkpoints that may go now.
@@ -315,7 +317,8 @@ class Session:
             state.best_model_checkpoint = str(path)
         logs = self.parts.monitor.state_dict()
         told = {"start": self._start, "last": self._last, "seconds": self._seconds(), "logs": logs}
-        write_checkpoint(self.parts, self.state, self.owner, self._resolved(), told)
+        told |= {"config": self._resolved().to_dict()}
+        write_checkpoint(self.parts, self.state, self.owner, told if whole else None)
 
     def _save_what_is_done(self, error: BaseException) -> None:
         """Save a checkpoint of the last finished step if there is none, unless a second Ctrl-C has
@@ -344,7 +347,7 @@ class Session:
                 )
                 return
         with self.parts.stop.held():
-            self._save_checkpoint(push=False)
+            self._save_checkpoint(push=False, last=True)
 
     def _resolved(self) -> RLOOConfig:
         """The options, including everything that was chosen automatically."""

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
+import transformers
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
@@ -165,6 +166,15 @@ def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool =
             f"be left for the prompt ({name})"
         )
     return replace(limit, max_tokens=min(limit.max_tokens, room))
+
+
+def seed_all(args: RLOOConfig) -> None:
+    """Seed what is random outside of noise; with `full_determinism` torch raises an error where it
+    has no deterministic kernel, also after the run, as with Trainer."""
+    if args.full_determinism:
+        transformers.enable_full_determinism(args.seed)
+    else:
+        transformers.set_seed(args.seed)
 
 
 def length_notes(source: Prompts, where: str) -> list[str]:

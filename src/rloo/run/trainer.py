@@ -18,7 +18,6 @@ from rloo.algorithm.beside import make_rollouts
 from rloo.algorithm.chosen import chosen_estimator
 from rloo.algorithm.interrupts import Stop
 from rloo.algorithm.parts import Parts, RunState
-from rloo.config.arguments import RLOOArguments
 from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.launchers import check_launch
@@ -82,7 +81,7 @@ class RLOOTrainer:
         self,
         model: str | PreTrainedModel | None = None,
         reward_funcs: Rewards | None = None,
-        args: RLOOConfig | RLOOArguments | None = None,
+        args: RLOOConfig | None = None,
         train_dataset: Rows | None = None,
         eval_dataset: RowSets | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
@@ -108,7 +107,7 @@ class RLOOTrainer:
         with self.world.telling():
             self.batches = batches_of(self.args, self.world.size)
             chosen_estimator(self.args)
-            transformers.set_seed(self.args.seed)
+            setup.seed_all(self.args)
             loggers = make_loggers(self.args)
             self.reward_processing_classes = reward_processing_classes
             self.rewards = setup.make_rewards(

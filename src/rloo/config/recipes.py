@@ -1,0 +1,114 @@
+"""Recipes of TRL's and open-r1's scripts, as they are: what their keys mean in options, and which
+YAML files are for something else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+_SFT = "is a recipe for supervised fine-tuning (SFT)"
+# What a file is for -> keys that only it has.
+_OTHERS: dict[str, tuple[str, ...]] = {
+    "is for accelerate launch (--config_file)": (
+        "compute_environment", "distributed_type", "deepspeed_config", "fsdp_config.fsdp_version",
+    ),
+    "is for filtering a dataset (open-r1)": ("pass_rate_min", "pass_rate_max"),
+    "is a recipe for DPO": (
+        "precompute_ref_log_probs", "precompute_ref_batch_size", "f_divergence_type", "ld_alpha",
+        "discopop_tau", "loss_weights", "label_smoothing", "rpo_alpha",
+    ),
+    "is a recipe for KTO": ("desirable_weight", "undesirable_weight"),
+    "is a recipe for a reward model": ("center_rewards_coefficient",),
+    "is a recipe for PPO": ("value_model_path", "vf_coef", "cliprange_value", "lam"),
+    _SFT: (
+        "max_length", "max_seq_length", "dataset_text_field", "dataset_kwargs", "dataset_num_proc",
+        "packing_strategy", "padding_free", "eval_packing", "completion_only_loss",
+        "assistant_only_loss", "chat_template_path", "eos_token",
+    ),
+}  # fmt: skip
+# Why a key of open-r1's scripts does nothing here -> keys.
+_SCRIPTS: dict[str, tuple[str, ...]] = {
+    "open-r1's script does that, and nothing here": (
+        "callbacks", "benchmarks", "overwrite_hub_revision", "push_to_hub_revision",
+    ),
+    "it is read by open-r1's reward functions": (
+        "code_language", "code_eval_test_batch_size", "code_eval_scoring_mode", "code_provider",
+        "parallel_code_exec_per_proc", "e2b_router_url", "morph_router_url", "ioi_provider",
+        "cosine_min_value_wrong", "cosine_max_value_wrong", "cosine_min_value_correct",
+        "cosine_max_value_correct", "cosine_max_len", "repetition_n_grams",
+        "repetition_max_penalty", "max_completion_len", "soft_punish_cache",
+    ),
+    "W&B reads it from the environment (WANDB_ENTITY, WANDB_PROJECT, WANDB_RUN_GROUP)": (
+        "wandb_entity", "wandb_project", "wandb_run_group",
+    ),
+}  # fmt: skip
+# What only a recipe for GRPO has.
+_GRPO = ("loss_type", "scale_rewards", "vllm_importance_sampling_correction", "use_liger_loss")
+
+
+def refuse_other(path: str, values: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raise ValueError, of one line, for a file with keys that only another program has."""
+    for purpose, keys in _OTHERS.items():
+        found = [n for n in values if n not in known and {n, n.partition(".")[0]} & {*keys}]
+        if found and not (purpose == _SFT and values.keys() & {"num_generations", "rlhf_type"}):
+            raise ValueError(
+                f"{path} {purpose}, and not for RLOO: it has {', '.join(found[:3])}; give TRL's "
+                "recipe for RLOO or GRPO, or options of `rloo config`"
+            )
+
+
+def read_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a file with open-r1's and TRL's own ways of naming data in our options, and
+    without the keys of its scripts, of which a warning tells. Raises ValueError for several
+    datasets, and for environment variables."""
+    taken = dict(values)
+    for reason, keys in _SCRIPTS.items():
+        found = [f"{name} {taken.pop(name)}" for name in keys if name in taken]
+        if found:
+            warnings.warn(f"no effect: {', '.join(found)}; {reason}", stacklevel=2)
+    if any(name in taken for name in _GRPO):
+        warnings.warn(
+            "this is a recipe for GRPO; the objective is RLOO's, but for what it sets (preset grpo "
+            "or dr_grpo is that objective)",
+            stacklevel=2,
+        )
+    if variables := [name.removeprefix("env.") for name in taken if name.startswith("env.")]:
+        raise ValueError(
+            f"env sets {', '.join(variables)}; set it where the command is started, as in "
+            f"{variables[0]}=... rloo train"
+        )
+    if (revision := taken.pop("model_revision", None)) not in (None, "main"):
+        taken["model_init_kwargs"] = {
+            "revision": revision,
+            **(taken.get("model_init_kwargs") or {}),
+        }
+    return _prompts(_one_dataset(taken))
+
+
+def _one_dataset(values: dict[str, Any]) -> dict[str, Any]:
+    """A mixture of one dataset as options."""
+    if "datasets" not in values:
+        return values
+    names = {"path": "dataset", "name": "dataset_config", "split": "dataset_split"}
+    mixture = values.pop("datasets")
+    fits = isinstance(mixture, list) and len(mixture) == 1 and isinstance(mixture[0], Mapping)
+    if not fits or not set(mixture[0]) <= set(names):
+        raise ValueError(
+            f"datasets is {mixture}; training is on one dataset, of which it says path, name and "
+            "split (dataset)"
+        )
+    return values | {names[key]: value for key, value in mixture[0].items()}
+
+
+def _prompts(values: dict[str, Any]) -> dict[str, Any]:
+    """`dataset_prompt_column` and `system_prompt` as the prompt's messages."""
+    if not {"dataset_prompt_column", "system_prompt"} & values.keys():
+        return values
+    column = values.pop("dataset_prompt_column", "prompt")
+    system = values.pop("system_prompt", None)
+    messages = [{"role": "user", "content": f"{{{column}}}"}]
+    if system is not None:
+        literal = str(system).replace("{", "{{").replace("}", "}}")
+        messages.insert(0, {"role": "system", "content": literal})
+    return {"prompt_template": messages} | values
