@@ -74,7 +74,7 @@ NONE = Band(high=0.0)
 ROLLOUT = (
     Metric("reward", "reward", "Mean of the weighted reward over all scored completions.",
         better="higher"),
-    Metric("reward_std", "reward", "Standard deviation of the weighted reward over them."),
+    Metric("reward_std", "reward", "Standard deviation of the weighted reward."),
     Metric("reward/standard_error", "reward", "Standard error of `reward`.",
         note="It is the deviation of the prompts' means / √prompts."),
     Metric("reward/unscored", "completions", "Completions that no reward function scored.",
@@ -122,7 +122,7 @@ ROLLOUT = (
     Metric("staleness/mean", "rollouts",
         "How much older the weights that sampled a token are than those that are trained.",
         note="Beside training; over all tokens of the rollout."),
-    Metric("staleness/max", "rollouts", "The same for the oldest token."),
+    Metric("staleness/max", "rollouts", "How much older they are for the oldest token."),
     Metric("groups/first", "", "Number of the rollout's first prompt, in the order of drawing.",
         note="Beside training."),
     Metric("queue/done", "groups", "Prompts that are sampled and scored, and wait to be trained.",
@@ -151,8 +151,8 @@ UPDATE = (
         note="Mean over tokens of log π − log π_ref (k1), π before the rollout's first update "
         "where the KL is in the reward. Under `preset trl` completions masked as truncated, which "
         "pay none there, are left out, here and in `kl/sequence` and `entropy`."),
-    Metric("kl/sequence", "nats", "The same, summed over each completion: what β multiplies.",
-        note="Mean over completions."),
+    Metric("kl/sequence", "nats", "How far it is for a whole completion: what β multiplies.",
+        note="The sum over its tokens, mean over completions."),
     Metric("kl/coef", "", "β in this step.", ranks="same", note="With `kl_target`."),
     Metric("entropy", "nats/token",
         "How undecided the policy is at each token; near 0 it always writes the same.",
@@ -166,7 +166,7 @@ UPDATE = (
         band=Band(high=0.05), better="lower",
         note="Absolute, of the policy's, over computed tokens; meaningful in the first step on a "
         "rollout, and with `max_staleness` where `staleness/max` is 0. In float32 about 1e-6."),
-    Metric("mismatch/max", "nats", "The same for the token that differs most.",
+    Metric("mismatch/max", "nats", "Difference for the token where it is largest.",
         better="lower", ranks="largest"),
     Metric("sampling/importance_sampling_ratio/mean", "ratio",
         "Mean weight that corrects for having sampled from another distribution.",
@@ -244,7 +244,7 @@ EVALUATION = (
         "How often the completion passes that always takes the most likely token.",
         better="higher"),
     Metric("pass@<k>_interval", "share", "Wilson's interval at 95 % over the prompts."),
-    Metric("pass@1_greedy_interval", "share", "The same of `pass@1_greedy`."),
+    Metric("pass@1_greedy_interval", "share", "Wilson's interval at 95 % of `pass@1_greedy`."),
 )  # fmt: skip
 
 TOTALS = (
