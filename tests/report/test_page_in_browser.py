@@ -162,6 +162,8 @@ def test_a_page_that_follows_a_run_shows_its_new_steps(browser, tmp_path):
         browser.look()
         browser.open(f"http://127.0.0.1:{server.server_address[1]}/")
         assert "20 steps so far" in browser.run(SEEN)
+        browser.run("document.querySelectorAll('details.data')[1].open = true")
+        focus(browser, ".plot")
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 21, "reward": 0.9}\n')
         soon = (
@@ -169,5 +171,8 @@ def test_a_page_that_follows_a_run_shows_its_new_steps(browser, tmp_path):
             "('21 steps so far') ? done(true) : setTimeout(look, 100); look() })"
         )
         assert browser.run(soon) is True
+        assert browser.run("return document.activeElement === document.querySelector('.plot')")
+        assert browser.run("return document.querySelectorAll('details.data')[1].open")
+        assert len(browser.run("return [...document.querySelectorAll('details[open]')]")) == 1
         assert browser.console() == []
         server.shutdown()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from rloo import __version__
 from rloo.config.config import RLOOConfig
+from rloo.config.reading import default_of
 from rloo.report.console import counted, duration, percent
 from rloo.report.metrics import Z
 from rloo.report.page.folders import RunFolder
@@ -235,7 +237,7 @@ def _meaning(name: str) -> dict[str, Any]:
 def _options(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Every option: its values in all runs as text, whether they differ, and whether one is set to
     another value than the default."""
-    defaults = RLOOConfig().to_dict()
+    defaults = {field.name: strict(default_of(field)) for field in fields(RLOOConfig)}
     names = dict.fromkeys(name for run in runs for name in run.options if name != "output_dir")
     rows = []
     for name in names:

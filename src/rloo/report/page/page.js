@@ -170,6 +170,15 @@ function options(several) {
   ];
 }
 
+function placeOf(details) {
+  const chart = details.closest("figure");
+  return [details.closest("section").id, chart && chart.querySelector("h3").textContent, details.firstChild.textContent].join("/");
+}
+
+function reachable() {
+  return [...document.querySelectorAll("a, button, input, summary, [tabindex='0']:not(.scroll)")];
+}
+
 async function follow() {
   try {
     const answer = await fetch("data.json", { cache: "no-store" });
@@ -178,9 +187,11 @@ async function follow() {
       if (fresh !== follow.last) {
         follow.last = fresh;
         data = { ...JSON.parse(fresh), follows: true };
-        const open = [...document.querySelectorAll("details")].map((d) => d.open), at = scrollY;
+        const open = [...document.querySelectorAll("details[open]")].map(placeOf), at = scrollY;
+        const active = reachable().indexOf(document.activeElement), count = reachable().length;
         page();
-        document.querySelectorAll("details").forEach((d, i) => { if (open[i]) d.open = true; });
+        document.querySelectorAll("details").forEach((d) => { d.open = open.includes(placeOf(d)); });
+        if (reachable().length === count) reachable()[active]?.focus({ preventScroll: true });
         scrollTo(0, at);
       }
     }
