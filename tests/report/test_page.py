@@ -107,7 +107,7 @@ def test_what_cannot_be_read_is_left_out(tmp_path):
     assert run["verdict"] == [
         "20 steps so far: the run goes on, or was killed. It has no verdict yet."
     ]
-    assert [moment["title"] for moment in run["samples"]] == ["start", "middle", "now"]
+    assert [moment["title"] for moment in run["samples"]] == ["start", "middle", "last"]
     with pytest.raises(ValueError, match=r"holds no run.*output_dir"):
         written(tmp_path)
 

@@ -279,8 +279,8 @@ class Monitor:
 
     def _write_page(self) -> None:
         try:
-            path = write_page([self.output_dir], self.output_dir / PAGE)
-            self.say(f"Report: {path}")
+            write_page([self.output_dir], self.output_dir / PAGE)
+            self.say(f"Report: {os.path.join(self.config.output_dir, PAGE)}")
         except Exception as error:  # the run is over: what it leaves must not become its error
             self.say(f"note: {PAGE} cannot be written: {type(error).__name__}: {error}")
 

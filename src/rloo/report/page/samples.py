@@ -22,7 +22,7 @@ def moments(run: RunFolder, most_tokens: int) -> list[dict[str, Any]]:
     shown = [[row for row in rows if row["step"] == steps[place]] for place in chosen]
     count = sum(len(row.get("completions", ())) for groups in shown for row in groups)
     most = max(16, most_tokens // max(count, 1))
-    ends = ("start", "middle", "end") if run.status != "not ended" else ("start", "middle", "now")
+    ends = "start", "middle", "end" if run.status == "finished" else "last"
     titles = {1: ends[:1], 2: (ends[0], ends[2]), 3: ends}.get(len(shown), ())
     return [
         {"title": title, "step": groups[0]["step"], "groups": [_group(g, most) for g in groups]}
