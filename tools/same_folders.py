@@ -20,10 +20,10 @@ from safetensors import safe_open
 # and not their values.
 CLOCKS = re.compile(
     r"time/.*|step_time|tokens_per_second/.*|seconds|wall_seconds|train_runtime|.*_per_second"
-    r"|rank/(wait_time|gathered_bytes)"
+    r"|rank/(wait_time|gathered_bytes)|peak_.*_bytes"
 )
-# Of a profile it is compared that it was written; the last of these is what its case prints.
-CLOCK_FILES = ("profile/trace.json", "profile/report.md", "profiled.txt")
+# Of these it is compared that they were written; the last is what the case of a profile prints.
+CLOCK_FILES = ("report.html", "profile/trace.json", "profile/report.md", "profiled.txt")
 # Some of a manifest's are of files with clocks; what all files hold is compared here itself.
 DIGESTS = ("sha256", "size")
 # Places where a run says something, in words or in names of options, and computes nothing.

@@ -7,6 +7,8 @@ commands:
   plan     predict micro-batches, peak memory and time from one measured worst-case step; writes
            no file
   eval     measure greedy and sampled pass@1, pass@k and mean reward of a model on a dataset
+  report   write report.html of a run's folder, or of several to compare them; with --follow serve
+           it on 127.0.0.1 while the run goes on
   config   list the options that most runs set, with --all every one, or explain the one named;
            with a config or options: print the resolved configuration and what its preset means;
            with --from: convert a file, script or command line of areal, ms-swift, nemo_rl,
@@ -29,6 +31,7 @@ examples:
   rloo config --from verl run_qwen2-7b.sh > run.yaml
   rloo check-estimator examples/estimator.py:length_weighted
   rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null
+  rloo report runs/a runs/b   # curves overlaid, and the options that differ: report.html
   rloo vllm-serve examples/gsm8k.yaml --vllm_server_port 8000   # --use_peft true: with adapters
 """
 
@@ -62,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
         "train": _train, "plan": _plan, "eval": _evaluate, "config": _config,
-        "check-estimator": _check_estimator, "vllm-serve": _serve,
+        "check-estimator": _check_estimator, "vllm-serve": _serve, "report": _report,
     }  # fmt: skip
     if not given or given[0] in ("-h", "--help", "help") or "--help" in given:
         print(__doc__, end="")
@@ -214,6 +217,12 @@ def _check_estimator(arguments: list[str], signals: Stop) -> int:
     for line in report(config):
         print(line)
     return 0
+
+
+def _report(arguments: list[str], signals: Stop) -> int:
+    from rloo.report.page.command import report
+
+    return report(arguments)
 
 
 def _serve(arguments: list[str], signals: Stop) -> int:

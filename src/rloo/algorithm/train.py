@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 
+from rloo.algorithm.detail import detailed
 from rloo.algorithm.fitting import check_first, credit_that_fits, update_that_fits
 from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.algorithm.shaping import shape, shaped_rewards
@@ -85,6 +87,8 @@ def record(parts: Parts, state: RunState, hand: InHand, stats: dict[str, float])
     parts.monitor.step(state.step, stats)
     if first:
         parts.monitor.completions(state.step, rollout.groups)
+        tokenizer = parts.policy.tokenizer
+        parts.monitor.groups(state.step, partial(detailed, hand, config, tokenizer))
     state.generators = capture_rng()
     finish_step(parts, state, stats)
     if state.refused_in_a_row >= MAX_REFUSED_STEPS:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -87,6 +89,16 @@ def measured_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
     """The peak of `predicted_peak_bytes`, measured by training on `samples` in full. On CUDA,
     raises torch.OutOfMemoryError if memory does not suffice; on a CPU the process may be killed."""
     return max(_peaks(policy, samples, CHUNK_ELEMENTS))
+
+
+def process_peaks(device: torch.device) -> dict[str, int]:
+    """The most that this process has occupied so far, by names for summary.json; on a GPU also what
+    tensors did there, since torch's count last began."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if device.type == "cuda":
+        peaks["peak_device_bytes"] = torch.cuda.max_memory_allocated(device)
+    return peaks
 
 
 def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[int]:

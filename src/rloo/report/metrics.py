@@ -1,6 +1,6 @@
 """The statistics of a step as pure functions from plain numbers to a flat dict of named numbers.
 
-Metrics that TRL has too have TRL's names; docs/metrics.md explains each of them.
+Metrics that TRL has too have TRL's names; `table.py` explains each of them.
 """
 
 from __future__ import annotations
@@ -9,33 +9,15 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 
+from rloo.report.table import of_steps
 from rloo.types import Elsewhere, Group
 
 # 97.5 % point of the normal distribution: half the width of a 95 % interval, in standard errors.
 Z = 1.959963984540054
 
 
-# What a step says of itself (docs/metrics.md), besides the metrics of each reward function.
-OWN = {
-    "aux_loss", "baseline/variance", "clip_ratio/high_mean", "clip_ratio/low_mean",
-    "clip_ratio/region_mean", "completions/clipped_ratio", "completions/max_length",
-    "completions/max_terminated_length", "completions/mean_length",
-    "completions/mean_terminated_length", "completions/min_length",
-    "completions/min_terminated_length", "dynamic_sampling/drawn_share", "engine/lost",
-    "engine/repeated", "engine/returned", "entropy", "epoch",
-    "frac_reward_zero_std", "grad_norm", "groups/first", "groups/signal", "idle/rewards",
-    "idle/sampler", "idle/trainer", "kl", "kl/coef", "kl/sequence",
-    "learning_rate", "loss", "mismatch/max", "mismatch/mean", "num_tokens", "queue/done",
-    "queue/in_flight", "rank/gathered_bytes",
-    "rank/imbalance", "rank/wait_time", "reward",
-    "reward/standard_error", "reward/unscored", "reward_std",
-    "scorers/lost", "sampling/effective_share",
-    "sampling/importance_sampling_ratio/max", "sampling/importance_sampling_ratio/mean",
-    "staleness/max", "staleness/mean", "step", "step_time", "time/credit", "time/reward",
-    "time/sample", "time/update",
-    "tokens_per_second/sample", "update/changed_share", "update/computed_share",
-    "update/max_tokens", "update/no_signal", "update/nonfinite", "update/scale_lowered",
-}  # fmt: skip
+# What a step says of itself, besides the metrics of each reward function.
+OWN = {row.name for row in of_steps() if not row.name.startswith("rewards/")}
 
 
 def require_free(names: Iterable[str], taken: Collection[str]) -> None:

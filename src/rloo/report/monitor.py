@@ -29,6 +29,7 @@ from rloo.config.vllm_options import tolerance_of
 from rloo.data.images import images_of, save_images, without_images
 from rloo.report import console as view
 from rloo.report.metrics import window_mean
+from rloo.report.page import PAGE, write_page
 from rloo.report.records import Journal, write_json
 from rloo.report.verdict import verdict
 from rloo.types import Group
@@ -39,10 +40,13 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 EVALUATIONS = "evaluations.jsonl"
+GROUPS = "groups.jsonl"
 SUMMARY = "summary.json"
 
 SECONDS_BETWEEN_LINES = 10.0
 NUM_RECORDED_COMPLETIONS = 4
+# Intervals into which the rollouts are divided at which groups are recorded whole.
+MOMENTS = 8
 REWARD = ("reward", "reward/standard_error")
 DRIFTS = ("kl", "entropy", "completions/mean_length", "groups/signal")
 # Metrics that are logged as the last value of a window, not as its mean.
@@ -72,7 +76,7 @@ class Monitor:
         self._silent = silent
         unread = Path(os.devnull).open("w") if silent else None  # noqa: SIM115 - to the run's end
         self._console = Console(file=unread) if unread else console or Console()
-        self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS))
+        self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS))
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []
         self._recent: deque[Mapping[str, float]] = deque(maxlen=view.WINDOW)
@@ -82,6 +86,7 @@ class Monitor:
         self._last_line = (0, -math.inf)
         self._last_table = 0
         self._epoch, self._epoch_ended = 0, False  # of the last step, and whether it ended one
+        self._steps_per_rollout = 1
         self.window: list[Mapping[str, float]] = []  # the metrics of steps that no log has yet
         self._losses: list[float] = []
         self._events: Events | None = None
@@ -89,6 +94,7 @@ class Monitor:
 
     def start(self, info: Mapping[str, Any], batches: Batches) -> None:
         """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
+        self._steps_per_rollout = batches.steps_per_rollout
         for line in view.header(info, self.config, batches):
             self.say(line)
 
@@ -127,6 +133,7 @@ class Monitor:
         keep: dict[str, Callable[[Any], bool]] = {
             METRICS: lambda row: row["step"] <= step,
             COMPLETIONS: lambda row: row["step"] <= step,
+            GROUPS: lambda row: row["step"] <= step,
             # The best one is evaluated again at the end of the run.
             EVALUATIONS: lambda row: row["step"] <= evaluated_at and row["name"] != "best",
         }
@@ -204,6 +211,14 @@ class Monitor:
             with self._printing():
                 self._console.print(table)
 
+    def groups(self, step: int, detailed: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """Record some groups of a rollout whole, at up to nine rollouts between the first and the
+        last, and with `log_completions` at every log."""
+        number, last = ((n - 1) // self._steps_per_rollout for n in (step, self.max_steps))
+        here, before = (n * MOMENTS // max(last, 1) for n in (number, number - 1))
+        if not self._silent and (here > before or self._last_table == step):
+            self._record(GROUPS, [{"step": step, **row} for row in detailed()])
+
     def _completion(self, step: int, group: Group, index: int) -> dict[str, Any]:
         content = group.prompt.content
         record: dict[str, Any] = {
@@ -253,11 +268,22 @@ class Monitor:
             write_json(self.output_dir / SUMMARY, whole)
         for line in ("", *whole["verdict"].split("\n")):
             self.say(line)
-        files = [n for n in (METRICS, COMPLETIONS, EVALUATIONS) if (self.output_dir / n).exists()]
+        if not self._silent:
+            self._write_page()
+        files = [
+            n for n in (METRICS, COMPLETIONS, EVALUATIONS, GROUPS) if (self.output_dir / n).exists()
+        ]
         self.say(f"Results in {self.config.output_dir}: {', '.join([SUMMARY, *files])}")
         if self._events is not None:
             self._flush()
             self._events.send("on_train_end")
+
+    def _write_page(self) -> None:
+        try:
+            write_page([self.output_dir], self.output_dir / PAGE)
+            self.say(f"Report: {os.path.join(self.config.output_dir, PAGE)}")
+        except Exception as error:  # the run is over: what it leaves must not become its error
+            self.say(f"note: {PAGE} cannot be written: {type(error).__name__}: {error}")
 
     def _of_unscored(self) -> str:
         counted = self.config.loss_form.all_completions

@@ -19,6 +19,7 @@ from rloo.config.deepspeed import division_named
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
 from rloo.model.division import shape_of
+from rloo.model.memory import process_peaks
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
 from rloo.report.hub import Hub
 from rloo.report.monitor import SUMMARY, versions
@@ -381,6 +382,7 @@ class Session:
             "end": metrics if step == self.state.step else {},
             "wall_seconds": self._seconds(),
             "num_tokens": self.state.num_tokens,
+            **process_peaks(self.parts.world.device),
             "seed": self.config.seed,
             "config": self._resolved().to_dict(),
             "totals": self._totals,

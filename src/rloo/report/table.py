@@ -1,0 +1,274 @@
+"""The one table of what a run measures: unit, meaning, healthy band, and how processes add to it.
+
+docs/metrics.md is written from it (`python tools/metrics_page.py`), the report draws its bands, and
+alarms compare with them. It knows nothing of how a metric is computed, and imports nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+# What a metric is with several processes: over the completions of all of them, each counted once;
+# the largest that one of them has; the main process's own; a number that is the same in each.
+Ranks = Literal["all", "largest", "main", "same"]
+# Which value is the better one, where that can be said.
+Better = Literal["", "higher", "lower"]
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """From `low` to `high` (None: no limit) a metric is healthy; with `of_start` these are
+    multiples of its own value in the run's first steps. Outside of it there is a question to ask,
+    not always a fault."""
+
+    low: float | None = None
+    high: float | None = None
+    of_start: bool = False
+
+    def bounds(self, start: float | None = None) -> tuple[float, float]:
+        """The lowest and highest healthy value; without limits where `start` is needed and not
+        known."""
+        low = -math.inf if self.low is None else self.low
+        high = math.inf if self.high is None else self.high
+        if not self.of_start:
+            return low, high
+        if start is None or not math.isfinite(start):
+            return -math.inf, math.inf
+        return low * start, high * start
+
+    def holds(self, value: float, start: float | None = None) -> bool:
+        """Whether the value is healthy; one that is not a number is not."""
+        low, high = self.bounds(start)
+        return low <= value <= high
+
+    def __str__(self) -> str:
+        unit = " times the start" if self.of_start else ""
+        if self.low is not None and self.high is not None:
+            return f"{self.low:g} to {self.high:g}{unit}"
+        if self.low is not None:
+            return f"at least {self.low:g}{unit}"
+        return "0" if self.high == 0 else f"at most {self.high:g}{unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row. `name` may have `<function>`, a reward function's name, or `<k>`, a number. `unit`
+    is empty for a pure number. `note` is what a page adds to `meaning`, a plain sentence."""
+
+    name: str
+    unit: str
+    meaning: str
+    band: Band | None = None
+    better: Better = ""
+    ranks: Ranks = "all"
+    note: str = ""
+
+
+NONE = Band(high=0.0)
+
+ROLLOUT = (
+    Metric("reward", "reward", "Mean of the weighted reward over all scored completions.",
+        better="higher"),
+    Metric("reward_std", "reward", "Standard deviation of the weighted reward."),
+    Metric("reward/standard_error", "reward", "Standard error of `reward`.",
+        note="It is the deviation of the prompts' means / √prompts."),
+    Metric("reward/unscored", "completions", "Completions that no reward function scored.",
+        band=NONE, better="lower"),
+    Metric("rewards/<function>/mean", "reward", "Mean of what one reward function gave.",
+        better="higher", note="Unweighted, over the completions that it scored."),
+    Metric("rewards/<function>/std", "reward", "Standard deviation of what one function gave."),
+    Metric("rewards/<function>/raw_mean", "reward",
+        "Mean of a reward with `normalize: true`, before normalisation.", better="higher"),
+    Metric("rewards/<function>/failed", "share",
+        "Share of calls that missed the deadline, raised or returned no rewards.",
+        band=NONE, better="lower", note="With `reward_on_error: missing`."),
+    Metric("rewards/math_reward/unjudged", "share",
+        "Share of completions that `math` could not judge through no fault of theirs.",
+        band=Band(high=0.05), better="lower",
+        note="A judge was killed or stopped, or the time of the call was over."),
+    Metric("groups/signal", "share",
+        "Share of prompts whose completions differ in reward, so that there is something to learn.",
+        band=Band(low=0.25), better="higher",
+        note="Of groups with at least two scores, before the KL penalty."),
+    Metric("frac_reward_zero_std", "share",
+        "Share of prompts whose completions all have the same reward: 1 − `groups/signal`.",
+        band=Band(high=0.75), better="lower",
+        note="TRL computes it after the KL penalty, which makes it 0."),
+    Metric("baseline/variance", "reward²", "Variance of the leave-one-out baselines."),
+    Metric("completions/mean_length", "tokens", "Mean length of a completion.",
+        note="The end-of-sequence token counts."),
+    Metric("completions/min_length", "tokens", "Length of the shortest completion."),
+    Metric("completions/max_length", "tokens", "Length of the longest completion."),
+    Metric("completions/mean_terminated_length", "tokens",
+        "Mean length of the completions that ended by themselves.", note="Absent if none did."),
+    Metric("completions/min_terminated_length", "tokens",
+        "Length of the shortest completion that ended by itself."),
+    Metric("completions/max_terminated_length", "tokens",
+        "Length of the longest completion that ended by itself."),
+    Metric("completions/clipped_ratio", "share",
+        "Share of completions that were cut off at `max_completion_length`.",
+        band=Band(high=0.25), better="lower"),
+    Metric("tokens_per_second/sample", "tokens/s", "Completion tokens per second of sampling.",
+        better="higher", ranks="main",
+        note="All processes' tokens over the main one's `time/sample`; beside training, where "
+        "`time/sample` is what the trainer waits, over the time in which something was sampled."),
+    Metric("dynamic_sampling/drawn_share", "ratio", "Prompts drawn for each prompt used.",
+        better="lower", note="With `dynamic_sample`."),
+    Metric("staleness/mean", "rollouts",
+        "How much older the weights that sampled a token are than those that are trained.",
+        note="Beside training; over all tokens of the rollout."),
+    Metric("staleness/max", "rollouts", "How much older they are for the oldest token."),
+    Metric("groups/first", "", "Number of the rollout's first prompt, in the order of drawing.",
+        note="Beside training."),
+    Metric("queue/done", "groups", "Prompts that are sampled and scored, and wait to be trained.",
+        ranks="main", note="Beside training, when the rollout is asked for."),
+    Metric("queue/in_flight", "groups", "Prompts that are being sampled or scored.",
+        ranks="main", note="Beside training, when the rollout is asked for."),
+    Metric("idle/trainer", "share", "Share of the time in which the trainer waited for groups.",
+        better="lower", ranks="main", note="Beside training, since the last rollout."),
+    Metric("idle/sampler", "share", "Share of the time in which nothing was sampled.",
+        better="lower", ranks="main", note="Beside training, since the last rollout."),
+    Metric("idle/rewards", "share",
+        "Share of the time in which reward processes had nothing to do.",
+        ranks="main", note="Beside training, since the last rollout."),
+    Metric("engine/lost", "times", "How often a server or process that samples was lost.",
+        band=NONE, better="lower", ranks="main", note="Since the run began or went on."),
+    Metric("engine/returned", "times", "How often one that was lost came back.", ranks="main"),
+    Metric("engine/repeated", "times", "How many prompts were asked for again after a loss.",
+        better="lower", ranks="main"),
+    Metric("scorers/lost", "times", "How often a process that calls rewards was lost.",
+        band=NONE, better="lower", ranks="main", note="Beside training; it is started again."),
+)  # fmt: skip
+
+UPDATE = (
+    Metric("kl", "nats/token", "How far the policy is from the reference model, per token.",
+        band=Band(high=1.0),
+        note="Mean over tokens of log π − log π_ref (k1), π before the rollout's first update "
+        "where the KL is in the reward. Under `preset trl` completions masked as truncated, which "
+        "pay none there, are left out, here and in `kl/sequence` and `entropy`."),
+    Metric("kl/sequence", "nats", "How far it is for a whole completion: what β multiplies.",
+        note="The sum over its tokens, mean over completions."),
+    Metric("kl/coef", "", "β in this step.", ranks="same", note="With `kl_target`."),
+    Metric("entropy", "nats/token",
+        "How undecided the policy is at each token; near 0 it always writes the same.",
+        band=Band(low=0.05, high=3.0, of_start=True),
+        note="Mean over tokens at the sampling temperature. Where not all completions are computed "
+        "it is the mean of −log π of the sampled tokens by the sampler, which is the entropy on "
+        "average, of the policy that sampled; if none counts, of all that were sampled, in the "
+        "first step on a rollout."),
+    Metric("mismatch/mean", "nats",
+        "Mean difference of a token's log-prob between the engine that sampled and the trainer.",
+        band=Band(high=0.05), better="lower",
+        note="Absolute, of the policy's, over computed tokens; meaningful in the first step on a "
+        "rollout, and with `max_staleness` where `staleness/max` is 0. In float32 about 1e-6."),
+    Metric("mismatch/max", "nats", "Difference for the token where it is largest.",
+        better="lower", ranks="largest"),
+    Metric("sampling/importance_sampling_ratio/mean", "ratio",
+        "Mean weight that corrects for having sampled from another distribution.",
+        band=Band(0.8, 1.2),
+        note="Of `rollout_importance_sampling_mode`, after truncating or dropping, over computed "
+        "completions."),
+    Metric("sampling/importance_sampling_ratio/max", "ratio", "The largest of these weights.",
+        ranks="largest"),
+    Metric("sampling/effective_share", "share",
+        "Share of the completions that still counts after these weights.",
+        band=Band(low=0.5), better="higher",
+        note="(Σw)² / (n Σw²) over the n computed completions, w the mean of the weights over the "
+        "completion's tokens."),
+    Metric("clip_ratio/low_mean", "share",
+        "Share of ratios clipped from below, where the advantage is negative.",
+        note="Of completions, or of tokens; without an advantage nothing is clipped."),
+    Metric("clip_ratio/high_mean", "share",
+        "Share of ratios clipped from above, where the advantage is positive."),
+    Metric("clip_ratio/region_mean", "share", "Share of ratios that were clipped: their sum.",
+        band=Band(high=0.2)),
+    Metric("aux_loss", "", "Balancing loss of a mixture of experts.",
+        note="Before `router_aux_loss_coef`, as a mean over input tokens; in perfect balance it is "
+        "the number of experts per token."),
+    Metric("loss", "", "Loss of the policy gradient, which does not measure progress."),
+    Metric("grad_norm", "", "Norm of the gradient before clipping.",
+        note="In a log over several steps that of the last one, as with Trainer."),
+    Metric("learning_rate", "", "Learning rate of the step.", ranks="same"),
+    Metric("update/changed_share", "share", "Share of parameters that the step changed.",
+        band=Band(low=0.01),
+        note="Of up to 1,024 per tensor. Few change where steps are smaller than what the weights' "
+        "precision can hold; none while the learning rate is 0."),
+    Metric("update/computed_share", "share",
+        "Completions that the update computed, of those that count."),
+    Metric("update/no_signal", "0 or 1",
+        "1 if no completion of the step had a signal, so that the weights did not change.",
+        band=NONE, better="lower"),
+    Metric("update/nonfinite", "0 or 1",
+        "1 if the gradient was not finite, so that the step was refused.",
+        band=NONE, better="lower"),
+    Metric("update/scale_lowered", "0 or 1",
+        "1 if fp16's loss scale was too high, so that the step was skipped and the scale halved."),
+    Metric("update/max_tokens", "tokens",
+        "The new token budget of a micro-batch, in the step from which it was lowered.",
+        ranks="same"),
+    Metric("step", "", "Optimizer steps made, this one included.", ranks="same"),
+    Metric("epoch", "", "Passes over the dataset.", ranks="same"),
+    Metric("num_tokens", "tokens", "Tokens of prompts and completions so far."),
+    Metric("step_time", "s", "Seconds that the step took.", better="lower", ranks="main"),
+    Metric("time/sample", "s", "Seconds spent sampling.", better="lower", ranks="main",
+        note="Beside training: waiting for samples."),
+    Metric("time/reward", "s", "Seconds spent in reward functions.", better="lower", ranks="main"),
+    Metric("time/credit", "s", "Seconds spent computing advantages.", better="lower", ranks="main"),
+    Metric("time/update", "s", "Seconds spent in forward and backward passes and the optimizer.",
+        better="lower", ranks="main"),
+    Metric("rank/imbalance", "ratio",
+        "Input tokens of the process that has most in this update, over the mean.",
+        band=Band(high=1.5), better="lower", note="With several processes."),
+    Metric("rank/wait_time", "s", "Seconds that the main process waited for the others.",
+        better="lower", ranks="main", note="With several processes."),
+    Metric("rank/gathered_bytes", "bytes", "Bytes that the main process gathered from all.",
+        ranks="main", note="With several processes; not those of the gradients."),
+)  # fmt: skip
+
+EVALUATION = (
+    Metric("name", "", "When it was made: `start`, `during`, `end` or `best`.", ranks="same"),
+    Metric("dataset", "", "On which of several sets.", ranks="same"),
+    Metric("step", "", "After how many steps.", ranks="same"),
+    Metric("num_prompts", "prompts", "Prompts of the set.", ranks="same"),
+    Metric("num_samples", "completions", "Completions drawn of each (`num_generations_eval`).",
+        ranks="same"),
+    Metric("pass@<k>", "share", "How often at least one of k completions passes.", better="higher",
+        note="The unbiased estimate of Chen et al. 2021 from `num_samples` completions; one "
+        "passes if the first reward function gives it at least `pass_threshold`."),
+    Metric("pass@1_greedy", "share",
+        "How often the completion passes that always takes the most likely token.",
+        better="higher"),
+    Metric("pass@<k>_interval", "share", "Wilson's interval at 95 % over the prompts."),
+    Metric("pass@1_greedy_interval", "share", "Wilson's interval at 95 % of `pass@1_greedy`."),
+)  # fmt: skip
+
+TOTALS = (
+    Metric("train_loss", "", "Mean of `loss` over the steps of this session."),
+    Metric("train_runtime", "s", "Seconds.", ranks="main"),
+    Metric("train_samples_per_second", "1/s", "Completions / `train_runtime`.", better="higher"),
+    Metric("train_steps_per_second", "1/s", "Optimizer steps / `train_runtime`.", better="higher"),
+)  # fmt: skip
+
+PARTS = {"rollout": ROLLOUT, "update": UPDATE, "evaluation": EVALUATION, "totals": TOTALS}
+
+
+def of_steps() -> Iterator[Metric]:
+    """What a line of metrics.jsonl may have, besides what reward functions log themselves."""
+    yield from (*ROLLOUT, *UPDATE)
+
+
+@cache
+def find(name: str) -> Metric | None:
+    """The row of a name of metrics.jsonl, evaluations.jsonl or a log, where such a name may begin
+    with `eval_`; None for one that a reward function has chosen."""
+    rows = [row for part in PARTS.values() for row in part]
+    for row in sorted(rows, key=lambda row: row.name.count("<")):  # exact names first
+        pattern = re.escape(row.name).replace("<function>", ".+").replace("<k>", r"\d+")
+        if re.fullmatch(pattern, name.removeprefix("eval_")):
+            return row
+    return None
