@@ -1,11 +1,19 @@
 """The live view, on terminals of any size, in pipes and notebooks: what a small terminal of our own
 shows after the bytes that were written to it, beside the figures that went in."""
 
+import contextlib
+import fcntl
 import io
 import math
+import os
+import pty
 import random
 import re
+import signal
+import struct
+import subprocess
 import sys
+import termios
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -21,6 +29,7 @@ from rloo.report.screen import Screen
 from rloo.types import Completion, Group, Prompt
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]bold[/red] <b>x</b> \u202eabc\x9b31m\r\ud800 :boom:"
+ALARM = "KL is 0.41 a token, over 0.30"
 CONTROL = re.compile(r"\x1b\[(\??[0-9;]*)([A-Za-z])")
 
 
@@ -111,7 +120,7 @@ def run(console, steps=12, logging=5, max_steps=12, **options):
         if due:
             shown.sample(step, make_group())
         if step == 7:
-            shown.alarm("KL is 0.41 a token", "the policy forgets", "--learning_rate 1e-5")
+            shown.alarm(ALARM, "the policy forgets", "--learning_rate 1e-5")
         if step == 10:
             shown.evaluated(step, make_accuracy(0.47))
     return shown
@@ -132,11 +141,13 @@ def test_nothing_is_cut_at_any_width(width, height):
     told = figures_of()
     phrases = [*told.reward, *(phrase for row in told.rows.values() for phrase in row)]
     phrases += ["step 12/12", "means of 8 steps", "held-out pass@1 47.0 % [44.0, 50.0]"]
-    phrases += ["24.0 % [21.0, 27.0] at step 0", "alarm at step 7: KL is 0.41 a token"]
+    phrases += ["24.0 % [21.0, 27.0] at step 0", f"alarm at step 7: {ALARM}"]
     # Beside each other at 80 columns, each is in a line of its own; at 40, phrases are broken.
     text = "\n".join(lines)
     missing = [phrase for phrase in phrases if phrase not in text and width > 40]
     assert not missing
+    curves = sum(any("\u2800" < character < "\u2900" for character in line) for line in lines)
+    assert curves <= (2 if height == 10 else 6)  # a low terminal gets low curves
     packed = re.sub(r"\s", "", text)
     assert not [phrase for phrase in phrases if re.sub(r"\s", "", phrase) not in packed]
 
@@ -191,6 +202,7 @@ def test_the_time_that_is_left_counts_what_is_between_the_steps(monkeypatch):
     for step in (1, 2, 3):
         shown.step(step, scored=rows[:step], recent=rows[:step], due=False)
         now[0] += 3.0  # a step of 2 s, and 1 s of evaluating
+    shown.stop()
     assert "30 s left" in console.file.getvalue()  # 10 steps of 3 s
 
 
@@ -219,7 +231,7 @@ def test_elsewhere_there_are_plain_lines_with_rewards_and_clipped_share():
     run(Console(file=stream, width=80))
     lines = stream.getvalue().splitlines()
     assert [line.split("/")[0] for line in lines] == [
-        "step 1", "step 5", "alarm: KL is 0.41 a token", "why: the policy forgets",
+        "step 1", "step 5", f"alarm: {ALARM}", "why: the policy forgets",
         "try: --learning_rate 1e-5", "step 10",
     ]  # fmt: skip
     assert all(line.isprintable() for line in lines)
@@ -244,13 +256,14 @@ def test_values_say_over_how_many_steps_they_are_means():
     )
 
 
-def test_colours_mark_alarms_unless_they_are_unwanted(monkeypatch):
+def test_colours_mark_alarms_unless_they_are_unwanted():
     def written(**environment):
         console = terminal(color_system="standard", _environ=environment)
-        run(console)
+        run(console).stop()
         return console.file.getvalue()
 
     assert "\x1b[1;31malarm: KL is 0.41 a token" in written()
+    assert "\x1b[2mrewards  \x1b[0mright 0.37  form 0.98\n" in written()  # labels alone are dim
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]", written(NO_COLOR="1"))
 
 
@@ -265,7 +278,7 @@ def test_a_dumb_terminal_and_a_pipe_with_forced_colours_are_not_drawn_on(monkeyp
 
 def test_only_the_main_process_draws(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    before = sys.stdout = sys.stdout
+    before = sys.stdout
     screen = Screen(None, max_steps=2, silent=True)
     screen.step(1, scored=[make_metrics()], recent=[make_metrics()], due=True)
     assert not screen.is_live and sys.stdout is before
@@ -378,3 +391,33 @@ def test_graded_rewards_are_told_from_passing_and_failing(values, graded):
     assert is_graded(metrics) is graded
     first, second, *_ = evaluation_phrases(metrics)
     assert (first.startswith("reward"), second.startswith("reward")) == (graded, not graded)
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_a_real_terminal_leaves_the_history_the_view_and_a_cursor(tmp_path):
+    options = "--max_steps 9 --logging_steps 2 --eval_on_start false --eval_split null"
+    options += f" --num_prompts 4 --num_generations 4 --output_dir {tmp_path}/run"
+    main, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
+    environment = {**os.environ, "TERM": "xterm"}
+    command = [sys.executable, "-m", "rloo", "train", *options.split()]
+    process = subprocess.Popen(
+        command, stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True
+    )
+    os.close(end)
+    written, sent = b"", False
+    with contextlib.suppress(OSError):  # what Linux says when the other end is closed
+        while piece := os.read(main, 65536):
+            written += piece
+            if b"step 3/9" in written and not sent:
+                process.send_signal(signal.SIGINT)
+                sent = True
+    os.close(main)
+    assert process.wait() == 130
+    lines, visible = replay(written.decode().replace("\r\n", "\n"))
+    text = "\n".join(lines)
+    assert visible and "Stopped after" in text
+    assert text.count("\nstep 2/9  reward") == text.count("training reward 0") == 1
+    # The terminal breaks the lines that must stay whole; none of the view's is longer.
+    view = lines[next(i for i, line in enumerate(lines) if line.startswith("━")) :]
+    assert max(map(cell_len, view[:12])) <= 80

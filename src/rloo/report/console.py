@@ -67,16 +67,15 @@ def flow(phrases: Sequence[str], width: int, indent: int = 0) -> list[str]:
     return lines
 
 
-def header(info: Mapping[str, Any], config: RLOOConfig, batches: Batches) -> list[str]:
-    """One line per entry of `info`, then the precision, the rollout and the objective."""
+def header(info: Mapping[str, Any], config: RLOOConfig, batches: Batches) -> dict[str, str]:
+    """The entries of `info` in words, then the precision, the rollout and the objective."""
     precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "float32"
     prompts, generations = batches.prompts_per_rollout, config.num_generations
     rollout = f"{prompts} prompts x {generations} generations = {prompts * generations} completions"
     if batches.steps_per_rollout > 1:
         rollout += f", used for {batches.steps_per_rollout} steps"
     rows = {**info, "precision": precision, "rollout": rollout, "objective": objective_line(config)}
-    width = max(map(len, rows))
-    return [f"{name:{width}}  {_describe(value)}" for name, value in rows.items()]
+    return {name: _describe(value) for name, value in rows.items()}
 
 
 def _describe(value: Any) -> str:

@@ -59,10 +59,10 @@ class View:
     def _lines(self, console: Console, width: int) -> Iterator[RichText]:
         figures, ascii_only = self.figures, console.options.ascii_only
         full = round(_BAR * figures.step / max(1, figures.max_steps))
-        bar = RichText(("=" if ascii_only else "━") * full, "cyan")
-        bar.append(("-" if ascii_only else "─") * (_BAR - full), "dim")
+        done, left = "=-" if ascii_only else "━─"
+        bar = RichText.assemble((done * full, "cyan"), (left * (_BAR - full), "dim"))
         for line in flow(figures.progress, width - _BAR - 2):
-            yield bar + "  " + safe(line, console, "bold")
+            yield RichText.assemble(bar, "  ", safe(line, console, "bold"))
             bar = RichText(" " * _BAR)
         yield from self._curves(console, width)
         for name, phrases in figures.rows.items():
@@ -82,7 +82,7 @@ class View:
             yield from chain(*blocks)
             return
         for left, right in zip_longest(*blocks, fillvalue=RichText()):
-            yield left + " " * (each + _GAP - left.cell_len) + right
+            yield RichText.assemble(left, " " * (each + _GAP - left.cell_len), right)
 
     def _block(self, plot: Plot, console: Console, width: int) -> list[RichText]:
         height = 3 if console.size.height >= FEWEST_LINES else 1
@@ -97,7 +97,7 @@ class View:
             ascii_only=console.options.ascii_only,
         )
         lines = [
-            RichText(f"{label:>{margin - 1}} ", "dim").append(dots, plot.style)
+            RichText.assemble((f"{label:>{margin - 1}} ", "dim"), (dots, plot.style))
             for label, dots in zip(labels, drawn, strict=True)
         ]
         above, *below = (
@@ -112,7 +112,7 @@ def _labelled(
 ) -> Iterator[RichText]:
     for number, line in enumerate(flow(phrases, width - _LABEL)):
         label = f"{name:{_LABEL}}" if number == 0 else " " * _LABEL
-        yield RichText(label, "dim") + safe(line, console)
+        yield RichText.assemble((label, "dim"), safe(line, console))
 
 
 class Terminal:

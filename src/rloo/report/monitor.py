@@ -83,8 +83,8 @@ class Monitor:
 
     def start(self, info: Mapping[str, Any], batches: Batches) -> None:
         """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
-        lines = view.header(info, self.config, batches)
-        self._screen.start(lines, str(info.get("device", "cpu")))
+        facts = view.header(info, self.config, batches)
+        self._screen.start(facts, str(info.get("device", "cpu")))
 
     def _tell_of_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say once where an engine in other processes disagrees with the trainer, by the first step
@@ -134,7 +134,9 @@ class Monitor:
         }
         for name, belongs in keep.items():
             rows, unreadable = self._journal.truncate(name, belongs)
-            whole = [{n: math.nan if v is None else v for n, v in row.items()} for row in rows]
+            whole: list[dict[str, Any]] = [
+                {n: math.nan if v is None else v for n, v in row.items()} for row in rows
+            ]
             if name == METRICS:
                 for metrics in whole:
                     self._remember(metrics.pop("step"), metrics)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from textwrap import TextWrapper
 from typing import Any
 
 import psutil
@@ -55,11 +56,17 @@ class Screen:
         """Whether a view is shown, and not only lines."""
         return self._region is not None
 
-    def start(self, lines: Sequence[str], device: str) -> None:
-        """Print the header of a run on `device`, whose memory is shown."""
+    def start(self, facts: Mapping[str, str], device: str) -> None:
+        """Print the facts of a run on `device`, whose memory is shown later."""
         self._device = device
-        for line in lines:
-            self.say(line)
+        indent = max(map(len, facts)) + 2
+        width = max(2 * indent, self.console.width) if self.is_live else sys.maxsize
+        wrapper = TextWrapper(
+            width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+        for name, fact in facts.items():
+            for line in wrapper.wrap(f"{name:{indent}}{fact}"):
+                self.say(line)
 
     def say(self, text: str, style: str = "", *, prose: bool = False) -> None:
         """Print a line; see `write_line`."""
@@ -140,7 +147,8 @@ class Screen:
 
     def sample(self, step: int, group: Group) -> None:
         """Print a completion of `group` above the view, where one is shown, every few steps."""
-        if self._region is None or step - self.sampled_at < STEPS_BETWEEN_SAMPLES:
+        every = STEPS_BETWEEN_SAMPLES
+        if self._region is None or step // every == self.sampled_at // every:
             return
         self.sampled_at = step
         self.show(sample_table(step, group, 0, self.console.encoding))
