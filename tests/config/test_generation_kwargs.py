@@ -22,7 +22,7 @@ from rloo.data.prompts import encode_prompt
 from rloo.engines.hf import HFEngine
 from rloo.engines.native.engine import NativeEngine
 from rloo.model.policy import Policy
-from rloo.report.console import completions_table
+from rloo.report.samples import completions_table
 from rloo.run.setup import make_sampling, prompt_limit
 from rloo.types import Completion, Group, Prompt, Sampling
 from support.models import make_model

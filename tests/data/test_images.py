@@ -15,7 +15,7 @@ from rloo.engines import EngineInputs, build_engine
 from rloo.engines.hf import HFEngine, _Drawing
 from rloo.engines.noise import row_keys
 from rloo.model.policy import Policy
-from rloo.report.console import as_string
+from rloo.report.samples import as_string
 from rloo.rewards.model import as_reward
 from rloo.types import Completion, Prompt, Sample, Sampling, text_of
 from support.models import CPU

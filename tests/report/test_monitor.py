@@ -15,7 +15,9 @@ from rich.console import Console
 from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.presets import PRESETS, objective_line
-from rloo.report import console, monitor
+from rloo.report import console
+from rloo.report import screen as screen_module
+from rloo.report.figures import figures
 from rloo.report.monitor import Monitor, versions
 from rloo.report.records import strict
 from rloo.report.verdict import direction, verdict
@@ -176,33 +178,28 @@ def test_progress_states_the_change_since_the_start_with_its_error(tmp_path):
         watcher.step(step, make_metrics(reward))
     # mean of all three 0.4, error sqrt(3) * 0.03 / 3; change 0.5 - 0.2,
     # error sqrt(0.03^2 + 2 * 0.03^2 / 4)
-    assert shown(screen).splitlines()[-1] == (
-        "step 3/5  4 s left  reward 0.400 ± 0.017  +0.300 ± 0.037 since the start | "
-        "signal in 75 % of groups  KL 0.01  entropy 1.25  length 12 | "
-        "time: sample 50 %, reward 5 %, update 45 %  samples 4,321 tokens/s"
-    )
+    line = shown(screen).splitlines()[-1]
+    assert line.startswith("step 3/5  2 s a step  4 s left  until ")
+    assert "  reward 0.400 ± 0.017  +0.300 ± 0.037 since the start | signal in 75 %" in line
+    assert line.endswith(" | means of 3 steps")
 
 
 def test_progress_averages_over_the_last_eight_steps():
     rows = [make_metrics(0.0, 0.0)] + [make_metrics(5.0, 0.0)] * 3 + [make_metrics(1.0, 0.0)] * 8
-    lines = console.progress(12, 12, scored=rows, recent=rows[-8:])
-    assert lines[0] == "step 12/12  0 s left"
-    assert lines[1] == "reward 1.000 ± 0.000  +1.000 ± 0.000 since the start"
+    told = figures(12, 12, scored=rows, recent=rows[-8:])
+    assert told.progress == ["step 12/12", "2 s a step"]
+    assert told.reward == ["reward 1.000 ± 0.000", "+1.000 ± 0.000 since the start"]
 
 
 def test_progress_leaves_out_what_is_not_known():
     row = {"reward": 0.5, "reward/standard_error": math.nan, "kl": math.nan}
-    assert console.progress(1, 9, scored=[row], recent=[row]) == [
-        "step 1/9",
-        "reward 0.500",
-        "",
-        "",
-    ]
+    told = figures(1, 9, scored=[row], recent=[row])
+    assert told.line() == "step 1/9  reward 0.500 | of 1 step"
 
 
 def test_off_a_terminal_a_line_comes_at_every_log_or_after_ten_seconds(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(monitor.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(screen_module.time, "monotonic", lambda: now[0])
     watcher, screen = make_monitor(tmp_path, logging_steps=4, max_steps=9)
     for step in range(1, 10):
         now[0] += 11.0 if step == 6 else 1.0
@@ -211,7 +208,7 @@ def test_off_a_terminal_a_line_comes_at_every_log_or_after_ten_seconds(tmp_path,
     assert printed == ["step 1", "step 4", "step 6", "step 8", "step 9"]
 
 
-def test_on_a_terminal_the_line_is_live_and_the_cursor_comes_back(tmp_path):
+def test_on_a_terminal_the_state_is_live_and_the_cursor_comes_back(tmp_path):
     watcher, screen = make_monitor(tmp_path, terminal=True)
     watcher.step(1, make_metrics(0.5))
     watcher.step(2, make_metrics(0.5))
@@ -219,10 +216,40 @@ def test_on_a_terminal_the_line_is_live_and_the_cursor_comes_back(tmp_path):
     watcher.finish(make_summary())
     text = shown(screen)
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines()]
-    assert f"{'━' * 4:20} step 1/5  8 s left" in lines
-    assert f"{'━' * 8:20} step 2/5  6 s left" in lines
-    assert "reward 0.500 ± 0.021  +0.000 ± 0.042 since the start" in lines
+    bars = [line for line in lines if "step" in line and line.startswith("━")]
+    assert bars[0].startswith(f"{'━' * 4}{'─' * 16}  step 1/5  2 s a step  8 s left  until ")
+    assert bars[-1].startswith(f"{'━' * 8}{'─' * 12}  step 2/5  2 s a step  6 s left  until ")
+    assert "training reward 0.500 ± 0.021" in lines
+    assert "+0.000 ± 0.042 since the start" in lines
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+
+
+def test_an_alarm_is_among_the_notes_with_its_reason_and_the_change(tmp_path):
+    watcher, screen = make_monitor(tmp_path)
+    watcher.alarm("KL is 4.7 a token", "the model is forgotten", "--learning_rate 1e-6")
+    watcher.alarm("entropy is 0.01")
+    watcher.finish(make_summary())
+    assert shown(screen).splitlines()[:4] == [
+        "alarm: KL is 4.7 a token",
+        "why: the model is forgotten",
+        "try: --learning_rate 1e-6",
+        "alarm: entropy is 0.01",
+    ]
+    assert json.loads((tmp_path / "summary.json").read_text())["notes"] == [
+        "KL is 4.7 a token; why: the model is forgotten; try: --learning_rate 1e-6",
+        "entropy is 0.01",
+    ]
+
+
+def test_a_sample_comes_at_first_and_then_at_logs_at_most_one_in_five_steps(tmp_path):
+    watcher, screen = make_monitor(tmp_path, terminal=True, logging_steps=2, max_steps=99)
+    for step in range(1, 17, 3):  # rollouts of three steps
+        watcher.completions(step, [make_group((f"text{step}.",))])
+    assert re.findall(r"text\d+\.", shown(screen)) == ["text1.", "text7.", "text10.", "text16."]
+    assert "right" not in shown(screen) and "1 + 1 =" in shown(screen)
+    quiet, screen = make_monitor(tmp_path, terminal=True, disable_tqdm=True, logging_steps=1)
+    quiet.completions(1, [make_group()])
+    assert shown(screen) == ""
 
 
 def test_progress_can_be_silenced_and_is_recorded_all_the_same(tmp_path):
@@ -335,7 +362,7 @@ def test_an_evaluation_is_one_line_with_its_intervals(tmp_path):
     greedy = {"pass@1_greedy": 0.7, "pass@1_greedy_interval": [0.66, 0.74]}
     watcher.evaluation(20, "during", metrics | greedy)
     assert shown(screen) == (
-        "evaluation (during) at step 20: pass@1 64.1 % [61.0, 67.1]  pass@1 greedy 70.0 % "
+        "evaluation at step 20: pass@1 64.1 % [61.0, 67.1]  pass@1 greedy 70.0 % "
         "[66.0, 74.0]  reward 0.500  (512 problems x 4 samples)\n"
     )
     (row,) = read_rows(tmp_path / "evaluations.jsonl")
@@ -346,7 +373,7 @@ def test_an_evaluation_alone_is_a_headline_and_its_numbers():
     screen = make_console()
     console.print_evaluation(make_accuracy(0.5, 0.4, 0.6, reward=0.25), screen)
     assert shown(screen).split("\n") == [
-        "pass@1 50.0 % [40.0, 60.0]  reward 0.250  (512 problems x 1 samples)",
+        "pass@1 50.0 % [40.0, 60.0]  reward 0.250  (512 problems x 1 sample)",
         f"  {'num_prompts':40} 512",
         f"  {'reward':40} 0.25",
         "",

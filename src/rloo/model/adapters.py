@@ -159,6 +159,12 @@ class Adapter:
         """peft's configuration of it."""
         return self.wrapper.peft_config[TRAINED]
 
+    def describe(self) -> str:
+        """`LoRA, rank 8`; with ranks of single layers `rank 4 to 16`."""
+        ranks = sorted({self.config.r, *self.config.rank_pattern.values()})
+        kind = "DoRA" if self.config.use_dora else "LoRA"
+        return f"{kind}, rank {' to '.join(map(str, dict.fromkeys([ranks[0], ranks[-1]])))}"
+
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The base model's parameters by name, as they are without the adapter."""
         return walk(self.model, original_layer)

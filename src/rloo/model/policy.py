@@ -17,18 +17,29 @@ from rloo.data.images import tokenizer_of
 from rloo.dist import World
 from rloo.model import preparation, sharding, zero
 from rloo.model.batch import MicroBatch, make_sample, pack, pad, split
-from rloo.model.division import is_divided
+from rloo.model.division import is_divided, shape_of
 from rloo.model.files import ModelFiles
 from rloo.model.loading import num_embedded
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.offload import activations_on_host
 from rloo.model.optimizers import Given, Scheduler, make_optimizers
+from rloo.model.quantization import count_parameters
 from rloo.model.reference import make_reference
 from rloo.model.scorer import Scorer, balancing_coefficient
 from rloo.model.state import Version, digest
 from rloo.model.stepper import Stepper
 from rloo.model.zero_stepper import ZeroStepper
 from rloo.types import Engine, Sample
+
+
+def describe_parameters(policy: Policy) -> str:
+    """`1,893,120`; of an adapter `20,480 trained of 1,913,600 (LoRA, rank 8)`."""
+    trained = sum(shape_of(p).numel() for p in policy.parameters)
+    total = count_parameters(policy.model)
+    if trained == total:
+        return f"{total:,}"
+    kind = f" ({policy.adapter.describe()})" if policy.adapter else ""
+    return f"{trained:,} trained of {total:,}{kind}"
 
 
 class Turn(NamedTuple):
@@ -74,6 +85,7 @@ class Policy:
         self.packed, self.checked = prepared.packed, False
         self.initial_weights = prepared.initial_weights
         self.notes = prepared.notes
+        self.why_threads = "as torch has chosen"
         self.aux_loss_weight = balancing_coefficient(self.model, config)
         self.scorer = Scorer(
             self.model, temperature=config.temperature, balanced=self.aux_loss_weight != 0

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import BitsAndBytesConfig
 
 from rloo.config.config import RLOOConfig
+from rloo.model.division import shape_of
 
 
 def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
@@ -183,7 +184,7 @@ def in_full(layer: Any) -> Any:
 def count_parameters(model: nn.Module) -> int:
     """The number of parameters; two 4-bit parameters in one byte count as two."""
     sizes = {id(x.weight): x.in_features * x.out_features for _, x in quantised_layers(model)}
-    return sum(sizes.get(id(parameter), parameter.numel()) for parameter in model.parameters())
+    return sum(sizes.get(id(p), shape_of(p).numel()) for p in model.parameters())
 
 
 def statistics(model: nn.Module) -> list[Tensor]:

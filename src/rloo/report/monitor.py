@@ -1,19 +1,16 @@
 """Shows and records a run: console, JSON files, and the callbacks and loggers of transformers.
 
 It does not change training, except that callbacks may set flags on the `TrainerControl` that the
-loop reads. The text of the lines is in `console.py` and `verdict.py`.
+loop reads. What is shown where is in `screen.py`, the text of the lines in `console.py`,
+`figures.py` and `verdict.py`.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import os
 import platform
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
@@ -31,6 +28,8 @@ from rloo.report import console as view
 from rloo.report.metrics import window_mean
 from rloo.report.page import PAGE, write_page
 from rloo.report.records import Journal, write_json
+from rloo.report.samples import completions_table, spread
+from rloo.report.screen import Screen
 from rloo.report.verdict import verdict
 from rloo.types import Group
 
@@ -43,7 +42,6 @@ EVALUATIONS = "evaluations.jsonl"
 GROUPS = "groups.jsonl"
 SUMMARY = "summary.json"
 
-SECONDS_BETWEEN_LINES = 10.0
 NUM_RECORDED_COMPLETIONS = 4
 # Intervals into which the rollouts are divided at which groups are recorded whole.
 MOMENTS = 8
@@ -74,16 +72,13 @@ class Monitor:
         self.config, self.output_dir, self.max_steps = config, folder, max_steps
         self.notes: list[str] = []
         self._silent = silent
-        unread = Path(os.devnull).open("w") if silent else None  # noqa: SIM115 - to the run's end
-        self._console = Console(file=unread) if unread else console or Console()
+        self._screen = Screen(console, max_steps=max_steps, silent=silent)
         self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS))
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []
         self._recent: deque[Mapping[str, float]] = deque(maxlen=view.WINDOW)
         self._refused_steps = 0
         self._told_of_unscored = self._told_of_mismatch = False
-        self._live: view.LiveProgress | None = None
-        self._last_line = (0, -math.inf)
         self._last_table = 0
         self._epoch, self._epoch_ended = 0, False  # of the last step, and whether it ended one
         self._steps_per_rollout = 1
@@ -95,8 +90,8 @@ class Monitor:
     def start(self, info: Mapping[str, Any], batches: Batches) -> None:
         """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
         self._steps_per_rollout = batches.steps_per_rollout
-        for line in view.header(info, self.config, batches):
-            self.say(line)
+        facts = view.header(info, self.config, batches)
+        self._screen.start(facts, str(info.get("device", "cpu")))
 
     def _tell_of_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say once where an engine in other processes disagrees with the trainer, by the first step
@@ -105,7 +100,7 @@ class Monitor:
         fresh = metrics.get("staleness/max", 0.0) == 0.0  # older weights disagree by right
         if "engine/lost" in metrics and fresh and found > limit and not self._told_of_mismatch:
             self._told_of_mismatch = True
-            self.note(
+            self.alarm(
                 f"in step {step} the log-probs of the engine and of the trainer are {found:.3g} "
                 f"apart in the mean (mismatch/mean), more than {limit:g}: what is sampled is not "
                 "the policy that is trained (vllm_tolerance, rollout_dtype)"
@@ -114,7 +109,15 @@ class Monitor:
     def note(self, text: str) -> None:
         """Print a line that the user must see, and repeat it in the summary."""
         self.notes.append(text)
-        self.say(f"note: {text}")
+        self._screen.say(f"note: {text}", "yellow", prose=True)
+
+    def alarm(self, text: str, why: str = "", change: str = "") -> None:
+        """Tell, in red, that something goes wrong: what, in figures; why it matters; and the one
+        change to try, as options. A view keeps the last one in sight, the summary all of them,
+        among its notes."""
+        reasons = (("why", why), ("try", change))
+        self.notes.append("; ".join([text, *(f"{word}: {said}" for word, said in reasons if said)]))
+        self._screen.alarm(text, why, change)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: rows that no file has yet, and where logging stands. Has all the
@@ -139,12 +142,16 @@ class Monitor:
         }
         for name, belongs in keep.items():
             rows, unreadable = self._journal.truncate(name, belongs)
+            whole: list[dict[str, Any]] = [
+                {n: math.nan if v is None else v for n, v in row.items()} for row in rows
+            ]
             if name == METRICS:
-                steps = [{n: math.nan if v is None else v for n, v in row.items()} for row in rows]
-                for metrics in steps:
-                    del metrics["step"]
-                    self._remember(metrics)
-                self.window = [*steps[len(steps) - saved["window"] :]]
+                for metrics in whole:
+                    self._remember(metrics.pop("step"), metrics)
+                self.window = [*whole[len(whole) - saved["window"] :]]
+            if name == EVALUATIONS:
+                for metrics in whole:
+                    self._screen.evaluated(metrics["step"], metrics, metrics.get("dataset", ""))
             if unreadable:
                 self.note(f"{name}: {view.counted(unreadable, 'unreadable line')} dropped")
 
@@ -163,8 +170,8 @@ class Monitor:
             self.note(f"{name} cannot be written: {error}; its rows are kept for later")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line to metrics.jsonl and show progress: live on a terminal, elsewhere a plain
-        line at every log or after 10 s."""
+        """Append a line to metrics.jsonl and show progress: a view on a terminal, and everywhere a
+        line at every log (elsewhere also after 10 s)."""
         self._record(METRICS, [{"step": step, **metrics}])
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
             self._told_of_unscored = True
@@ -174,42 +181,34 @@ class Monitor:
                 "reward/unscored"
             )
         self._tell_of_mismatch(step, metrics)
-        self._remember(metrics)
-        if self.config.disable_tqdm:
-            return
-        lines = view.progress(step, self.max_steps, scored=self._scored, recent=list(self._recent))
-        if self._console.is_interactive:
-            with self._printing():
-                self._live = self._live or view.LiveProgress(self._console, self.max_steps)
-                self._live.show(step, lines)
-            return
-        last_step, last_time = self._last_line
-        waited = time.monotonic() - last_time >= SECONDS_BETWEEN_LINES
-        if waited or self._log_between(last_step, step) or step == self.max_steps:
-            self._last_line = (step, time.monotonic())
-            done, *others = lines
-            self.say(f"{done}  {' | '.join(line for line in others if line)}")
+        self._remember(step, metrics)
+        if not self.config.disable_tqdm:
+            first = step == 1 and self.config.logging_first_step
+            due = first or step == self.max_steps or self._log_between(step - 1, step)
+            self._screen.step(step, scored=self._scored, recent=list(self._recent), due=due)
 
     def completions(self, step: int, groups: Sequence[Group]) -> None:
         """Record some completions of a rollout; with `log_completions`, at every log, record all
-        and print some."""
+        and print some. Above a view one is printed at
+        first, and then at logs, every few steps."""
         if self._silent:
             return
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
-        chosen = list(view.spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
+        chosen = list(spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
         self._record(COMPLETIONS, [self._completion(step, *item) for item in chosen])
         if due:
             self._last_table = step
-            table = view.completions_table(
+            table = completions_table(
                 step,
                 groups,
                 limit=self.config.num_completions_to_print,
-                encoding=self._console.encoding,
+                encoding=self._screen.console.encoding,
                 unique_prompts=self.config.log_unique_prompts,
             )
-            with self._printing():
-                self._console.print(table)
+            self._screen.show(table)
+        elif not self.config.disable_tqdm and self._log_between(self._screen.sampled_at, step):
+            self._screen.sample(step, groups[0])
 
     def groups(self, step: int, detailed: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
         """Record some groups of a rollout whole, at up to nine rollouts between the first and the
@@ -241,8 +240,11 @@ class Monitor:
         """Print and record an evaluation; `dataset` names the set if there are several."""
         row = {"step": step, "name": name} | ({"dataset": dataset} if dataset else {})
         self._record(EVALUATIONS, [{**row, **metrics}])
-        place = f"{name}, {dataset}" if dataset else name
-        self.say(f"evaluation ({place}) at step {step}: {view.evaluation_line(metrics)}")
+        self._screen.evaluated(step, metrics, dataset)
+        place = ", ".join(part for part in (name.replace("during", ""), dataset) if part)
+        head = f"evaluation{f' ({place})' if place else ''} at step {step}:"
+        first, *others = view.evaluation_phrases(metrics)
+        self._screen.tell([f"{head} {first}", *others], "green")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json atomically; print the verdict and the names of the result files.
@@ -251,10 +253,7 @@ class Monitor:
         wall_seconds, num_tokens, seed, config and versions. This adds max_steps, notes,
         refused_steps, training (averages of the first and last steps) and the verdict.
         """
-        if self._live is not None:
-            with self._printing():
-                self._live.stop()
-            self._live = None
+        self._screen.stop()
         whole = {
             **summary,
             "max_steps": self.max_steps,
@@ -267,13 +266,13 @@ class Monitor:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             write_json(self.output_dir / SUMMARY, whole)
         for line in ("", *whole["verdict"].split("\n")):
-            self.say(line)
+            self._screen.say(line, "bold", prose=True)
         if not self._silent:
             self._write_page()
-        files = [
-            n for n in (METRICS, COMPLETIONS, EVALUATIONS, GROUPS) if (self.output_dir / n).exists()
-        ]
-        self.say(f"Results in {self.config.output_dir}: {', '.join([SUMMARY, *files])}")
+        names = (METRICS, COMPLETIONS, EVALUATIONS, GROUPS)
+        files = [name for name in names if (self.output_dir / name).exists()]
+        results = f"Results in {self.config.output_dir}: {', '.join([SUMMARY, *files])}"
+        self._screen.say(results, prose=True)
         if self._events is not None:
             self._flush()
             self._events.send("on_train_end")
@@ -281,7 +280,7 @@ class Monitor:
     def _write_page(self) -> None:
         try:
             write_page([self.output_dir], self.output_dir / PAGE)
-            self.say(f"Report: {os.path.join(self.config.output_dir, PAGE)}")
+            self.say(f"Report: {Path(self.config.output_dir) / PAGE}")
         except Exception as error:  # the run is over: what it leaves must not become its error
             self.say(f"note: {PAGE} cannot be written: {type(error).__name__}: {error}")
 
@@ -289,7 +288,8 @@ class Monitor:
         counted = self.config.loss_form.all_completions
         return "count in the loss with advantage 0" if counted else "are left out"
 
-    def _remember(self, metrics: Mapping[str, float]) -> None:
+    def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._screen.remember(step, metrics)
         self._recent.append(metrics)
         epoch = int(metrics.get("epoch", 0))
         self._epoch, self._epoch_ended = epoch, epoch > self._epoch
@@ -318,19 +318,7 @@ class Monitor:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        with self._printing():
-            view.write_line(self._console, text)
-
-    @contextmanager
-    def _printing(self) -> Iterator[None]:
-        """Printing that fails (terminal or reader are gone, the stream is closed) ends the
-        printing, not the run."""
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            if isinstance(error, ValueError) and not getattr(self._console.file, "closed", False):
-                raise
-            self._live, self._console = None, Console(file=io.StringIO())
+        self._screen.say(text)
 
     def attach(
         self, events: Events, log: Callable[[dict[str, float]], object] | None = None

@@ -18,8 +18,8 @@ from rloo.config.config import RLOOConfig
 from rloo.config.deepspeed import division_named
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
-from rloo.model.division import shape_of
 from rloo.model.memory import process_peaks
+from rloo.model.policy import describe_parameters
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
 from rloo.report.hub import Hub
 from rloo.report.monitor import SUMMARY, versions
@@ -363,11 +363,11 @@ class Session:
         parts = self.parts
         return {
             "model": self.config.model or type(parts.policy.model).__name__,
-            "parameters": sum(shape_of(p).numel() for p in parts.policy.parameters),
+            "parameters": describe_parameters(parts.policy),
             **parts.rollouts.describe(),
             "engine": parts.engine.facts.name,
             "packing": parts.policy.packed,
-            "threads": torch.get_num_threads(),
+            "threads": f"{torch.get_num_threads()} ({parts.policy.why_threads})",
             **({"processes": parts.world.size} if parts.world.size > 1 else {}),
             **({"parallel": division_named(self.config)} if parts.policy.divides else {}),
             "device": str(parts.world.device),

@@ -277,7 +277,7 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
         source = exported(policy)
         servers = settings_of(policy, source), source, _telling(owner)
         if args.num_threads is not None:
-            set_threads(policy.model, args)
+            policy.why_threads = set_threads(policy.model, args)
         inputs = EngineInputs(policy.model, policy.pad_token_id, servers=servers)
         return build_engine(args.rollout_engine, inputs)[0]
     precision = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
@@ -321,7 +321,7 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
 def _settle_threads(policy: Policy, args: RLOOConfig) -> None:
     times = args.num_threads is None and policy.device.type == "cpu"
     with policy.whole() if times else nullcontext():
-        set_threads(policy.model, args)
+        policy.why_threads = set_threads(policy.model, args)
     torch.set_num_threads(policy.world.from_main(torch.get_num_threads()))
 
 
@@ -360,10 +360,10 @@ def keep_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def set_threads(model: PreTrainedModel, args: RLOOConfig) -> None:
+def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
     """Use `num_threads` CPU threads, or the number with which decoding is fastest in a short test:
     with small matrices a second one can cost more in waiting than it gains, especially if something
-    else runs on the machine."""
+    else runs on the machine. Returns why there are as many."""
     if args.num_threads is not None:
         most = THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
         if args.num_threads > most:
@@ -372,10 +372,10 @@ def set_threads(model: PreTrainedModel, args: RLOOConfig) -> None:
                 f"{THREADS_PER_PROCESSOR} for each processor of this machine (num_threads)"
             )
         torch.set_num_threads(args.num_threads)
-        return
+        return "num_threads"
     available = torch.get_num_threads()
     if available == 1 or model.device.type != "cpu":
-        return
+        return "all that torch may use"
     tokens = torch.zeros(64, 4, dtype=torch.long)
     seconds = {}
     for threads in (1, available):
@@ -386,4 +386,7 @@ def set_threads(model: PreTrainedModel, args: RLOOConfig) -> None:
             for _ in range(3):
                 model(tokens, use_cache=False)
         seconds[threads] = time.perf_counter() - start
-    torch.set_num_threads(min(seconds, key=seconds.__getitem__))
+    chosen, other = sorted(seconds, key=seconds.__getitem__)
+    torch.set_num_threads(chosen)
+    saved = 100 * (1 - seconds[chosen] / seconds[other])
+    return f"decoding took {saved:.0f} % less time than with {other} in a short test; num_threads"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rloo.report.console import as_string
 from rloo.report.page.folders import RunFolder
 from rloo.report.page.series import rounded
+from rloo.report.samples import as_string
 
 # Of a text without tokens, half of them are from its head and half from its tail.
 CHARACTERS = 4_000

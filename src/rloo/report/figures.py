@@ -1,0 +1,130 @@
+"""Where a run stands, in phrases that a line, or a view on a terminal, is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rloo.report.console import (
+    FUNCTION_MEAN,
+    WINDOW,
+    Row,
+    clock,
+    counted,
+    duration,
+    mean_reward,
+    plus_minus,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Where a run stands after one step: phrases by subject, each of which stays in one line.
+    `progress` is number, pace and end; `reward` its mean and its change; `rows` the rest, by name;
+    `span` says over how many steps they are averaged."""
+
+    step: int
+    max_steps: int
+    progress: list[str]
+    reward: list[str]
+    rows: dict[str, list[str]]
+    span: str
+
+    def line(self) -> str:
+        """All of them in one line, for a file or a pipe."""
+        named = ("rewards", "time")  # the others speak for themselves
+        rows = [
+            f"{name}: {', '.join(phrases)}" if name in named else "  ".join(phrases)
+            for name, phrases in self.rows.items()
+            if phrases
+        ]
+        return " | ".join(["  ".join([*self.progress, *self.reward]), *rows, self.span])
+
+    def brief(self) -> list[str]:
+        """The phrases that stay in the scroll-back of a terminal."""
+        rows = [phrase for name in ("rollout", "policy") for phrase in self.rows[name]]
+        rewards = self.rows["rewards"] if len(self.rows["rewards"]) > 1 else []
+        return [self.progress[0], self.reward[0], *rewards, *rows, f"({self.span})"]
+
+
+def figures(
+    step: int,
+    max_steps: int,
+    *,
+    scored: Sequence[Row],
+    recent: Sequence[Row],
+    waiting: float = 1.0,
+    memory: str = "",
+) -> Figures:
+    """The figures after `step`. `scored` are all steps with rewards, in order; `recent` the last
+    steps, over which metrics are averaged. `waiting` is the time of the whole run, evaluations and
+    checkpoints included, over that of its steps."""
+    speed = _recent_mean(recent, "step_time")
+    progress = [f"step {step}/{max_steps}"]
+    if math.isfinite(speed):
+        left = speed * waiting * (max_steps - step)
+        progress += [f"{speed:.2g} s a step" if speed < 10 else f"{duration(speed)} a step"]
+        progress += [f"{duration(left)} left", f"until {clock(left)}"] if step < max_steps else []
+    reward = [f"reward {plus_minus(*mean_reward(scored[-WINDOW:]))}"]
+    if len(scored) > 1:
+        first, first_error = mean_reward(scored[:1])
+        now, error = mean_reward(scored[max(1, len(scored) - WINDOW) :])
+        change = plus_minus(now - first, math.hypot(error, first_error), signed=True)
+        reward.append(f"{change} since the start")
+    names = dict.fromkeys(n for row in recent for n in row if FUNCTION_MEAN.fullmatch(n))
+    shares = {n: _recent_mean(recent, n) for n in dict.fromkeys(n for row in recent for n in row)}
+    rows = {
+        "rewards": [
+            f"{' '.join(name[len('rewards/') : -len('/mean')].split())} {mean:.3g}"
+            for name in names
+            if math.isfinite(mean := shares[name])
+        ],
+        "rollout": _phrases(
+            shares,
+            ("signal in {:.0f} % of groups", "groups/signal", 100.0),
+            ("clipped {:.0f} %", "completions/clipped_ratio", 100.0),
+            ("length {:.3g}", "completions/mean_length", 1.0),
+        ),
+        "policy": _phrases(
+            shares,
+            ("KL {:.3g}", "kl", 1.0),
+            ("entropy {:.3g}", "entropy", 1.0),
+            # Where sampling is in other processes it is what tells that all is well.
+            *((("mismatch {:.2g}", "mismatch/mean", 1.0),) if "engine/lost" in recent[-1] else ()),
+        ),
+        "time": [*_time_split(recent), *([f"memory {memory}"] if memory else [])],
+    }
+    return Figures(step, max_steps, progress, reward, rows, _span(scored, recent))
+
+
+def _phrases(means: Row, *shown: tuple[str, str, float]) -> list[str]:
+    return [
+        text.format(scale * mean)
+        for text, name, scale in shown
+        if math.isfinite(mean := means.get(name, math.nan))
+    ]
+
+
+def _span(scored: Sequence[Row], recent: Sequence[Row]) -> str:
+    rollouts, steps = min(WINDOW, len(scored)), len(recent)
+    if rollouts in (0, steps):
+        return f"means of {counted(steps, 'step')}" if steps > 1 else "of 1 step"
+    return f"reward: mean of {counted(rollouts, 'rollout')}, others of {counted(steps, 'step')}"
+
+
+def _time_split(recent: Sequence[Row]) -> Iterator[str]:
+    phases = dict.fromkeys(n for row in recent for n in row if n.startswith("time/"))
+    spent = {name: math.fsum(row.get(name, 0.0) for row in recent) for name in phases}
+    total = math.fsum(spent.values())
+    if total > 0:
+        yield from (f"{n.removeprefix('time/')} {100 * s / total:.0f} %" for n, s in spent.items())
+    rate = _recent_mean(recent, "tokens_per_second/sample")
+    if math.isfinite(rate):
+        yield f"samples {rate:,.0f} tokens/s"
+
+
+def _recent_mean(rows: Sequence[Row], name: str) -> float:
+    values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+    return fmean(values) if values else math.nan
