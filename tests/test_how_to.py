@@ -16,7 +16,7 @@ import pytest
 import transformers
 
 from rloo.cli import main
-from support.models import COMMON, make_model
+from support.models import COMMON, WIDE
 from support.text import make_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     chat = Path("runs/smollm2/model")
-    make_model("llama").save_pretrained(chat)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**COMMON, **WIDE})).save_pretrained(
+        chat
+    )
     make_tokenizer().save_pretrained(chat)
     for name, count in (("train", 24), ("test", 8)):
         rows = (f'{{"question": "What is {n} + 3?", "answer": {n + 3}}}\n' for n in range(count))
