@@ -1,5 +1,5 @@
-"""Every how-to is done: its files are written, its commands and its Python run, in their order, in one
-folder. Models and numbers of steps are small; everything else is as the page says."""
+"""Every how-to is done: its files are written, its commands and its Python run, in their order, in
+one folder. Models and numbers of steps are small; everything else is as the page says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TRAINS = ("train", "plan")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """What the pages take for granted: the chat model and its sums, a reward model, the examples."""
+    """What the pages take for granted: the chat model, its sums, a reward model, the examples."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     chat = Path("runs/smollm2/model")

@@ -1,5 +1,5 @@
-"""What mkdocs.yml does to the pages: the options are written from the code, and what lies outside of
-docs/ is named rather than linked."""
+"""What mkdocs.yml does to the pages: the options are written from the code, and what lies outside
+of docs/ is named rather than linked."""
 
 from __future__ import annotations
 
