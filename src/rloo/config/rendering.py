@@ -66,7 +66,7 @@ def render_resolved(config: RLOOConfig) -> str:
 def _entry(field: Field[Any]) -> str:
     """An option, its default and meaning, and its names in other systems."""
     theirs = DEVIATIONS.get(field.name)
-    unlike = f" TRL's default is {_value(theirs[0])}." if theirs else ""
+    unlike = f" TRL's default is {value_as_text(theirs[0])}." if theirs else ""
     text = _wrapped(_setting(field.name, default_of(field)), field.metadata["help"] + unlike)
     names = {", ".join(field.metadata["systems"]): ["the same"]}
     for alias, (ours, systems) in ALIASES.items():
@@ -92,10 +92,11 @@ def _wrapped(head: str, text: str, column: int = _COLUMN) -> str:
 
 
 def _setting(name: str, *values: Any) -> str:
-    return f"{name} = {' or '.join(map(_value, values))}" if values else name
+    return f"{name} = {' or '.join(map(value_as_text, values))}" if values else name
 
 
-def _value(value: Any) -> str:
+def value_as_text(value: Any) -> str:
+    """A value as the list of options shows it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,0 +1,83 @@
+"""The documents as a site, and the notebook, with what the extra `docs` installs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.docs
+LOADS = {"src", "href", "srcset", "action", "content", "poster", "data"}
+# What a page may say: a name space, and addresses of this machine or of no machine.
+NOT_ELSEWHERE = re.compile(
+    r"https?://(www\.w3\.org/|127\.0\.0\.1|localhost|[a-z0-9]+([:/\"\s&]|$))"
+)
+
+
+class Links(HTMLParser):
+    """Everything in a page that a browser would load or follow, and all its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found += [value for name, value in attrs if name in LOADS and value]
+
+    def handle_data(self, data):
+        self.found += re.findall(r"https?://\S+", data)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_page_is_there(site):
+    pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
+    built = {path.relative_to(site).with_suffix(".md") for path in site.rglob("*.html")}
+    assert pages <= built and len(pages) > 30
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [str(page) for page in sorted(pages) if f"{page}\n" not in listed] == []
+
+
+def test_no_page_names_another_host(site):
+    elsewhere = set()
+    for path in site.rglob("*.html"):
+        links = Links()
+        links.feed(path.read_text(encoding="utf-8"))
+        for link in links.found:
+            if link.startswith("//") or ("://" in link and not NOT_ELSEWHERE.match(link)):
+                elsewhere.add((path.name, link))
+    assert elsewhere == set()
+
+
+def test_the_options_are_those_of_the_program(site):
+    from rloo.config.config import option_types
+
+    page = (site / "reference" / "options.html").read_text(encoding="utf-8")
+    assert [name for name in option_types() if f"<code>{name}</code>" not in page] == []
+
+
+def test_the_notebook_runs(tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(ROOT / "examples" / "first_run.ipynb", as_version=4)
+    assert all(not cell.get("outputs") for cell in notebook.cells)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=240, resources=resources).execute()
+    printed = "".join(
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])
+    )
+    before, after = map(int, re.search(r"(\d+)% before, (\d+)% after", printed).groups())
+    assert after >= before + 20
