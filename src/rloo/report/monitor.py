@@ -7,6 +7,7 @@ loop reads. The text of the lines is in `console.py` and `verdict.py`.
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import platform
@@ -30,12 +31,14 @@ from rloo.data.images import images_of, save_images, without_images
 from rloo.report import console as view
 from rloo.report.metrics import window_mean
 from rloo.report.records import Journal, write_json
+from rloo.report.tables import log_tables
 from rloo.report.verdict import verdict
 from rloo.types import Group
 
 if TYPE_CHECKING:
     from rloo.report.callbacks import Events
 
+_logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 EVALUATIONS = "evaluations.jsonl"
@@ -69,6 +72,7 @@ class Monitor:
     ) -> None:
         self.config, self.output_dir, self.max_steps = config, folder, max_steps
         self.notes: list[str] = []
+        self.groups: Sequence[Group] = ()  # of the last rollout
         self._silent = silent
         unread = Path(os.devnull).open("w") if silent else None  # noqa: SIM115 - to the run's end
         self._console = Console(file=unread) if unread else console or Console()
@@ -77,7 +81,7 @@ class Monitor:
         self._scored: list[Mapping[str, float]] = []
         self._recent: deque[Mapping[str, float]] = deque(maxlen=view.WINDOW)
         self._refused_steps = 0
-        self._told_of_unscored = self._told_of_mismatch = False
+        self._told_of_unscored = self._told_of_mismatch = self._warned_of_unscored = False
         self._live: view.LiveProgress | None = None
         self._last_line = (0, -math.inf)
         self._last_table = 0
@@ -185,8 +189,10 @@ class Monitor:
     def completions(self, step: int, groups: Sequence[Group]) -> None:
         """Record some completions of a rollout; with `log_completions`, at every log, record all
         and print some."""
+        self.groups = groups
         if self._silent:
             return
+        self._warn_of_unscored(groups)
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
         chosen = list(view.spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
@@ -202,6 +208,26 @@ class Monitor:
             )
             with self._printing():
                 self._console.print(table)
+            log_tables(step, groups, self.config)
+
+    def _warn_of_unscored(self, groups: Sequence[Group]) -> None:
+        """Warn once, as TRL does at every rollout, of a completion that no function scored."""
+        if self._warned_of_unscored:
+            return
+        for group in groups:
+            if None in group.rewards:
+                self._warned_of_unscored = True
+                unscored = {
+                    **group.prompt.columns,
+                    "prompt": without_images(group.prompt.content),
+                    "completion": group.texts[group.rewards.index(None)],
+                }
+                _logger.warning(
+                    "All reward functions returned None for the following kwargs: %s\nLater ones "
+                    "are counted in reward/unscored.",
+                    unscored,
+                )
+                return
 
     def _completion(self, step: int, group: Group, index: int) -> dict[str, Any]:
         content = group.prompt.content
@@ -331,19 +357,20 @@ class Monitor:
         return fmean(self._losses) if self._losses else 0.0
 
     def log_totals(self, totals: dict[str, float]) -> dict[str, float]:
-        """Log what Trainer logs at the end; return it."""
+        """Log what Trainer logs at the end, with the metrics since the last log; return it."""
         assert self._events is not None
-        self._flush()
-        self._log(dict(totals))
+        self._log({**self._since_last_log(), **totals})
         return {**totals, "epoch": self._events.state.epoch}
 
     def _flush(self) -> None:
-        if not self.window:
-            return
+        if since := self._since_last_log():
+            self._log(since)
+
+    def _since_last_log(self) -> dict[str, float]:
         means = window_mean(self.window)
         last = {name: row[name] for row in self.window for name in LAST_VALUE if name in row}
         self.window = []
-        self._log(means | last)
+        return means | last
 
     def log_numbers(self, logs: Mapping[str, float]) -> None:
         """Append the finite numbers to `state.log_history` and send them to the callbacks."""

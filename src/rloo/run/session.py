@@ -59,6 +59,11 @@ class Session:
         self.config = self.parts.config
         self._folder = self.parts.monitor.output_dir
 
+    @property
+    def finished(self) -> bool:
+        """Whether it came to its end."""
+        return self._status == "finished"
+
     def has_finished(self, start: Start) -> bool:
         """Whether the run that ended here is the one that is asked for; says so. Raises ValueError
         for one with other options that has left no checkpoint to go on from."""
@@ -96,7 +101,7 @@ class Session:
         if main:
             write_text(self._folder / CONFIG, MARK + shown)
         monitor.start(self._describe(), parts.batches)
-        for note in (*start.notes, *parts.policy.notes):
+        for note in dict.fromkeys((*start.notes, *parts.policy.notes)):
             monitor.note(note)
         self._first_step = self._saved_step = state.step
         try:
