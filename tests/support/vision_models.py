@@ -175,7 +175,7 @@ def _make_config(family: str) -> transformers.PretrainedConfig:
         text |= {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
         return transformers.Gemma3Config(
             text_config={**text, "layer_types": ["sliding_attention", "full_attention"]},
-            vision_config=_VISION,
+            vision_config={**_VISION, "vision_use_head": False},  # as Google's
             mm_tokens_per_image=4,
             image_token_index=image,
             boi_token_index=tokenizer.boi_token_id,

@@ -265,6 +265,8 @@ class RLOOTrainer(shown.Shown):
         if trains:
             self._source = self._prompts(self.train_dataset, self.args.dataset_split)
             stream = isinstance(self._source, StreamSource)
+            if stream:  # it is read in order, as TRL tells scripts that ask
+                self.args = self.args.with_values(dataloader_num_workers=0)
             where = "the stream's first rows" if stream else "training"
             self._notes += setup.length_notes(self._source, where)
         given = self.eval_dataset
@@ -325,9 +327,10 @@ class RLOOTrainer(shown.Shown):
         not finished goes on from its checkpoint. Returns what to resume from."""
         resume = resume or self.args.resume_from_checkpoint
         before = self._session
-        if before is None or (resume == AUTO and before.finished):
+        finished = before is not None and before.status == "finished"
+        if before is None or (resume == AUTO and finished):
             return resume
-        if not resume and not before.finished:
+        if not resume and not finished:
             newest = self.world.is_main and find_checkpoint(self._folder)[0] is not None
             resume = self.world.from_main(bool(newest))
         again.forget(
