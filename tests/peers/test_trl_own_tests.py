@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.trl_names import write
-from support.trl_own import OUTCOMES
+from support.trl_own import FAILS, NOT_JUDGED, OUTCOMES
 
 FILE = os.environ.get("RLOO_TRL_TESTS")
 ROOT = Path(__file__).parents[2]
@@ -22,29 +22,6 @@ pytestmark = [
     pytest.mark.timeout(3600),
     pytest.mark.skipif(FILE is None, reason="RLOO_TRL_TESTS names no file of TRL's tests"),
 ]
-_MOCKED = "it replaces transformers' generate, which does not sample here"
-_LOOP = (
-    "it counts the calls of Trainer's training_step, for optimizer steps that begin in one pass "
-    "over a rollout and end in the next"
-)
-_SERVER = "it needs a vLLM server, and TRL skips it"
-_VIDEO = "its processor needs torchvision, without which there is no stand-in"
-# Tests, as regular expressions -> why they say nothing about the trainer.
-NOT_JUDGED = {
-    r".*::test_train_vllm_.*|.*::test_train_vlm_and_vllm.*": _SERVER,
-    r".*::test_train_with_mask_truncated_completions": _MOCKED,
-    r".*::test_prepare_input_called_with_correct_data": _LOOP,
-    r".*::test_train_vlm\[tiny-Gemma4ForConditionalGeneration\]": _VIDEO,
-}
-# A test -> why it fails: at most four.
-_ACCELERATOR = "accelerator_config has no effect, so that args have no object of that name"
-FAILS = {
-    "TestRLOOTrainer::test_train_with_generation_kwargs": (
-        "num_beams 2: beam search does not sample from the policy, so it is refused"
-    ),
-    "TestRLOOTrainer::test_train_with_iterable_dataset": _ACCELERATOR,
-    "TestRLOOTrainer::test_iterable_dataset_requires_dispatch_batches_false": _ACCELERATOR,
-}
 
 
 def outcomes(folder: Path) -> dict[str, str]:

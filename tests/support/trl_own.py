@@ -12,6 +12,29 @@ from pathlib import Path
 # Where the outcome of every test is written, and whose trainer is tested ("trl": TRL's own, by
 # which one sees what the stand-ins are worth).
 OUTCOMES, TRAINER = "RLOO_TRL_OUTCOMES", "RLOO_TRL_TRAINER"
+_MOCKED = "it replaces transformers' generate, which does not sample here"
+_LOOP = (
+    "it counts the calls of Trainer's training_step, for optimizer steps that begin in one pass "
+    "over a rollout and end in the next"
+)
+_SERVER = "it needs a vLLM server, and TRL skips it"
+_VIDEO = "its processor needs torchvision, without which there is no stand-in"
+# Tests, as regular expressions -> why they say nothing about the trainer.
+NOT_JUDGED = {
+    r".*::test_train_vllm_.*|.*::test_train_vlm_and_vllm.*": _SERVER,
+    r".*::test_train_with_mask_truncated_completions": _MOCKED,
+    r".*::test_prepare_input_called_with_correct_data": _LOOP,
+    r".*::test_train_vlm\[tiny-Gemma4ForConditionalGeneration\]": _VIDEO,
+}
+# A test -> why it fails: at most four.
+_ACCELERATOR = "accelerator_config has no effect, so that args have no object of that name"
+FAILS = {
+    "TestRLOOTrainer::test_train_with_generation_kwargs": (
+        "num_beams 2: beam search does not sample from the policy, so it is refused"
+    ),
+    "TestRLOOTrainer::test_train_with_iterable_dataset": _ACCELERATOR,
+    "TestRLOOTrainer::test_iterable_dataset_requires_dispatch_batches_false": _ACCELERATOR,
+}
 _outcomes: dict[str, str] = {}
 
 
