@@ -334,15 +334,16 @@ def test_overlong_prompts_are_refused_with_rows_and_lengths_or_dropped_or_cut(fo
         assert drawn <= short if choice == "drop" else not drawn <= short
 
 
-def test_another_run_in_the_folder_is_refused_and_left_as_it_was(folder, capsys):
+def test_another_run_in_the_folder_is_moved_or_overwritten(folder, capsys):
     train("--max_steps", "1")
-    files = [path for path in Path("run").rglob("*") if path.name != ".lock"]
-    before = {path: path.stat().st_mtime_ns for path in files}
-    error = refusal(capsys, "train", "run.yaml")
-    assert "--overwrite_output_dir" in error and "--resume_from_checkpoint" in error
-    assert {path: path.stat().st_mtime_ns for path in files} == before
+    capsys.readouterr()
+    train()
+    moved = Path("run").absolute()
+    assert f"the run that was in {moved} is now in {moved}/earlier/1\n" in capsys.readouterr().out
+    assert [row["step"] for row in read_lines("run/earlier/1/metrics.jsonl")] == [1]
     train("--overwrite_output_dir")
     assert [row["step"] for row in read_lines("run/metrics.jsonl")] == [1, 2]
+    assert [path.name for path in Path("run/earlier").iterdir()] == ["1"]
 
 
 # -- rewards --------------------------------------------------------------------------------------
@@ -630,12 +631,12 @@ def test_a_reward_that_needs_the_single_prompt_is_refused_before_sampling(folder
     assert "'prompt'" in capsys.readouterr().err
 
 
-def test_the_embedded_run_replaces_no_other_and_can_be_resumed(folder, capsys):
+def test_the_embedded_run_replaces_no_other_and_can_be_resumed(folder):
     options = ["--eval_size", "8", "--num_prompts", "2", "--save_strategy", "steps"]
     small = ["train", *options, "--save_steps", "1"]
     assert cli.main([*small, "--max_steps", "1"]) == 0
-    assert cli.main([*small, "--max_steps", "1"]) == 2
-    assert "--overwrite_output_dir" in capsys.readouterr().err
+    assert cli.main([*small, "--max_steps", "1"]) == 0
+    assert Path("runs/countdown/earlier/1/checkpoint-1").exists()
     assert cli.main([*small, "--max_steps", "2", "--resume_from_checkpoint"]) == 0
     lines = Path("runs/countdown/metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]

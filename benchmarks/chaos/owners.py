@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {"resume_from_checkpoint": None},
 }
 GOING_ON = r"belongs to a run that is going on \(host \S+ process (\d+) since 2"
-OVER = r"holds another run|has finished: 5 steps"
+OVER = r"is now in .*/earlier/1|has finished: 5 steps"
 
 
 def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
@@ -55,7 +56,7 @@ def race(rig: Rig, ways: tuple[str, str], later: float) -> str:
             if holder := re.search(GOING_ON, said):
                 told.append(status == 2 and int(holder[1]) == other)
             elif re.search(OVER, said):
-                told.append(status == (0 if way == "auto" else 2))
+                told.append(status == 0)
             elif status:
                 return f"{way} ended with {status}: {said[-400:]}"
         if not all(told):
@@ -64,6 +65,8 @@ def race(rig: Rig, ways: tuple[str, str], later: float) -> str:
             return f"both are refused: {[e.output[-300:] for e in ended]}"
         if not told and ways[1] != "overwrite":  # which may come when the first one is over
             return f"both trained: {[e.output[-200:] for e in ended]}"
+        for earlier in folder.rglob("earlier"):  # of a plain one that came when the first was over
+            shutil.rmtree(earlier)
         return rig.differences("full", folder)
 
 

@@ -243,14 +243,6 @@ def test_faults_are_found_before_the_first_sample(tmp_path):
     refuse("reward_weights", reward_weights=[1.0, 2.0])
 
 
-def test_a_folder_with_another_run_is_left_alone(tmp_path):
-    config = make_config(tmp_path, max_steps=1)
-    make_trainer(config).train()
-    with pytest.raises(ValueError, match="overwrite_output_dir"):
-        make_trainer(config).train()
-    make_trainer(replace(config, overwrite_output_dir=True)).train()
-
-
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     config = make_config(tmp_path, max_steps=1)
     make_trainer(config).train()

@@ -5,14 +5,17 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
 
+from rloo import RLOOConfig
 from rloo.config.rendering import render_resolved
 from rloo.run import lock
 from rloo.run.folder import MARK, Start, claimed, clear, find_start
@@ -23,7 +26,9 @@ from support.training import make_config
 
 def claim(folder, *, overwrite, resuming):
     start = Start(folder / "checkpoint-1" if resuming else None)
-    clear(folder, overwrite=overwrite, start=start, resume=resuming)
+    config = RLOOConfig(str(folder), overwrite_output_dir=overwrite)
+    clear(folder, config, start=start, resume=resuming)
+    return start.notes
 
 
 def test_what_to_resume_from(tmp_path):
@@ -63,12 +68,10 @@ def test_what_a_run_without_a_step_left_is_in_nobodys_way(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_another_run_is_refused_unless_resumed_or_overwritten(tmp_path):
+def test_another_run_stays_where_it_is_resumed_and_goes_where_it_is_overwritten(tmp_path):
     marker = "metrics.jsonl"
     (tmp_path / marker).write_text("{}")
     save(tmp_path, 1)
-    with pytest.raises(ValueError, match=rf"{marker}.*_checkpoint auto.*--overwrite_out"):
-        claim(tmp_path, overwrite=False, resuming=False)
     claim(tmp_path, overwrite=False, resuming=True)
     assert names(tmp_path) == ["checkpoint-1", marker]
     claim(tmp_path, overwrite=True, resuming=False)
@@ -83,9 +86,6 @@ def test_overwriting_removes_what_is_ours_alone(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "checkpoint-best").mkdir()
-    with pytest.raises(ValueError, match="checkpoint-1"):
-        claim(tmp_path, overwrite=False, resuming=False)
-    assert "tmp-checkpoint-2-123" in names(tmp_path)
     claim(tmp_path, overwrite=True, resuming=False)
     assert names(tmp_path) == ["checkpoint-best", "notes.txt"]
 
@@ -93,9 +93,96 @@ def test_overwriting_removes_what_is_ours_alone(tmp_path):
 def test_overwriting_does_not_touch_a_checkpoint_of_another_program(tmp_path):
     (tmp_path / "checkpoint-500").mkdir()
     (tmp_path / "metrics.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match="checkpoint-500, which this program did not write"):
-        claim(tmp_path, overwrite=True, resuming=False)
+    for overwrite in (True, False):
+        with pytest.raises(ValueError, match="checkpoint-500, which this program did not write"):
+            claim(tmp_path, overwrite=overwrite, resuming=False)
     assert names(tmp_path) == ["checkpoint-500", "metrics.jsonl"]
+
+
+def leave_a_run(folder, status="finished"):
+    """Its records, its result, and files that are not its own; returns what is its own."""
+    (folder / "logs").mkdir()
+    (folder / "images").mkdir()
+    own = {
+        "metrics.jsonl": "{}", "config.yaml": MARK, "summary.json": json.dumps({"status": status}),
+        "logs/rank-1.log": "said", "model.safetensors": "weights", "config.json": "{}",
+        "tokenizer.json": "{}", "README.md": "<!-- written by rloo -->",
+        "images/0123456789abcdef.png": "picture",
+    }  # fmt: skip
+    for name, text in {**own, "notes.txt": "mine", "images/mine.png": "mine"}.items():
+        (folder / name).write_text(text)
+    save(folder, 1)
+    return [*own, "checkpoint-1/manifest.json"]
+
+
+def test_another_run_is_moved_whole_and_what_is_not_its_own_stays(tmp_path):
+    for number in (1, 2):
+        own = leave_a_run(tmp_path)
+        before = {name: (tmp_path / name).read_bytes() for name in own}
+        (note,) = claim(tmp_path, overwrite=False, resuming=False)
+        place = tmp_path / "earlier" / str(number)
+        assert note == f"the run that was in {tmp_path} is now in {place}"
+        assert {name: (place / name).read_bytes() for name in own} == before
+        left = [p for p in tmp_path.rglob("*") if p.is_file() and "earlier" not in p.parts]
+        assert sorted(path.name for path in left) == ["mine.png", "notes.txt"]
+        for folder in ("logs", "images"):
+            shutil.rmtree(tmp_path / folder)
+
+
+@pytest.mark.parametrize("status", ["interrupted", "running"])
+def test_a_run_that_had_not_finished_is_told_how_it_goes_on(tmp_path, status):
+    leave_a_run(tmp_path, status)
+    (note,) = claim(tmp_path, overwrite=False, resuming=False)
+    place = tmp_path / "earlier" / "1"
+    assert note.endswith(f"goes on with --output_dir {place} --resume_from_checkpoint auto")
+    again = make_config(tmp_path, output_dir=str(place))
+    with claimed(again, "auto") as start:
+        assert start.checkpoint == place / "checkpoint-1"
+
+
+def test_a_move_that_is_killed_at_any_file_is_finished_by_the_next_run(tmp_path, monkeypatch):
+    def count(path, target):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        os.rename(path, target)
+
+    kept, kills = 0, 0
+    while not kept:
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        own = leave_a_run(folder)
+        config, left = make_config(tmp_path, output_dir=str(folder)), kills
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", count)
+            try:
+                with claimed(config, None):
+                    kept = kills
+            except KeyboardInterrupt:
+                kills += 1
+        with claimed(config, None) as start:
+            place = folder / "earlier" / "1"
+            assert kept or not start.notes or str(place) in start.notes[-1]
+        assert all((place / name).is_file() for name in own) and names(place.parent) == ["1"]
+    assert kills > len(own)
+
+
+def test_a_folder_that_is_held_is_not_touched(tmp_path):
+    own = leave_a_run(tmp_path)
+    config = make_config(tmp_path, output_dir=str(tmp_path))
+    with locked(tmp_path), pytest.raises(ValueError, match="a run that is going on"):
+        claimed(config, None).__enter__()
+    assert all((tmp_path / name).is_file() for name in own)
+
+
+def test_a_run_whose_checkpoint_is_the_model_is_not_moved(tmp_path):
+    leave_a_run(tmp_path)
+    model = str(tmp_path / "checkpoint-1")
+    config = make_config(tmp_path, output_dir=str(tmp_path), model=model)
+    with pytest.raises(ValueError, match="whose run would be moved to earlier/; name another"):
+        claimed(config, None).__enter__()
+    assert (tmp_path / "checkpoint-1").is_dir()
 
 
 def test_a_foreign_config_is_not_overwritten(tmp_path):

@@ -109,7 +109,7 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path):
         ("_calculate_rewards", "a reward function"),
         ("get_train_dataloader", "train_dataset"),
         ("prediction_step", "evaluate, or eval_dataset"),
-        ("create_optimizer_and_scheduler", "create_optimizer and create_scheduler"),
+        ("get_optimizer_cls_and_kwargs", "create_optimizer and create_scheduler"),
         ("_save_checkpoint", "save_model, or a callback's on_save"),
         ("_maybe_log_save_evaluate", "a callback"),
     ],
@@ -141,12 +141,32 @@ def test_what_is_replaced_on_the_class_itself_is_called(tmp_path, monkeypatch):
     assert isinstance(make(tmp_path).policy.stepper.optimizer, torch.optim.SGD)
 
 
+def test_both_of_the_optimizer_and_the_names_that_decay_are_asked_for(tmp_path):
+    class Both(RLOOTrainer):
+        def create_optimizer_and_scheduler(self, num_training_steps):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=num_training_steps)
+            self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=0.25)
+
+    class Decays(RLOOTrainer):
+        def get_decay_parameter_names(self, model):
+            return [name for name in super().get_decay_parameter_names(model) if "embed" in name]
+
+    assert make(tmp_path, Both).policy.stepper.learning_rate == 0.5
+    decayed, others = make(tmp_path, Decays, weight_decay=0.1).optimizer.param_groups
+    assert [tuple(p.shape) for p in decayed["params"]] == [(97, 32)]
+    assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0.0
+
+
 def test_a_trainer_that_has_its_optimizer_takes_no_function_to_make_it():
     with pytest.raises(TypeError, match="override it in a subclass, or pass optimizers="):
         object.__new__(RLOOTrainer).create_optimizer = lambda: None
 
 
-@pytest.mark.parametrize("name", ["optimizer", "train_dataset", "compute_metrics", "model"])
+@pytest.mark.parametrize(
+    "name",
+    ["optimizer", "train_dataset", "compute_metrics", "model", "beta", "num_generations",
+     "generation_config"],
+)  # fmt: skip
 def test_what_nobody_would_read_any_more_is_refused(tmp_path, name):
     trainer = make(tmp_path)
     with pytest.raises(TypeError, match=f"{name} is put on a trainer that has been set up"):

@@ -90,7 +90,7 @@ def test_what_a_loaded_model_makes_idle_is_said(tmp_path):
 
 
 def test_training_data_is_needed_to_train_and_not_to_evaluate(tmp_path):
-    with pytest.raises(ValueError, match="there is no dataset; give one"):
+    with pytest.raises(ValueError, match="there is no dataset: `train_dataset` is required"):
         make_trainer(make_config(tmp_path), rows=None)
     trainer = make_trainer(make_config(tmp_path), rows=None, eval_dataset=HELD_OUT)
     assert trainer.evaluate()["eval_num_prompts"] == 3
@@ -378,7 +378,6 @@ def test_callbacks_are_told_of_every_event_in_trainers_order(tmp_path):
         ("epoch_end", 3),
         ("save", 3),
         ("log", 3),
-        ("log", 3),
         ("train_end", 3),
     ]
 
@@ -406,7 +405,7 @@ def test_flags_that_callbacks_set_are_followed(tmp_path):
     trainer, _ = run("should_evaluate")
     assert [row["step"] for row in evaluations_of(trainer.args)] == [2]
     trainer, _ = run("should_log")
-    assert [entry["step"] for entry in trainer.state.log_history] == [2, 6, 6]
+    assert [entry["step"] for entry in trainer.state.log_history] == [2, 6]
     trainer, folder = run("should_training_stop")
     assert trainer.state.global_step == 2
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -1,9 +1,8 @@
 """What TRL's tests of its RLOOTrainer exercise, with values where those check that weights moved.
 
-docs/trl.md has all of their rows, each with the test that checks it here.
+TRL's own file runs in tests/peers/test_trl_own_tests.py.
 """
 
-import ast
 import copy
 import json
 import re
@@ -28,10 +27,9 @@ from support.training import (
     metrics_of,
     weights,
 )
+from support.trl_own import FAILS, NOT_JUDGED
 
-ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "docs" / "trl.md"
-ROWS_OF_TRL = 58
+DOCUMENT = Path(__file__).parents[2] / "docs" / "trl.md"
 
 
 def recorded(reward):
@@ -464,14 +462,7 @@ def test_prompts_are_rendered_with_the_options_of_the_chat_template(tmp_path):
 # -- the table ------------------------------------------------------------------------------------
 
 
-def test_every_row_of_the_table_names_tests_that_exist():
-    _, text = TABLE.read_text(encoding="utf-8").split("## TRL's tests")
-    rows = [line for line in text.splitlines() if re.match(r"\| `[a-z]", line)]
-    assert len(rows) == len({row.split("|")[1] for row in rows}) == ROWS_OF_TRL
-    for row in rows:
-        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
-        assert named, row
-        for file, name in named:
-            tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-            found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-            assert name in found, f"{file}::{name}"
+def test_the_documents_say_which_of_trls_tests_do_not_pass_and_why():
+    _, text = DOCUMENT.read_text(encoding="utf-8").split("## TRL's tests")
+    reasons = re.findall(r"^\| (?:`\w+`(?:, )?)+ \| (.*) \|$", text, flags=re.MULTILINE)
+    assert set(reasons) == {*NOT_JUDGED.values(), *FAILS.values()}

@@ -34,7 +34,7 @@ TOKENS = {
 }
 FAMILIES = list(PLACES)
 # Their relatives, which have the first one's processor.
-RELATIVES = ["qwen2_vl", "qwen3_vl_moe", "qwen3_5"]
+RELATIVES = ["qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 _TEXT = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -149,6 +149,10 @@ def _make_qwen_config(family: str) -> transformers.PretrainedConfig:
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     else:
         kind = transformers.Qwen3_5Config
+        if family == "qwen3_5_moe":
+            kind = transformers.Qwen3_5MoeConfig
+            text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            text |= {"shared_expert_intermediate_size": 16}
         rope |= {"mrope_interleaved": True, "partial_rotary_factor": 1.0}
         text |= {
             "layer_types": ["linear_attention", "full_attention"],
@@ -171,7 +175,7 @@ def _make_config(family: str) -> transformers.PretrainedConfig:
         text |= {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
         return transformers.Gemma3Config(
             text_config={**text, "layer_types": ["sliding_attention", "full_attention"]},
-            vision_config=_VISION,
+            vision_config={**_VISION, "vision_use_head": False},  # as Google's
             mm_tokens_per_image=4,
             image_token_index=image,
             boi_token_index=tokenizer.boi_token_id,

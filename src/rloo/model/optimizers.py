@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -68,9 +69,17 @@ def make_optimizers(
     return optimizer, scheduler
 
 
-def build_optimizer(model: PreTrainedModel, config: RLOOConfig) -> torch.optim.Optimizer:
-    """The optimizer `config.optim` of the trained parameters, without decay of biases and norms; as
-    in transformers' Trainer, 8-bit ones keep the state of embeddings in 32 bits.
+def decayed_names(model: nn.Module) -> list[str]:
+    """The names of the parameters that decay: neither biases nor norms, as in transformers."""
+    return list(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
+
+
+def build_optimizer(
+    model: PreTrainedModel, config: RLOOConfig, decayed: Sequence[str] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer `config.optim` of the trained parameters, of which those `decayed` by name have
+    weight decay, by default `decayed_names`; as in transformers' Trainer, 8-bit ones keep the state
+    of embeddings in 32 bits.
 
     Raises ValueError for an unknown name, a library that is not installed, and unread `optim_args`.
     """
@@ -78,11 +87,11 @@ def build_optimizer(model: PreTrainedModel, config: RLOOConfig) -> torch.optim.O
         raise ValueError(
             f"optim is {config.optim}; that family is not part of this version (optim)"
         )
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
+    names = set(decayed_names(model) if decayed is None else decayed)
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {"params": [p for n, p in trained if n in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in trained if n not in decayed], "weight_decay": 0.0},
+        {"params": [p for n, p in trained if n in names], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in trained if n not in names], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]  # DeepSpeed drops empty ones
     try:

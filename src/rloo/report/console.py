@@ -159,7 +159,7 @@ def print_evaluation(metrics: Mapping[str, Any], console: Console | None = None)
     console = console or Console()
     write_line(console, "  ".join(evaluation_phrases(metrics)))
     for name, value in metrics.items():
-        if isinstance(value, (int, float)) and not name.startswith("pass@"):
+        if isinstance(value, (int, float)) and not name.startswith(("pass@", "loss")):
             write_line(console, f"  {name:40} {value:,.4g}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rloo.config.config import RLOOConfig
 
 # Checkpoints are pushed only as `hub_strategy` says; the rest are unfinished files.
-LEFT_OUT = ("_*", "checkpoint-*", "tmp-checkpoint-*", "*.tmp", "rloo-weights-*")
+LEFT_OUT = ("_*", "checkpoint-*", "tmp-checkpoint-*", "*.tmp", "rloo-weights-*", "earlier/*")
 # Files that grow while a background upload would read them: pushed at the end.
 GROWING = ("*.jsonl", "runs/*")
 

@@ -28,8 +28,9 @@ from rloo.report import console as view
 from rloo.report.metrics import window_mean
 from rloo.report.page import PAGE, write_page
 from rloo.report.records import Journal, write_json
-from rloo.report.samples import completions_table, spread
+from rloo.report.samples import completions_table, spread, warn_of_unscored
 from rloo.report.screen import Screen
+from rloo.report.tables import log_tables
 from rloo.report.verdict import verdict
 from rloo.types import Group
 
@@ -71,6 +72,7 @@ class Monitor:
     ) -> None:
         self.config, self.output_dir, self.max_steps = config, folder, max_steps
         self.notes: list[str] = []
+        self.last_groups: Sequence[Group] = ()
         self._silent = silent
         self._screen = Screen(console, max_steps=max_steps, silent=silent)
         self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS))
@@ -78,7 +80,7 @@ class Monitor:
         self._scored: list[Mapping[str, float]] = []
         self._recent: deque[Mapping[str, float]] = deque(maxlen=view.WINDOW)
         self._refused_steps = 0
-        self._told_of_unscored = self._told_of_mismatch = False
+        self._told_of_unscored = self._told_of_mismatch = self._warned_of_unscored = False
         self._last_table = 0
         self._epoch, self._epoch_ended = 0, False  # of the last step, and whether it ended one
         self._steps_per_rollout = 1
@@ -191,8 +193,10 @@ class Monitor:
         """Record some completions of a rollout; with `log_completions`, at every log, record all
         and print some. Above a view one is printed at
         first, and then at logs, every few steps."""
+        self.last_groups = groups
         if self._silent:
             return
+        self._warned_of_unscored = self._warned_of_unscored or warn_of_unscored(groups)
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
         chosen = list(spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
@@ -207,6 +211,7 @@ class Monitor:
                 unique_prompts=self.config.log_unique_prompts,
             )
             self._screen.show(table)
+            log_tables(step, groups, self.config)
         elif not self.config.disable_tqdm and self._log_between(self._screen.sampled_at, step):
             self._screen.sample(step, groups[0])
 
@@ -355,19 +360,20 @@ class Monitor:
         return fmean(self._losses) if self._losses else 0.0
 
     def log_totals(self, totals: dict[str, float]) -> dict[str, float]:
-        """Log what Trainer logs at the end; return it."""
+        """Log what Trainer logs at the end, with the metrics since the last log; return it."""
         assert self._events is not None
-        self._flush()
-        self._log(dict(totals))
+        self._log({**self._since_last_log(), **totals})
         return {**totals, "epoch": self._events.state.epoch}
 
     def _flush(self) -> None:
-        if not self.window:
-            return
+        if since := self._since_last_log():
+            self._log(since)
+
+    def _since_last_log(self) -> dict[str, float]:
         means = window_mean(self.window)
         last = {name: row[name] for row in self.window for name in LAST_VALUE if name in row}
         self.window = []
-        self._log(means | last)
+        return means | last
 
     def log_numbers(self, logs: Mapping[str, float]) -> None:
         """Append the finite numbers to `state.log_history` and send them to the callbacks."""

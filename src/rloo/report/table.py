@@ -245,6 +245,9 @@ EVALUATION = (
         better="higher"),
     Metric("pass@<k>_interval", "share", "Wilson's interval at 95 % over the prompts."),
     Metric("pass@1_greedy_interval", "share", "Wilson's interval at 95 % of `pass@1_greedy`."),
+    Metric("loss", "",
+        "Minus the mean leave-one-out advantage: 0 but for rounding, as in TRL, whatever the "
+        "policy."),
 )  # fmt: skip
 
 TOTALS = (

@@ -66,8 +66,8 @@ class RewardModel:
         text_config.pad_token_id = self._pad
         text_config.use_cache = False
         self._limit = getattr(text_config, "max_position_embeddings", None)
-        self._model = model.eval()
-        self._tokenizer = tokenizer
+        self.model = model.eval()
+        self.tokenizer = tokenizer
         self._batch_tokens = batch_tokens
         self._template_options = dict(chat_template_kwargs or {})
 
@@ -75,7 +75,7 @@ class RewardModel:
         """One score per completion, as the model returns it. Raises ValueError for a text without
         tokens or longer than the model's context, and for a score that is not finite."""
         texts = [self._write(p, c) for p, c in zip(prompts, completions, strict=True)]
-        encoded: Any = self._tokenizer(texts, add_special_tokens=False)
+        encoded: Any = self.tokenizer(texts, add_special_tokens=False)
         rows = encoded["input_ids"]
         for row in rows:
             self._check_length(len(row))
@@ -100,7 +100,7 @@ class RewardModel:
         ]
         if messages[-1]["role"] == "assistant":  # begun in the prompt, whole in the completion
             messages.pop()
-        rendered = self._tokenizer.apply_chat_template(
+        rendered = self.tokenizer.apply_chat_template(
             [*messages, *completion], tokenize=False, **self._template_options
         )
         return str(rendered)
@@ -123,10 +123,10 @@ class RewardModel:
         ids = [torch.tensor(row) for row in rows]
         input_ids = pad_sequence(ids, batch_first=True, padding_value=self._pad)
         mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
-        device = self._model.device
+        device = self.model.device
         # In the model's own precision, whatever the policy's is.
         with torch.autocast(device.type, enabled=False):
-            output = self._model(input_ids=input_ids.to(device), attention_mask=mask.to(device))
+            output = self.model(input_ids=input_ids.to(device), attention_mask=mask.to(device))
         if output.logits.shape != (len(rows), 1):
             raise ValueError(
                 f"the reward model {self.__name__!r} gave an array of shape "

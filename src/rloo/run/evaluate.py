@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+import torch
 from transformers import TrainerState
 
+from rloo.algorithm.centring import centred
 from rloo.algorithm.sharing import Judge, sample
 from rloo.config.config import RLOOConfig
 from rloo.engines.noise import noise_key
@@ -128,10 +130,20 @@ class Evaluator:
         try:
             policy.load_into(self.engine)
             for name, prompts in sets.items():
-                results[name], _ = evaluate(self.engine, prompts, judge, settings)
+                results[name], groups = evaluate(self.engine, prompts, judge, settings)
+                results[name]["loss"] = loss_of(groups)
         finally:
             restore_rng(generators)
         return results
+
+
+def loss_of(groups: Sequence[Group]) -> float:
+    """The loss of completions under the weights that sampled them, which TRL reports: minus the
+    mean of the leave-one-out advantages. Those of a group add up to 0, so that it is 0 but for
+    rounding and tells nothing of the policy."""
+    rewards = [math.nan if r is None else r for group in groups for r in group.rewards]
+    numbers = [number for number, group in enumerate(groups) for _ in group.rewards]
+    return 0.0 - float(centred(torch.tensor(rewards), torch.tensor(numbers)).mean())
 
 
 def flatten(results: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The output folder: whose it is, and where the run in it goes on."""
+"""The output folder: whose it is, where the run in it goes on, and what becomes of an older one."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from rloo.run.checkpoint import (
     list_checkpoints,
     verify_checkpoint,
 )
+from rloo.run.earlier import EARLIER, is_moving, move_aside
 from rloo.run.launch import OUTPUT, redirect_output
 from rloo.run.lock import LOCK, locked
 from rloo.run.resume import changed_options
@@ -75,11 +76,14 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
     except OSError as error:
         raise ValueError(f"output_dir {folder} cannot be written: {error} (output_dir)") from error
     with locked(folder):
+        moved = move_aside(folder, _records(folder)) if is_moving(folder) else None
         start = find_start(folder, resume)
+        if moved is not None:
+            start.notes.append(f"the run that was in {folder} is now in {moved}")
         if start.same_options and start.checkpoint is None:
             _require_same_run(folder, config)
         if not start.finished:
-            clear(folder, overwrite=config.overwrite_output_dir, start=start, resume=resume)
+            clear(folder, config, start=start, resume=resume)
         yield start
 
 
@@ -180,6 +184,40 @@ def _go_back_to(start: Start, folder: Path) -> None:
         start.notes.append(f"going on from step {step}: {later.name} is now {aside.name}")
 
 
+def _records(folder: Path) -> list[Path]:
+    """Its files of a run and its checkpoints."""
+    files = [folder / name for name in RUN_FILES if (folder / name).exists()]
+    files += sorted((folder / LOGS).glob("rank-*.log"))
+    return files + [path for _, path in list_checkpoints(folder)]
+
+
+def _keep(folder: Path, records: list[Path], checkpoints: list[Path]) -> str:
+    """Move a run aside; returns what is to be said of it."""
+    finished = _summary(folder).get("status") == "finished"
+    place = move_aside(folder, records)
+    said = f"the run that was in {folder} is now in {place}"
+    if finished:
+        return said
+    if not checkpoints:
+        return f"{said}; it ended before its first checkpoint"
+    return (
+        f"{said}; it had not finished, and goes on with --output_dir {place} "
+        "--resume_from_checkpoint auto"
+    )
+
+
+def _require_model_elsewhere(folder: Path, config: RLOOConfig) -> None:
+    """Refuse to move the run whose checkpoint is the model, which would not be found again."""
+    model, earlier = Path(config.model or "").resolve(), (folder / EARLIER).resolve()
+    inside = config.model is not None and model.is_relative_to(folder.resolve())
+    if inside and model.is_dir() and not model.is_relative_to(earlier):
+        raise ValueError(
+            f"model {config.model} is in output_dir {folder}, whose run would be moved to "
+            f"{EARLIER}/; name another folder (output_dir), or go on with that run "
+            "(resume_from_checkpoint)"
+        )
+
+
 def _summary(folder: Path) -> dict[str, Any]:
     try:
         summary = json.loads((folder / SUMMARY).read_text())
@@ -188,44 +226,40 @@ def _summary(folder: Path) -> dict[str, Any]:
     return summary if isinstance(summary, dict) else {}
 
 
-def clear(folder: Path, *, overwrite: bool, start: Start, resume: str | bool | None) -> None:
-    """Remove unfinished checkpoints, and with `overwrite` all that this program wrote there and
-    nothing else. Raises ValueError if there is a run that is neither overwritten nor resumed."""
+def clear(folder: Path, config: RLOOConfig, *, start: Start, resume: str | bool | None) -> None:
+    """Remove unfinished checkpoints. Where a run begins, move the one that was there to
+    `earlier/N`, or with `overwrite_output_dir` remove all that this program wrote of it and nothing
+    else. Raises ValueError where that would take what is needed, or what others wrote."""
+    overwrite = config.overwrite_output_dir
     resuming = resume is not None and resume is not False
     if overwrite and resuming:
         raise ValueError(
             "overwrite_output_dir removes what resume_from_checkpoint needs; give only one of the "
             "two (overwrite_output_dir, resume_from_checkpoint)"
         )
-    config = folder / CONFIG
-    if config.exists() and not config.read_bytes().startswith(MARK.encode()):
+    own = folder / CONFIG
+    if own.exists() and not own.read_bytes().startswith(MARK.encode()):
         raise ValueError(
             f"output_dir {folder} has a {CONFIG} that this program did not write and would "
             "overwrite; move it or name another folder (output_dir)"
         )
-    files = [folder / name for name in RUN_FILES if (folder / name).exists()]
-    files += sorted((folder / LOGS).glob("rank-*.log"))
+    records = _records(folder)
     checkpoints = [path for _, path in list_checkpoints(folder)]
     # A run without a single step has left nothing worth keeping.
     another = checkpoints or (folder / METRICS).exists()
-    if (files or checkpoints) and start.checkpoint is None:
-        if another and not overwrite and not resuming:
-            found = ", ".join(item.name for item in (*files, *checkpoints))
-            raise ValueError(
-                f"output_dir {folder} holds another run ({found}); go on with it with "
-                "--resume_from_checkpoint auto, replace it with --overwrite_output_dir, or name "
-                "another folder (output_dir)"
-            )
+    if records and start.checkpoint is None:
         if foreign := [item.name for item in checkpoints if not (item / MANIFEST).exists()]:
             raise ValueError(
                 f"output_dir {folder} has {', '.join(foreign)}, which this program did not write "
                 f"or did not finish (no {MANIFEST}); remove it yourself or name another folder "
                 "(output_dir)"
             )
-        for file in files:
-            file.unlink()
-        for path in checkpoints:
-            discard(path)
+        if another and not overwrite and not resuming:
+            _require_model_elsewhere(folder, config)
+            start.notes.append(_keep(folder, records, checkpoints))
+        else:
+            for item in records:
+                discard(item) if item.is_dir() else item.unlink()
     for path in folder.glob("tmp-checkpoint-*"):
         shutil.rmtree(path)
     if start.checkpoint is not None:

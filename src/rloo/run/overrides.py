@@ -9,12 +9,20 @@ from typing import Any, Protocol
 
 import transformers
 
+from rloo.model.optimizers import Given
 from rloo.run.evaluate import Results
+from rloo.run.shown import OPTIONS, OTHERS
 
 # A run calls these; the others of RLOOTrainer are called by scripts alone, as they are in TRL.
-CALLED = ("create_model_card", "create_optimizer", "create_scheduler", "evaluate",
-          "is_local_process_zero", "is_world_process_zero", "log", "push_to_hub",
-          "save_model")  # fmt: skip
+CALLED = (
+    "create_model_card", "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler",
+    "evaluate", "get_decay_parameter_names", "is_local_process_zero", "is_world_process_zero",
+    "log", "push_to_hub", "save_model",
+)  # fmt: skip
+_OF_OPTIMIZER = (
+    "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler",
+    "get_decay_parameter_names",
+)  # fmt: skip
 _ELSEWHERE = "a callback (callbacks), whose events are Trainer's"
 # what to use instead -> methods of Trainer, or of TRL's RLOOTrainer 1.16
 _SEAMS: dict[str, tuple[str, ...]] = {
@@ -44,7 +52,6 @@ _SEAMS: dict[str, tuple[str, ...]] = {
         "evaluation_loop", "prediction_step", "predict", "_evaluate",
     ),
     "create_optimizer and create_scheduler, or optimizers=(optimizer, scheduler)": (
-        "create_optimizer_and_scheduler", "get_decay_parameter_names",
         "get_optimizer_cls_and_kwargs", "_get_learning_rate", "_clip_grad_norm",
     ),
     "save_model, or a callback's on_save": (
@@ -73,18 +80,19 @@ def refuse_override(name: str, where: str, own: Collection[str]) -> None:
         )
 
 
-def refuse_overrides(kind: type, own: Collection[str]) -> None:
+def refuse_overrides(kind: type, own: Collection[str], shown: Mapping[str, Any]) -> None:
     """Raise TypeError for the first such method of our trainer as it is now, a subclass of it, or
-    one of its mixins."""
+    one of its mixins. What our trainer has `shown` is for scripts to call."""
     for parent in kind.__mro__:
-        for name in vars(parent):
-            refuse_override(name, parent.__name__, own)
+        for name, value in vars(parent).items():
+            if value is not shown.get(name):
+                refuse_override(name, parent.__name__, own)
 
 
 def refuse_assignment(name: str, own: Collection[str]) -> None:
     """Raise TypeError for a function put on a trainer where it would not be called any more."""
     refuse_override(name, "the trainer", own)
-    if name in ("create_optimizer", "create_scheduler"):
+    if name in _OF_OPTIMIZER:
         raise TypeError(
             f"{name} is put on a trainer that has its optimizer and schedule already; override it "
             "in a subclass, or pass optimizers=(optimizer, scheduler)"
@@ -101,6 +109,7 @@ _READ = {
     "lr_scheduler": "optimizers=(optimizer, scheduler)",
     "ref_model": "beta and sync_ref_model, which make it",
     "reward_funcs": "the argument reward_funcs",
+    "reward_processing_classes": "the argument reward_processing_classes",
     "data_collator": "prompt_template, or rows as they are to be seen",
     "compute_metrics": "reward functions and log_metric",
 }  # fmt: skip
@@ -108,16 +117,36 @@ _READ = {
 
 def refuse_replacement(name: str) -> None:
     """Raise TypeError for an attribute of a trainer that is read only once, or never."""
-    if name in _READ:
+    instead = _READ.get(name)
+    if name in (*OPTIONS, *OTHERS):
+        instead = f"the option {name} (RLOOConfig) of another trainer"
+        if name in OTHERS:
+            instead = "the options that it follows from (rloo config --all)"
+    if instead is not None:
         raise TypeError(
             f"{name} is put on a trainer that has been set up, where nothing would read it; use "
-            f"{_READ[name]}"
+            f"{instead}"
         )
 
 
-def is_overridden(trainer: Any, name: str, own: Mapping[str, Any]) -> bool:
-    """Whether a method of our trainer's `own` is another one in `trainer`."""
-    return getattr(type(trainer), name) is not own[name]
+def own_optimizers(trainer: Any, given: Given, num_steps: int, own: Mapping[str, Any]) -> Given:
+    """`given`, and what a subclass makes of its own."""
+
+    def overrides(name: str) -> bool:
+        return getattr(type(trainer), name) is not own[name]
+
+    trainer.optimizer, trainer.lr_scheduler = given
+    if given == (None, None) and overrides("create_optimizer_and_scheduler"):
+        trainer.create_optimizer_and_scheduler(num_steps)
+    makes = overrides("create_optimizer") or overrides("get_decay_parameter_names")
+    if trainer.optimizer is None and makes:
+        # Overrides written for Trainer may set the attribute and return nothing.
+        trainer.optimizer = trainer.create_optimizer() or trainer.optimizer
+    if trainer.lr_scheduler is None and overrides("create_scheduler"):
+        trainer.optimizer = trainer.optimizer or trainer.create_optimizer()
+        made = trainer.create_scheduler(num_steps, trainer.optimizer)
+        trainer.lr_scheduler = made or trainer.lr_scheduler
+    return trainer.optimizer, trainer.lr_scheduler
 
 
 class Owner(Protocol):

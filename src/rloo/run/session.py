@@ -49,7 +49,7 @@ class Session:
     evaluator: Evaluator
     sets: Sets
     hub: Hub
-    _status: str = "failed"
+    status: str = "failed"
     _start: dict[str, Any] = field(default_factory=dict)
     _totals: dict[str, float] = field(default_factory=dict)
     _last: tuple[int, dict[str, Any]] = (-1, {})
@@ -97,7 +97,7 @@ class Session:
         if main:
             write_text(self._folder / CONFIG, MARK + shown)
         monitor.start(self._describe(), parts.batches)
-        for note in (*start.notes, *parts.policy.notes):
+        for note in dict.fromkeys((*start.notes, *parts.policy.notes)):
             monitor.note(note)
         self._first_step = self._saved_step = state.step
         try:
@@ -108,7 +108,7 @@ class Session:
                 self._train_to_the_end()
             self._totals = self._finish()
             monitor.check_written()
-            self._status = "finished"
+            self.status = "finished"
         except BaseException as error:
             # The command tells it from input that is refused before.
             error.in_run = True  # type: ignore[attr-defined]
@@ -325,9 +325,9 @@ class Session:
         """Save a checkpoint of the last finished step if there is none, unless a second Ctrl-C has
         interrupted one, or what is there must not be saved."""
         state = self.state
-        self._status = "failed"
+        self.status = "failed"
         if isinstance(error, (KeyboardInterrupt, Stopped)) or self.parts.stop.received:
-            self._status = "interrupted"
+            self.status = "interrupted"
         if state.step == self._saved_step or isinstance(
             error, (ForcedInterrupt, NotFinite, WeightsApart)
         ):
@@ -376,7 +376,7 @@ class Session:
     def _summary(self) -> dict[str, Any]:
         step, metrics = self._last
         return {
-            "status": self._status,
+            "status": self.status,
             "steps": self.state.step,
             "start": self._start,
             "end": metrics if step == self.state.step else {},

@@ -105,12 +105,7 @@ def make_source(
     """The prompts of a dataset, tokenised. Raises ValueError for rows that cannot be prompts, for
     prompts beyond the `limit` (see `prompt_limit`), and for missing columns that a reward needs.
     """
-    rows = load_task_rows(spec, split) if isinstance(spec, str) else None
-    if rows is None:
-        # A configuration name belongs to the dataset with which it was given.
-        own = isinstance(spec, str) and spec == (args.dataset or args.eval_dataset)
-        rows = load_rows(spec, split=split, config_name=args.dataset_config if own else None)
-
+    rows = load_given(spec, split, args)
     options = args.chat_template_kwargs or {}
     encode = partial(encode_prompt, processing_class=tokenizer, chat_template_kwargs=options)
 
@@ -129,6 +124,16 @@ def make_source(
     streaming = isinstance(rows, IterableDataset)
     seed = args.seed if args.data_seed is None else args.data_seed
     return StreamSource(rows, source_of, seed=seed) if streaming else source_of(rows, seed)
+
+
+def load_given(spec: Rows | None, split: str, args: RLOOConfig) -> Dataset | IterableDataset:
+    """The rows of a dataset in any of its forms."""
+    rows = load_task_rows(spec, split) if isinstance(spec, str) else None
+    if rows is not None:
+        return rows
+    # A configuration name belongs to the dataset with which it was given.
+    own = isinstance(spec, str) and spec == (args.dataset or args.eval_dataset)
+    return load_rows(spec, split=split, config_name=args.dataset_config if own else None)
 
 
 def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
@@ -247,6 +252,11 @@ def check_evaluation(args: RLOOConfig, sets: Mapping[str, object], *, trains: bo
         )
     metric = (args.metric_for_best_model or "").removeprefix("eval_")
     names = [name for name in sets if name]
+    if metric in ("loss", *(f"{name}_loss" for name in names)):
+        raise ValueError(
+            f"metric_for_best_model is {metric}, which is 0 in every evaluation, since the "
+            "advantages of a group add up to 0; take reward or pass@1 (metric_for_best_model)"
+        )
     if metric and names and not any(metric.startswith(f"{name}_") for name in names):
         raise ValueError(
             f"metric_for_best_model is {metric} and the evaluation sets are "

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
-from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.adaptive import Adaptive
@@ -27,19 +25,19 @@ from rloo.data.stream import Prompts, StreamSource
 from rloo.dist import make_world
 from rloo.model.budget import workload_of
 from rloo.model.loading import obtain_config, obtain_model
-from rloo.model.optimizers import Given, Scheduler, build_optimizer, build_scheduler
+from rloo.model.optimizers import Given, Scheduler, build_optimizer, build_scheduler, decayed_names
 from rloo.model.policy import Policy
-from rloo.report.callbacks import Callback, Events, make_loggers
+from rloo.report.callbacks import Events, make_loggers
 from rloo.report.hub import Hub
 from rloo.report.model_card import write_card
-from rloo.report.monitor import Monitor, numbers_of
+from rloo.report.monitor import Monitor
 from rloo.report.profiling import Clock
-from rloo.report.records import strict
-from rloo.run import setup
+from rloo.run import again, setup, shown
+from rloo.run.checkpoint import find_checkpoint
 from rloo.run.evaluate import Evaluator, Results, flatten
-from rloo.run.folder import claimed_by_main
+from rloo.run.folder import AUTO, claimed_by_main
 from rloo.run.overrides import (
-    is_overridden,
+    own_optimizers,
     refuse_assignment,
     refuse_overrides,
     refuse_replacement,
@@ -52,7 +50,7 @@ from rloo.types import Prompt
 Rewards = RewardFunction | Sequence[RewardFunction]
 
 
-class RLOOTrainer:
+class RLOOTrainer(shown.Shown):
     """Trains a causal language model with REINFORCE Leave-One-Out.
 
     The arguments are those of TRL's RLOOTrainer, in its order. `model` is a hub id, a folder, a
@@ -65,10 +63,11 @@ class RLOOTrainer:
     optimizer: Any
     lr_scheduler: Any
     on_measured: Callable[[Results], None] | None = None
+    _session: Session | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        refuse_overrides(cls, _OWN)
+        refuse_overrides(cls, _OWN, _SHOWN)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(self, "evaluator"):
@@ -93,7 +92,7 @@ class RLOOTrainer:
         *,
         reward_model: Rewards | None = None,
     ) -> None:
-        refuse_overrides(type(self), _OWN)  # a class can be changed after it was made
+        refuse_overrides(type(self), _OWN, _SHOWN)  # a class can be changed after it was made
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
         self.args = obtain_config(args, model)
@@ -109,7 +108,6 @@ class RLOOTrainer:
             chosen_estimator(self.args)
             setup.seed_all(self.args)
             loggers = make_loggers(self.args)
-            self.reward_processing_classes = reward_processing_classes
             self.rewards = setup.make_rewards(
                 reward_model if reward_funcs is None else reward_funcs,
                 self.args,
@@ -117,6 +115,10 @@ class RLOOTrainer:
                 device=self.world.device,
             )
             self.reward_func_names = self.rewards.names
+            self.reward_funcs = shown.functions_of(self.rewards)
+            self.reward_processing_classes = shown.processing_classes(
+                self.rewards, reward_processing_classes
+            )
             self.model, self.processing_class, self.args = obtain_model(
                 model,
                 processing_class,
@@ -138,10 +140,10 @@ class RLOOTrainer:
         (other signals, handled in the main thread only) or the error is raised.
         `resume_from_checkpoint` "auto" goes on with an unfinished run with the same options, loads
         the result of a finished one, and else starts."""
-        refuse_overrides(type(self), _OWN)
+        refuse_overrides(type(self), _OWN, _SHOWN)
+        resume = self._begin_again(resume_from_checkpoint)
         parts, state = self.make_parts()
         session = Session(self, parts, state, self.evaluator, self._eval_prompts, self.hub)
-        resume = resume_from_checkpoint
         with together(parts, state), claimed_by_main(self.world, self.args, resume) as start:
             if start.finished and session.has_finished(start):
                 self.policy.files.load_pretrained(self.args.output_dir)
@@ -149,6 +151,7 @@ class RLOOTrainer:
                 if not start.finished.get("pushed", True):
                     session.push()
                 return TrainOutput(start.finished["steps"], totals["train_loss"], totals)
+            self._session = session
             totals = session.train(start)
         session.push()
         if self.args.dataset is not None:
@@ -191,7 +194,16 @@ class RLOOTrainer:
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer of the options. Called before the first step where a subclass overrides it,
         unless one is given (optimizers)."""
-        return build_optimizer(self.model, self.args)
+        return build_optimizer(self.model, self.args, self.get_decay_parameter_names(self.model))
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """The parameters with weight decay. Called where a subclass overrides it."""
+        return decayed_names(model)
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make both, as attributes. Called where a subclass overrides it, unless one is given."""
+        self.optimizer = self.create_optimizer() or self.optimizer
+        self.lr_scheduler = self.create_scheduler(num_training_steps, self.optimizer)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Scheduler:
         """The schedule of the options. Called where a subclass overrides it or the optimizer."""
@@ -236,50 +248,12 @@ class RLOOTrainer:
         """Add numbers to `state.log_history` and send them to the loggers."""
         self.monitor.log_numbers(logs)
 
-    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Print metrics, without intervals."""
-        log_metrics(self, split, numbers_of(metrics))
-
-    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Write `<split>_results.json` in `args.output_dir`, and add to all_results.json."""
-        save_metrics(self, split, strict(metrics), combined)
-
-    def save_state(self) -> None:
-        """Write trainer_state.json in `args.output_dir`."""
-        save_state(self)
-
     def is_world_process_zero(self) -> bool:
         """Whether this process writes files and speaks to the user."""
         return self.world.is_main
 
     is_local_process_zero = is_world_process_zero
     is_deepspeed_enabled = is_fsdp_enabled = False
-
-    def add_callback(self, callback: Callback) -> None:
-        """Send events to a callback, an object or a class, from now on."""
-        self.callback_handler.add_callback(callback)
-
-    def remove_callback(self, callback: Callback) -> None:
-        """Remove a callback; a class means the first callback of that class."""
-        self.callback_handler.remove_callback(callback)
-
-    def pop_callback(self, callback: Callback) -> TrainerCallback | None:
-        """Remove a callback as `remove_callback` does, and return it."""
-        return self.callback_handler.pop_callback(callback)
-
-    def end(self) -> None:
-        """Close what rewards keep open."""
-        self.rewards.close()
-
-    @property
-    def accelerator(self) -> PartialState:
-        """accelerate's process state, with which scripts print and find out their rank."""
-        return PartialState()
-
-    @property
-    def hub_model_id(self) -> str | None:
-        """The hub repository, once it exists."""
-        return self.hub.repo_id
 
     # -- setting up ------------------------------------------------------------------------------
 
@@ -290,6 +264,8 @@ class RLOOTrainer:
         if trains:
             self._source = self._prompts(self.train_dataset, self.args.dataset_split)
             stream = isinstance(self._source, StreamSource)
+            if stream:  # it is read in order, as TRL tells scripts that ask
+                self.args = self.args.with_values(dataloader_num_workers=0)
             where = "the stream's first rows" if stream else "training"
             self._notes += setup.length_notes(self._source, where)
         given = self.eval_dataset
@@ -297,7 +273,10 @@ class RLOOTrainer:
             given = self.train_dataset
         self._eval_prompts = self._prompts_of_sets(given)
         if not trains and not self._eval_prompts:
-            raise ValueError("there is no dataset; give one to train on (train_dataset, dataset)")
+            raise ValueError(
+                "there is no dataset: `train_dataset` is required, or an eval_dataset to evaluate "
+                "on (train_dataset, dataset)"
+            )
         self._notes += setup.check_evaluation(self.args, self._eval_prompts, trains=trains)
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
@@ -306,7 +285,7 @@ class RLOOTrainer:
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.control = transformers.TrainerControl()
         num_steps = max(self.state.max_steps, 1)
-        optimizers = self._own_optimizers(optimizers, num_steps)
+        optimizers = own_optimizers(self, optimizers, num_steps, _OWN)
         self.policy = Policy(
             self.model,
             self.processing_class,
@@ -326,28 +305,39 @@ class RLOOTrainer:
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
         )
-        folder = Path(self.args.output_dir).absolute()  # a reward may change the current folder
-        self.monitor = Monitor(
-            self.args, folder, max_steps=self.state.max_steps, silent=not self.world.is_main
-        )
-        self.monitor.attach(self.events, lambda logs: self.log(logs))
+        self._schedule = again.Schedule(self.lr_scheduler)
+        self._folder = Path(self.args.output_dir).absolute()  # a reward may change the current one
+        self._make_monitor()
         self.callback_handler = self.events.handler
         self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state)
         self.hub = Hub(self.args)
         data = self._source and self._source.state_dict()
         require_same_start(self.world, self.args, self.policy, self.rewards.functions, data)
 
-    def _own_optimizers(self, given: Given, num_steps: int) -> Given:
-        """`given`, and what a subclass makes of its own."""
-        self.optimizer, self.lr_scheduler = given
-        if self.optimizer is None and is_overridden(self, "create_optimizer", _OWN):
-            # Overrides written for Trainer may set the attribute and return nothing.
-            self.optimizer = self.create_optimizer() or self.optimizer
-        if self.lr_scheduler is None and is_overridden(self, "create_scheduler", _OWN):
-            self.optimizer = self.optimizer or self.create_optimizer()
-            made = self.create_scheduler(num_steps, self.optimizer)
-            self.lr_scheduler = made or self.lr_scheduler
-        return self.optimizer, self.lr_scheduler
+    def _make_monitor(self) -> None:
+        silent = not self.world.is_main
+        steps = self.state.max_steps
+        self.monitor = Monitor(self.args, self._folder, max_steps=steps, silent=silent)
+        self.monitor.attach(self.events, lambda logs: self.log(logs))
+
+    def _begin_again(self, resume: str | bool | None) -> str | bool | None:
+        """Where `train` has been called before, count from step 0 again, in files of its own: with
+        the weights, the moments and the place in the data that there are, as with Trainer. What was
+        not finished goes on from its checkpoint. Returns what to resume from."""
+        resume = resume or self.args.resume_from_checkpoint
+        before = self._session
+        finished = before is not None and before.status == "finished"
+        if before is None or (resume == AUTO and finished):
+            return resume
+        if not resume and not finished:
+            newest = self.world.is_main and find_checkpoint(self._folder)[0] is not None
+            resume = self.world.from_main(bool(newest))
+        again.forget(
+            self.state, self.control, setup.make_state(self._source, self.args, self.batches)
+        )
+        self._schedule.restart()
+        self._make_monitor()
+        return resume
 
     def _prompts(self, rows: Rows, split: str, *, evaluation: bool = False) -> Prompts:
         return setup.make_source(
@@ -396,4 +386,5 @@ class RLOOTrainer:
 
 
 # As they were made: assigning to the class cannot change what counts as overridden.
-_OWN = dict(vars(RLOOTrainer))
+_SHOWN = dict(vars(shown.Shown))
+_OWN = {n: v for n, v in _SHOWN.items() if n not in shown.LOADERS} | dict(vars(RLOOTrainer))

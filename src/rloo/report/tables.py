@@ -1,0 +1,48 @@
+"""Tables of completions for the loggers that have them: Weights & Biases and trackio."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from rloo.config.config import RLOOConfig
+from rloo.data.images import without_images
+from rloo.types import Group
+
+# Loggers with a class Table, which takes a data frame.
+_LOGGERS = ("wandb", "trackio")
+
+
+def log_tables(step: int, groups: Sequence[Group], config: RLOOConfig) -> None:
+    """Send the completions of a rollout to those of `report_to` that show tables, as
+    `completions`: one row each, with a column per reward function and per column of `log_extra`.
+    With `log_unique_prompts` one row per prompt."""
+    named = [config.report_to] if isinstance(config.report_to, str) else config.report_to
+    chosen = [name for name in _LOGGERS if name in named or "all" in named]
+    for name in chosen:
+        try:
+            logger = importlib.import_module(name)
+        except ImportError:  # "all" means those that are installed
+            continue
+        if name == "wandb" and logger.run is None:
+            continue
+        import pandas as pd
+
+        frame = pd.DataFrame(_rows(step, groups, unique=config.log_unique_prompts))
+        logger.log({"completions": logger.Table(dataframe=frame)})
+
+
+def _rows(step: int, groups: Sequence[Group], *, unique: bool) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": step,
+            "prompt": without_images(group.prompt.content),
+            "completion": group.texts[index],
+            **{name: values[index] for name, values in group.scores.items()},
+            **{name: values[index] for name, values in group.extras.items()},
+            "reward": group.rewards[index],
+        }
+        for group in groups
+        for index in range(min(1, len(group.texts)) if unique else len(group.texts))
+    ]

@@ -1,0 +1,60 @@
+"""The table of completions that Weights & Biases and trackio show."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from rloo import RLOOConfig
+from rloo.report.tables import log_tables
+from rloo.types import Group, Prompt
+
+
+class Table:
+    def __init__(self, dataframe):
+        self.rows = dataframe.to_dict("records")
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """What the two loggers, which are not installed here, are given."""
+    sent = []
+    for name in ("wandb", "trackio"):
+        logger = ModuleType(name)
+        logger.Table, logger.run = Table, object()
+        logger.log = lambda values, name=name: sent.append((name, values["completions"].rows))
+        monkeypatch.setitem(sys.modules, name, logger)
+    return sent
+
+
+def groups():
+    scores = {"length": [1.0, None], "words": [0.5, None]}
+    return [
+        Group(
+            Prompt(0, [4], "how many", {}), [], ["one", "two"], [1.5, None], scores,
+            {"seen": ["a", "b"]},
+        )
+    ]  # fmt: skip
+
+
+def test_each_completion_is_a_row_with_its_rewards_and_extras(logged):
+    log_tables(3, groups(), RLOOConfig("run", report_to=["wandb", "trackio"]))
+    assert [name for name, _ in logged] == ["wandb", "trackio"]
+    one, two = logged[0][1]
+    assert one == {
+        "step": 3, "prompt": "how many", "completion": "one", "length": 1.0, "words": 0.5,
+        "seen": "a", "reward": 1.5,
+    }  # fmt: skip
+    assert (two["completion"], two["seen"]) == ("two", "b") and two["reward"] != two["reward"]
+
+
+def test_loggers_that_are_not_asked_for_or_not_running_get_nothing(logged, monkeypatch):
+    log_tables(3, groups(), RLOOConfig("run", report_to="tensorboard"))
+    monkeypatch.setattr(sys.modules["wandb"], "run", None)
+    log_tables(3, groups(), RLOOConfig("run", report_to="wandb"))
+    assert logged == []
+
+
+def test_a_prompt_is_one_row_where_that_is_asked_for(logged):
+    log_tables(3, groups(), RLOOConfig("run", report_to="wandb", log_unique_prompts=True))
+    assert [row["completion"] for row in logged[0][1]] == ["one"]

@@ -1,0 +1,115 @@
+"""The same script twice into one folder, and `train()` twice on one trainer."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from rloo import RLOOTrainer
+from rloo.run.lock import locked
+from support.training import equal, make_config, make_trainer, metrics_of, weights
+
+
+class Stops(transformers.TrainerCallback):
+    """Raises KeyboardInterrupt at the end of a step, once."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            self.step = None
+            raise KeyboardInterrupt
+
+
+def interrupted(config, step=2) -> RLOOTrainer:
+    trainer = make_trainer(config, callbacks=[Stops(step)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    return trainer
+
+
+def test_a_script_that_is_run_twice_keeps_both_runs(tmp_path, capsys):
+    config = make_config(tmp_path, max_steps=2)
+    first = make_trainer(config)
+    first.train()
+    run = Path(config.output_dir)
+    before = {p.relative_to(run): p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    capsys.readouterr()
+    second = make_trainer(config)
+    second.train()
+    assert f"the run that was in {run} is now in {run / 'earlier' / '1'}" in capsys.readouterr().out
+    kept = run / "earlier" / "1"
+    del before[Path(".lock")]
+    assert {p.relative_to(kept): p.read_bytes() for p in kept.rglob("*") if p.is_file()} == before
+    assert equal(weights(first), weights(second))
+    assert [row["step"] for row in metrics_of(config)] == [1, 2]
+
+
+def test_an_unfinished_run_that_was_moved_goes_on_as_the_line_says(tmp_path, capsys):
+    whole = make_trainer(make_config(tmp_path / "whole"))
+    whole.train()
+    config = make_config(tmp_path)
+    interrupted(config)
+    capsys.readouterr()
+    make_trainer(config).train()
+    place = Path(config.output_dir, "earlier", "1")
+    said = capsys.readouterr().out
+    assert f"goes on with --output_dir {place} --resume_from_checkpoint auto" in said
+    rest = make_trainer(make_config(tmp_path, output_dir=str(place)))
+    assert rest.train("auto").global_step == 4
+    assert equal(weights(rest), weights(whole))
+
+
+def test_training_again_begins_anew_with_the_weights_that_there_are(tmp_path):
+    config = make_config(tmp_path, logging_steps=2)
+    trainer = make_trainer(config)
+    trainer.train()
+    middle, drawn = weights(trainer), trainer._source.state_dict()["drawn"]
+    moments = trainer.optimizer.state_dict()["state"][0]["step"].item()
+    result = trainer.train()
+    assert result.global_step == trainer.state.global_step == 4
+    assert [row["step"] for row in metrics_of(config)] == [1, 2, 3, 4]
+    assert [row["step"] for row in trainer.state.log_history] == [2, 4, 4]
+    earlier = Path(config.output_dir, "earlier", "1")
+    assert len((earlier / "metrics.jsonl").read_text().splitlines()) == 4
+    assert trainer._source.state_dict()["drawn"] == 2 * drawn
+    assert trainer.optimizer.state_dict()["state"][0]["step"].item() == 2 * moments
+    assert metrics_of(config)[0]["learning_rate"] == config.learning_rate
+    assert not equal(middle, weights(trainer))
+    first = transformers.AutoModelForCausalLM.from_pretrained(earlier).state_dict()
+    assert all(torch.equal(weight, first[name]) for name, weight in middle.items())
+
+
+@pytest.mark.parametrize("resume", [None, True, "auto"])
+def test_training_again_after_an_interrupt_goes_on_to_the_last_bit(tmp_path, resume):
+    whole = make_trainer(make_config(tmp_path / "whole"))
+    whole.train()
+    config = make_config(tmp_path)
+    trainer = interrupted(config)
+    trainer.train(resume)
+    assert equal(weights(trainer), weights(whole))
+    steps = [row["step"] for row in metrics_of(config)]
+    assert steps == [1, 2, 3, 4] and not Path(config.output_dir, "earlier").exists()
+    assert [r["step"] for r in trainer.state.log_history] == [
+        r["step"] for r in whole.state.log_history
+    ]
+
+
+def test_a_finished_run_that_is_asked_for_again_is_not_forgotten(tmp_path):
+    trainer = make_trainer(make_config(tmp_path))
+    history = trainer.train() and list(trainer.state.log_history)
+    assert trainer.train("auto").global_step == 4
+    assert trainer.state.log_history == history and trainer.state.global_step == 4
+
+
+def test_a_folder_that_another_run_holds_is_refused_as_it_is(tmp_path):
+    config = make_config(tmp_path, max_steps=1)
+    trainer = make_trainer(config)
+    trainer.train()
+    with locked(Path(config.output_dir)), pytest.raises(ValueError, match="that is going on"):
+        make_trainer(config).train()
+    summary = json.loads(Path(config.output_dir, "summary.json").read_text())
+    assert summary["status"] == "finished"
