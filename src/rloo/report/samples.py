@@ -93,7 +93,7 @@ def _score(value: float | None) -> str:
 
 
 def warn_of_unscored(groups: Sequence[Group]) -> bool:
-    """Warn, in TRL's words, of the first completion that no function scored; whether there is one."""
+    """Warn, in TRL's words, of the first completion that no function scored, if there is one."""
     for group in groups:
         if None in group.rewards:
             unscored = {
