@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import typing
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
@@ -18,7 +17,7 @@ from rloo.config.beside import correction_of
 from rloo.config.checks import check
 from rloo.config.generation_kwargs import sampling_options
 from rloo.config.options import DEFAULT_BATCH, LORA
-from rloo.config.parsed import Signature, seen_by_parsers
+from rloo.config.parsed import Signature, option_types, seen_by_parsers
 from rloo.config.presets import LossForm, loss_form, over_preset
 from rloo.config.reading import default_of, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
@@ -216,12 +215,6 @@ def _changed_defaults(kind: type[RLOOConfig]) -> dict[str, Any]:
 def _idle_of(options: dict[str, Any]) -> dict[str, Any]:
     """The options without effect among `options`, as they were given."""
     return {name: value for name, value in options.items() if name in WITHOUT_EFFECT}
-
-
-@cache
-def option_types() -> dict[str, Any]:
-    """Our option names and their annotations, in the order of declaration."""
-    return typing.get_type_hints(VLLMOptions)
 
 
 @cache

@@ -20,7 +20,7 @@ from rloo.config.subjects import (  # isort: skip - one name a line is as long a
 DEFAULT_BATCH = (8, 1)
 
 
-@dataclass(init=False, kw_only=True)
+@dataclass(init=False, repr=False, eq=False, kw_only=True)
 class Options:
     """The fields of `rloo.config.config.RLOOConfig`."""
 

@@ -7,6 +7,7 @@ import inspect
 import typing
 from collections.abc import Iterator
 from dataclasses import InitVar, make_dataclass
+from functools import cache
 from typing import Any
 
 from rloo.config.aliases import SECOND_FIELDS, our_name
@@ -29,6 +30,12 @@ _OTHERS: dict[str, tuple[Any, str]] = {
 }
 
 
+@cache
+def option_types() -> dict[str, Any]:
+    """Our option names and their annotations, in the order of declaration."""
+    return typing.get_type_hints(VLLMOptions)
+
+
 def seen_by_parsers() -> type:
     """The options as a dataclass whose fields are TRL's and our own, each of a type that a parser
     takes. Those of scripts are InitVars, which parsers do not see and `dataclasses.replace` takes.
@@ -39,7 +46,7 @@ def seen_by_parsers() -> type:
 
 
 def _fields() -> Iterator[tuple[str, Any, Any]]:
-    hints = typing.get_type_hints(VLLMOptions)
+    hints = option_types()
     for option in OPTIONS:
         hint, default = hints[option.name], default_of(option)
         if option.name in OF_SCRIPTS:
@@ -78,7 +85,7 @@ class Signature:
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         ours = {option.name: option for option in OPTIONS}
-        hints = typing.get_type_hints(VLLMOptions)
+        hints = option_types()
         found = owner.__dataclass_fields__  # type: ignore[attr-defined] # with the InitVars
         return inspect.Signature(
             [

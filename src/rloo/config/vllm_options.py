@@ -15,7 +15,7 @@ from rloo.config.reading import Subject
 VLLM = Subject("Sampling with vLLM")
 
 
-@dataclass(init=False, kw_only=True)
+@dataclass(init=False, repr=False, eq=False, kw_only=True)
 class VLLMOptions(Options):
     """All options, those of vLLM last."""
 
