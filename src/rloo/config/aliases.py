@@ -8,6 +8,7 @@ from typing import Any
 from rloo.config.reading import Faults, coerce, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT, refuse, warn_without_effect
 
+_MOST_FAULTS = 20
 # What a command line may call our options for short: one letter with one dash. In a file these
 # would be other systems' sections.
 SHORT = {
@@ -179,6 +180,8 @@ def resolve(
                 )
         except ValueError as error:
             faults.append(f"{where.get(name, '')}{error}")
+            if len(faults) == _MOST_FAULTS:  # it is another kind of file
+                break
             continue
         resolved[ours] = value
         source[ours] = name

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import signal
 import sys
 import threading
@@ -129,7 +130,7 @@ def _no_function(source: str, attribute: str, names: list[str], which: str) -> s
 
 def _path_of(source: str, kind: str) -> Path:
     path = Path(source).expanduser().resolve()
-    if not path.is_file():
+    if not os.path.isfile(path):  # False also for a name that no file can have
         raise ValueError(f"there is no file {path} ({kind}s are given as file.py:function)")
     return path
 

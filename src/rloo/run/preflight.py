@@ -21,6 +21,8 @@ from rloo.data.tasks import EMBEDDED
 from rloo.rewards.load import check_reward, is_reward_model
 from rloo.run.lock import refuse_if_owned
 
+# More threads only wait for each other; with thousands libgomp fails.
+THREADS_PER_PROCESSOR = 64
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
@@ -29,6 +31,8 @@ def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
     """Raise ValueError with everything that is wrong with what the options name. Without `trains`
     nothing will be written, and no dataset to train on is needed."""
     faults: list[str] = []
+    with _noting(faults):
+        check_threads(config.num_threads)
     with _noting(faults):
         check_model(config.model, config.model_init_kwargs)
     if trains:
@@ -76,6 +80,16 @@ def _noting(faults: list[str]) -> Iterator[None]:
         faults += faults_of(error)
 
 
+def check_threads(number: int | None) -> None:
+    """Raise ValueError for more threads than this machine can have."""
+    most = THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+    if number is not None and number > most:
+        raise ValueError(
+            f"num_threads is {number}; it may be at most {most}, which is "
+            f"{THREADS_PER_PROCESSOR} for each processor of this machine (num_threads)"
+        )
+
+
 def check_folder(config: RLOOConfig) -> None:
     """Raise ValueError for an output folder that no run can have."""
     if not str(config.output_dir).strip():
@@ -95,7 +109,11 @@ def check_folder(config: RLOOConfig) -> None:
 
 def _check_checkpoint(config: RLOOConfig) -> None:
     resume = config.resume_from_checkpoint
-    if isinstance(resume, str) and resume != "auto" and not Path(resume).expanduser().is_dir():
+    if (
+        isinstance(resume, str)
+        and resume != "auto"
+        and not os.path.isdir(os.path.expanduser(resume))
+    ):
         raise ValueError(f"checkpoint {resume} does not exist (resume_from_checkpoint)")
 
 
@@ -177,5 +195,6 @@ def _cached_dataset(name: str) -> bool:
     from huggingface_hub import constants
 
     prepared = os.environ.get("HF_DATASETS_CACHE", os.path.join(constants.HF_HOME, "datasets"))
-    downloaded = Path(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
-    return Path(prepared, name.replace("/", "___")).exists() or downloaded.exists()
+    downloaded = os.path.join(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
+    folders = (os.path.join(prepared, name.replace("/", "___")), downloaded)
+    return any(map(os.path.exists, folders))  # False also for a name that no file can have
