@@ -3,11 +3,13 @@
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import yaml
 from datasets import Dataset
 
 from rloo import cli
+from rloo.config.config import option_types
 from rloo.config.parsing import parse_command_line
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
@@ -141,7 +144,16 @@ def train(*arguments: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["-h"], [], ["train", "--help"], ["config"], ["config", "--all"]],
+    [
+        ["--help"],
+        [],
+        ["train", "--help"],
+        ["eval", "-h"],
+        ["train", "--help", "all"],
+        ["merge", "--help"],
+        ["config"],
+        ["config", "--all"],
+    ],
 )
 def test_help_needs_neither_torch_nor_a_second(arguments):
     code = (
@@ -155,9 +167,42 @@ def test_help_needs_neither_torch_nor_a_second(arguments):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
-    if arguments[:1] != ["config"]:
+    if arguments[:1] in ([], ["--help"]):
         assert shown.stdout.startswith("usage: rloo COMMAND")
         assert all(f"\n  {command} " in shown.stdout for command in ("train", "eval", "config"))
+    elif arguments[0] != "config":
+        assert shown.stdout.startswith(f"usage: rloo {arguments[0]} ")
+
+
+def test_help_of_a_command_has_the_basic_options_by_subject_or_all(capsys):
+    def options_of(*arguments: str) -> dict[str, str]:
+        assert cli.main(list(arguments)) == 0
+        found, subject = {}, ""
+        for line in capsys.readouterr().out.splitlines():
+            subject = line if line.isupper() and line[0] != " " else subject
+            found |= {line.split()[0]: subject} if re.match(r"[a-z]\w* = ", line) else {}
+        return found
+
+    basic, every = options_of("train", "--help"), options_of("train", "--help", "all")
+    assert basic == options_of("eval", "--help") and basic.items() <= every.items()
+    assert basic["model"] == "MODEL AND DATA" and basic["lora_r"] == "LORA"
+    assert (len(basic), len(every)) == (25, len(option_types()))
+
+
+@pytest.mark.slow
+def test_importing_the_trainer_loads_bitsandbytes_only_when_it_is_used():
+    pytest.importorskip("bitsandbytes")
+    code = (
+        "import gc, sys\nfrom rloo import RLOOTrainer\n"
+        "assert gc.isenabled() and 'peft' in sys.modules\n"
+        "assert not {'bitsandbytes', 'torch._inductor.compile_fx'} & set(sys.modules)\n"
+        "import peft.helpers\nfunctional = peft.helpers.bnb.functional\n"
+        "import bitsandbytes\n"
+        "assert bitsandbytes.functional is functional and bitsandbytes.__file__\n"
+        "from peft.import_utils import is_bnb_4bit_available\nassert is_bnb_4bit_available()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_version_is_that_of_the_package(capsys):
@@ -234,20 +279,37 @@ def test_without_any_of_them_the_embedded_task_comes_first(arguments):
 
 def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder):
     code = (
-        "import sys, rloo.cli\n"
-        "status = rloo.cli.main(sys.argv[1:])\n"
-        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)\n"
-        "sys.exit(status)"
+        "import json, sys, rloo.cli\n"
+        "for arguments in json.loads(sys.argv[1]):\n"
+        "    assert rloo.cli.main(['train', 'run.yaml', *arguments]) == 2\n"
+        "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
-    for arguments, expected in [
-        (["--num_generatoins", "4"], "rloo: unknown option --num_generatoins; did you mean"),
-        (["--num_generations", "1"], "rloo: num_generations is 1 and mean_level is group"),
-    ]:
-        command = [sys.executable, "-c", code, "train", "run.yaml", *arguments]
-        refused = subprocess.run(command, capture_output=True, text=True)
-        assert refused.returncode == 2
-        assert refused.stderr.startswith(expected)
-        assert (refused.stdout, refused.stderr.count("\n")) == ("", 1)
+    Path("empty").mkdir()
+    Path("broken.py").write_text("def f(:\n")
+    cases = [
+        (["--num_generatoins", "4"], "unknown option --num_generatoins; did you mean"),
+        (["--num_generations", "1"], "num_generations is 1 and mean_level is group"),
+        (["--reward", "other.py:f"], "there is no file"),
+        (["--reward", "rewards.py:lenth"], "rewards.py has no function 'lenth'; did you"),
+        (["--reward", "broken.py:f"], "broken.py, line 1: invalid syntax"),
+        (["--reward", "accuracy"], "unknown reward 'accuracy'; did you mean 'math'?"),
+        (["--reward", "soft_overlong(a=1)"], "the options {'a': 1} do not fit the reward"),
+        (["--estimator", "other.py:f"], "there is no file"),
+        (["--dataset", "none.jsonl"], "dataset none.jsonl does not exist on this disk"),
+        (["--model", "./none"], "model ./none does not exist on this disk (model)"),
+        (["--model", "a/b/c"], "model a/b/c does not exist on this disk (model)"),
+        (["--model", "empty"], "model empty is a folder without config.json or adapter_"),
+        (["--model", "rows.jsonl"], "model rows.jsonl is a file; it must be a folder"),
+        (["--model", "no/where"], "model no/where is no file or folder here, and cannot be"),
+        (["--output_dir", "rows.jsonl"], f"output_dir {folder}/rows.jsonl is a file; it must be"),
+        (["--num_threads", "100000"], "num_threads is 100000; it may be at most "),
+        (["--resume_from_checkpoint", "gone"], "checkpoint gone does not exist"),
+    ]
+    command = [sys.executable, "-c", code, json.dumps([arguments for arguments, _ in cases])]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (0, "")
+    for line, (_, expected) in zip(refused.stderr.splitlines(), cases, strict=True):
+        assert line.startswith(f"rloo: {expected}")
     assert not Path("run").exists()
 
 
@@ -364,9 +426,9 @@ def test_a_faulty_reward_is_named_in_one_line_and_status_1(folder, capsys, funct
     assert f"'{function}' r" in refusal(capsys, "eval", *options, status=1)
 
 
-def test_a_reward_whose_pipe_breaks_is_not_a_reader_that_has_seen_enough(folder):
-    with pytest.raises(BrokenPipeError, match="the judge is away"):
-        cli.main(["train", "run.yaml", "--reward", "rewards.py:pipe"])
+def test_a_reward_whose_pipe_breaks_is_not_a_reader_that_has_seen_enough(folder, capsys):
+    assert cli.main(["train", "run.yaml", "--reward", "rewards.py:pipe"]) == 1
+    assert "BrokenPipeError: the judge is away" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("streams", ["closed", "none"])
@@ -382,11 +444,8 @@ def test_a_reward_that_takes_the_output_away_changes_neither_status_nor_result(
 
 def test_a_failure_in_training_is_no_refusal_and_an_exit_no_success(monkeypatch, capsys):
     def fail(error, in_run):
-        def command(arguments, signals):
-            error.in_run = in_run
-            raise error
-
-        monkeypatch.setattr(cli, "_train", command)
+        error.in_run = in_run
+        monkeypatch.setattr(cli, "_train", Mock(side_effect=error))
         return cli.main(["train"]), capsys.readouterr().err
 
     assert fail(ValueError("no"), True) == (1, "rloo: no\n")
@@ -395,14 +454,52 @@ def test_a_failure_in_training_is_no_refusal_and_an_exit_no_success(monkeypatch,
     assert fail(BrokenPipeError("no"), False) == (0, "")
     for code in (0, 7, "done"):
         status, said = fail(SystemExit(code), True)
-        assert status == 1 and "test_cli.py:" in said
-        assert f"command called sys.exit({code!r}); what a run calls" in said
+        assert status == 1 and "mock.py:" in said
+        assert f" called sys.exit({code!r}); what a run calls" in said
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        fail(RuntimeError("a fault of ours"), True)
 
 
-def test_what_a_reward_raises_is_shown_with_its_name(folder):
-    with pytest.raises(RuntimeError, match="the judge is away") as raised:
-        cli.main(["train", "run.yaml", "--reward", "rewards.py:crash"])
-    assert raised.value.__notes__ == ["raised by the reward function 'crash'"]
+def frames(text: str) -> list[tuple[str, str]]:
+    """File and function of every frame of a traceback."""
+    found = re.findall(r'^  File "(.+)", line \d+, in (.+)$', text, re.MULTILINE)
+    return [(Path(file).name, name) for file, name in found]
+
+
+def test_of_what_a_reward_raises_only_the_user_s_frames_are_shown(folder, capsys):
+    assert cli.main(["train", "run.yaml", "--reward", "rewards.py:crash"]) == 1
+    error = capsys.readouterr().err
+    assert frames(error) == [("rewards.py", "crash")]
+    assert error.endswith(
+        "RuntimeError: the judge is away\nraised by the reward function 'crash'\n"
+    )
+
+
+def test_what_the_user_s_code_calls_and_what_caused_an_error_are_shown_too(folder, capsys):
+    Path("bad.py").write_text(
+        "import json\n\ndef score(completions):\n    try:\n        json.loads('x')\n"
+        "    except ValueError as error:\n        raise LookupError('no such key') from error\n"
+    )
+    assert cli.main(["train", "run.yaml", "--reward", "bad.py:score"]) == 1
+    shown = frames(capsys.readouterr().err)
+    assert shown[0] == shown[-1] == ("bad.py", "score")
+    assert {name for name, _ in shown} == {"bad.py", "__init__.py", "decoder.py"}
+
+
+def test_a_file_that_fails_when_it_is_loaded_is_shown_from_there(folder, capsys):
+    Path("bad.py").write_text("def score(completions):\n    pass\n\n1 / 0\n")
+    assert cli.main(["train", "run.yaml", "--reward", "bad.py:score"]) == 1
+    error = capsys.readouterr().err
+    assert frames(error) == [("bad.py", "<module>")] and "ZeroDivisionError" in error
+
+
+@pytest.mark.slow
+def test_a_reward_in_another_process_shows_the_user_s_frames(folder, capsys):
+    options = ["--reward", "rewards.py:crash", "--sampler_process", "true"]
+    assert cli.main(["train", "run.yaml", *options, "--reward_workers", "1"]) == 1
+    error = capsys.readouterr().err
+    assert frames(error) == [("rewards.py", "crash")]
+    assert "in another process:" in error
 
 
 def test_rewards_from_files_modules_and_built_in_are_weighed(folder, monkeypatch):
@@ -620,9 +717,10 @@ def test_what_a_reward_raises_keeps_its_place_and_the_functions_name(folder, cap
     Path("bad.py").write_text(
         "def score(completions):\n    return [float(c) for c in completions]\n"
     )
-    with pytest.raises(ValueError, match="could not convert string to float") as error:
-        cli.main(["train", "run.yaml", "--reward", "bad.py:score"])
-    assert any("score" in note for note in error.value.__notes__)
+    assert cli.main(["train", "run.yaml", "--reward", "bad.py:score"]) == 1
+    error = capsys.readouterr().err
+    assert 'bad.py", line 2, in score' in error and "could not convert string to float" in error
+    assert "raised by the reward function 'score'" in error
 
 
 def test_a_reward_that_needs_the_single_prompt_is_refused_before_sampling(folder, capsys):

@@ -46,11 +46,11 @@ def judge(case: Case, status: int, errors: str) -> str:
     if status == 0:
         return "silent" if case.surely_wrong else "ran"
     said = [line for line in errors.splitlines() if line.startswith("rloo: ")]
-    last = errors.rstrip("\n").rpartition("\n")[2]
-    if status == 2 and said == [last] and any(word in last for word in case.names):
+    told = bool(said) and errors.splitlines()[-len(said) :] == said  # one line for each fault
+    if status == 2 and told and any(word in line for line in said for word in case.names):
         return "refused"
     # A run that could be started and failed, as with a learning rate of 1e300.
-    return "failed" if status == 1 and said == [last] and not case.surely_wrong else "badly said"
+    return "failed" if status == 1 and told and not case.surely_wrong else "badly said"
 
 
 def run_case(case: Case, folder: Path) -> tuple[str, str]:

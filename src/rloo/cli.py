@@ -1,39 +1,4 @@
-"""usage: rloo COMMAND [config.yaml] [--option value ...]
-
-Train language models with REINFORCE Leave-One-Out.
-
-commands:
-  train    train a model; without a config, model or dataset, run the embedded task (two minutes)
-  plan     predict micro-batches, peak memory and time from one measured worst-case step; writes
-           no file
-  eval     measure greedy and sampled pass@1, pass@k and mean reward of a model on a dataset
-  report   write report.html of a run's folder, or of several to compare them; with --follow serve
-           it on 127.0.0.1 while the run goes on
-  config   list the options that most runs set, with --all every one, or explain the one named;
-           with a config or options: print the resolved configuration and what its preset means;
-           with --from: convert a file, script or command line of areal, ms-swift, nemo_rl,
-           openrlhf, trl or verl, with that system's own overrides after it
-  vllm-serve
-           start a server of vLLM as a run with these options needs it, and print its line
-  check-estimator
-           enumerate bias and variance of an estimator (rloo, my.py:function) on small policies and
-           print "exact" or the bias as figures; the status is 0 for both, 2 for one that fails
-
-examples:
-  rloo train
-  rloo train examples/gsm8k.yaml --model Qwen/Qwen3-0.6B --beta 0.02 --num_generations 8
-  rloo plan examples/gsm8k.yaml --max_completion_length 1024
-  rloo train examples/gsm8k.yaml --num_processes 8   # or torchrun, accelerate: -m rloo train ...
-  rloo train examples/gsm8k.yaml --profile   # where time and memory went: OUTPUT_DIR/profile
-  rloo config num_generations
-  rloo config --preset verl
-  rloo config --from areal gsm8k_rloo.yaml gconfig.n_samples=8 > gsm8k.yaml
-  rloo config --from verl run_qwen2-7b.sh > run.yaml
-  rloo check-estimator examples/estimator.py:length_weighted
-  rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null
-  rloo report runs/a runs/b   # curves overlaid, and the options that differ: report.html
-  rloo vllm-serve examples/gsm8k.yaml --vllm_server_port 8000   # --use_peft true: with adapters
-"""
+"""The command `rloo`: `rloo.config.usage` says what it does."""
 
 # Torch is imported by the commands that need it, not here: help must not wait for it.
 from __future__ import annotations
@@ -44,16 +9,20 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from rloo import __version__
+from rloo import __version__, quickly
 from rloo.algorithm.interrupts import Stop, Stopped
-from rloo.config.aliases import our_name
 from rloo.config.config import in_one_process, without_adapter
 from rloo.config.functions import NotAllowed
 from rloo.config.imports import IMPORTERS, import_config, render_imported
 from rloo.config.launchers import check_alone, check_launch, is_launched, restart_count
-from rloo.config.parsing import parse_command_line
+from rloo.config.parsing import given_names, parse_command_line
 from rloo.config.presets import describe_preset, remarks
+from rloo.config.reading import faults_of, suggest
 from rloo.config.rendering import render_all, render_basic, render_option, render_resolved
+from rloo.config.usage import overview, usage_of
+from rloo.dist import process_rank
+from rloo.dist.tracebacks import of_the_user
+from rloo.run.preflight import check_inputs, check_merge
 
 EMBEDDED = Path(__file__).parent / "data" / "tasks" / "countdown.yaml"
 INTERRUPTED = 130
@@ -64,19 +33,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     and its number for a signal that stopped it (130: Ctrl-C)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
-        "train": _train, "plan": _plan, "eval": _evaluate, "config": _config,
+        "train": _train, "plan": _plan, "eval": _evaluate, "config": _config, "merge": _merge,
         "check-estimator": _check_estimator, "vllm-serve": _serve, "report": _report,
     }  # fmt: skip
-    if not given or given[0] in ("-h", "--help", "help") or "--help" in given:
-        print(__doc__, end="")
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(overview(), end="")
         return 0
     if given[0] == "--version":
         print(f"rloo {__version__}")
         return 0
     if given[0] not in commands:
         known = ", ".join(commands)
-        print(f"rloo: {given[0]} is not a command; there are {known}", file=sys.stderr)
+        print(
+            f"rloo: {given[0]} is not a command; there are {known}{suggest(given[0], commands)}",
+            file=sys.stderr,
+        )
         return 2
+    if "--help" in given or "-h" in given:
+        print(usage_of(given[0], everything="all" in given), end="")
+        return 0
     status, said, signals = 0, "", Stop()
     try:
         with signals.listening():
@@ -85,31 +60,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except Exception:
                 signals.check()  # what a signal has broken, such as an import, is no error
                 raise
-    except (ValueError, OSError, FloatingPointError, NotAllowed) as error:
-        if getattr(error, "__notes__", None):  # raised in a user's reward: show where
+    except Exception as error:
+        status, told = _told(error)
+        if told is None:
             raise
-        in_run = getattr(error, "in_run", False)
-        # Else the reader of the output, such as `head`, has seen enough.
-        if in_run or not isinstance(error, BrokenPipeError):
-            refused = isinstance(error, ValueError) and not in_run
-            status, said = 2 if refused else 1, str(error)
+        said = told
     except (KeyboardInterrupt, Stopped) as stop:
-        status, said = getattr(stop, "status", INTERRUPTED), str(stop) or "interrupted"
+        status, said = getattr(stop, "status", INTERRUPTED), _line(str(stop) or "interrupted")
     except SystemExit as error:  # of user code: an estimator, a callback
         place = traceback.extract_tb(error.__traceback__)[-1]
-        status = 1
         said = f"{place.filename}:{place.lineno}: {place.name} called sys.exit({error.code!r})"
-        said += "; what a run calls returns, or raises an Exception"
+        status, said = 1, _line(f"{said}; what a run calls returns, or raises an Exception")
     _say(said)
     return status
 
 
+def _told(error: Exception) -> tuple[int, str | None]:
+    """The status that an error ends with, and what to say of it: where it came from code of the
+    user's the traceback of that, else one line. None: no input is at fault, but the program."""
+    in_run = getattr(error, "in_run", False)
+    if shown := of_the_user(error):
+        return 1, shown
+    if not isinstance(error, (ValueError, OSError, FloatingPointError, NotAllowed)):
+        return 1, None
+    if isinstance(error, BrokenPipeError) and not in_run:
+        return 0, ""  # the reader of the output, such as `head`, has seen enough
+    said = "\n".join(map(_line, faults_of(error)))
+    return 2 if isinstance(error, ValueError) and not in_run else 1, said
+
+
+def _line(text: str) -> str:
+    return f"rloo: {' '.join(text.split())}"
+
+
 def _say(text: str) -> None:
-    """Print a last line on stderr. Streams that nobody reads must not change the status."""
+    """Print a last text on stderr. Streams that nobody reads must not change the status."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if text and stream is sys.stderr:
-                print("rloo:", " ".join(text.split()), file=stream)
+                print(text, file=stream)
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -119,13 +108,16 @@ def _say(text: str) -> None:
 
 def _train(arguments: list[str], signals: Stop) -> int:
     config = parse_command_line(_with_embedded(arguments))
+    check_inputs(config)
     if not is_launched() and ((config.num_processes or 1) > 1 or config.max_restarts > 0):
         from rloo.run.launch import launch
 
         return launch(arguments, config)
     check_launch(config)
+    if process_rank() == 0:
+        print(f"rloo {__version__}: training {config.model} on {config.dataset}", flush=True)
     signals.usr1_saves = config.on_sigusr1 == "save"
-    with signals.ending():
+    with signals.ending(), quickly():
         from rloo.run.trainer import RLOOTrainer
 
         if restart_count() > 0:
@@ -141,7 +133,7 @@ def _plan(arguments: list[str], signals: Stop) -> int:
     check_alone("plan")
     # Torch, which reads this when it is loaded, would tell of memory from before a measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with signals.ending():
+    with signals.ending(), quickly():
         from rloo.run.plan import make_plan, print_plan
 
     print_plan(make_plan(config))
@@ -151,7 +143,7 @@ def _plan(arguments: list[str], signals: Stop) -> int:
 def _evaluate(arguments: list[str], signals: Stop) -> int:
     config = parse_command_line(_with_embedded(arguments))
     check_alone("eval")
-    if (config.num_processes or 1) > 1 and "num_processes" in _names(arguments):
+    if (config.num_processes or 1) > 1 and "num_processes" in given_names(arguments):
         raise ValueError(
             f"num_processes is {config.num_processes}; an evaluation is not divided among "
             "processes in this version: leave it out (num_processes)"
@@ -168,16 +160,18 @@ def _evaluate(arguments: list[str], signals: Stop) -> int:
         eval_split=config.eval_split if own_set else config.dataset_split,
         dataset=None,
     )
-    with signals.ending():
-        from rloo.report.console import print_evaluation
-        from rloo.run.trainer import RLOOTrainer
-
-    trainer = RLOOTrainer(args=config)
+    check_inputs(config, trains=False)
     # A file is one split, whatever it holds.
     is_file = os.path.isfile(str(config.eval_dataset))
     split = "" if is_file else f" ({config.eval_split or 'train'})"
     temperature = config.eval_temperature or config.temperature
-    print(f"{config.model} on {config.eval_dataset}{split}, temperature {temperature:g}")
+    what = f"{config.model} on {config.eval_dataset}{split}, temperature {temperature:g}"
+    print(what, flush=True)
+    with signals.ending(), quickly():
+        from rloo.report.console import print_evaluation
+        from rloo.run.trainer import RLOOTrainer
+
+    trainer = RLOOTrainer(args=config)
     for note in trainer.policy.notes:
         print(f"note: {note}")
     print_evaluation(trainer.evaluate(metric_key_prefix=""))
@@ -211,7 +205,7 @@ def _check_estimator(arguments: list[str], signals: Stop) -> int:
             "of it (--estimator_kwargs.NAME VALUE)"
         )
     config = parse_command_line(["--estimator", *arguments])
-    with signals.ending():
+    with signals.ending(), quickly():
         from rloo.run.check_estimator import report
 
     for line in report(config):
@@ -229,7 +223,7 @@ def _serve(arguments: list[str], signals: Stop) -> int:
     config = parse_command_line(arguments)
     if config.model is None:
         raise ValueError("vllm-serve needs the model that is to be served (--model)")
-    with signals.ending():
+    with signals.ending(), quickly():
         from rloo.engines.vllm.serving import SWITCHES
         from rloo.run.servers import serving_of
 
@@ -240,6 +234,27 @@ def _serve(arguments: list[str], signals: Stop) -> int:
     os.environ.update(SWITCHES)
     command = serving.command(port=config.vllm_server_port)
     os.execvp(command[0], command)
+
+
+def _merge(arguments: list[str], signals: Stop) -> int:
+    folder, out, *options = [*arguments, "", ""][: max(2, len(arguments))]
+    if not folder or not out or folder.startswith("-") or out.startswith("-"):
+        raise ValueError(
+            "merge takes the folder of an adapter and the folder for the merged model: "
+            "rloo merge FOLDER OUT"
+        )
+    unknown = given_names(options) - {"save_dtype", "trust_remote_code"}
+    if unknown:
+        raise ValueError(f"merge takes save_dtype and trust_remote_code, not {sorted(unknown)[0]}")
+    config = parse_command_line(["--model", folder, "--output_dir", out, *options])
+    check_merge(config)
+    print(f"Merging {folder} into its base", flush=True)
+    with signals.ending(), quickly():
+        from rloo.run.merge import merge
+
+    for line in merge(config):
+        print(line)
+    return 0
 
 
 def _import(arguments: list[str]) -> int:
@@ -255,18 +270,9 @@ def _import(arguments: list[str]) -> int:
 
 def _with_embedded(arguments: list[str]) -> list[str]:
     """Put the embedded task's configuration first unless the user names a config, model or data."""
-    names = _names(arguments)
-    own_file = "config" in names or any(a.endswith((".yaml", ".yml")) for a in arguments)
-    if own_file or names & {"model", "dataset", "eval_dataset"}:
+    if given_names(arguments) & {"config", "model", "dataset", "eval_dataset"}:
         return arguments
     return [str(EMBEDDED), *arguments]
-
-
-def _names(arguments: list[str]) -> set[str]:
-    """Our names of the options on a command line."""
-    given = {a.lstrip("-").partition("=")[0].replace("-", "_") for a in arguments if a[:1] == "-"}
-    given |= {a.partition("=")[0] for a in arguments if "=" in a}
-    return {our_name(name) for name in given}
 
 
 if __name__ == "__main__":

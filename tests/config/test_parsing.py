@@ -7,9 +7,11 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from rloo.config.config import RLOOConfig
+from rloo.config.aliases import ALIASES, SHORT
+from rloo.config.config import RLOOConfig, option_types
 from rloo.config.parsing import parse_command_line
 from rloo.config.rendering import render_resolved
+from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 
 def command_error(*arguments: str) -> str:
@@ -195,7 +197,6 @@ def test_a_bad_file_is_refused_with_its_line(write, text, expected):
     [
         (["--learnin_rate", "1"], "unknown option --learnin_rate; did you mean learning_rate?"),
         (["--learning", "1"], "unknown option --learning; did you mean learning_rate?"),
-        (["--beta", "1", "--beta", "1"], "--beta is given twice"),
         (["--beta"], "--beta needs a value"),
         (["--beta", "--fp16"], "--beta needs a value"),
         (["beta", "1"], "beta is not an option; write --option value"),
@@ -210,3 +211,54 @@ def test_a_bad_file_is_refused_with_its_line(write, text, expected):
 )
 def test_a_bad_command_line_is_refused(arguments, expected):
     assert expected in command_error(*arguments)
+
+
+def test_all_faults_of_a_command_line_and_its_file_are_told_at_once(write):
+    path = write("seed: first\nbeeta: 1\n")
+    arguments = ["--learnin_rate", "1", "--bf16", "maybe", "loose", "--epsilom", "0.1", "0.2"]
+    assert command_error(*arguments, path, "--num_prompts", "1", "--steps") == (
+        "unknown option --learnin_rate; did you mean learning_rate?; "
+        "loose is not an option; write --option value, option=value or the path of a .yaml file; "
+        "unknown option --epsilom; did you mean epsilon?; --max_steps needs a value; "
+        f"{path}, line 1: seed is 'first'; it must be a whole number; "
+        f"{path}, line 2: unknown option beeta; did you mean beta?; "
+        "bf16 is 'maybe'; it must be true or false"
+    )
+
+
+def test_all_values_out_of_range_are_told_at_once():
+    told = command_error("--num_generations", "0", "--top_p", "2", "--num_prompts", "3")
+    assert told == (
+        "num_generations is 0; it must be at least 1; "
+        "top_p is 2.0; it must be above 0 and at most 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--beta", "1", "--beta", "0.5"], {"beta": 0.5}),
+        (["--lr", "1", "--learning-rate=2", "--lr=3"], {"learning_rate": 3.0}),
+        (["learning_rate=1", "--lr", "2"], {"learning_rate": 2.0}),
+        (["--bf16", "--bf16", "false"], {"bf16": False}),
+        (["--reward_clip_range", "-1", "1", "--reward_clip_range", "-2", "2"],
+         {"reward_clip_range": (-2.0, 2.0)}),
+        (["-m", "a", "-d", "b", "-r", "gsm8k", "format", "-o", "c", "-k", "4"],
+         {"model": "a", "dataset": "b", "reward": ["gsm8k", "format"], "output_dir": "c",
+          "num_generations": 4}),
+        (["--steps", "7", "--bs", "4", "--epochs", "2", "--wd", "0.1"],
+         {"max_steps": 7, "per_device_train_batch_size": 4, "num_train_epochs": 2.0,
+          "weight_decay": 0.1}),
+        (["--rewards", "a", "--reward", "b"], {"reward": ["a", "b"]}),
+        (["-o", "-x", "--resume"], {"output_dir": "-x", "resume_from_checkpoint": True}),
+    ],
+)  # fmt: skip
+def test_the_last_value_counts_and_short_names_are_ours(arguments, expected):
+    config = parse_command_line(["--generation_batch_size", "64", *arguments])
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_every_short_name_stands_for_an_option_and_hides_none():
+    types = option_types()
+    assert set(SHORT.values()) - {"config"} <= set(types)
+    assert not set(SHORT) & {*types, *ALIASES, *REFUSED, *WITHOUT_EFFECT}

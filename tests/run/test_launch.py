@@ -352,7 +352,9 @@ def test_the_command_starts_as_many_as_it_is_told(monkeypatch):
     )
     given = ["--num_processes", "2", "--output_dir", "run"]
     assert cli.main(["train", *given]) == 7 and calls[0][0] == given
-    Path("run.yaml").write_text("model: countdown\nnum_processes: 3\n")
+    Path("run.yaml").write_text(
+        "model: countdown\ndataset: countdown\nreward: countdown\nnum_processes: 3\n"
+    )
     assert cli.main(["train", "run.yaml"]) == 7 and calls[1][1].num_processes == 3
     assert cli.main(["train", "run.yaml", "--nproc_per_node", "1", "--max_restarts", "1"]) == 7
     assert len(calls) == 3

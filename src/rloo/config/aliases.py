@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rloo.config.reading import coerce, suggest
+from rloo.config.reading import Faults, coerce, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT, refuse, warn_without_effect
 
+_MOST_FAULTS = 20
+# What a command line may call our options for short: one letter with one dash. In a file these
+# would be other systems' sections.
+SHORT = {
+    "c": "config", "d": "dataset", "k": "num_generations", "m": "model", "o": "output_dir",
+    "r": "reward", "lr": "learning_rate", "wd": "weight_decay", "steps": "max_steps",
+    "epochs": "num_train_epochs", "bs": "per_device_train_batch_size",
+    "batch_size": "per_device_train_batch_size", "grad_accum": "gradient_accumulation_steps",
+    "scheduler": "lr_scheduler_type", "warmup": "warmup_steps", "rewards": "reward",
+    "max_tokens": "max_completion_length", "group_size": "num_generations",
+    "output": "output_dir", "resume": "resume_from_checkpoint", "lora": "use_peft",
+}  # fmt: skip
 # whose names -> {their name: ours}
 _NAMES: dict[str, dict[str, str]] = {
     "the paper": {"K": "num_generations"},
@@ -113,6 +125,11 @@ def our_name(name: str) -> str:
     return ALIASES[name][0] if name in ALIASES else name
 
 
+def suggest_option(name: str, known: Iterable[str]) -> str:
+    """What `suggest` says, or the option that a short name stands for."""
+    return f"; did you mean {SHORT[name]}?" if name in SHORT else suggest(name, known)
+
+
 def _share_of_steps(name: str, value: Any) -> float:
     share = coerce(name, float, value)
     if not 0 <= share < 1:
@@ -207,20 +224,17 @@ def resolve(
 ) -> dict[str, Any]:
     """`options` under our own names, each value of its type in `hints`; `where` says where one was
     written. Raises ValueError listing every unknown option with the nearest known one; for a
-    refused option; for a wrong value; and when two names of one option differ in value."""
+    refused option; for a wrong value; and when two names of one option differ in value. All faults
+    are told at once."""
     where = where or {}
     known = [*hints, *ALIASES, *REFUSED, *WITHOUT_EFFECT]
-    unknown = [
-        f"{where.get(name, '')}unknown option {name}{suggest(name, known)}"
-        for name in options
-        if name not in known
-    ]
-    if unknown:
-        raise ValueError("; ".join(unknown))
     resolved: dict[str, Any] = {}
     source: dict[str, str] = {}
+    faults = []
     for name, value in options.items():
         try:
+            if name not in known:
+                raise ValueError(f"unknown option {name}{suggest_option(name, known)}")
             if name in REFUSED:
                 refuse(name, value, options)
                 continue
@@ -239,7 +253,12 @@ def resolve(
                     f"both set {ours}, so give only one"
                 )
         except ValueError as error:
-            raise ValueError(f"{where.get(name, '')}{error}") from None
+            faults.append(f"{where.get(name, '')}{error}")
+            if len(faults) == _MOST_FAULTS:  # it is another kind of file
+                break
+            continue
         resolved[ours] = value
         source[ours] = name
+    if faults:
+        raise Faults(faults)
     return resolved

@@ -13,6 +13,7 @@ from rloo.config.batches import batches_of
 from rloo.config.beside import check_beside
 from rloo.config.objective_checks import check_objective
 from rloo.config.options import LORA, Options
+from rloo.config.reading import Faults
 from rloo.config.vllm_checks import check_vllm
 from rloo.config.vllm_options import VLLMOptions
 from rloo.dist import process_count
@@ -95,12 +96,15 @@ _ONLY_WHOLE = {
 
 
 def check(config: VLLMOptions) -> None:
-    """Raise ValueError for the first fault of `config`."""
-    for rule, holds, names in RANGES:
-        for name in names:
-            value = getattr(config, name)
-            if value is not None and not holds(value):
-                raise ValueError(f"{name} is {value}; it {rule}")
+    """Raise ValueError for all values out of range, or else for the first contradiction."""
+    values = [(name, getattr(config, name), *rest) for *rest, names in RANGES for name in names]
+    faults = [
+        f"{name} is {value}; it {rule}"
+        for name, value, rule, holds in values
+        if value is not None and not holds(value)
+    ]
+    if faults:
+        raise Faults(faults)
     _check_rewards(config)
     check_objective(config)
     _check_run(config)

@@ -3,6 +3,7 @@ from a model or a dataset. Also, what tells their faults from what comes from ou
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
@@ -83,9 +84,7 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
     found = getattr(module, attribute, None)
     if found is None:
         names = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
-        nearest = get_close_matches(attribute, names, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"{source} has no function {attribute!r}{hint} ({kind} {spec!r})")
+        raise ValueError(_no_function(source, attribute, names, f"{kind} {spec!r}"))
     if not callable(found):
         raise ValueError(
             f"{attribute!r} of {source} is not a function but {found!r:.60} ({kind} {spec!r})"
@@ -93,10 +92,69 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
     return found
 
 
-def _import_file(source: str, kind: str) -> ModuleType:
+def check_function(spec: str, kind: str) -> None:
+    """Raise the ValueErrors of `load_function` that can be told without running the user's code:
+    a file that is not there or is no Python, a name that stands nowhere in it, an unknown module.
+    """
+    source, _, attribute = spec.rpartition(":")
+    if not source.endswith(".py"):
+        _require_module(source, kind)
+        return
+    path = _path_of(source, kind)
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ValueError(f"{source}{line}: {said} ({kind} {spec!r})") from error
+    names = {word for node in ast.walk(tree) for word in _names_in(node)}
+    # What is imported whole, or put there by its name, stands nowhere.
+    if attribute not in names and not names & {"*", "globals", "setattr", "exec", "__getattr__"}:
+        functions = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        raise ValueError(_no_function(source, attribute, functions, f"{kind} {spec!r}"))
+
+
+def _names_in(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.alias):
+        return [node.asname or node.name]
+    return [node.id] if isinstance(node, ast.Name) else []
+
+
+def _no_function(source: str, attribute: str, names: list[str], which: str) -> str:
+    nearest = get_close_matches(attribute, names, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"{source} has no function {attribute!r}{hint} ({which})"
+
+
+def _path_of(source: str, kind: str) -> Path:
     path = Path(source).expanduser().resolve()
-    if not path.is_file():
+    if not os.path.isfile(path):  # False also for a name that no file can have
         raise ValueError(f"there is no file {path} ({kind}s are given as file.py:function)")
+    return path
+
+
+def _require_module(name: str, kind: str) -> None:
+    """Refuse what cannot be a module's name, or one whose package is not there."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{name!r} is no module name ({kind}s are package.module:function)")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a program's own folder is first, not that it is started in
+    package = name.split(".")[0]
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise ValueError(_no_module(name, kind))
+
+
+def _no_module(name: str, kind: str) -> str:
+    return (
+        f"there is no module {name!r} on the Python path (a {kind} in a file is given as "
+        "file.py:function)"
+    )
+
+
+def _import_file(source: str, kind: str) -> ModuleType:
+    path = _path_of(source, kind)
     name = f"rloo_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:  # two functions of one file share its state
         return sys.modules[name]
@@ -113,16 +171,10 @@ def _import_file(source: str, kind: str) -> ModuleType:
 
 
 def _import_module(name: str, kind: str) -> ModuleType:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"{name!r} is no module name ({kind}s are package.module:function)")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a program's own folder is first, not that it is started in
+    _require_module(name, kind)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module is there, something that it imports is not
-        raise ValueError(
-            f"there is no module {name!r} on the Python path (a {kind} in a file is given as "
-            "file.py:function)"
-        ) from error
+        raise ValueError(_no_module(name, kind)) from error

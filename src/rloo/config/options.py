@@ -336,6 +336,9 @@ class Options:
         "Save checkpoints never (no), every `save_steps` (steps), each epoch, or at a new best.")
     save_steps: float = SAVING.shared(500.0,
         "Optimizer steps between checkpoints; below 1 a share of all steps.", basic=True)
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = SAVING.own(None,
+        "Precision of the weights in the result; null is that of the base's files (an adapter's "
+        "stay float32, as checkpoints always do).")
     save_total_limit: int | None = SAVING.shared(None,
         "Keep at most this many checkpoints; null keeps all.")
     save_only_model: bool = SAVING.shared(False,

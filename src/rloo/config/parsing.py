@@ -7,12 +7,12 @@ import os
 import typing
 from typing import Any
 
-from rloo.config.aliases import our_name, resolve
+from rloo.config.aliases import SHORT, our_name, resolve, suggest_option
 from rloo.config.config import RLOOConfig, known_names, option_types
 from rloo.config.foreign import is_script, refuse_foreign
 from rloo.config.plain_yaml import read_yaml
 from rloo.config.presets import BASE
-from rloo.config.reading import FALSE_WORDS, NULL_WORDS, TRUE_WORDS, kinds_of, suggest
+from rloo.config.reading import NULL_WORDS, Faults, faults_of, kinds_of, suggest
 from rloo.config.recipes import read_recipe, refuse_other
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
@@ -27,34 +27,57 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
 
     Dashes and underscores in option names are the same, aliases and dotted names are accepted, a
     list takes several values or the option several times, a mapping is JSON, and one entry of it
-    `--mapping.name value`, beside those of the file. The command line wins over the file. Raises
-    ValueError that names the option, or the file and line.
+    `--mapping.name value`, beside those of the file. The command line wins over the file, and of
+    an option that is given again the last value. Raises ValueError that names every fault, with the
+    option, or the file and line.
     """
-    path, given = _split(arguments)
-    written, lines = read_config_file(path) if path else ({}, {})
-    if path:
-        refuse_other(path, written, known_names())
-        written = read_recipe(written)
+    path, given, faults = _split(arguments)
+    written, lines = _written(path, faults)
     if "model_revision" in given:
         given["model_init_kwargs.revision"] = given.pop("model_revision")
-    types = option_types()
     written = {name: value for name, value in written.items() if name not in given}
     entries = {name: given.pop(name) for name in list(given) if _is_entry(name)}
-    try:
-        values = resolve(written, types, where=lines)
-    except ValueError:
-        if path:
-            refuse_foreign(path)
-        raise
+    before = len(faults)
+    values = _resolved(written, lines, faults)
+    if path and len(faults) > before:
+        refuse_foreign(path)
     if "preset" in given:  # a resolved file names every part of the objective
         values = {name: value for name, value in values.items() if name not in BASE}
     if path:
         values = {name: _beside(path, name, value) for name, value in values.items()}
-    values |= resolve(given, types)
+    values |= _resolved(given, {}, faults)
+    if faults:
+        raise Faults(faults)
     for name, text in entries.items():
         option, _, entry = name.partition(".")
         values[option] = {**(values.get(option) or {}), entry: _as_value(text)}
     return RLOOConfig(**values)
+
+
+def given_names(arguments: list[str]) -> set[str]:
+    """Our names of the options on a command line, `config` for a file."""
+    path, given, _ = _split(arguments)
+    return {our_name(name) for name in given} | ({"config"} if path else set())
+
+
+def _written(path: str | None, faults: list[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    if path is None:
+        return {}, {}
+    try:
+        written, lines = read_config_file(path)
+    except ValueError as error:
+        faults += faults_of(error)
+        return {}, {}
+    refuse_other(path, written, known_names())
+    return read_recipe(written), lines
+
+
+def _resolved(given: dict[str, Any], lines: dict[str, str], faults: list[str]) -> dict[str, Any]:
+    try:
+        return resolve(given, option_types(), where=lines)
+    except ValueError as error:
+        faults += faults_of(error)
+        return {}
 
 
 def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -96,50 +119,68 @@ def _as_value(text: str) -> Any:
         return None if word in NULL_WORDS else text
 
 
-def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any]]:
+def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any], list[str]]:
+    """The configuration file, the options by name, and what is wrong with the line."""
     path: str | None = None
     given: dict[str, Any] = {}
+    faults: list[str] = []
     remaining = list(arguments)
     while remaining:
         token = remaining.pop(0)
-        key, equals, text = token.removeprefix("--").partition("=")
-        if not token.startswith("--") and not equals:
+        key, equals, text = token.partition("=")
+        name = _normal(key)
+        if token.startswith("--") and not _is_option(name):
+            faults.append(f"unknown option --{name}{suggest_option(name, known_names())}")
+            while remaining and not _starts_option(remaining[0]):
+                remaining.pop(0)  # what are meant for its values
+            continue
+        if not _starts_option(token):
             if is_script(token):
                 refuse_foreign(token)
-            if not token.endswith(YAML_SUFFIXES):
-                raise ValueError(
-                    f"{token} is not an option; write --option value, option=value or the path of "
-                    f"a .yaml file{suggest(token, known_names())}"
-                )
-            if path is not None:
-                raise ValueError(f"two configuration files, {path} and {token}; give only one")
-            path = token
+            faults.append(
+                f"{token} is not an option; write --option value, option=value or the path of "
+                f"a .yaml file{suggest(token, known_names())}"
+            )
             continue
-        name = _normal(key)
-        if name != "config" and not _is_option(name):
-            raise ValueError(f"unknown option --{name}{suggest(name, known_names())}")
-        values = [text] if equals else _take(name, remaining)
-        if name == "config":
-            if path is not None or len(values) != 1:
-                raise ValueError("--config takes one .yaml file")
-            path = values[0]
+        if not (equals or token.startswith("-")):
+            name, values = "config", [token]
         else:
-            _add(given, name, values)
-    return path, given
+            values = [text] if equals else _take(name, remaining)
+        if name != "config":
+            faults += _add(given, name, values)
+        elif len(values) != 1:
+            faults.append("--config takes one .yaml file")
+        elif path is not None:
+            faults.append(f"two configuration files, {path} and {values[0]}; give only one")
+        else:
+            path = values[0]
+    return path, given, faults
 
 
-def _add(given: dict[str, Any], name: str, values: list[str]) -> None:
+def _starts_option(token: str) -> bool:
+    """Whether a word of the command line is no value of the option before it."""
+    key, equals, _ = token.partition("=")
+    if token.startswith("--") or (bool(equals) and _is_option(_normal(key))):
+        return True
+    return _is_letter(token) or token.endswith(YAML_SUFFIXES)
+
+
+def _is_letter(token: str) -> bool:
+    return len(token) == 2 and token[0] == "-" and token[1] in SHORT
+
+
+def _add(given: dict[str, Any], name: str, values: list[str]) -> list[str]:
+    """Add an option to those `given`; returns what is wrong with it."""
     kinds = _kinds(name)
     if not values:
         if bool not in kinds:
-            raise ValueError(f"--{name} needs a value")
+            return [f"--{name} needs a value"]
         values = ["true"]
-    if name in given:
-        if list not in kinds:
-            raise ValueError(f"--{name} is given twice; give it once")
+    if name in given and list in kinds:
         earlier = given[name]
         values = [*(earlier if isinstance(earlier, list) else [earlier]), *values]
     given[name] = values if len(values) > 1 else values[0]
+    return []
 
 
 def _kinds(name: str) -> set[Any]:
@@ -157,24 +198,24 @@ def _take(name: str, remaining: list[str]) -> list[str]:
     """Remove from `remaining`, and return, the values that belong to option `name`."""
     kinds = {str} if name == "config" else _kinds(name)
     many = list in kinds or tuple in kinds
-    words = (*TRUE_WORDS, *FALSE_WORDS, *NULL_WORDS)
     values: list[str] = []
     while remaining and (many or not values):
         token = remaining[0]
-        is_yaml = token.endswith(YAML_SUFFIXES)
-        if token.startswith("--") or (is_yaml and (values or bool in kinds)):
-            break
-        if "=" in token and _is_option(_normal(token.partition("=")[0])):
-            break
-        if bool in kinds and str not in kinds and token.lower() not in words:
+        # The value of a path option may be a .yaml file, but only the first.
+        is_value = token.endswith(YAML_SUFFIXES) and not values and bool not in kinds
+        if _starts_option(token) and (token.startswith("-") or not is_value):
             break
         values.append(remaining.pop(0))
     return values
 
 
 def _normal(key: str) -> str:
-    return key.strip().removeprefix("--").replace("-", "_")
+    """The name that a word begins with, without dashes, written out where it is a short one."""
+    name = key.strip().removeprefix("--").replace("-", "_")
+    if _is_letter(key):
+        return SHORT[key[1]]
+    return SHORT[name] if len(name) > 1 and name in SHORT else name
 
 
 def _is_option(name: str) -> bool:
-    return name in known_names() or _is_entry(name)
+    return name == "config" or name in known_names() or _is_entry(name)

@@ -26,6 +26,19 @@ WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 SHARED = ("TRL", "Unsloth", "ms-swift")
 
 
+class Faults(ValueError):
+    """Everything that is wrong with some input, one text each."""
+
+    def __init__(self, faults: list[str]) -> None:
+        self.faults = faults
+        super().__init__("; ".join(faults))
+
+
+def faults_of(error: Exception) -> list[str]:
+    """The faults that an error tells of."""
+    return error.faults if isinstance(error, Faults) else [str(error)]
+
+
 @dataclass(frozen=True)
 class Subject:
     """What some options are about. Most runs set `basic` ones; a `secret` one is not shown."""

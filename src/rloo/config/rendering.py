@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import Field
 from itertools import groupby
 from typing import Any
 
-from rloo.config.aliases import ALIASES, our_name
+from rloo.config.aliases import ALIASES, SHORT, our_name
 from rloo.config.config import DEVIATIONS, RLOOConfig
 from rloo.config.plain_yaml import write_yaml
 from rloo.config.reading import default_of
@@ -25,26 +26,37 @@ _OTHERS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
 }
 
 
-def render_basic() -> str:
-    """The options that most runs set, for the width of the terminal."""
-    basic = [_entry(field) for field in OPTIONS if field.metadata["basic"]]
+def render_basic(*, elsewhere: bool = True) -> str:
+    """The options that most runs set, by subject, for the width of the terminal. `elsewhere` adds
+    what other systems call them."""
+    basic = [field for field in OPTIONS if field.metadata["basic"]]
+    sections = _by_subject(basic, elsewhere=elsewhere)
     return (
-        f"The {len(basic)} options that most runs set. `rloo config --all` lists every one by\n"
-        f"subject, `rloo config NAME` explains the one that is named.\n\n{''.join(basic)}"
+        f"The {len(basic)} options that most runs set. `rloo config --all` lists every one,\n"
+        f"`rloo config NAME` explains the one that is named.\n\n{_titled(sections)}"
     )
 
 
 def render_all() -> str:
     """Every option by subject; then those of other systems that are refused or idle here."""
-    sections: dict[str, str] = {}
-    for field in OPTIONS:
-        subject = field.metadata["subject"]
-        sections[subject] = sections.get(subject, "") + _entry(field)
+    sections = _by_subject(OPTIONS)
     for title, others in _OTHERS.items():
         sections[title] = "".join(
-            _wrapped("-", f"{why}: {', '.join(_setting(n, *others[n][0]) for n in names)}", 2)
+            column("-", f"{why}: {', '.join(_setting(n, *others[n][0]) for n in names)}", 2)
             for why, names in groupby(others, key=lambda name: others[name][1])
         )
+    return _titled(sections)
+
+
+def _by_subject(options: Iterable[Field[Any]], *, elsewhere: bool = True) -> dict[str, str]:
+    sections: dict[str, str] = {}
+    for option in options:
+        subject = option.metadata["subject"]
+        sections[subject] = sections.get(subject, "") + _entry(option, elsewhere=elsewhere)
+    return sections
+
+
+def _titled(sections: Mapping[str, str]) -> str:
     return "\n".join(f"{title.upper()}\n\n{text}" for title, text in sections.items())
 
 
@@ -53,8 +65,8 @@ def render_option(name: str) -> str | None:
     for title, others in _OTHERS.items():
         if name in others:
             values, why = others[name]
-            return _wrapped(_setting(name, *values), f"{title}: {why}.")
-    ours = our_name(name)
+            return column(_setting(name, *values), f"{title}: {why}.")
+    ours = SHORT.get(name, our_name(name))
     return next((_entry(field) for field in OPTIONS if field.name == ours), None)
 
 
@@ -63,28 +75,32 @@ def render_resolved(config: RLOOConfig) -> str:
     return write_yaml(config.to_dict())
 
 
-def _entry(field: Field[Any]) -> str:
-    """An option, its default and meaning, and its names in other systems."""
+def _entry(field: Field[Any], *, elsewhere: bool = True) -> str:
+    """An option, its default and meaning, and its names for short and in other systems."""
     theirs = DEVIATIONS.get(field.name)
     unlike = f" TRL's default is {value_as_text(theirs[0])}." if theirs else ""
-    text = _wrapped(_setting(field.name, default_of(field)), field.metadata["help"] + unlike)
+    short = [f"-{n}" if len(n) == 1 else f"--{n}" for n, o in SHORT.items() if o == field.name]
+    brief = f" For short: {', '.join(short)}." if short else ""
+    head = _setting(field.name, default_of(field))
+    text = column(head, field.metadata["help"] + brief + unlike)
     names = {", ".join(field.metadata["systems"]): ["the same"]}
     for alias, (ours, systems) in ALIASES.items():
         if ours == field.name:
             names.setdefault(systems, []).append(alias)
     known = [f"{', '.join(n)} ({systems})" for systems, n in names.items() if systems]
-    return text + (_wrapped("", f"Elsewhere: {'; '.join(known)}.") if known else "")
+    return text + (column("", f"Elsewhere: {'; '.join(known)}.") if known and elsewhere else "")
 
 
-def _wrapped(head: str, text: str, column: int = _COLUMN) -> str:
-    """`text` in a column of its own, beside `head` or, where that is long, below it."""
-    if len(head) >= column:
-        return f"{head}\n{_wrapped('', text, column)}"
+def column(head: str, text: str, indent: int = _COLUMN) -> str:
+    """`text` in a column of its own, beside `head` or, where that is long, below it, for the width
+    of the terminal."""
+    if head and len(head) >= indent:
+        return f"{head}\n{column('', text, indent)}"
     lines = textwrap.wrap(
         text,
         max(80, min(110, shutil.get_terminal_size((100, 24)).columns)),
-        initial_indent=head.ljust(column),
-        subsequent_indent=" " * column,
+        initial_indent=head.ljust(indent),
+        subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )

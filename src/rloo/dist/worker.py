@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from os import _exit
 
 from rloo.dist.signals import STOP_SIGNALS
+from rloo.dist.tracebacks import of_the_user
 from rloo.dist.workers import ANSWER, FAILURE, describe
 
 
@@ -32,7 +33,7 @@ def main(target: str, channel: int, lifeline: int) -> None:
                     handle = getattr(importlib.import_module(module), function)(setup)
                 said = ANSWER + handle(message)
             except Exception as error:
-                said = FAILURE + describe(error, traceback.format_exc())
+                said = FAILURE + describe(error, of_the_user(error) or traceback.format_exc())
             connection.send_bytes(said)
     except (EOFError, OSError):  # nobody asks any more
         _exit(0)

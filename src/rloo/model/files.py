@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -35,6 +37,8 @@ class ModelFiles:
         self._model, self._adapter, self._reference = model, adapter, reference
         self._processing_class = processing_class
         self._world, self._in_step = world, in_step
+        self.dtype: torch.dtype | None = None  # of a result's weights; None: their own
+        self._exact = False
         self._divided = any(map(is_divided, model.parameters()))
         self._collected: dict[str, Tensor] | None = None
 
@@ -81,13 +85,20 @@ class ModelFiles:
         return dict(named.values())
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the model (of an adapted one the adapter, as peft does) and its tokenizer."""
+        """Write the model (of an adapted one the adapter, as peft does) and its tokenizer, weights
+        in the precision of results except for a checkpoint. Raises ValueError for a weight that
+        float16 cannot hold."""
+        state, dtype = self._collected, None if self._exact else self.dtype
+        if dtype is not None:
+            state = in_dtype(state or dict(self._saved_of(self._model)), self._model, dtype)
         if self._adapter is not None:
-            self._adapter.save(path, self._collected)
+            self._adapter.save(path, state)
         else:
             adapters.remove(path)
             with quiet():
-                self._model.save_pretrained(path, state_dict=self._collected)
+                self._model.save_pretrained(path, state_dict=state)
+            if dtype is not None:
+                write_dtype(path, dtype)
         self._processing_class.save_pretrained(path)
 
     def load_pretrained(self, path: str | Path) -> None:
@@ -104,7 +115,11 @@ class ModelFiles:
     ) -> None:
         """`save_pretrained` or what `save_model` does instead, and a reference that moves in the
         folder `reference`. Raises ValueError for a `save_model` that has written no weights."""
-        (save_model or self.save_pretrained)(str(path))
+        self._exact = True
+        try:
+            (save_model or self.save_pretrained)(str(path))
+        finally:
+            self._exact = False
         if not any(Path(path).glob("*.safetensors")):
             raise ValueError(
                 "save_model has written no weights, without which nothing can go on from a "
@@ -127,3 +142,34 @@ class ModelFiles:
         """Write what a model's folder has beside weights: configuration and tokenizer."""
         self._model.config.save_pretrained(path)
         self._processing_class.save_pretrained(path)
+
+
+def in_dtype(
+    state: Mapping[str, Tensor], model: nn.Module, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """`state` with the parameters of `model` in another precision, tied ones once. Raises
+    ValueError for one that has values which float16 cannot hold."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    cast: dict[int, Tensor] = {}
+    for name, tensor in state.items():
+        if name not in parameters or not tensor.is_floating_point():
+            cast.setdefault(id(tensor), tensor)
+        elif id(tensor) not in cast:
+            cast[id(tensor)] = tensor.detach().to(dtype)
+            if dtype == torch.float16 and not cast[id(tensor)].isfinite().all():
+                raise ValueError(
+                    f"{name} has values beyond those of float16, in which it should be saved; "
+                    "bfloat16 has the range of float32 (save_dtype)"
+                )
+    return {name: cast[id(tensor)] for name, tensor in state.items()}
+
+
+def write_dtype(folder: str | Path, dtype: torch.dtype) -> None:
+    """Have a folder's configuration say in which precision its weights are: transformers writes the
+    one that they had in memory."""
+    path = Path(folder, "config.json")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if "dtype" in part:
+            part["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

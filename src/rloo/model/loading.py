@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from copy import copy
 from pathlib import Path
@@ -87,6 +88,10 @@ def obtain_model(
     peft_config = peft_config or adapters.lora_config(args)
     if peft_config is not None:
         loaded = adapters.add_adapter(loaded, peft_config)
+    elif isinstance(model, str | None) and not adapters.is_adapted(loaded):
+        revision = (args.model_init_kwargs or {}).get("revision") or "main"
+        saved = args.save_dtype or dtype_on_disk(str(args.model), revision)
+        args = args.with_values(save_dtype=saved)
     if args.chat_template is not None:
         processing_class = copy(processing_class)
         processing_class.chat_template = args.chat_template
@@ -144,6 +149,16 @@ def load_model(
             f"{wrong} of the model {name} is not finite; nothing can be learned from there (model)"
         )
     return model, processing_class
+
+
+def dtype_on_disk(name: str, revision: str = "main") -> str | None:
+    """The precision in which the configuration of a model that has been loaded says that its files
+    are; None where it does not, or where it is none that weights are trained in."""
+    path = adapters.find_file(resolve_model(name), "config.json", revision)
+    written = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    parts = (written, written.get("text_config") or {})
+    found = next((d for p in parts for k in ("dtype", "torch_dtype") if (d := p.get(k))), None)
+    return found if found in ("float32", "bfloat16", "float16") else None
 
 
 def load_weights(model: PreTrainedModel, path: str | Path) -> None:

@@ -103,6 +103,7 @@ class Policy:
         self.files = ModelFiles(
             self.model, self.adapter, self.reference, processing_class, world, self.in_step
         )
+        self.files.dtype = getattr(torch, config.save_dtype) if config.save_dtype else None
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
         self.max_tokens = config.max_tokens_per_micro_batch or preparation.token_budget(

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from rloo.config.functions import load_function
+from rloo.config.functions import check_function, load_function
 
 _FUNCTIONS = {
     "gsm8k": "rloo.rewards.gsm8k:gsm8k_reward",
@@ -25,6 +26,13 @@ _FACTORIES = {
     "repetition": "rloo.rewards.builtin:make_repetition",
     "soft_overlong": "rloo.rewards.builtin:make_soft_overlong",
 }
+# What other systems call rewards like these.
+_ELSEWHERE = {
+    "accuracy": "math", "accuracy_reward": "math", "reasoning_accuracy_reward": "math",
+    "math_verify": "math", "math_reward": "math", "think_format_reward": "format",
+    "format_reward": "format", "cosine": "soft_overlong",
+    "get_soft_overlong_punishment": "soft_overlong", "repetition_penalty": "repetition",
+}  # fmt: skip
 _CALL = re.compile(r"\w+\s*\(.*\)", re.DOTALL)
 
 
@@ -58,9 +66,20 @@ def load_reward(spec: str | Mapping[str, Any] | Callable[..., Any]) -> Callable[
     return _load_named(spec, {})
 
 
-def is_built_in(name: str) -> bool:
-    """Whether `name`, without options, is a reward that comes with the package."""
-    return name in _FUNCTIONS or name in _FACTORIES
+def check_reward(spec: str | Mapping[str, Any]) -> None:
+    """Raise what `load_reward` raises without running a user's code, as far as that can be told."""
+    if isinstance(spec, str) and ":" in spec and not _CALL.fullmatch(spec.strip()):
+        check_function(spec.strip(), "reward")
+    else:
+        load_reward(spec)
+
+
+def is_reward_model(name: Any) -> bool:
+    """Whether `name` is a folder or hub id of a reward model, rather than a function's name."""
+    if not isinstance(name, str) or name in _FUNCTIONS or name in _FACTORIES:
+        return False
+    is_code = name.endswith(".py") or bool(set(":(") & set(name))  # file.py:function, name(options)
+    return os.path.isdir(name) or ("/" in name and not is_code)
 
 
 def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
@@ -82,7 +101,7 @@ def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
     if name.endswith(".py"):
         raise ValueError(f"the reward {name!r} names no function; write {name}:function")
     built_in = sorted({*_FUNCTIONS, *_FACTORIES})
-    nearest = get_close_matches(name, built_in, n=1)
+    nearest = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, built_in, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(
         f"unknown reward {name!r}{hint} (built in: {', '.join(built_in)}; your own: "

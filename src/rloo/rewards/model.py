@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from rloo.config.files import check_sizes, load_pretrained, reading
-from rloo.rewards.load import is_built_in, load_reward
+from rloo.rewards.load import is_reward_model, load_reward
 from rloo.rewards.normalizer import Normalized
 from rloo.types import Text, text_of
 
@@ -202,8 +201,8 @@ def _from_object(judge: Any) -> Callable[..., Any]:
 def _read_options(spec: Any) -> dict[str, Any] | None:
     """`spec` as the options of a model to load, `name` included; None if it names no model."""
     if isinstance(spec, str):
-        return {"name": spec} if _is_model(spec) else None
-    if not isinstance(spec, Mapping) or not _is_model(spec.get("name")):
+        return {"name": spec} if is_reward_model(spec) else None
+    if not isinstance(spec, Mapping) or not is_reward_model(spec.get("name")):
         return None
     options = {str(key): value for key, value in spec.items()}
     name = options["name"]
@@ -228,13 +227,6 @@ def _read_options(spec: Any) -> dict[str, Any] | None:
                 "false"
             )
     return options
-
-
-def _is_model(name: Any) -> bool:
-    if not isinstance(name, str) or is_built_in(name):
-        return False
-    is_code = name.endswith(".py") or bool(set(":(") & set(name))  # file.py:function, name(options)
-    return os.path.isdir(name) or ("/" in name and not is_code)
 
 
 def _load_model(options: Mapping[str, Any], source: dict[str, Any]) -> Any:

@@ -27,6 +27,7 @@ from rloo.run.checkpoint import (
 from rloo.run.earlier import EARLIER, is_moving, move_aside
 from rloo.run.launch import OUTPUT, redirect_output
 from rloo.run.lock import LOCK, locked
+from rloo.run.preflight import check_folder
 from rloo.run.resume import changed_options
 
 CONFIG = "config.yaml"
@@ -57,16 +58,8 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
     """Own `config.output_dir` in this block, and prepare it for a run that starts where it is told:
     by `resume_from_checkpoint`, or by the option. Raises ValueError for a folder that is the
     model's, another program's or another run's."""
-    if not str(config.output_dir).strip():
-        raise ValueError("output_dir is empty; a run needs a folder of its own (output_dir)")
+    check_folder(config)
     folder = Path(config.output_dir).absolute()
-    if config.model is not None and folder.resolve() == Path(config.model).resolve():
-        raise ValueError(
-            f"output_dir is the folder of the model, {folder}; it would be overwritten "
-            "(output_dir, model)"
-        )
-    if os.path.exists(folder) and not folder.is_dir():
-        raise ValueError(f"output_dir {folder} is a file; it must be a folder (output_dir)")
     resume = resume_from_checkpoint or config.resume_from_checkpoint
     if not os.path.exists(folder):  # also where no folder can have that name
         find_start(folder, resume)  # what is refused leaves no folder

@@ -56,6 +56,17 @@ def locked(folder: Path) -> Iterator[None]:
             file.truncate(0)
 
 
+def refuse_if_owned(folder: Path) -> None:
+    """Raise the ValueError of `locked` if a run on this host owns `folder` now."""
+    try:
+        with (folder / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _owned(folder, f"{error.strerror}") from error
+    except OSError:  # there is no lock, or there can be none: `locked` will tell
+        return
+
+
 def _let_go() -> None:
     for descriptor in _held:
         os.close(descriptor)

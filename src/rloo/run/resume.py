@@ -29,7 +29,7 @@ HARMLESS = (
     "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
     "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout", "parallel",
     "gather_limit", "deepspeed", "offload_params",
-    "state_dict_type",
+    "state_dict_type", "save_dtype",
 )
 # fmt: on
 # Chosen automatically in the first session, and kept unless the user sets them now.

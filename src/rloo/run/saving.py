@@ -74,3 +74,9 @@ def write_result(parts: Parts, owner: Owner) -> None:
             )
         else:
             owner.create_model_card()
+
+
+def renew_card(parts: Parts, owner: Owner) -> None:
+    """Write the model card again, after an evaluation that followed the result."""
+    if parts.world.is_main and not has_other_card(parts.monitor.output_dir):
+        owner.create_model_card()

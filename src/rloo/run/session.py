@@ -30,7 +30,7 @@ from rloo.run.evaluate import Evaluator, Results, Sets, is_better
 from rloo.run.folder import CONFIG, MARK, Start
 from rloo.run.overrides import Owner
 from rloo.run.resume import changed_options, restore
-from rloo.run.saving import write_checkpoint, write_result
+from rloo.run.saving import renew_card, write_checkpoint, write_result
 from rloo.run.together import require_same_weights
 
 # The options that say how long a run is.
@@ -261,6 +261,8 @@ class Session:
             self._load_best()
         if self._saved_at != step:
             self._save_model()
+        else:
+            renew_card(self.parts, self.owner)
         seconds, steps = time.perf_counter() - self._started, step - self._first_step
         completions = steps * self.parts.batches.completions_per_step
         totals = {"train_runtime": seconds, "train_steps_per_second": steps / seconds}

@@ -35,12 +35,11 @@ from rloo.model.quantization import quantised_layers
 from rloo.rewards import RewardSet
 from rloo.rewards.model import RewardModel, as_reward
 from rloo.rewards.normalizer import Normalized
+from rloo.run.preflight import check_threads
 from rloo.types import Engine, Sampling
 
 Rows: TypeAlias = Given | str
 RowSets: TypeAlias = Rows | Mapping[str, Rows]
-# More threads only wait for each other; with thousands libgomp fails.
-THREADS_PER_PROCESSOR = 64
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
@@ -375,12 +374,7 @@ def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
     with small matrices a second one can cost more in waiting than it gains, especially if something
     else runs on the machine. Returns why there are as many."""
     if args.num_threads is not None:
-        most = THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
-        if args.num_threads > most:
-            raise ValueError(
-                f"num_threads is {args.num_threads}; it may be at most {most}, which is "
-                f"{THREADS_PER_PROCESSOR} for each processor of this machine (num_threads)"
-            )
+        check_threads(args.num_threads)
         torch.set_num_threads(args.num_threads)
         return "num_threads"
     available = torch.get_num_threads()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from datasets import Dataset
+from typing import TYPE_CHECKING
 
 from rloo.data.tasks.countdown import base_model_path, make_problems
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 EMBEDDED = "countdown"
 
@@ -13,6 +16,8 @@ def load_task_rows(name: str, split: str) -> Dataset | None:
     """The "train" or "heldout" rows of the embedded task; None if `name` is not that task."""
     if name != EMBEDDED:
         return None
+    from datasets import Dataset  # here, so that names can be checked in no time
+
     if split not in ("train", "heldout"):
         raise ValueError(f"countdown has the splits train and heldout, not {split} (dataset_split)")
     return Dataset.from_list(make_problems("train" if split == "train" else "heldout"))
