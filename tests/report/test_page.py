@@ -120,6 +120,30 @@ def test_a_summary_of_fewer_steps_is_not_this_runs_end(tmp_path):
     assert (run["status"], run["findings"], run["notes"]) == ("not ended", [], [])
 
 
+def test_a_run_that_goes_on_shows_its_alarms_and_evaluations_by_set(tmp_path):
+    folder = make_run(tmp_path / "run", ended=False)
+    write_rows(folder / "alarms.jsonl", [{"step": 3, "finding": {"name": "n", "title": HOSTILE}}])
+    figures = {"reward": 0.5, "reward/standard_error": 0.1, "rewards/f/mean": 0.5}
+    judged = {"rewards/judge/mean": 2.0, "rewards/judge/win_rate": 0.6, "rewards/judge/std": 1.0}
+    rows = [
+        {"step": step, "name": name, "dataset": of_set, **figures, **judged}
+        for step, name in ((0, "start"), (5, "during"), (5, "best"))
+        for of_set in ("easy", "hard")
+    ]
+    write_rows(folder / "evaluations.jsonl", rows)
+    found = written(folder)
+    (run,) = found["runs"]
+    assert run["findings"] == [{"name": "n", "title": HOSTILE}]
+    assert run["curves"]["eval/hard/rewards/judge/win_rate"]["to"] == [0, 5]
+    assert run["curves"]["eval/easy/reward"]["bars"][0] == pytest.approx([0.304, 0.696], abs=1e-3)
+    titles = {c["title"]: c["names"] for s in found["sections"] for c in s["charts"]}
+    assert titles["Against the starting policy"] == [
+        f"eval/{of_set}/rewards/judge/win_rate" for of_set in ("easy", "hard")
+    ]
+    assert len(titles["Held-out reward"]) == 2 * 3
+    assert not [name for name in run["curves"] if name.endswith("/std") and "eval" in name]
+
+
 def test_an_older_run_shows_the_completions_that_it_recorded(tmp_path):
     folder = make_run(tmp_path / "run")
     (folder / "groups.jsonl").unlink()

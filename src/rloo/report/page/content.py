@@ -26,6 +26,7 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
         ("Reward by function", ("rewards/*/mean", "reward")),
         ("Held-out accuracy", ("eval/pass@*",)),
         ("Held-out reward", ("eval/rewards/*/mean", "eval/reward")),
+        ("Against the starting policy", ("eval/rewards/*/win_rate",)),
         ("Reward before normalisation", ("rewards/*/raw_mean",)),
     )),
     ("Policy and completions", (
@@ -57,7 +58,9 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
     )),
 )  # fmt: skip
 # Of every run the same, or shown in another way.
-LEFT_OUT = ("epoch", "num_tokens", "frac_reward_zero_std", "reward/standard_error", "name", "loss")
+LEFT_OUT = ("epoch", "num_tokens", "frac_reward_zero_std", "reward/standard_error")
+# What is shown of each reward function in evaluations.
+OF_FUNCTIONS = ("/mean", "/win_rate")
 
 
 def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
     if all(_of_one_function("", of_run) for of_run in curves):
         every.remove("reward")
     if all(_of_one_function("eval/", of_run) for of_run in curves):  # the sum has an interval
-        every = [name for name in every if not name.startswith("eval/rewards/")]
+        every = [name for name in every if not fnmatchcase(name, "eval/rewards/*/mean")]
     tokens = 24_000 // len(runs)
     return {
         "version": __version__,
@@ -104,7 +107,7 @@ def _head(run: RunFolder) -> dict[str, Any]:
     return {
         "status": run.status,
         "verdict": str(verdict).split("\n") if verdict else [_going_on(run)],
-        "findings": strict(summary.get("findings", [])) if ended else [],
+        "findings": list(_findings(run)),
         "notes": [str(note) for note in summary.get("notes", [])] if ended else [],
         "outside": outside(series),
         "facts": dict(_facts(run, series)),
@@ -118,6 +121,14 @@ def _going_on(run: RunFolder) -> str:
     of = run.options.get("max_steps", -1)
     steps = f"{run.steps:,} of {of:,} steps" if of > 0 else counted(run.steps, "step")
     return f"{steps} so far: the run goes on, or was killed. It has no verdict yet."
+
+
+def _findings(run: RunFolder) -> Iterator[Any]:
+    """What was found wrong: by the end of the run, or as yet."""
+    if run.status != "not ended":
+        yield from run.summary.get("findings", ())
+    else:
+        yield from (row["finding"] for row in run.alarms if isinstance(row.get("finding"), dict))
 
 
 def _facts(run: RunFolder, series: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -152,12 +163,13 @@ def _curves(run: RunFolder) -> dict[str, Any]:
             bounds = bounds_of(name, values)
             band = [rounded(bound) for bound in bounds] if bounds else None
             found[name] = curve(values) | {"band": band, "end": rounded(ends(values)[1])}
-    sets = dict.fromkeys(row.get("dataset", "") for row in run.evaluations)
-    for of_set in sets:
-        rows = [row for row in run.evaluations if row.get("dataset", "") == of_set]
+    # At the end the best one may stand there once more.
+    evaluations = [row for row in run.evaluations if row.get("name") != "best"]
+    for of_set in dict.fromkeys(row.get("dataset", "") for row in evaluations):
+        rows = [row for row in evaluations if row.get("dataset", "") == of_set]
         place = f"eval/{of_set}/" if of_set else "eval/"
         for name, values in known(rows).items():
-            if name.startswith(("pass@", "rewards/")) or name == "reward":
+            if name.startswith("pass@") or name == "reward" or name.endswith(OF_FUNCTIONS):
                 bars = _bars(rows, name)
                 found[f"{place}{name}"] = curve(values) | {"bars": bars, "end": values[-1][1]}
     return found

@@ -17,13 +17,15 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The rows of a run's files, its summary (empty while it has none), and its options."""
+    """The rows of a run's files, its summary (empty while it has none), and its options. `alarms`
+    are findings as they were told while it went on."""
 
     path: Path
     metrics: Sequence[Row]
     evaluations: Sequence[Row]
     completions: Sequence[Row]
     groups: Sequence[Row]
+    alarms: Sequence[Row]
     summary: Row
     options: Row
 
@@ -50,7 +52,7 @@ def read_run(folder: Path) -> RunFolder:
         )
     rows = {
         name: _rows(folder / f"{name}.jsonl")
-        for name in ("metrics", "evaluations", "completions", "groups")
+        for name in ("metrics", "evaluations", "completions", "groups", "alarms")
     }
     options = summary.get("config") or _options(folder / "config.yaml")
     return RunFolder(folder, summary=summary, options=options, **rows)

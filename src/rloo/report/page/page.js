@@ -120,7 +120,7 @@ function limitOf(name) {
 // The name in a legend: without what all of them have in common.
 function short(name, among) {
   const own = name.replace(/^eval\//, "").replace(/^rewards\/(.*)\/(mean|raw_mean|failed)$/, "$1");
-  if (among.length < 2) return own;
+  if (among.length < 2 || name.includes("rewards/")) return own;
   return own.replace(/^(completions|time|idle|sampling)\//, "").replace(/^(mean_)?(.*)$/, (_, mean, rest) => rest.replace(/_/g, " "));
 }
 
