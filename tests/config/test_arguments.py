@@ -11,6 +11,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from rloo import RLOOArguments, RLOOConfig, RLOOTrainer
+from rloo.config.arguments import to_training_arguments
 from rloo.config.config import known_names, option_types
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from support.models import make_model
@@ -158,6 +159,7 @@ def test_a_subclass_adds_fields_of_its_own_and_changes_defaults():
     assert replace(config, benchmarks=[]) != config and "benchmarks=['a']" in repr(config)
     assert config.to_dict() == RLOOConfig(seed=3, use_peft=True, beta=0.2).to_dict()
     assert config.fixed().benchmarks == ["a"] == config.fixed().with_values(seed=4).benchmarks
+    assert to_training_arguments(config).benchmarks == ["a"]  # which callbacks are given
     config.system_prompt = "Think."  # the script's own, also once a trainer has the options
     with pytest.raises(ValueError, match="unknown option benchmark"):
         Mine(benchmark=[])

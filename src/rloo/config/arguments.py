@@ -8,7 +8,7 @@ from dataclasses import fields, make_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rloo.config.config import RLOOConfig, option_types
+from rloo.config.config import RLOOConfig, option_types, own_fields
 from rloo.config.launchers import is_launched, unseen
 from rloo.config.reading import suggest
 
@@ -43,6 +43,8 @@ def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
         made = kind(**{n: v for n, v in values.items() if n not in SET_AFTERWARDS}, bf16=False)
     for name in SET_AFTERWARDS:
         setattr(made, name, values[name])
+    for name in own_fields(type(config)):  # a script's, whose callbacks read them
+        setattr(made, name, getattr(config, name))
     return made
 
 

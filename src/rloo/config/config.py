@@ -80,7 +80,7 @@ class RLOOConfig(Base):
                     setattr(cls, name, getattr(cls, name))
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name in _own_fields(type(self)) or (
+            if name in own_fields(type(self)) or (
                 name not in known_names() and hasattr(type(self), name)
             ):
                 object.__setattr__(self, name, value)
@@ -136,7 +136,7 @@ class RLOOConfig(Base):
         defaults = {field.name: default_of(field) for field in fields(self)}
         if options.keys() == defaults.keys():
             options = {name: v for name, v in options.items() if v != defaults[name]}
-        own = {n: value for n, value in options.items() if n in _own_fields(type(self))}
+        own = {n: value for n, value in options.items() if n in own_fields(type(self))}
         return {n: value for n, value in options.items() if n not in own}, own
 
     def fixed(self) -> RLOOConfig:
@@ -164,12 +164,12 @@ class RLOOConfig(Base):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        own = _own_fields(type(self))
+        own = own_fields(type(self))
         alike = all(getattr(self, name) == getattr(other, name) for name in own)
         return alike and self._values() == other._values()
 
     def __repr__(self) -> str:
-        shown = [option.name for option in OPTIONS if option.repr] + [*_own_fields(type(self))]
+        shown = [option.name for option in OPTIONS if option.repr] + [*own_fields(type(self))]
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
         return f"{type(self).__qualname__}({values})"
 
@@ -200,7 +200,7 @@ class RLOOConfig(Base):
 RLOOArguments = RLOOConfig
 
 
-def _own_fields(kind: type[RLOOConfig]) -> frozenset[str]:
+def own_fields(kind: type[RLOOConfig]) -> frozenset[str]:
     """The fields that a subclass has added, and that are no options."""
     return frozenset(kind.__dataclass_fields__.keys() - RLOOConfig.__dataclass_fields__)
 
