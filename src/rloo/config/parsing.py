@@ -68,7 +68,11 @@ def _written(path: str | None, faults: list[str]) -> tuple[dict[str, Any], dict[
     except ValueError as error:
         faults += faults_of(error)
         return {}, {}
-    refuse_other(path, written, known_names())
+    try:
+        refuse_other(path, written, known_names())
+    except ValueError:
+        refuse_foreign(path)
+        raise
     return read_recipe(written), lines
 
 

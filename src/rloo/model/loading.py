@@ -64,15 +64,7 @@ def obtain_model(
                     stacklevel=3,
                 )
         if processing_class is None:
-            if not loaded.name_or_path:
-                raise ValueError(
-                    "the model has no name by which its tokenizer could be found; pass the "
-                    "tokenizer as well (processing_class)"
-                )
-            trust, images = args.trust_remote_code, is_vision_config(loaded.config)
-            processing_class = load_processing_class(
-                str(loaded.name_or_path), trust=trust, images=images
-            )
+            processing_class = _processing_class_of(loaded, args)
     elif model is None or isinstance(model, str):
         args = args.with_values(model=model or args.model)
         if args.model is None:
@@ -96,6 +88,21 @@ def obtain_model(
         processing_class = copy(processing_class)
         processing_class.chat_template = args.chat_template
     return loaded, processing_class, args
+
+
+def _processing_class_of(
+    model: PreTrainedModel, args: RLOOConfig
+) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """The tokenizer or processor of a model that somebody else has loaded."""
+    if not model.name_or_path:
+        raise ValueError(
+            "the model has no name by which its tokenizer could be found; pass the tokenizer as "
+            "well (processing_class)"
+        )
+    images = is_vision_config(model.config)
+    return load_processing_class(
+        str(model.name_or_path), trust=args.trust_remote_code, images=images
+    )
 
 
 def load_model(

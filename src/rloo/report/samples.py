@@ -95,11 +95,13 @@ def _score(value: float | None) -> str:
 def warn_of_unscored(groups: Sequence[Group]) -> bool:
     """Warn, in TRL's words, of the first completion that no function scored, if there is one."""
     for group in groups:
-        if None in group.rewards:
+        for text, reward in zip(group.texts, group.rewards, strict=False):
+            if reward is not None:
+                continue
             unscored = {
                 **group.prompt.columns,
                 "prompt": without_images(group.prompt.content),
-                "completion": group.texts[group.rewards.index(None)],
+                "completion": text,
             }
             _logger.warning(
                 "All reward functions returned None for the following kwargs: %s\nLater ones are "
