@@ -47,7 +47,7 @@ def judge(case: Case, status: int, errors: str) -> str:
         return "silent" if case.surely_wrong else "ran"
     said = [line for line in errors.splitlines() if line.startswith("rloo: ")]
     told = bool(said) and errors.splitlines()[-len(said) :] == said  # one line for each fault
-    if status == 2 and told and any(word in line for line in said for word in case.names):
+    if status == 2 and told and all(any(word in line for word in case.names) for line in said):
         return "refused"
     # A run that could be started and failed, as with a learning rate of 1e300.
     return "failed" if status == 1 and told and not case.surely_wrong else "badly said"
