@@ -7,7 +7,6 @@ loop reads. The text of the lines is in `console.py` and `verdict.py`.
 from __future__ import annotations
 
 import io
-import logging
 import math
 import os
 import platform
@@ -31,14 +30,13 @@ from rloo.data.images import images_of, save_images, without_images
 from rloo.report import console as view
 from rloo.report.metrics import window_mean
 from rloo.report.records import Journal, write_json
-from rloo.report.tables import log_tables
+from rloo.report.tables import log_tables, warn_of_unscored
 from rloo.report.verdict import verdict
 from rloo.types import Group
 
 if TYPE_CHECKING:
     from rloo.report.callbacks import Events
 
-_logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 EVALUATIONS = "evaluations.jsonl"
@@ -192,7 +190,7 @@ class Monitor:
         self.groups = groups
         if self._silent:
             return
-        self._warn_of_unscored(groups)
+        self._warned_of_unscored = self._warned_of_unscored or warn_of_unscored(groups)
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
         chosen = list(view.spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
@@ -209,25 +207,6 @@ class Monitor:
             with self._printing():
                 self._console.print(table)
             log_tables(step, groups, self.config)
-
-    def _warn_of_unscored(self, groups: Sequence[Group]) -> None:
-        """Warn once, as TRL does at every rollout, of a completion that no function scored."""
-        if self._warned_of_unscored:
-            return
-        for group in groups:
-            if None in group.rewards:
-                self._warned_of_unscored = True
-                unscored = {
-                    **group.prompt.columns,
-                    "prompt": without_images(group.prompt.content),
-                    "completion": group.texts[group.rewards.index(None)],
-                }
-                _logger.warning(
-                    "All reward functions returned None for the following kwargs: %s\nLater ones "
-                    "are counted in reward/unscored.",
-                    unscored,
-                )
-                return
 
     def _completion(self, step: int, group: Group, index: int) -> dict[str, Any]:
         content = group.prompt.content
