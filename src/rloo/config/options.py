@@ -326,7 +326,9 @@ class Options:
 
     output_dir: str = field(default="rloo_output", kw_only=False, metadata=SAVING.about(
         "Folder for the model, metrics and checkpoints.", SHARED, basic=True))
-    overwrite_output_dir: bool = SAVING.own(False, "Replace another run in `output_dir`.")
+    overwrite_output_dir: bool = SAVING.own(
+        False, "Remove another run in `output_dir`; else it moves to `earlier/N` there."
+    )
     resume_from_checkpoint: str | bool | None = SAVING.shared(None,
         "Checkpoint folder to continue from; true takes the newest in `output_dir`, auto too if it "
         "is of an unfinished run with these options, and starts if there is no run.", basic=True)

@@ -28,9 +28,9 @@ from rloo.report import console as view
 from rloo.report.metrics import window_mean
 from rloo.report.page import PAGE, write_page
 from rloo.report.records import Journal, write_json
-from rloo.report.samples import completions_table, spread, warn_of_unscored
+from rloo.report.samples import completions_table, spread
 from rloo.report.screen import Screen
-from rloo.report.tables import log_tables
+from rloo.report.tables import log_tables, warn_of_unscored
 from rloo.report.verdict import verdict
 from rloo.types import Group
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text as RichText
 
-from rloo.data.images import without_images
 from rloo.report.console import inert, shorten
 from rloo.types import Group, Text
-
-_logger = logging.getLogger(__name__)
 
 
 def completions_table(
@@ -90,23 +86,3 @@ def _content(message: Mapping[str, Any]) -> str:
 
 def _score(value: float | None) -> str:
     return "none" if value is None else f"{value:.3g}"
-
-
-def warn_of_unscored(groups: Sequence[Group]) -> bool:
-    """Warn, in TRL's words, of the first completion that no function scored, if there is one."""
-    for group in groups:
-        for text, reward in zip(group.texts, group.rewards, strict=False):
-            if reward is not None:
-                continue
-            unscored = {
-                **group.prompt.columns,
-                "prompt": without_images(group.prompt.content),
-                "completion": text,
-            }
-            _logger.warning(
-                "All reward functions returned None for the following kwargs: %s\nLater ones are "
-                "counted in reward/unscored.",
-                unscored,
-            )
-            return True
-    return False

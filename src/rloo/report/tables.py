@@ -1,8 +1,10 @@
-"""Tables of completions for the loggers that have them: Weights & Biases and trackio."""
+"""What a rollout's completions tell loggers: tables to those that have them (Weights & Biases,
+trackio), and Python's `logging` that no function scored one."""
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ from rloo.config.config import RLOOConfig
 from rloo.data.images import without_images
 from rloo.types import Group
 
+_logger = logging.getLogger(__name__)
 # Loggers with a class Table, which takes a data frame.
 _LOGGERS = ("wandb", "trackio")
 
@@ -31,6 +34,24 @@ def log_tables(step: int, groups: Sequence[Group], config: RLOOConfig) -> None:
 
         frame = pd.DataFrame(_rows(step, groups, unique=config.log_unique_prompts))
         logger.log({"completions": logger.Table(dataframe=frame)})
+
+
+def warn_of_unscored(groups: Sequence[Group]) -> bool:
+    """Warn, as TRL does, of a completion that no function scored; returns whether there is one."""
+    for group in groups:
+        if None in group.rewards:
+            unscored = {
+                **group.prompt.columns,
+                "prompt": without_images(group.prompt.content),
+                "completion": group.texts[group.rewards.index(None)],
+            }
+            _logger.warning(
+                "All reward functions returned None for the following kwargs: %s\nLater ones are "
+                "counted in reward/unscored.",
+                unscored,
+            )
+            return True
+    return False
 
 
 def _rows(step: int, groups: Sequence[Group], *, unique: bool) -> list[dict[str, Any]]:
