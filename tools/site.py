@@ -4,13 +4,12 @@ of docs/ is named rather than linked."""
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from html import escape
 from itertools import groupby
 
-from rloo.config.config import RLOOConfig
 from rloo.config.reading import default_of
 from rloo.config.rendering import value_as_text
+from rloo.config.vllm_options import OPTIONS
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?:\.\./)?(?!how-to|reference)[^)]*\)")
 
@@ -25,7 +24,7 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 def _options() -> str:
     parts = []
-    for subject, of_subject in groupby(fields(RLOOConfig), lambda each: each.metadata["subject"]):
+    for subject, of_subject in groupby(OPTIONS, lambda each: each.metadata["subject"]):
         parts.append(f"## {subject}\n\n| option | default | meaning |\n|---|---|---|")
         for field in of_subject:
             default = escape(value_as_text(default_of(field)))

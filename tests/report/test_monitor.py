@@ -68,7 +68,7 @@ def make_group(texts=("one", "two"), *, prompt="1 + 1 =", rewards=(1.0, None)):
         prompt=Prompt(7, [1, 2], prompt),
         completions=[Completion([3], "stop", [-1.0], [-1.0]) for _ in texts],
         texts=list(texts),
-        rewards=list(rewards),
+        rewards=list(rewards)[: len(texts)],
         scores={"math": [1.0, None][: len(texts)]},
         extras={"seen": ["a", "b"][: len(texts)]},
     )
