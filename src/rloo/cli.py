@@ -7,6 +7,8 @@ commands:
   plan     predict micro-batches, peak memory and time from one measured worst-case step; writes
            no file
   eval     measure greedy and sampled pass@1, pass@k and mean reward of a model on a dataset
+  doctor   say what is wrong with a run, from its folder, or with a configuration before it is run,
+           and what to change
   config   list the options that most runs set, with --all every one, or explain the one named;
            with a config or options: print the resolved configuration and what its preset means;
            with --from: convert a configuration of areal, ms-swift or trl
@@ -21,6 +23,7 @@ examples:
   rloo train examples/gsm8k.yaml --model Qwen/Qwen3-0.6B --beta 0.02 --num_generations 8
   rloo plan examples/gsm8k.yaml --max_completion_length 1024
   rloo train examples/gsm8k.yaml --num_processes 8   # or torchrun, accelerate: -m rloo train ...
+  rloo doctor runs/gsm8k   # or, before it starts: rloo doctor examples/gsm8k.yaml
   rloo train examples/gsm8k.yaml --profile   # where time and memory went: OUTPUT_DIR/profile
   rloo config num_generations
   rloo config --preset verl
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
         "train": _train, "plan": _plan, "eval": _evaluate, "config": _config,
-        "check-estimator": _check_estimator, "vllm-serve": _serve,
+        "doctor": _doctor, "check-estimator": _check_estimator, "vllm-serve": _serve,
     }  # fmt: skip
     if not given or given[0] in ("-h", "--help", "help") or "--help" in given:
         print(__doc__, end="")
@@ -140,6 +143,23 @@ def _plan(arguments: list[str], signals: Stop) -> int:
         from rloo.run.plan import make_plan, print_plan
 
     print_plan(make_plan(config))
+    return 0
+
+
+def _doctor(arguments: list[str], signals: Stop) -> int:
+    if len(arguments) == 1 and os.path.isdir(arguments[0]):
+        from rloo.report.doctor.folder import report
+
+        for line in report(Path(arguments[0])):
+            print(line)
+        return 0
+    config = parse_command_line(_with_embedded(arguments))
+    check_alone("doctor")
+    with signals.ending():
+        from rloo.run.doctor import examine
+
+    for line in examine(config, tuple(arguments)):
+        print(line)
     return 0
 
 

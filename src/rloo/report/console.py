@@ -19,11 +19,8 @@ from rich.text import Text as RichText
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.config.presets import objective_line
-from rloo.report.metrics import deviation
+from rloo.report.comparison import WINDOW, mean_reward, sides
 from rloo.types import Group, Text
-
-# The number of steps over which the progress line and the verdict average.
-WINDOW = 8
 
 Row = Mapping[str, float]
 
@@ -79,20 +76,6 @@ def _describe(value: Any) -> str:
     return str(value)
 
 
-def mean_reward(rows: Sequence[Row]) -> tuple[float, float]:
-    """Mean reward of the rows and its standard error, taking steps as independent; if one has no
-    error of its own (one prompt), from the spread over steps. NaN if unknown."""
-    known = [row for row in rows if math.isfinite(row.get("reward", math.nan))]
-    if not known:
-        return math.nan, math.nan
-    rewards = [row["reward"] for row in known]
-    errors = [row.get("reward/standard_error", math.nan) for row in known]
-    error = math.sqrt(math.fsum(e * e for e in errors)) / len(known)
-    if not math.isfinite(error):
-        error = deviation(rewards) / math.sqrt(len(known))
-    return fmean(rewards), error
-
-
 def progress(
     step: int, max_steps: int, *, scored: Sequence[Row], recent: Sequence[Row]
 ) -> list[str]:
@@ -104,8 +87,7 @@ def progress(
         done += f"  {duration(speed * (max_steps - step))} left"
     learned = f"reward {plus_minus(*mean_reward(scored[-WINDOW:]))}"
     if len(scored) > 1:
-        first, first_error = mean_reward(scored[:1])
-        now, error = mean_reward(scored[max(1, len(scored) - WINDOW) :])
+        (first, first_error), (now, error) = map(mean_reward, sides(scored))
         change = plus_minus(now - first, math.hypot(error, first_error), signed=True)
         learned += f"  {change} since the start"
     shown = (
@@ -224,10 +206,11 @@ def _score(value: float | None) -> str:
 
 def evaluation_line(metrics: Mapping[str, Any]) -> str:
     """One line: pass@k with 95 % intervals, mean reward, length, and the sample size."""
+    graded = metrics.get("reward_kind") == "graded"  # of which pass@k says nothing
     parts = [
         f"{name.replace('_', ' ')} {percent(value, metrics.get(f'{name}_interval'))}"
         for name, value in metrics.items()
-        if name.startswith("pass@") and not name.endswith("_interval")
+        if name.startswith("pass@") and not name.endswith("_interval") and not graded
     ]
     reward = metrics.get("reward", math.nan)
     if math.isfinite(reward):

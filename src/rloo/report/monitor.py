@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
@@ -28,23 +29,27 @@ from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.vllm_options import tolerance_of
 from rloo.data.images import images_of, save_images, without_images
 from rloo.report import console as view
+from rloo.report.comparison import WINDOW
+from rloo.report.doctor.folder import closing, findings_of
+from rloo.report.doctor.rules import Watch
 from rloo.report.metrics import window_mean
-from rloo.report.records import Journal, write_json
-from rloo.report.verdict import verdict
+from rloo.report.records import (
+    ALARMS,
+    COMPLETIONS,
+    EVALUATIONS,
+    METRICS,
+    SUMMARY,
+    Journal,
+    write_json,
+)
+from rloo.report.verdict import DRIFTS, REWARD, is_of_function, training_of, verdict
 from rloo.types import Group
 
 if TYPE_CHECKING:
     from rloo.report.callbacks import Events
 
-METRICS = "metrics.jsonl"
-COMPLETIONS = "completions.jsonl"
-EVALUATIONS = "evaluations.jsonl"
-SUMMARY = "summary.json"
-
 SECONDS_BETWEEN_LINES = 10.0
 NUM_RECORDED_COMPLETIONS = 4
-REWARD = ("reward", "reward/standard_error")
-DRIFTS = ("kl", "entropy", "completions/mean_length", "groups/signal")
 # Metrics that are logged as the last value of a window, not as its mean.
 LAST_VALUE = ("num_tokens", "learning_rate", "grad_norm")
 
@@ -72,10 +77,11 @@ class Monitor:
         self._silent = silent
         unread = Path(os.devnull).open("w") if silent else None  # noqa: SIM115 - to the run's end
         self._console = Console(file=unread) if unread else console or Console()
-        self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS))
+        self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS, ALARMS))
+        self._watch = Watch(config.to_dict())
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []
-        self._recent: deque[Mapping[str, float]] = deque(maxlen=view.WINDOW)
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self._refused_steps = 0
         self._told_of_unscored = self._told_of_mismatch = False
         self._live: view.LiveProgress | None = None
@@ -126,6 +132,7 @@ class Monitor:
         keep: dict[str, Callable[[Any], bool]] = {
             METRICS: lambda row: row["step"] <= step,
             COMPLETIONS: lambda row: row["step"] <= step,
+            ALARMS: lambda row: row["step"] <= step,
             # The best one is evaluated again at the end of the run.
             EVALUATIONS: lambda row: row["step"] <= evaluated_at and row["name"] != "best",
         }
@@ -134,9 +141,11 @@ class Monitor:
             if name == METRICS:
                 steps = [{n: math.nan if v is None else v for n, v in row.items()} for row in rows]
                 for metrics in steps:
-                    del metrics["step"]
                     self._remember(metrics)
+                    del metrics["step"]
                 self.window = [*steps[len(steps) - saved["window"] :]]
+            if name == ALARMS:
+                self._watch.told |= {row["finding"]["name"] for row in rows}
             if unreadable:
                 self.note(f"{name}: {view.counted(unreadable, 'unreadable line')} dropped")
 
@@ -161,12 +170,13 @@ class Monitor:
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
             self._told_of_unscored = True
             self.note(
-                f"in step {step} every reward function returned None for {unscored:.0f} "
-                f"completions, which {self._of_unscored()}; later ones are counted in "
-                "reward/unscored"
+                f"in step {step} every reward function returned {_none(metrics)} for "
+                f"{unscored:.0f} completions, which {self._of_unscored()}; later ones are counted "
+                "in reward/unscored"
             )
         self._tell_of_mismatch(step, metrics)
-        self._remember(metrics)
+        self._remember({"step": step, **metrics})
+        self._alarm(step)
         if self.config.disable_tqdm:
             return
         lines = view.progress(step, self.max_steps, scored=self._scored, recent=list(self._recent))
@@ -182,6 +192,17 @@ class Monitor:
             done, *others = lines
             self.say(f"{done}  {' | '.join(line for line in others if line)}")
 
+    def examine(self, facts: Mapping[str, Any]) -> None:
+        """Tell what is wrong by what is known before the first step (see `rloo.run.facts`)."""
+        self._watch.facts = facts
+        self._alarm(0)
+
+    def _alarm(self, step: int) -> None:
+        """Tell what has been found wrong since, and record it."""
+        for finding in () if self._silent else self._watch.news():
+            self.say(f"alarm: {finding.line}")
+            self._record(ALARMS, [{"step": step, "finding": asdict(finding)}])
+
     def completions(self, step: int, groups: Sequence[Group]) -> None:
         """Record some completions of a rollout; with `log_completions`, at every log, record all
         and print some."""
@@ -190,7 +211,9 @@ class Monitor:
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
         chosen = list(view.spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
-        self._record(COMPLETIONS, [self._completion(step, *item) for item in chosen])
+        rows = [self._completion(step, *item) for item in chosen]
+        self._record(COMPLETIONS, rows)
+        self._watch.add_completions(rows)
         if due:
             self._last_table = step
             table = view.completions_table(
@@ -239,18 +262,21 @@ class Monitor:
             with self._printing():
                 self._live.stop()
             self._live = None
+        findings = [] if self._silent else findings_of(self.output_dir)
         whole = {
             **summary,
             "max_steps": self.max_steps,
             "notes": self.notes,
             "refused_steps": self._refused_steps,
-            "training": self._compare_training(),
+            "training": training_of(self._scored),
+            "findings": [asdict(finding) for finding in findings],
         }
         whole["verdict"] = verdict(whole)
+        advice = closing(findings, self.config.output_dir)
         if not self._silent:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             write_json(self.output_dir / SUMMARY, whole)
-        for line in ("", *whole["verdict"].split("\n")):
+        for line in ("", *whole["verdict"].split("\n"), *advice):
             self.say(line)
         files = [n for n in (METRICS, COMPLETIONS, EVALUATIONS) if (self.output_dir / n).exists()]
         self.say(f"Results in {self.config.output_dir}: {', '.join([SUMMARY, *files])}")
@@ -263,23 +289,14 @@ class Monitor:
         return "count in the loss with advantage 0" if counted else "are left out"
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
+        self._watch.add(metrics)
         self._recent.append(metrics)
         self._refused_steps += bool(metrics.get("update/nonfinite"))
         loss = metrics.get("loss", 0.0)
         self._losses += [loss] if math.isfinite(loss) else []
         if "reward" in metrics:  # only in the first step on a rollout
-            self._scored.append({n: metrics[n] for n in REWARD + DRIFTS if n in metrics})
-
-    def _compare_training(self) -> dict[str, Any] | None:
-        size = min(view.WINDOW, len(self._scored) // 2)
-        if size == 0:
-            return None
-        first, last = (
-            {"reward": list(view.mean_reward(rows))}
-            | {name: mean for name, mean in window_mean(rows).items() if name in DRIFTS}
-            for rows in (self._scored[:size], self._scored[-size:])
-        )
-        return {"num_steps": size, "start": first, "end": last}
+            kept = {n: v for n, v in metrics.items() if n in REWARD + DRIFTS or is_of_function(n)}
+            self._scored.append(kept)
 
     def _log_between(self, last: int, step: int) -> bool:
         """Whether one of the steps `last` + 1 to `step` is logged."""
@@ -353,6 +370,10 @@ class Monitor:
         finite["epoch"] = state.epoch
         state.log_history.append({**finite, "step": state.global_step})
         self._events.send("on_log", logs=finite)
+
+
+def _none(metrics: Mapping[str, float]) -> str:
+    return "NaN or None" if any(name.endswith("/nan") for name in metrics) else "None"
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:

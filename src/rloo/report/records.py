@@ -13,6 +13,12 @@ from typing import Any
 
 from rloo.dist.folders import sync
 
+METRICS = "metrics.jsonl"
+COMPLETIONS = "completions.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+ALARMS = "alarms.jsonl"
+SUMMARY = "summary.json"
+
 
 def strict(value: Any) -> Any:
     """`value` in JSON types: non-finite numbers become None, unknown objects their text."""

@@ -87,6 +87,9 @@ ROLLOUT = (
     Metric("rewards/<function>/failed", "share",
         "Share of calls that missed the deadline, raised or returned no rewards.",
         band=NONE, better="lower", note="With `reward_on_error: missing`."),
+    Metric("rewards/<function>/nan", "share",
+        "Share of completions for which one function returned NaN, which is no reward.",
+        band=NONE, better="lower", note="Absent if there were none."),
     Metric("rewards/math_reward/unjudged", "share",
         "Share of completions that `math` could not judge through no fault of theirs.",
         band=Band(high=0.05), better="lower",
@@ -245,6 +248,18 @@ EVALUATION = (
         better="higher"),
     Metric("pass@<k>_interval", "share", "Wilson's interval at 95 % over the prompts."),
     Metric("pass@1_greedy_interval", "share", "The same of `pass@1_greedy`."),
+    Metric("reward_kind", "", "What the first reward gives: `0 or 1`, or `graded`.", ranks="same",
+        note="Of a graded one without a `pass_threshold` of its own the mean reward tells more "
+        "than pass@k."),
+    Metric("reward_interval", "reward", "Interval of `reward` at 95 % over the prompts."),
+    Metric("rewards/<function>/mean_interval", "reward",
+        "The same of the mean of one reward function."),
+    Metric("rewards/<function>/win_rate", "share",
+        "How often a completion is better than that of the starting policy, ties counting half.",
+        better="higher",
+        note="By a reward of `eval_reward_funcs`, or a pairwise judge; of completions with the "
+        "same prompt and number. Needs `eval_on_start`."),
+    Metric("rewards/<function>/win_rate_interval", "share", "Its interval at 95 %."),
 )  # fmt: skip
 
 TOTALS = (

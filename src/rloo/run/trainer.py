@@ -39,6 +39,7 @@ from rloo.report.records import strict
 from rloo.run import setup
 from rloo.run.evaluate import Evaluator, Results, flatten
 from rloo.run.folder import claimed_by_main
+from rloo.run.judging import Judging
 from rloo.run.overrides import (
     is_overridden,
     refuse_assignment,
@@ -59,8 +60,9 @@ class RLOOTrainer:
     The arguments are those of TRL's RLOOTrainer, in its order. `model` is a hub id, a folder, a
     model with float32 weights or a PeftModel. `reward_funcs` (or `reward_model`) is one reward or a
     list: functions, reward models, built-in names, `module:function` or `file.py:function`.
-    `eval_dataset` may be a dict of named sets. With `peft_config` (a LoraConfig) a new adapter is
-    trained. Raises ValueError for every error that can be found before sampling.
+    `eval_dataset` may be a dict of named sets. `eval_reward_funcs`, rewards or TRL's pairwise
+    judges, only judge in evaluations. With `peft_config` (a LoraConfig) a new adapter is trained.
+    Raises ValueError for every error that can be found before sampling.
     """
 
     optimizer: Any
@@ -93,6 +95,7 @@ class RLOOTrainer:
         peft_config: Any = None,
         *,
         reward_model: Rewards | None = None,
+        eval_reward_funcs: Rewards | None = None,
     ) -> None:
         refuse_overrides(type(self), _OWN)  # a class can be changed after it was made
         if reward_funcs is not None and reward_model is not None:
@@ -111,13 +114,12 @@ class RLOOTrainer:
             transformers.set_seed(self.args.seed)
             loggers = make_loggers(self.args)
             self.reward_processing_classes = reward_processing_classes
+            given = reward_model if reward_funcs is None else reward_funcs
             self.rewards = setup.make_rewards(
-                reward_model if reward_funcs is None else reward_funcs,
-                self.args,
-                reward_processing_classes,
-                device=self.world.device,
+                given, self.args, reward_processing_classes, device=self.world.device
             )
             self.reward_func_names = self.rewards.names
+            self.judging = Judging.of(eval_reward_funcs, self.args, self.rewards, self.world)
             self.model, self.processing_class, self.args = obtain_model(
                 model,
                 processing_class,
@@ -282,8 +284,6 @@ class RLOOTrainer:
         """The hub repository, once it exists."""
         return self.hub.repo_id
 
-    # -- setting up ------------------------------------------------------------------------------
-
     def _load_prompts(self) -> None:
         self._notes: list[str] = remarks(self.args)
         self._source: Prompts | None = None
@@ -303,8 +303,7 @@ class RLOOTrainer:
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = setup.make_state(self._source, self.args, self.batches)
-        self.state.is_world_process_zero = self.is_world_process_zero()
-        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.state.is_local_process_zero = self.world.is_main
         self.control = transformers.TrainerControl()
         num_steps = max(self.state.max_steps, 1)
         optimizers = self._own_optimizers(optimizers, num_steps)
@@ -333,7 +332,7 @@ class RLOOTrainer:
         )
         self.monitor.attach(self.events, lambda logs: self.log(logs))
         self.callback_handler = self.events.handler
-        self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state)
+        self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state, self.judging)
         self.hub = Hub(self.args)
         data = self._source and self._source.state_dict()
         require_same_start(self.world, self.args, self.policy, self.rewards.functions, data)
@@ -372,6 +371,7 @@ class RLOOTrainer:
             self._notes += setup.length_notes(source, where)
             assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
             prompts[name] = source.all_prompts(self.args.eval_size)
+            self.judging.check(prompts[name])
         return prompts
 
     def make_parts(self) -> tuple[Parts, RunState]:
@@ -387,10 +387,9 @@ class RLOOTrainer:
             args, world, batches, engine, source, self.rewards, sampling, tokenizer, self.state,
             clock,
         )  # fmt: skip
-        stop = Stop(usr1_saves=args.on_sigusr1 == "save")
         parts = Parts(
             args, world, batches, workload, policy, engine, rollouts, self.monitor, events, clock,
-            stop,
+            Stop(usr1_saves=args.on_sigusr1 == "save"),
         )  # fmt: skip
         state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
         return parts, state
