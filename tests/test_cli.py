@@ -504,7 +504,7 @@ def test_a_run_reads_and_checks_its_options_once(folder, monkeypatch):
 def test_eval_takes_the_configuration_of_a_run_whose_reference_moves(folder, capsys):
     options = ["--kl_target", "0.1", "--sync_ref_model", "--use_peft", "false"]
     assert cli.main(["eval", "run.yaml", *options]) == 0
-    assert "pass@1 " in capsys.readouterr().out
+    assert "\nreward " in capsys.readouterr().out
 
 
 def test_eval_prints_what_it_measured_and_writes_nothing(folder, capsys):

@@ -74,7 +74,7 @@ def sick() -> list[Case]:
         Case("reward-zero", ("rewards_zero",), [r.zero]),
         Case("reward-one", ("rewards_equal",), [r.one]),
         Case("reward-of-prompt", ("groups_flat",), [r.of_the_prompt]),
-        Case("cold", ("groups_flat",), options={"temperature": 0.01}),
+        Case("cold", ("greedy_sampling",), options={"temperature": 0.01}),
         Case("rate-zero", ("nothing_trained",), options={"learning_rate": 0.0}),
         Case("rate-1e-13", ("nothing_trained", "learning_rate_low"),
             options={"learning_rate": 1e-13}),

@@ -16,7 +16,7 @@ from rloo.config.rendering import render_all, render_basic, render_option
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 # Another option is another thing to know: whoever changes these numbers says why.
-NUM_OPTIONS = 186
+NUM_OPTIONS = 187
 NUM_BASIC = 25
 
 

@@ -93,6 +93,7 @@ def test_a_run_measures_and_never_trains_what_only_judges(tmp_path):
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         found.append([row["reward"] for row in rows])
         assert not any("short" in key for row in rows for key in row)
+        assert (folder / START).exists() == (judges is not None)
     assert found[0] == found[1]
     text = (folder / "evaluations.jsonl").read_text()
     start, end = (json.loads(line) for line in text.splitlines())
@@ -100,7 +101,6 @@ def test_a_run_measures_and_never_trains_what_only_judges(tmp_path):
     assert 0 <= end["rewards/short/win_rate"] <= 1 and 0 <= end["rewards/Longest/win_rate"] <= 1
     logged = {name for row in trainer.state.log_history for name in row}
     assert {"eval_rewards/short/mean", "eval_rewards/Longest/win_rate"} <= logged
-    assert (folder / START).exists()
     # Every prompt that is evaluated on is trained on, which was found before the first step.
     assert "held_out_trained" in [finding.name for finding in findings_of(folder)]
 

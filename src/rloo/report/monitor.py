@@ -262,7 +262,7 @@ class Monitor:
             with self._printing():
                 self._live.stop()
             self._live = None
-        findings = [] if self._silent else findings_of(self.output_dir)
+        findings = [] if self._silent else findings_of(self.output_dir, self.config)
         whole = {
             **summary,
             "max_steps": self.max_steps,

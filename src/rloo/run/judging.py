@@ -49,8 +49,10 @@ class Judging:
         specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
         pairwise = {name_of(s): s for s in specs if callable(getattr(s, "judge", None))}
         others = [s for s in specs if not callable(getattr(s, "judge", None))]
-        plain = args.with_values(reward_weights=None)
-        rewards = make_rewards(others, plain, device=world.device) if others else None
+        rewards = None
+        if others:
+            plain = args.with_values(reward_weights=None)
+            rewards = make_rewards(others, plain, device=world.device)
         for name in (*(rewards.names if rewards else ()), *pairwise):
             if name in trained.names:
                 raise ValueError(
@@ -75,6 +77,8 @@ class Judging:
         """The metrics of these groups of the evaluation set `name`: mean, deviation and interval of
         each reward; and how often completions are better than those of step 0 with the same prompt
         and number."""
+        if self.rewards is None and not self.pairwise:
+            return {}
         metrics: dict[str, Any] = {}
         by_function: dict[str, list[list[float | None]]] = {}
         if self.rewards is not None:

@@ -303,7 +303,8 @@ class RLOOTrainer:
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = setup.make_state(self._source, self.args, self.batches)
-        self.state.is_world_process_zero = self.state.is_local_process_zero = self.world.is_main
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
         self.control = transformers.TrainerControl()
         num_steps = max(self.state.max_steps, 1)
         optimizers = self._own_optimizers(optimizers, num_steps)

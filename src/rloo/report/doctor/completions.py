@@ -12,6 +12,8 @@ from rloo.report.doctor.finding import Found, Rule, Run, excerpts, mean
 
 # Tokens, the end included, of what says nothing; and the part of its length that is left.
 EMPTY, SHRUNK = 2.5, 0.34
+# Share of completions that reach the limit, above which nothing that was gained counts.
+MOSTLY_CUT = 0.8
 # A text whose repetitions compress it below this part of its size repeats itself.
 REPEATS = 0.35
 # Characters, below which a text says nothing of its own repetition.
@@ -68,6 +70,7 @@ def _longer(run: Run) -> Found | None:
         "let completions that are cut pay for it",
         {"missing_eos_penalty": 1.0},
         excerpts(run.texts(last=True)),
+        voids=cut.after > MOSTLY_CUT,
     )
 
 
@@ -153,7 +156,7 @@ RULES = (
         "length_explosion",
         "Completions grow into the length limit",
         "`completions/mean_length` 1.5 times what it was, and `completions/clipped_ratio` above "
-        "its band, below one half at the start",
+        "its band, below one half at the start; above 80 % it voids the run",
         "Length is being paid for, or its cost is not; what is cut is judged without its end.",
         "`missing_eos_penalty`",
         _longer,

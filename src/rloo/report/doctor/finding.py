@@ -92,6 +92,8 @@ class Found:
     change: str
     options: Mapping[str, Any] = field(default_factory=dict)
     examples: Sequence[str] = ()
+    # Where the figures decide whether the run is voided.
+    voids: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
 from rloo.report.doctor.data import RULES as DATA
 from rloo.report.doctor.finding import Finding, Run
@@ -19,33 +20,32 @@ from rloo.report.verdict import training_of, verdict
 CONFIG = "config.yaml"
 
 
-def read_run(folder: Path) -> Run:
-    """The run in a folder. Raises ValueError where there is none."""
+def read_run(folder: Path, options: RLOOConfig | None = None) -> Run:
+    """The run in a folder, with its options or else those of its config.yaml. Raises ValueError
+    where there is none."""
     if not (folder / METRICS).exists() and not (folder / EVALUATIONS).exists():
         raise ValueError(f"{folder} has no {METRICS}: no run has made a step there")
-    config: dict[str, Any] = {}
-    source: tuple[str, ...] = ()
-    if (path := folder / CONFIG).exists():
+    path = folder / CONFIG
+    if options is None and path.exists():
         options = parse_command_line([str(path)])
-        config = options.to_dict()
-        source = (str(path),) if options.model and options.dataset and options.reward else ()
+    named = options is not None and options.model and options.dataset and options.reward
     return Run(
         [_numbers(row) for row in rows_of(folder / METRICS)],
         list(rows_of(folder / COMPLETIONS)),
         list(rows_of(folder / EVALUATIONS)),
-        config,
-        source=source,
+        {} if options is None else options.to_dict(),
+        source=(str(path),) if named else (),
     )
 
 
-def findings_of(folder: Path) -> list[Finding]:
+def findings_of(folder: Path, options: RLOOConfig | None = None) -> list[Finding]:
     """What is wrong with the run in a folder: by its files, and what was found before its first
     step, which they do not tell again. Nothing is, where no step was made."""
     if not (folder / METRICS).exists():
         return []
     early = {rule.name for rule in DATA}
     told = [Finding(**row["finding"]) for row in rows_of(folder / ALARMS) if row["step"] == 0]
-    found = diagnose(read_run(folder))
+    found = diagnose(read_run(folder, options))
     known = {finding.name for finding in found}
     return [f for f in told if f.name in early and f.name not in known] + found
 

@@ -43,7 +43,7 @@ def _finding(rule: Rule, found: Found, run: Run) -> Finding:
         found.change,
         run.command(found.options) if found.options else "",
         tuple(found.examples),
-        rule.voids,
+        rule.voids if found.voids is None else found.voids,
     )
 
 

@@ -18,8 +18,8 @@ from rloo.report.doctor.finding import (
 
 # Of completions without a reward, and of calls that failed.
 MANY_MISSING = 0.2
-# Nats per token, below which completions of a prompt are alike.
-ALIKE = 0.03
+# Nats per token, below which completions of a prompt are alike; and what temperature is low.
+ALIKE, COLD = 0.1, 0.5
 # A mean reward of 0 or 1 above which hardly anything is left to learn.
 SOLVED = 0.95
 
@@ -91,7 +91,7 @@ def _flat(run: Run) -> Found | None:
 
 def _greedy(run: Run) -> Found | None:
     entropy, temperature = mean(run.start, "entropy"), float(run.option("temperature", 1.0))
-    if not entropy < ALIKE or not temperature < 1.0:
+    if not entropy < ALIKE or not temperature < COLD:
         return None
     return Found(
         f"at temperature {temperature:g} the entropy was {entropy:.2g} nats per token from the "
@@ -234,7 +234,7 @@ RULES = (
     Rule(
         "greedy_sampling",
         "Sampling is nearly greedy",
-        "`entropy` below 0.03 nats from the first rollouts on, at a `temperature` below 1",
+        "`entropy` below 0.1 nats from the first rollouts on, at a `temperature` below 0.5",
         "Nothing new is tried, and gradients are those of logits divided by the temperature.",
         "`temperature 1`",
         _greedy,
