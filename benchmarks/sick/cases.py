@@ -139,5 +139,5 @@ def cases(part: str) -> list[Case]:
     """Those of `fit`, on which thresholds were chosen, or of `judge`, on other seeds."""
     first = 1 if part == "fit" else 101
     return [
-        replace(case, seed=first + number) for number in range(2) for case in (*sick(), *healthy())
+        replace(case, seed=first + number) for number in range(2) for case in (*healthy(), *sick())
     ]

@@ -3,6 +3,9 @@
 import json
 import math
 import random
+import shlex
+import subprocess
+import sys
 from dataclasses import asdict
 
 import pytest
@@ -183,6 +186,46 @@ def test_a_finding_has_the_command_that_changes_one_thing():
     assert diagnose(run)[0].command == (
         "rloo train runs/a/config.yaml --learning_rate 1e-06 --output_dir 'runs/a b-again'"
     )
+
+
+def test_the_hacking_of_a_real_run_is_named():
+    """examples/gsm8k.yaml on a weak model, 40 steps: completions became `#### 3`."""
+    run = rows(
+        40,
+        reward=(0.76, 0.99),
+        **{
+            "rewards/gsm8k_reward/mean": [0.01 + 0.005 * (n % 2) for n in range(40)],
+            "rewards/gsm8k_format_reward/mean": (0.75, 0.98),
+            "rewards/right/mean": None,
+            "completions/mean_length": (83.0, 13.0),
+        },
+    )
+    finding = diagnose(
+        Run(run, texts(number=40, after=["#### 3", "#### 4", "#### 12", "#### 30"]))
+    )[0]
+    assert finding.name == "only_form" and finding.voids
+    assert "gsm8k_format_reward rose from 0.771 to 0.959" in finding.evidence
+    assert "completions went from 76.7 to 19.3 tokens" in finding.evidence
+
+
+@pytest.mark.parametrize("case", SICK)
+def test_a_command_can_be_given_as_it_stands(case, tmp_path):
+    from rloo.config.parsing import parse_command_line
+
+    path = tmp_path / "config.yaml"
+    path.write_text("model: countdown\ndataset: countdown\nreward: [a.py:f, b.py:g]\n")
+    _, found_rows, others = SICK[case]
+    for finding in diagnose(Run(found_rows, texts(), **others, source=(str(path),))):
+        if finding.command:
+            program, command, *arguments = shlex.split(finding.command)
+            assert (program, command) == ("rloo", "train")
+            parse_command_line(arguments)
+
+
+def test_a_folder_is_examined_without_torch():
+    code = "import sys, rloo.report.doctor.folder; print(*{'torch', 'datasets'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 # -- while it runs ---------------------------------------------------------------------------------

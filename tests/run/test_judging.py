@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from rloo.report.doctor.folder import findings_of
+from rloo.report.records import START
 from rloo.rewards import RewardSet
-from rloo.run.judging import START, Judging
+from rloo.run.judging import Judging
 from rloo.types import Completion, Group, Prompt
 from support.training import ROWS, count_words, make_config, make_trainer
 

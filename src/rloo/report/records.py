@@ -18,6 +18,8 @@ COMPLETIONS = "completions.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 ALARMS = "alarms.jsonl"
 SUMMARY = "summary.json"
+# What the starting policy said on evaluation prompts, where something is to compare with it.
+START = "start_completions.json"
 
 
 def strict(value: Any) -> Any:

@@ -16,7 +16,7 @@ from rloo.config.parsing import parse_command_line
 from rloo.dist import World
 from rloo.dist.folders import discard, sync
 from rloo.report.profiling import REPORT, TRACE
-from rloo.report.records import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, SUMMARY
+from rloo.report.records import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, START, SUMMARY
 from rloo.run.checkpoint import (
     MANIFEST,
     find_checkpoint,
@@ -30,7 +30,7 @@ from rloo.run.resume import changed_options
 CONFIG = "config.yaml"
 MARK = "# The options of this run, as they were resolved; `rloo train` reads them.\n"
 RUN_FILES = (
-    METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, ALARMS, CONFIG,
+    METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, ALARMS, START, CONFIG,
     f"profile/{TRACE}", f"profile/{REPORT}",
 )  # fmt: skip
 LOGS = "logs"

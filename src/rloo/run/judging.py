@@ -14,13 +14,11 @@ from rloo.config.config import RLOOConfig
 from rloo.dist import World
 from rloo.report.doctor.finding import written
 from rloo.report.metrics import deviation, interval, mean_intervals
-from rloo.report.records import write_json
+from rloo.report.records import START, write_json
 from rloo.rewards import RewardSet
 from rloo.rewards.calling import name_of
 from rloo.run.setup import RewardFunction, make_rewards
 from rloo.types import Group, Prompt, Text
-
-START = "start_completions.json"
 
 
 @dataclass(slots=True)

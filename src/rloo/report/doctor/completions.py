@@ -78,7 +78,7 @@ def _cut(run: Run) -> Found | None:
     cut = mean(run.end, "completions/clipped_ratio")
     if not many_cut(run):
         return None
-    limit = int(run.option("max_completion_length", 0))
+    limit = int(run.option("max_completion_length", 512))
     return Found(
         f"{percent(cut)} of completions reach max_completion_length {limit}",
         "allow twice the length",

@@ -50,12 +50,12 @@ def _missing_eos(run: Run) -> Found | None:
         return Found(
             f"the chat template ends a turn with {turn!r}, which does not end a completion",
             "let that token end one",
-            {"generation_kwargs": f'{{"eos_token_id": {run.facts["end_of_turn_id"]}}}'},
+            {"generation_kwargs": {"eos_token_id": run.facts["end_of_turn_id"]}},
         )
     start = mean(run.start, "completions/clipped_ratio")
     if not start >= NEARLY_ALL_CUT or not many_cut(run):
         return None
-    limit = int(run.option("max_completion_length", 0))
+    limit = int(run.option("max_completion_length", 512))
     never = all(row.get("completions/clipped_ratio") == 1.0 for row in run.rollouts)
     return Found(
         f"{percent(start)} of completions reached {limit} tokens from the first rollout on"
@@ -84,7 +84,7 @@ def _chat_template(run: Run) -> Found | None:
         "the tokenizer has a chat template and the prompts are plain text, which it is not applied "
         f"to; {percent(cut)} of completions never end",
         "make messages of the prompts",
-        {"prompt_template": '[{"role": "user", "content": "{prompt}"}]'},
+        {"prompt_template": [{"role": "user", "content": "{prompt}"}]},
         excerpts([run.facts["prompt"]], length=200),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,7 @@ class Run:
         if not self.source:
             return f"RLOOConfig({', '.join(f'{k}={v!r}' for k, v in options.items())})"
         again = {**options, "output_dir": f"{self.option('output_dir', 'runs/again')}-again"}
-        flags = [word for name, value in again.items() for word in (f"--{name}", _shown(value))]
+        flags = [word for name, value in again.items() for word in (f"--{name}", *_words(value))]
         return shlex.join(["rloo", "train", *self.source, *flags])
 
 
@@ -168,5 +169,9 @@ def _plain(value: Any) -> Any:
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _words(value: Any) -> list[str]:
+    """A value as a command line takes it: a list as several words, a mapping as JSON."""
+    if isinstance(value, list) and not any(isinstance(item, dict) for item in value):
+        return [str(_plain(item)) for item in value]
+    plain = isinstance(value, (str, float)) or (isinstance(value, int) and value is not True)
+    return [str(value) if plain and value is not False else json.dumps(value)]
