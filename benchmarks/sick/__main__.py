@@ -49,6 +49,10 @@ def judge(case: Case, folder: Path) -> Result:
     return _result(case, named, alarms, said)
 
 
+def _praises(verdict: str) -> bool:
+    return any(" rose " in line and "larger than chance" in line for line in verdict.split("\n"))
+
+
 def _alarms(folder: Path, run: Run) -> list[str]:
     """What was told before the first step, and what these rules tell of the others."""
     from rloo.report.doctor.folder import rows_of
@@ -73,7 +77,7 @@ def _result(case: Case, named: list[str], alarms: Sequence[str] = (), said: str 
         "alarms": list(alarms),
         "right": bool(set(named) & set(case.wrong)) if sick else not named and not alarms,
         "first": sick and bool(set(named[:1]) & set(case.wrong)),
-        "praised": sick and case.dead and " rose from " in said.split("By reward")[0],
+        "praised": sick and case.dead and _praises(said),
         "verdict": said,
     }
 

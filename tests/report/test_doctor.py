@@ -246,9 +246,12 @@ def test_a_long_run_is_watched_by_its_first_and_last_rollouts():
         watch.add(row)
         assert not watch.news()
     for row in rows(8, **{"completions/clipped_ratio": 0.9}):
-        watch.add(row)
-        watch.add_completions([{"step": 400, "completion": "a", "reward": 0, "scores": {}}])
-    assert [finding.name for finding in watch.news()] == ["truncation"]
+        watch.add({**row, "step": 400 + row["step"]})
+        watch.add_completions([{"step": row["step"], "completion": "old"}])  # given up since
+        written = {"step": 400 + row["step"], "completion": "new", "reward": 0, "scores": {}}
+        watch.add_completions([written])
+    (finding,) = watch.news()
+    assert finding.name == "truncation" and list(finding.examples) == ["'new'", "'new'"]
 
 
 # -- after it ran ----------------------------------------------------------------------------------

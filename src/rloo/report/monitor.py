@@ -144,6 +144,8 @@ class Monitor:
                     self._remember(metrics)
                     del metrics["step"]
                 self.window = [*steps[len(steps) - saved["window"] :]]
+            if name == COMPLETIONS:
+                self._watch.add_completions(rows)
             if name == ALARMS:
                 self._watch.told |= {row["finding"]["name"] for row in rows}
             if unreadable:

@@ -67,9 +67,11 @@ class Watch:
             self._newest.rows.append(row)
 
     def add_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take rows of completions.jsonl, those of the rollout that was added last."""
-        if self._first:
-            self._newest.completions.extend(rows)
+        """Take rows of completions.jsonl of rollouts that were added."""
+        kept = {part.rows[0].get("step"): part for part in (*self._first, *self._last)}
+        for row in rows:
+            if row["step"] in kept:
+                kept[row["step"]].completions.append(row)
 
     def news(self) -> list[Finding]:
         """What was not told yet."""
