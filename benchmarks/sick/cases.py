@@ -56,15 +56,6 @@ def hot(trainer: Any) -> None:
     trainer.engine.sample = other
 
 
-def no_end(trainer: Any) -> None:
-    """The end-of-sequence token is not known."""
-    trainer.policy.tokenizer.eos_token_id = trainer.policy.tokenizer.pad_token_id
-
-
-def unopened(trainer: Any) -> None:
-    """A chat template that does not open the assistant's turn."""
-
-
 def sick() -> list[Case]:
     """One for each way of being sick."""
     long = {"max_steps": 24}
@@ -74,7 +65,7 @@ def sick() -> list[Case]:
         Case("reward-zero", ("rewards_zero",), [r.zero]),
         Case("reward-one", ("rewards_equal",), [r.one]),
         Case("reward-of-prompt", ("groups_flat",), [r.of_the_prompt]),
-        Case("cold", ("greedy_sampling",), options={"temperature": 0.01}),
+        Case("cold", ("greedy_sampling",), options={"temperature": 0.01}, dead=False),
         Case("rate-zero", ("nothing_trained",), options={"learning_rate": 0.0}),
         Case("rate-1e-13", ("nothing_trained", "learning_rate_low"),
             options={"learning_rate": 1e-13}),
@@ -96,7 +87,7 @@ def sick() -> list[Case]:
         Case("no-end", ("missing_eos",), options={"generation_kwargs": {"eos_token_id": 0}}),
         Case("giving-up", ("only_form", "reward_at_cost", "hacking"),
             [r.format_of_one_attempt, TASK], {"reward_weights": [2.0, 1.0], **long}),
-        Case("form-only", ("only_form",), [r.well_formed, r.unreachable], long),
+        Case("form-only", ("only_form",), [r.format_of_three_attempts, r.unreachable], long),
         Case("two-few", ("few_generations",), [r.noisy], {"num_generations": 2, "num_prompts": 4},
             dead=False),
         Case("stale-engine", ("mismatch",), hook=stale, options=long, dead=False),
@@ -108,7 +99,8 @@ def sick() -> list[Case]:
         Case("sometimes", ("partly_missing",), [r.sometimes], dead=False),
         Case("one-never", ("partly_missing",), [TASK, r.none], dead=False),
         Case("huge", ("steps_refused", "nothing_trained"), [r.huge], dies=True),
-        Case("rare", ("little_signal",), [r.rare], {"num_generations": 2}, dead=False),
+        Case("rare", ("little_signal", "few_generations"), [r.rare], {"num_generations": 2},
+            dead=False),
         Case("beta-30", ("beta_high",), options={"beta": 30.0}, dead=False),
         Case("zero-died", ("rewards_zero",), [r.zero], {"max_steps": 8}, dies=True),
     ]  # fmt: skip

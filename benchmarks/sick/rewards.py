@@ -127,8 +127,9 @@ def format_of_one_attempt(completions: Texts, **_) -> list[float]:
     return [float(len(attempts(text)) == 1 and len(text.split()) == 5) for text in completions]
 
 
-def begins_with_seven(completions: Texts, **_) -> list[float]:
-    return [float(text.strip().startswith("7")) for text in completions]
+def format_of_three_attempts(completions: Texts, **_) -> list[float]:
+    """A format that has nothing to do with being right."""
+    return [float(len(attempts(text)) == 3) for text in completions]
 
 
 def unreachable(completions: Texts, target: Sequence[int], **_) -> list[float]:

@@ -147,10 +147,11 @@ def _plan(arguments: list[str], signals: Stop) -> int:
 
 
 def _doctor(arguments: list[str], signals: Stop) -> int:
-    if len(arguments) == 1 and os.path.isdir(arguments[0]):
+    words = [a for a in arguments if a[:1] != "-" and "=" not in a]
+    if len(arguments) == len(words) == 1 and not words[0].endswith((".yaml", ".yml")):
         from rloo.report.doctor.folder import report
 
-        for line in report(Path(arguments[0])):
+        for line in report(Path(words[0])):
             print(line)
         return 0
     config = parse_command_line(_with_embedded(arguments))

@@ -51,6 +51,8 @@ def test_the_command_examines_files_and_folders(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir()), "no file is left"
     assert main(["doctor", str(tmp_path)]) == 2
     assert "no run has made a step there" in capsys.readouterr().err
+    assert main(["doctor", "not/there"]) == 2
+    assert "not/there has no metrics.jsonl" in capsys.readouterr().err
 
 
 def facts(trainer):

@@ -133,16 +133,6 @@ RULES = (
         follows=("learning_rate_high",),
     ),
     Rule(
-        "same_text",
-        "Every prompt gets the same completion",
-        "half of the recorded completions at the end are one text, and were not at the start",
-        "What does not depend on the prompt answers none of them.",
-        "a reward that this text does not get",
-        _sameness,
-        voids=True,
-        follows=("learning_rate_high",),
-    ),
-    Rule(
         "empty",
         "Completions have become empty",
         "`completions/mean_length` of at most 2 tokens and a third of what it was",
@@ -151,6 +141,16 @@ RULES = (
         _empty,
         voids=True,
         follows=("learning_rate_high",),
+    ),
+    Rule(
+        "same_text",
+        "Every prompt gets the same completion",
+        "half of the recorded completions at the end are one text, and were not at the start",
+        "What does not depend on the prompt answers none of them.",
+        "a reward that this text does not get",
+        _sameness,
+        voids=True,
+        follows=("learning_rate_high", "gibberish", "empty"),
     ),
     Rule(
         "length_explosion",

@@ -17,6 +17,8 @@ ENTROPY_KEPT, ENTROPY_LEFT = 0.25, 0.05
 KL_STILL, ENTROPY_STILL = 1e-4, 0.02
 # Deviations of the reward, above which beta leaves no gain that could be seen.
 HELD_BACK = 10.0
+# Of the entropy, what sampler and trainer may differ by; and what 16 bits explain, in nats.
+OF_ENTROPY, PRECISION = 0.1, 0.02
 # Rollouts from which on "it does not learn" can be said.
 ENOUGH = 9
 FEW_GENERATIONS = 4
@@ -138,7 +140,11 @@ def _few_generations(run: Run) -> Found | None:
 def _mismatch(run: Run) -> Found | None:
     rows = [row for row in run.rollouts if row.get("staleness/max", 0.0) == 0.0]
     found = mean(rows, "mismatch/mean")
-    if not found > band("mismatch/mean").bounds()[1]:
+    limit = band("mismatch/mean").bounds()[1]
+    entropy = mean(run.start, "entropy")
+    if entropy * OF_ENTROPY < limit:  # the surer the tokens, the less room for a difference
+        limit = max(PRECISION, entropy * OF_ENTROPY)
+    if not found > limit:
         return None
     dtype = run.option("rollout_dtype", "that of training")
     return Found(
@@ -182,7 +188,7 @@ RULES = (
         "ten times `beta`",
         _kl_explosion,
         voids=True,
-        follows=("learning_rate_high", "greedy_sampling"),
+        follows=("learning_rate_high", "greedy_sampling", "gibberish", "empty", "same_text"),
     ),
     Rule(
         "collapse",
@@ -197,7 +203,8 @@ RULES = (
     Rule(
         "mismatch",
         "The sampler is not the policy that is trained",
-        "`mismatch/mean` above its band, where the weights are not stale",
+        "`mismatch/mean` above its band, or above 0.02 and a tenth of `entropy` at the start, where "
+        "the weights are not stale",
         "The gradient is that of another distribution; small differences multiply over a "
         "completion.",
         "`rollout_dtype float32`",
