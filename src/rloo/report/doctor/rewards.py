@@ -11,6 +11,8 @@ from rloo.report.doctor.finding import Found, Rule, Run, excerpts, functions
 _FORM = re.compile(r"format|form|style|length|tag|think|xml|json", re.IGNORECASE)
 # Of a reward between 0 and 1: what a function must gain to have earned the rise.
 HARDLY = 0.02
+# The share of it that another function must lose for that to be the price.
+COST = 0.1
 
 
 def _held_out(run: Run) -> Found | None:
@@ -53,7 +55,7 @@ def _held_out(run: Run) -> Found | None:
 def _one_at_the_cost(run: Run) -> Found | None:
     changes = _by_function(run)
     up = [n for n, c in changes.items() if c.moved == 1]
-    down = [n for n, c in changes.items() if c.moved == -1 and c.before - c.after > HARDLY]
+    down = [n for n, c in changes.items() if c.moved == -1 and _costs(c)]
     if not up or not down or run.change("reward").moved == -1:
         return None
     rose, fell = up[0], down[0]
@@ -63,6 +65,11 @@ def _one_at_the_cost(run: Run) -> Found | None:
         {"reward_weights": _weights(run, fell, 4.0)},
         excerpts(run.texts(last=True)),
     )
+
+
+def _costs(change: Change) -> bool:
+    lost = change.before - change.after
+    return lost > HARDLY and lost > COST * abs(change.before)
 
 
 def _only_form(run: Run) -> Found | None:
@@ -115,7 +122,8 @@ RULES = (
     Rule(
         "reward_at_cost",
         "One reward rises at the cost of another",
-        "of two functions' `rewards/<function>/mean` one rises and one falls beyond chance",
+        "of two functions' `rewards/<function>/mean` one rises beyond chance and one falls so, by "
+        "more than a tenth",
         "The sum of rewards is trained: what is cheap to earn displaces what is dear.",
         "`reward_weights`",
         _one_at_the_cost,

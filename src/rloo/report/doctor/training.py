@@ -203,8 +203,8 @@ RULES = (
     Rule(
         "mismatch",
         "The sampler is not the policy that is trained",
-        "`mismatch/mean` above its band, or above 0.02 and a tenth of `entropy` at the start, where "
-        "the weights are not stale",
+        "`mismatch/mean` above its band, or above 0.02 and a tenth of `entropy` at the start, "
+        "where the weights are not stale",
         "The gradient is that of another distribution; small differences multiply over a "
         "completion.",
         "`rollout_dtype float32`",
