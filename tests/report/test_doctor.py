@@ -317,6 +317,14 @@ def test_what_voids_a_run_is_never_praised(case):
         assert "So this is no progress: pass@1 was 20.0 % [10.0, 30.0] before and 90.0 %" in text
 
 
+def test_what_voids_a_run_is_what_leaves_nothing_to_praise():
+    assert {rule.name for rule in RULES if rule.voids} == {
+        "rewards_missing", "rewards_zero", "rewards_equal", "groups_flat", "nothing_trained",
+        "learning_rate_high", "kl_explosion", "collapse", "gibberish", "empty", "same_text",
+        "hacking", "reward_at_cost", "only_form",
+    }  # fmt: skip
+
+
 def test_the_headline_fits_the_kind_of_reward():
     accuracy = {"pass@1": 0.1, "pass@1_interval": [0, 0.2], "reward": 0.1}
     assert headline(accuracy, accuracy) == "pass@1"
