@@ -77,6 +77,7 @@ def sick() -> list[Case]:
         Case("rate-0.1-no-kl", ("learning_rate_high",),
             options={"learning_rate": 0.1, "beta": 0.0}),
         Case("longer", ("gibberish", "length_explosion"), [r.longer], long),
+        Case("judged", ("hacking",), [r.longer], {"eval_reward": [TASK], "max_steps": 16}),
         Case("shorter", ("empty",), [r.shorter], {"max_steps": 30, "learning_rate": 1e-3}),
         Case("semicolons", ("gibberish", "length_explosion"), [r.semicolons],
             {"max_steps": 30, "learning_rate": 1e-3}),

@@ -129,7 +129,7 @@ class Finding:
     @property
     def line(self) -> str:
         """It in one line, for an alarm."""
-        return f"{self.title}: {self.evidence}. {self.change}"
+        return f"{self.title}: {self.evidence}. Change: {self.change}."
 
 
 def mean(rows: Sequence[Row], name: str) -> float:

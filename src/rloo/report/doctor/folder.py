@@ -81,8 +81,7 @@ def closing(findings: Sequence[Finding], folder: str) -> Iterator[str]:
     """Findings as lines under a verdict, which begins with the first one that voids a run."""
     void = next((finding for finding in findings if finding.voids), None)
     for finding in findings:
-        seen = "" if finding is void else f"{finding.title}: {finding.evidence}. "
-        yield f"{seen}Change: {finding.change}."
+        yield f"Change: {finding.change}." if finding is void else finding.line
     if findings:
         yield f"More about it: rloo doctor {folder}"
 
