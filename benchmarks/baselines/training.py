@@ -21,7 +21,7 @@ from benchmarks.baselines.arms import Job, Task
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.sharing import Judge
 from rloo.data.prompts import PromptSource
-from rloo.report.monitor import versions
+from rloo.report.records import versions
 from rloo.run.evaluate import evaluate, settings_of
 from rloo.run.setup import make_source, prompt_limit
 from rloo.types import Prompt

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {
         "train": _train, "plan": _plan, "eval": _evaluate, "config": _config, "merge": _merge,
         "check-estimator": _check_estimator, "vllm-serve": _serve, "report": _report,
+        "doctor": _doctor,
     }  # fmt: skip
     if not given or given[0] in ("-h", "--help", "help"):
         print(overview(), end="")
@@ -137,6 +138,24 @@ def _plan(arguments: list[str], signals: Stop) -> int:
         from rloo.run.plan import make_plan, print_plan
 
     print_plan(make_plan(config))
+    return 0
+
+
+def _doctor(arguments: list[str], signals: Stop) -> int:
+    words = [a for a in arguments if a[:1] != "-" and "=" not in a]
+    if len(arguments) == len(words) == 1 and not words[0].endswith((".yaml", ".yml")):
+        from rloo.report.doctor.folder import report
+
+        for line in report(Path(words[0])):
+            print(line)
+        return 0
+    config = parse_command_line(_with_embedded(arguments))
+    check_alone("doctor")
+    with signals.ending():
+        from rloo.run.doctor import examine
+
+    for line in examine(config, tuple(arguments)):
+        print(line)
     return 0
 
 

@@ -1,6 +1,7 @@
 """docs/metrics.md names every metric that is logged, and no other."""
 
 import json
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -98,8 +99,10 @@ def test_the_page_has_every_metric_that_is_logged_and_no_other(tmp_path):
         "eval_on_start": True,
         "eval_pass_k": [1, 2],
         "reward_on_error": "missing",
+        "eval_reward": ["length(target_max=3)"],
     }
-    names = logged(tmp_path / "a", [Normalized(score), count_words], "qwen3_moe", **everything)
+    rewards = [Normalized(score), count_words, lambda completions: [math.nan] * len(completions)]
+    names = logged(tmp_path / "a", rewards, "qwen3_moe", **everything)
     names |= logged(tmp_path / "b", lambda completions: [1.0] * len(completions), "qwen3", beta=0.0)
     assert {n for n in names if not any(p.fullmatch(n) for p in documented().values())} == set()
     unseen = {n for n, p in documented().items() if not any(map(p.fullmatch, names))}

@@ -17,10 +17,11 @@ from rloo.config.config import RLOOConfig
 from rloo.config.presets import PRESETS, objective_line
 from rloo.report import console
 from rloo.report import screen as screen_module
+from rloo.report.comparison import direction
 from rloo.report.figures import figures
-from rloo.report.monitor import Monitor, versions
-from rloo.report.records import strict
-from rloo.report.verdict import direction, verdict
+from rloo.report.monitor import Monitor
+from rloo.report.records import strict, versions
+from rloo.report.verdict import verdict
 from rloo.run.evaluate import flatten
 from rloo.types import Completion, Group, Prompt
 
@@ -176,16 +177,16 @@ def test_progress_states_the_change_since_the_start_with_its_error(tmp_path):
     watcher, screen = make_monitor(tmp_path, logging_steps=1)
     for step, reward in enumerate([0.2, 0.4, 0.6], start=1):
         watcher.step(step, make_metrics(reward))
-    # mean of all three 0.4, error sqrt(3) * 0.03 / 3; change 0.5 - 0.2,
-    # error sqrt(0.03^2 + 2 * 0.03^2 / 4)
+    # mean of all three 0.4, error sqrt(3) * 0.03 / 3; the last third less the
+    # first one: 0.6 - 0.2, error sqrt(2 * 0.03^2)
     line = shown(screen).splitlines()[-1]
     assert line.startswith("step 3/5  2 s a step  4 s left  until ")
-    assert "  reward 0.400 ± 0.017  +0.300 ± 0.037 since the start | signal in 75 %" in line
+    assert "  reward 0.400 ± 0.017  +0.400 ± 0.042 since the start | signal in 75 %" in line
     assert line.endswith(" | means of 3 steps")
 
 
 def test_progress_averages_over_the_last_eight_steps():
-    rows = [make_metrics(0.0, 0.0)] + [make_metrics(5.0, 0.0)] * 3 + [make_metrics(1.0, 0.0)] * 8
+    rows = [make_metrics(0.0, 0.0)] * 4 + [make_metrics(1.0, 0.0)] * 8
     told = figures(12, 12, scored=rows, recent=rows[-8:])
     assert told.progress == ["step 12/12", "2 s a step"]
     assert told.reward == ["reward 1.000 ± 0.000", "+1.000 ± 0.000 since the start"]
@@ -295,8 +296,8 @@ def test_resuming_drops_later_steps_and_the_torn_line(tmp_path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["reward"]) for row in rows] == [(1, 0.1), (2, 0.2), (3, 0.9)]
     assert resumed.notes == ["metrics.jsonl: 1 unreadable line dropped"]
-    # step 1 of the first process is still the start: (0.2 + 0.9) / 2 - 0.1
-    assert "+0.450" in shown(screen)
+    # step 1 of the first process is still the start: 0.9 - 0.1
+    assert "+0.800" in shown(screen)
 
 
 def test_some_completions_of_every_rollout_are_recorded_from_different_prompts(tmp_path):
@@ -445,9 +446,9 @@ def make_training(before, after, **drift):
 def test_without_evaluation_the_verdict_judges_training_reward_and_says_so():
     rose = make_summary(training=make_training((0.2, 0.01), (0.3, 0.01)))
     assert verdict(rose) == (
-        "The training reward rose from 0.200 ± 0.010 to 0.300 ± 0.010 (first and last 4 steps) in "
-        "1 min 52 s. The difference is larger than chance explains. There was no evaluation before "
-        "and after training."
+        "The training reward rose from 0.200 ± 0.010 to 0.300 ± 0.010 (first and last 4 rollouts) "
+        "in 1 min 52 s. The difference is larger than chance explains. There was no evaluation "
+        "before and after training."
     )
     same = make_summary(training=make_training((0.2, 0.05), (0.3, 0.05)))
     assert "shows no change beyond chance" in verdict(same)

@@ -33,6 +33,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "normalize_reward": "normalize_advantages", "normalize_advantage": "normalize_advantages",
     },
     "TRL, ms-swift": {"reward_funcs": "reward"},
+    "the trainer's argument": {"eval_reward_funcs": "eval_reward"},
     "TRL": {
         "model_name_or_path": "model", "reward_model_name_or_path": "reward",
         "dataset_name": "dataset", "dataset_train_split": "dataset_split",

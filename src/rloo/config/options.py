@@ -320,6 +320,9 @@ class Options:
         "Evaluation's `top_k`; null takes that of training.")
     eval_max_completion_length: int | None = EVALUATION.own(None,
         "Longest completion in evaluation, in tokens; null takes `max_completion_length`.")
+    eval_reward: list[str | dict[str, Any]] = EVALUATION.own([],
+        "Rewards that only judge: measured in evaluations, with how often they find completions "
+        "better than those of the starting policy, and never trained.")
     eval_pass_k: list[int] = EVALUATION.own([1], "Values of k for which evaluation reports pass@k.")
     pass_threshold: float = EVALUATION.own(1.0,
         "A completion passes if its first reward is at least this.")

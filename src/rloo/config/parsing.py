@@ -17,7 +17,7 @@ from rloo.config.recipes import read_recipe, refuse_other
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 # Options whose value may be a file's function, and those that may be a file or folder.
-FUNCTION_OPTIONS = ("reward", "estimator")
+FUNCTION_OPTIONS = ("reward", "eval_reward", "estimator")
 YAML_SUFFIXES = (".yaml", ".yml")
 PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", *FUNCTION_OPTIONS)
 
@@ -99,7 +99,9 @@ def _beside(path: str, name: str, value: Any) -> Any:
         return {**value, "name": _beside(path, name, value["name"])}
     if not isinstance(value, str):
         return value
-    is_model = name == "reward" and "/" in value and ":" not in value  # a reward model's folder
+    is_model = (
+        name in ("reward", "eval_reward") and "/" in value and ":" not in value
+    )  # a reward model's folder
     is_path = is_model or name not in FUNCTION_OPTIONS
     file, colon, function = (value, "", "") if is_path else value.rpartition(":")
     candidate = os.path.join(os.path.dirname(path), file)

@@ -52,6 +52,13 @@ COMMANDS = {
         ("rloo merge runs/lora merged", "rloo merge runs/lora merged --save_dtype bfloat16"),
         takes_options=False,
     ),
+    "doctor": Command(
+        "FOLDER | [config.yaml] [--option value ...]",
+        "say what is wrong with a run, from its folder, or with a configuration before it is run, "
+        "and what to change",
+        ("rloo doctor runs/gsm8k", "rloo doctor examples/gsm8k.yaml"),
+        takes_options=False,
+    ),
     "report": Command(
         "FOLDER [FOLDER ...] [--follow]",
         "write report.html of a run's folder, or of several to compare them; with --follow serve "

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -205,6 +205,12 @@ class PromptSource:
     def all_prompts(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` prompts in the order of the dataset; the cursor stays where it is."""
         return [self._prompt(number) for number in self._numbers[:limit]]
+
+    def shared_with(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Those of `prompts`, without images, whose tokens are those of a prompt here."""
+        theirs = {tuple(p.token_ids): p for p in prompts if p.pixels is None}
+        found = {ids for number in self._numbers if (ids := tuple(self._tokens[number])) in theirs}
+        return [p for p in prompts if p.pixels is None and tuple(p.token_ids) in found]
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor's position and a fingerprint of its prompts, as plain JSON values."""

@@ -10,7 +10,6 @@ import re
 import time
 import unicodedata
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 from rich.cells import cell_len
@@ -20,10 +19,6 @@ from rich.text import Text as RichText
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.config.presets import objective_line
-from rloo.report.metrics import deviation
-
-# The number of steps over which the progress line and the verdict average.
-WINDOW = 8
 
 Row = Mapping[str, float]
 
@@ -88,33 +83,18 @@ def _describe(value: Any) -> str:
     return str(value)
 
 
-def mean_reward(rows: Sequence[Row]) -> tuple[float, float]:
-    """Mean reward of the rows and its standard error, taking steps as independent; if one has no
-    error of its own (one prompt), from the spread over steps. NaN if unknown."""
-    known = [row for row in rows if math.isfinite(row.get("reward", math.nan))]
-    if not known:
-        return math.nan, math.nan
-    rewards = [row["reward"] for row in known]
-    errors = [row.get("reward/standard_error", math.nan) for row in known]
-    error = math.sqrt(math.fsum(e * e for e in errors)) / len(known)
-    if not math.isfinite(error):
-        error = deviation(rewards) / math.sqrt(len(known))
-    return fmean(rewards), error
-
-
 def evaluation_phrases(metrics: Mapping[str, Any]) -> list[str]:
-    """pass@k with 95 % intervals, mean reward, length, and the sample size. Where the reward grades
-    (`is_graded`), its mean comes first."""
+    """pass@k with 95 % intervals, unless the reward grades (`is_graded`), mean reward, length, and
+    the sample size."""
     parts = [
         f"{name.replace('_', ' ')} {percent(value, metrics.get(f'{name}_interval'))}"
         for name, value in metrics.items()
-        if name.startswith("pass@") and not name.endswith("_interval")
+        if name.startswith("pass@") and not name.endswith("_interval") and not is_graded(metrics)
     ]
     reward = metrics.get("reward", math.nan)
     if math.isfinite(reward):
         error = metrics.get("reward/standard_error", math.nan)
-        place = 0 if is_graded(metrics) else len(parts)
-        parts.insert(place, f"reward {plus_minus(reward, error)}")
+        parts.append(f"reward {plus_minus(reward, error)}")
     if "completions/mean_length" in metrics:
         parts.append(f"length {metrics['completions/mean_length']:.3g}")
     if "num_prompts" in metrics:
@@ -127,21 +107,8 @@ def evaluation_phrases(metrics: Mapping[str, Any]) -> list[str]:
 
 def is_graded(metrics: Mapping[str, Any]) -> bool:
     """Whether the first reward function grades, as a reward model does, rather than lets pass or
-    fail: then pass@k says little, and the mean reward is the figure. Values from 0 to 1 have the
-    variance mean * (1 - mean) if and only if all are 0 or 1; those of 1 and -1 have 1 - mean^2."""
-    name = next((n for n in metrics if FUNCTION_MEAN.fullmatch(n)), "")
-    mean = metrics.get(name, math.nan)
-    spread = metrics.get(name.removesuffix("mean") + "std", math.nan)
-    number = metrics.get("num_prompts", 0) * metrics.get("num_samples", 1)
-    number -= metrics.get("reward/unscored", 0)
-    if not (math.isfinite(mean) and math.isfinite(spread)) or number < 2:
-        return False
-    variance = spread**2 * (number - 1) / number
-    # A hundredth: some completions that this function alone left unscored.
-    return not any(
-        math.isclose(variance, expected, rel_tol=0.01, abs_tol=1e-9)
-        for expected in (mean * (1 - mean), 1 - mean * mean)
-    )
+    fail: then pass@k says nothing, and the mean reward is the figure."""
+    return metrics.get("reward_kind") == "graded"
 
 
 def held_out(metrics: Mapping[str, Any]) -> tuple[str, float, str]:

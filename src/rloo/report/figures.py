@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from rloo.report.comparison import WINDOW, mean_reward, sides
 from rloo.report.console import (
     FUNCTION_MEAN,
-    WINDOW,
     Row,
     clock,
     counted,
     duration,
-    mean_reward,
     plus_minus,
 )
 
@@ -69,8 +68,7 @@ def figures(
         progress += [f"{duration(left)} left", f"until {clock(left)}"] if step < max_steps else []
     reward = [f"reward {plus_minus(*mean_reward(scored[-WINDOW:]))}"]
     if len(scored) > 1:
-        first, first_error = mean_reward(scored[:1])
-        now, error = mean_reward(scored[max(1, len(scored) - WINDOW) :])
+        (first, first_error), (now, error) = map(mean_reward, sides(scored))
         change = plus_minus(now - first, math.hypot(error, first_error), signed=True)
         reward.append(f"{change} since the start")
     names = dict.fromkeys(n for row in recent for n in row if FUNCTION_MEAN.fullmatch(n))

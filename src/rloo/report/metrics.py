@@ -84,6 +84,35 @@ def deviation(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
+def interval(values: Sequence[float]) -> list[float]:
+    """95 % confidence interval of the mean of per-prompt values in [0, 1]: Wilson's, but for the
+    number of Bernoulli draws of the same variance, not of prompts, so that it also suits means over
+    several samples and stays within [0, 1]."""
+    n, mean = len(values), fmean(values)
+    variance = deviation(values) ** 2 if n > 1 else 0.0
+    if variance > 0:
+        n = max(n, round(mean * (1 - mean) / (variance / n)))
+    centre = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z / (1 + Z * Z / n) * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n))
+    # Rounding must not place the mean outside its own interval.
+    return [max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))]
+
+
+def mean_intervals(groups: Sequence[Group]) -> dict[str, list[float]]:
+    """95 % intervals of the mean reward and of each function's mean, over the prompts."""
+    values = {"reward": [g.rewards for g in groups]}
+    for name in groups[0].scores:
+        values[f"rewards/{name}/mean"] = [g.scores[name] for g in groups]
+    found = {}
+    for name, by_prompt in values.items():
+        known = [[v for v in some if v is not None] for some in by_prompt]
+        error, flat = standard_error(known), [v for some in known for v in some]
+        if math.isfinite(error):
+            centre = fmean(flat)
+            found[f"{name}_interval"] = [centre - Z * error, centre + Z * error]
+    return found
+
+
 def window_mean(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each metric over several steps, ignoring NaN."""
     names = dict.fromkeys(name for line in lines for name in line)

@@ -10,8 +10,7 @@ from typing import Any
 from rloo.config.presets import objective_line
 from rloo.model.policy import Policy
 from rloo.report.console import percent
-from rloo.report.monitor import EVALUATIONS, versions
-from rloo.report.records import write_text
+from rloo.report.records import EVALUATIONS, versions, write_text
 
 FILE = "README.md"
 # Distinguishes our card from a file written by the user or another library.

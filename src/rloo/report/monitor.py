@@ -8,10 +8,9 @@ loop reads. What is shown where is in `screen.py`, the text of the lines in `con
 from __future__ import annotations
 
 import math
-import platform
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
+from dataclasses import asdict
 from numbers import Real
 from pathlib import Path
 from statistics import fmean
@@ -19,35 +18,37 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rloo import __version__
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.vllm_options import tolerance_of
-from rloo.data.images import images_of, save_images, without_images
 from rloo.report import console as view
+from rloo.report.comparison import WINDOW
+from rloo.report.doctor.folder import closing, findings_of
+from rloo.report.doctor.rules import Watch
 from rloo.report.metrics import window_mean
 from rloo.report.page import PAGE, write_page
-from rloo.report.records import Journal, write_json
-from rloo.report.samples import completions_table, spread
+from rloo.report.records import (
+    ALARMS,
+    COMPLETIONS,
+    EVALUATIONS,
+    GROUPS,
+    METRICS,
+    SUMMARY,
+    Journal,
+    write_json,
+)
+from rloo.report.samples import completions_table, record_of, spread
 from rloo.report.screen import Screen
 from rloo.report.tables import log_tables, warn_of_unscored
-from rloo.report.verdict import verdict
+from rloo.report.verdict import DRIFTS, REWARD, is_of_function, training_of, verdict
 from rloo.types import Group
 
 if TYPE_CHECKING:
     from rloo.report.callbacks import Events
 
-METRICS = "metrics.jsonl"
-COMPLETIONS = "completions.jsonl"
-EVALUATIONS = "evaluations.jsonl"
-GROUPS = "groups.jsonl"
-SUMMARY = "summary.json"
-
 NUM_RECORDED_COMPLETIONS = 4
 # Intervals into which the rollouts are divided at which groups are recorded whole.
 MOMENTS = 8
-REWARD = ("reward", "reward/standard_error")
-DRIFTS = ("kl", "entropy", "completions/mean_length", "groups/signal")
 # Metrics that are logged as the last value of a window, not as its mean.
 LAST_VALUE = ("num_tokens", "learning_rate", "grad_norm")
 
@@ -75,10 +76,11 @@ class Monitor:
         self.last_groups: Sequence[Group] = ()
         self._silent = silent
         self._screen = Screen(console, max_steps=max_steps, silent=silent)
-        self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS))
+        self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS))
+        self._watch = Watch(config.to_dict())
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []
-        self._recent: deque[Mapping[str, float]] = deque(maxlen=view.WINDOW)
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self._refused_steps = 0
         self._told_of_unscored = self._told_of_mismatch = self._warned_of_unscored = False
         self._last_table = 0
@@ -139,6 +141,7 @@ class Monitor:
             METRICS: lambda row: row["step"] <= step,
             COMPLETIONS: lambda row: row["step"] <= step,
             GROUPS: lambda row: row["step"] <= step,
+            ALARMS: lambda row: row["step"] <= step,
             # The best one is evaluated again at the end of the run.
             EVALUATIONS: lambda row: row["step"] <= evaluated_at and row["name"] != "best",
         }
@@ -154,6 +157,10 @@ class Monitor:
             if name == EVALUATIONS:
                 for metrics in whole:
                     self._screen.evaluated(metrics["step"], metrics, metrics.get("dataset", ""))
+            if name == COMPLETIONS:
+                self._watch.add_completions(rows)
+            if name == ALARMS:
+                self._watch.told |= {row["finding"]["name"] for row in rows}
             if unreadable:
                 self.note(f"{name}: {view.counted(unreadable, 'unreadable line')} dropped")
 
@@ -178,21 +185,33 @@ class Monitor:
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
             self._told_of_unscored = True
             self.note(
-                f"in step {step} every reward function returned None for {unscored:.0f} "
-                f"completions, which {self._of_unscored()}; later ones are counted in "
-                "reward/unscored"
+                f"in step {step} every reward function returned {_none(metrics)} for "
+                f"{unscored:.0f} completions, which {self._of_unscored()}; later ones are counted "
+                "in reward/unscored"
             )
         self._tell_of_mismatch(step, metrics)
         self._remember(step, metrics)
+        self._alarm(step)
         if not self.config.disable_tqdm:
             first = step == 1 and self.config.logging_first_step
             due = first or step == self.max_steps or self._log_between(step - 1, step)
             self._screen.step(step, scored=self._scored, recent=list(self._recent), due=due)
 
+    def examine(self, facts: Mapping[str, Any]) -> None:
+        """Tell what is wrong by what is known before the first step (see `rloo.run.facts`)."""
+        self._watch.facts = facts
+        self._alarm(0)
+
+    def _alarm(self, step: int) -> None:
+        """Tell what has been found wrong since, and record it."""
+        for finding in () if self._silent else self._watch.news():
+            self._screen.alarm(finding.line)
+            self._record(ALARMS, [{"step": step, "finding": asdict(finding)}])
+
     def completions(self, step: int, groups: Sequence[Group]) -> None:
         """Record some completions of a rollout; with `log_completions`, at every log, record all
-        and print some. Above a view one is printed at
-        first, and then at logs, every few steps."""
+        and print some. Above a view one is printed at first, and then at logs, every few
+        steps."""
         self.last_groups = groups
         if self._silent:
             return
@@ -200,7 +219,10 @@ class Monitor:
         first = self.config.logging_first_step and self._last_table == 0
         due = self.config.log_completions and (first or self._log_between(self._last_table, step))
         chosen = list(spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
-        self._record(COMPLETIONS, [self._completion(step, *item) for item in chosen])
+        images = self.output_dir if self.config.log_multimodal else None
+        rows = [record_of(step, *item, images=images) for item in chosen]
+        self._record(COMPLETIONS, rows)
+        self._watch.add_completions(rows)
         if due:
             self._last_table = step
             table = completions_table(
@@ -223,22 +245,6 @@ class Monitor:
         if not self._silent and (here > before or self._last_table == step):
             self._record(GROUPS, [{"step": step, **row} for row in detailed()])
 
-    def _completion(self, step: int, group: Group, index: int) -> dict[str, Any]:
-        content = group.prompt.content
-        record: dict[str, Any] = {
-            "step": step,
-            "prompt_id": group.prompt.id,
-            "prompt": without_images(content),
-            "completion": group.texts[index],
-            "reward": group.rewards[index],
-            "scores": {name: values[index] for name, values in group.scores.items()},
-            "finish": group.completions[index].finish,
-            "extras": {name: values[index] for name, values in group.extras.items()},
-        }
-        if self.config.log_multimodal and images_of(content):
-            record["images"] = save_images(content, self.output_dir)
-        return record
-
     def evaluation(
         self, step: int, name: str, metrics: Mapping[str, Any], *, dataset: str = ""
     ) -> None:
@@ -259,18 +265,21 @@ class Monitor:
         refused_steps, training (averages of the first and last steps) and the verdict.
         """
         self._screen.stop()
+        findings = [] if self._silent else findings_of(self.output_dir, self.config)
         whole = {
             **summary,
             "max_steps": self.max_steps,
             "notes": self.notes,
             "refused_steps": self._refused_steps,
-            "training": self._compare_training(),
+            "training": training_of(self._scored),
+            "findings": [asdict(finding) for finding in findings],
         }
         whole["verdict"] = verdict(whole)
+        advice = closing(findings, self.config.output_dir)
         if not self._silent:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             write_json(self.output_dir / SUMMARY, whole)
-        for line in ("", *whole["verdict"].split("\n")):
+        for line in ("", *whole["verdict"].split("\n"), *advice):
             self._screen.say(line, "bold", prose=True)
         if not self._silent:
             self._write_page()
@@ -295,6 +304,7 @@ class Monitor:
 
     def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
         self._screen.remember(step, metrics)
+        self._watch.add({"step": step, **metrics})
         self._recent.append(metrics)
         epoch = int(metrics.get("epoch", 0))
         self._epoch, self._epoch_ended = epoch, epoch > self._epoch
@@ -302,18 +312,8 @@ class Monitor:
         loss = metrics.get("loss", 0.0)
         self._losses += [loss] if math.isfinite(loss) else []
         if "reward" in metrics:  # only in the first step on a rollout
-            self._scored.append({n: metrics[n] for n in REWARD + DRIFTS if n in metrics})
-
-    def _compare_training(self) -> dict[str, Any] | None:
-        size = min(view.WINDOW, len(self._scored) // 2)
-        if size == 0:
-            return None
-        first, last = (
-            {"reward": list(view.mean_reward(rows))}
-            | {name: mean for name, mean in window_mean(rows).items() if name in DRIFTS}
-            for rows in (self._scored[:size], self._scored[-size:])
-        )
-        return {"num_steps": size, "start": first, "end": last}
+            kept = {n: v for n, v in metrics.items() if n in REWARD + DRIFTS or is_of_function(n)}
+            self._scored.append(kept)
 
     def _log_between(self, last: int, step: int) -> bool:
         """Whether one of the steps `last` + 1 to `step` is logged."""
@@ -385,12 +385,10 @@ class Monitor:
         self._events.send("on_log", logs=finite)
 
 
+def _none(metrics: Mapping[str, float]) -> str:
+    return "NaN or None" if any(name.endswith("/nan") for name in metrics) else "None"
+
+
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics that are plain numbers, as loggers require; intervals are left out."""
     return {name: value for name, value in metrics.items() if isinstance(value, Real)}
-
-
-def versions() -> dict[str, str]:
-    """The versions of the libraries that determine a result."""
-    libraries = {name: version(name) for name in ("torch", "transformers")}
-    return {"python": platform.python_version(), **libraries, "rloo": __version__}

@@ -6,12 +6,24 @@ import errno
 import json
 import math
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from rloo import __version__
 from rloo.dist.folders import sync
+
+METRICS = "metrics.jsonl"
+COMPLETIONS = "completions.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+GROUPS = "groups.jsonl"
+ALARMS = "alarms.jsonl"
+SUMMARY = "summary.json"
+# What the starting policy said on evaluation prompts, where something is to compare with it.
+START = "start_completions.json"
 
 
 def strict(value: Any) -> Any:
@@ -105,3 +117,9 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync(path.parent)
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that determine a result."""
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    return {"python": platform.python_version(), **libraries, "rloo": __version__}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text as RichText
 
+from rloo.data.images import images_of, save_images, without_images
 from rloo.report.console import inert, shorten
 from rloo.types import Group, Text
 
@@ -86,3 +88,22 @@ def _content(message: Mapping[str, Any]) -> str:
 
 def _score(value: float | None) -> str:
     return "none" if value is None else f"{value:.3g}"
+
+
+def record_of(step: int, group: Group, index: int, *, images: Path | None) -> dict[str, Any]:
+    """A completion as completions.jsonl has it. Images are saved to the folder `images`, None for
+    not at all."""
+    content = group.prompt.content
+    record: dict[str, Any] = {
+        "step": step,
+        "prompt_id": group.prompt.id,
+        "prompt": without_images(content),
+        "completion": group.texts[index],
+        "reward": group.rewards[index],
+        "scores": {name: values[index] for name, values in group.scores.items()},
+        "finish": group.completions[index].finish,
+        "extras": {name: values[index] for name, values in group.extras.items()},
+    }
+    if images is not None and images_of(content):
+        record["images"] = save_images(content, images)
+    return record

@@ -152,6 +152,13 @@ def read_rewards(result: Any, name: str, count: int) -> list[float | None]:
     return [_read_reward(value, name, row) for row, value in enumerate(result)]
 
 
+def share_of_nan(result: Any) -> float:
+    """The share of what a reward function returned that is NaN, and so no reward."""
+    values = [_unwrap(value) for value in result]
+    numbers_of = [value for value in values if isinstance(value, numbers.Real)]
+    return sum(value != value for value in numbers_of) / max(1, len(values))
+
+
 def _read_reward(value: Any, name: str, row: int) -> float | None:
     number = _unwrap(value)
     if number is None:

@@ -195,6 +195,8 @@ class RewardSet:
                 logs[name] = Log()
             if self.on_error == "missing":
                 logs[name].log_metric(f"rewards/{name}/failed", failed)
+            if not failed and (share := calling.share_of_nan(results[name])):
+                logs[name].log_metric(f"rewards/{name}/nan", share)
             by_function[name] = None if failed else rewards
         return Raw(count, by_function, logs)
 

@@ -21,8 +21,10 @@ from rloo.config.config import RLOOConfig
 from rloo.engines.noise import noise_key
 from rloo.model.policy import Policy
 from rloo.model.state import capture_rng, restore_rng
-from rloo.report.metrics import Z, deviation, rollout_metrics
+from rloo.report.metrics import interval, mean_intervals, rollout_metrics
+from rloo.report.verdict import GRADED
 from rloo.rewards import RewardSet
+from rloo.run.judging import Judging
 from rloo.run.setup import make_sampling
 from rloo.types import Engine, Group, Prompt, Sampling
 
@@ -55,8 +57,8 @@ def evaluate(
     engine: Engine, prompts: Sequence[Prompt], judge: Judge, settings: Settings
 ) -> tuple[dict[str, Any], list[Group]]:
     """Sampled and greedy accuracy, pass@k, mean reward and lengths; and the sampled groups.
-    `*_interval` are 95 % intervals over the prompts. Raises ValueError for a k larger than the
-    number of samples."""
+    `*_interval` are 95 % intervals over the prompts; `reward_kind` tells whether the first reward
+    is 0 or 1, or `graded`. Raises ValueError for a k larger than the number of samples."""
     num_samples, threshold = settings.num_samples, settings.pass_threshold
     if (most := max(settings.pass_k)) > num_samples:
         raise ValueError(
@@ -78,7 +80,15 @@ def evaluate(
     report: dict[str, Any] = {"num_prompts": len(prompts), "num_samples": num_samples}
     for name, chances in passes.items():
         report |= {name: fmean(chances), f"{name}_interval": interval(chances)}
-    return report | rollout_metrics(groups) | logged, groups
+    report["reward_kind"] = _kind(groups, threshold)
+    return report | rollout_metrics(groups) | mean_intervals(groups) | logged, groups
+
+
+def _kind(groups: Sequence[Group], threshold: float) -> str:
+    """What pass@k can be made of: a reward of 0 and 1, or one with a threshold of its own."""
+    first = [score for g in groups for score in next(iter(g.scores.values()))]
+    binary = all(score in (0.0, 1.0, None) for score in first)
+    return "0 or 1" if binary or threshold != 1.0 else GRADED
 
 
 def pass_at_k(num_passed: int, num_samples: int, k: int) -> float:
@@ -86,20 +96,6 @@ def pass_at_k(num_passed: int, num_samples: int, k: int) -> float:
     the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1)."""
     failed = num_samples - num_passed
     return 1.0 - math.comb(failed, k) / math.comb(num_samples, k)
-
-
-def interval(values: Sequence[float]) -> list[float]:
-    """95 % confidence interval of the mean of per-prompt values in [0, 1]: Wilson's, but for the
-    number of Bernoulli draws of the same variance, not of prompts, so that it also suits means over
-    several samples and stays within [0, 1]."""
-    n, mean = len(values), fmean(values)
-    variance = deviation(values) ** 2 if n > 1 else 0.0
-    if variance > 0:
-        n = max(n, round(mean * (1 - mean) / (variance / n)))
-    centre = (mean + Z * Z / (2 * n)) / (1 + Z * Z / n)
-    half = Z / (1 + Z * Z / n) * math.sqrt(mean * (1 - mean) / n + Z * Z / (4 * n * n))
-    # Rounding must not place the mean outside its own interval.
-    return [max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))]
 
 
 def _passed(group: Group, threshold: float) -> int:
@@ -120,6 +116,7 @@ class Evaluator:
     engine: Engine
     rewards: RewardSet
     state: TrainerState
+    judging: Judging
 
     def measure(self, sets: Sets) -> Results:
         """The metrics of each set; see `evaluate`."""
@@ -132,6 +129,8 @@ class Evaluator:
             for name, prompts in sets.items():
                 results[name], groups = evaluate(self.engine, prompts, judge, settings)
                 results[name]["loss"] = loss_of(groups)
+                step = self.state.global_step
+                results[name] |= self.judging.measure(name, groups, judge, step)
         finally:
             restore_rng(generators)
         return results

@@ -15,9 +15,17 @@ from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
 from rloo.dist import World
 from rloo.dist.folders import discard, sync
-from rloo.report.monitor import COMPLETIONS, EVALUATIONS, GROUPS, METRICS, SUMMARY
 from rloo.report.page import PAGE
 from rloo.report.profiling import REPORT, TRACE
+from rloo.report.records import (
+    ALARMS,
+    COMPLETIONS,
+    EVALUATIONS,
+    GROUPS,
+    METRICS,
+    START,
+    SUMMARY,
+)
 from rloo.run.checkpoint import (
     MANIFEST,
     find_checkpoint,
@@ -33,7 +41,7 @@ from rloo.run.resume import changed_options
 CONFIG = "config.yaml"
 MARK = "# The options of this run, as they were resolved; `rloo train` reads them.\n"
 RUN_FILES = (
-    METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, GROUPS, CONFIG, PAGE,
+    METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS, START, CONFIG, PAGE,
     f"profile/{TRACE}", f"profile/{REPORT}",
 )  # fmt: skip
 LOGS = "logs"

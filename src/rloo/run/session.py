@@ -22,11 +22,11 @@ from rloo.model.memory import process_peaks
 from rloo.model.policy import describe_parameters
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
 from rloo.report.hub import Hub
-from rloo.report.monitor import SUMMARY, versions
 from rloo.report.profiling import StepProfile
-from rloo.report.records import write_json, write_text
+from rloo.report.records import SUMMARY, versions, write_json, write_text
 from rloo.run.checkpoint import verify_checkpoint
 from rloo.run.evaluate import Evaluator, Results, Sets, is_better
+from rloo.run.facts import facts_of
 from rloo.run.folder import CONFIG, MARK, Start
 from rloo.run.overrides import Owner
 from rloo.run.resume import changed_options, restore
@@ -99,6 +99,7 @@ class Session:
         monitor.start(self._describe(), parts.batches)
         for note in dict.fromkeys((*start.notes, *parts.policy.notes)):
             monitor.note(note)
+        monitor.examine(facts_of(parts, self.sets))
         self._first_step = self._saved_step = state.step
         try:
             with parts.events.of_optimizer():

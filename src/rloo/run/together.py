@@ -14,7 +14,7 @@ from rloo.dist import World
 from rloo.model.division import is_divided
 from rloo.model.policy import Policy
 from rloo.model.state import WeightsApart, digest
-from rloo.report.monitor import versions
+from rloo.report.records import versions
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from rloo.run import again, setup, shown
 from rloo.run.checkpoint import find_checkpoint
 from rloo.run.evaluate import Evaluator, Results, flatten
 from rloo.run.folder import AUTO, claimed_by_main
+from rloo.run.judging import Judging
 from rloo.run.overrides import (
     own_optimizers,
     refuse_assignment,
@@ -56,8 +57,9 @@ class RLOOTrainer(shown.Shown):
     The arguments are those of TRL's RLOOTrainer, in its order. `model` is a hub id, a folder, a
     model with float32 weights or a PeftModel. `reward_funcs` (or `reward_model`) is one reward or a
     list: functions, reward models, built-in names, `module:function` or `file.py:function`.
-    `eval_dataset` may be a dict of named sets. With `peft_config` (a LoraConfig) a new adapter is
-    trained. Raises ValueError for every error that can be found before sampling.
+    `eval_dataset` may be a dict of named sets. `eval_reward_funcs`, rewards or TRL's pairwise
+    judges, only judge in evaluations. With `peft_config` (a LoraConfig) a new adapter is trained.
+    Raises ValueError for every error that can be found before sampling.
     """
 
     optimizer: Any
@@ -91,6 +93,7 @@ class RLOOTrainer(shown.Shown):
         peft_config: Any = None,
         *,
         reward_model: Rewards | None = None,
+        eval_reward_funcs: Rewards | None = None,
     ) -> None:
         refuse_overrides(type(self), _OWN, _SHOWN)  # a class can be changed after it was made
         if reward_funcs is not None and reward_model is not None:
@@ -108,17 +111,16 @@ class RLOOTrainer(shown.Shown):
             chosen_estimator(self.args)
             setup.seed_all(self.args)
             loggers = make_loggers(self.args)
+            given = reward_model if reward_funcs is None else reward_funcs
             self.rewards = setup.make_rewards(
-                reward_model if reward_funcs is None else reward_funcs,
-                self.args,
-                reward_processing_classes,
-                device=self.world.device,
+                given, self.args, reward_processing_classes, device=self.world.device
             )
             self.reward_func_names = self.rewards.names
             self.reward_funcs = shown.functions_of(self.rewards)
             self.reward_processing_classes = shown.processing_classes(
                 self.rewards, reward_processing_classes
             )
+            self.judging = Judging.of(eval_reward_funcs, self.args, self.rewards, self.world)
             self.model, self.processing_class, self.args = obtain_model(
                 model,
                 processing_class,
@@ -309,7 +311,7 @@ class RLOOTrainer(shown.Shown):
         self._folder = Path(self.args.output_dir).absolute()  # a reward may change the current one
         self._make_monitor()
         self.callback_handler = self.events.handler
-        self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state)
+        self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state, self.judging)
         self.hub = Hub(self.args)
         data = self._source and self._source.state_dict()
         require_same_start(self.world, self.args, self.policy, self.rewards.functions, data)
@@ -361,6 +363,7 @@ class RLOOTrainer(shown.Shown):
             self._notes += setup.length_notes(source, where)
             assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
             prompts[name] = source.all_prompts(self.args.eval_size)
+            self.judging.check(prompts[name])
         return prompts
 
     def make_parts(self) -> tuple[Parts, RunState]:
@@ -376,10 +379,9 @@ class RLOOTrainer(shown.Shown):
             args, world, batches, engine, source, self.rewards, sampling, tokenizer, self.state,
             clock,
         )  # fmt: skip
-        stop = Stop(usr1_saves=args.on_sigusr1 == "save")
         parts = Parts(
             args, world, batches, workload, policy, engine, rollouts, self.monitor, events, clock,
-            stop,
+            Stop(usr1_saves=args.on_sigusr1 == "save"),
         )  # fmt: skip
         state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
         return parts, state

@@ -1,0 +1,216 @@
+"""python -m benchmarks.sick [--part fit|judge] [--only TEXT] [--results FILE] [--minutes N]
+
+Makes each run, asks the doctor, and prints what was named right. Goes on where FILE ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.sick.cases import BASE, Case, cases
+
+if TYPE_CHECKING:
+    from rloo.report.doctor.finding import Run
+
+Result = dict[str, Any]
+
+
+def make(case: Case, folder: Path, *, again: bool) -> Result:
+    """Make the run of a case and judge it; `again`: judge the one that is there."""
+    if again and not case.before:
+        return judge(case, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return run(case, folder)
+
+
+def judge(case: Case, folder: Path) -> Result:
+    """What the doctor says of a run, and whether that is right."""
+    from rloo.report.doctor.folder import findings_of, read_run, summary_of
+    from rloo.report.verdict import verdict
+
+    findings = findings_of(folder)
+    summary = summary_of(folder, read_run(folder)) | {"findings": [asdict(f) for f in findings]}
+    said = verdict(summary)
+    named = [finding.name for finding in findings]
+    alarms = _alarms(folder, read_run(folder))
+    return _result(case, named, alarms, said)
+
+
+def _praises(verdict: str) -> bool:
+    return any(" rose " in line and "larger than chance" in line for line in verdict.split("\n"))
+
+
+def _alarms(folder: Path, run: Run) -> list[str]:
+    """What was told before the first step, and what these rules tell of the others."""
+    from rloo.report.doctor.folder import rows_of
+    from rloo.report.doctor.rules import Watch
+    from rloo.report.records import ALARMS
+
+    told = [row["finding"]["name"] for row in rows_of(folder / ALARMS) if row["step"] == 0]
+    watch = Watch(run.config)
+    watch.told |= set(told)
+    for row in run.rows:
+        watch.add(row)
+        told += [finding.name for finding in watch.news()]
+        watch.add_completions([c for c in run.completions if c["step"] == row["step"]])
+    return told
+
+
+def _result(case: Case, named: list[str], alarms: Sequence[str] = (), said: str = "") -> Result:
+    sick = bool(case.wrong)
+    return {
+        "wrong": list(case.wrong),
+        "named": named,
+        "alarms": list(alarms),
+        "right": bool(set(named) & set(case.wrong)) if sick else not named and not alarms,
+        "first": sick and bool(set(named[:1]) & set(case.wrong)),
+        "praised": sick and case.dead and _praises(said),
+        "verdict": said,
+    }
+
+
+def run(case: Case, folder: Path) -> Result:
+    """Make the run of a case in an empty folder."""
+    from rloo import RLOOConfig, RLOOTrainer
+
+    options = {**BASE, "output_dir": str(folder), "seed": case.seed, **case.options}
+    if case.before:
+        return _before(case, options, folder)
+    rewards = [_loaded(reward) for reward in case.reward]
+    if case.dies:
+        rewards = [*rewards[:-1], _dying(rewards[-1])]
+    trainer = RLOOTrainer(reward_funcs=rewards, args=RLOOConfig(**options))
+    if case.hook is not None:
+        case.hook(trainer)
+    with contextlib.suppress(*([Exception] if case.dies else [])):
+        trainer.train()
+    if case.dies:  # as after a SIGKILL
+        (folder / "summary.json").unlink(missing_ok=True)
+    return judge(case, folder)
+
+
+def _loaded(reward: Any) -> Any:
+    from rloo.rewards.load import load_reward
+
+    return load_reward(reward)
+
+
+def _dying(reward: Any, calls: int = 8) -> Any:
+    """A reward that ends the run after so many calls."""
+    left = [calls]
+
+    def dies(completions: list[str], numbers: Any, target: Any, **_: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("as if the machine had been switched off")
+        return reward(completions, numbers=numbers, target=target)
+
+    return dies
+
+
+def _before(case: Case, options: dict[str, Any], folder: Path) -> Result:
+    """Examine a configuration whose prompts hold their answers."""
+    from rloo import RLOOConfig
+    from rloo.data.tasks.countdown import list_attempts, make_problems
+    from rloo.run.doctor import findings_before
+
+    rows = make_problems("train")[case.seed : case.seed + 64]
+    for row in rows:
+        right = next(a for a in list_attempts(row["numbers"]) if a.value == row["target"])
+        row["prompt"] = f"{row['prompt']} {right}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changed = {
+        "dataset": str(path),
+        "eval_split": None,
+        "eval_on_start": False,
+        "reward": ["countdown"],
+    }
+    findings = findings_before(RLOOConfig(**options | changed), folder)
+    named = [finding.name for finding in findings]
+    return _result(case, named)
+
+
+def main() -> int:
+    """Make the runs that the results lack, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=("fit", "judge"), default="judge")
+    parser.add_argument("--only", default="", help="cases whose name has this")
+    parser.add_argument("--results", type=Path, default=Path("sick.jsonl"))
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--keep", type=Path, help="keep the runs' folders here")
+    parser.add_argument("--again", action="store_true", help="judge what --keep has kept")
+    given = parser.parse_args()
+    wanted = [case for case in cases(given.part) if given.only in case.key]
+    done = {row["case"]: row for row in _read(given.results)}
+    until = time.monotonic() + 60 * given.minutes
+    for case in wanted:
+        if case.key in done or time.monotonic() > until:
+            continue
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = (given.keep or Path(temporary)) / case.key
+            if given.again and not folder.exists():
+                continue
+            began, said = time.monotonic(), io.StringIO()
+            try:
+                with contextlib.redirect_stdout(said):
+                    result = make(case, folder, again=given.again)
+            except Exception:  # a case that cannot be made is told, and the others go on
+                traceback.print_exc()
+                continue
+        result |= {"case": case.key, "seconds": round(time.monotonic() - began, 1)}
+        done[case.key] = result
+        with given.results.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(_line(result), flush=True)
+    print(table([done[case.key] for case in wanted if case.key in done]))
+    return 0
+
+
+def table(results: list[Result]) -> str:
+    """Counts of runs that were named right, and of false alarms."""
+    sick = [row for row in results if row["wrong"]]
+    healthy = [row for row in results if not row["wrong"]]
+    others = Counter(name for row in healthy for name in {*row["named"], *row["alarms"]})
+    return "\n".join(
+        [
+            f"| sick runs | {len(sick)} |",
+            f"| named right | {sum(row['right'] for row in sick)} |",
+            f"| named right, and first | {sum(bool(row['first']) for row in sick)} |",
+            f"| praised although dead | {sum(row['praised'] for row in sick)} |",
+            f"| healthy runs | {len(healthy)} |",
+            f"| with a false alarm | {sum(not row['right'] for row in healthy)} |",
+            *(f"| false: {name} | {count} |" for name, count in others.items()),
+        ]
+    )
+
+
+def _read(path: Path) -> list[Result]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _line(row: Result) -> str:
+    mark = "right" if row["right"] else "WRONG"
+    praised = "  PRAISED" if row["praised"] else ""
+    return (
+        f"{mark:6}{row['case']:28} {row['seconds']:5.1f} s  {','.join(row['named'])}  "
+        f"[{','.join(row['alarms'])}]{praised}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

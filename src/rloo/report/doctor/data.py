@@ -1,0 +1,129 @@
+"""What can be wrong before the first step: data, chat template, end tokens. The facts are counted
+in `rloo.run.facts`."""
+
+from __future__ import annotations
+
+from rloo.report.console import percent
+from rloo.report.doctor.finding import Found, Rule, Run, band, excerpts, mean
+
+# Of the prompts tried, the share whose own words earn the reward.
+ANSWERED = 0.1
+# Share of completions that reach the length limit where none can end.
+NEARLY_ALL_CUT = 0.95
+
+
+def many_cut(run: Run) -> bool:
+    """Whether more completions reach the length limit at the end than is healthy."""
+    cut = mean(run.end, "completions/clipped_ratio")
+    return cut > band("completions/clipped_ratio").bounds()[1]
+
+
+def _held_out_trained(run: Run) -> Found | None:
+    for name, (shared, total, example) in run.facts.get("shared_prompts", {}).items():
+        if shared > 0:
+            of = f"the evaluation set {name}" if name else "the evaluation set"
+            return Found(
+                f"{shared:,} of {total:,} prompts of {of} are in the training set, too",
+                "evaluate on a split that is not trained on",
+                {"eval_split": "test"},
+                excerpts([example]),
+            )
+    return None
+
+
+def _answered(run: Run) -> Found | None:
+    tried = run.facts.get("answered_prompts")
+    if tried is None or tried[0] < ANSWERED * tried[1]:
+        return None
+    count, total, example = tried
+    return Found(
+        f"for {count} of {total} prompts their own last words, given as a completion, earn the "
+        "full reward",
+        "take the answer out of the prompt",
+        {"prompt_template": "{question}"},
+        excerpts([example], length=200),
+    )
+
+
+def _missing_eos(run: Run) -> Found | None:
+    if turn := run.facts.get("end_of_turn"):
+        return Found(
+            f"the chat template ends a turn with {turn!r}, which does not end a completion",
+            "let that token end one",
+            {"generation_kwargs": {"eos_token_id": run.facts["end_of_turn_id"]}},
+        )
+    start = mean(run.start, "completions/clipped_ratio")
+    if not start >= NEARLY_ALL_CUT or not many_cut(run):
+        return None
+    limit = int(run.option("max_completion_length", 512))
+    never = all(row.get("completions/clipped_ratio") == 1.0 for row in run.rollouts)
+    return Found(
+        f"{percent(start)} of completions reached {limit} tokens from the first rollout on"
+        + (", and none ever ended by itself" if never else ""),
+        "look at the end of one: if it goes on after the answer, its end token is not among those "
+        "that stop sampling (tokenizer.eos_token, generation_config.eos_token_id); if it is cut in "
+        "the midst of it, allow twice the length",
+        {"max_completion_length": 2 * limit},
+        [repr(text[-80:]) for text in run.texts(last=True)[:2]],
+    )
+
+
+def _chat_template(run: Run) -> Found | None:
+    how = run.facts.get("chat_template")
+    if how == "turn not opened":
+        return Found(
+            "the chat template ends prompts without opening the assistant's turn "
+            "(add_generation_prompt changes nothing)",
+            "give the tokenizer a template that opens it",
+            examples=excerpts([run.facts["prompt"]], length=200),
+        )
+    cut = mean(run.start, "completions/clipped_ratio")
+    if how != "unused" or not cut > band("completions/clipped_ratio").bounds()[1]:
+        return None
+    return Found(
+        "the tokenizer has a chat template and the prompts are plain text, which it is not applied "
+        f"to; {percent(cut)} of completions never end",
+        "make messages of the prompts",
+        {"prompt_template": [{"role": "user", "content": "{prompt}"}]},
+        excerpts([run.facts["prompt"]], length=200),
+    )
+
+
+RULES = (
+    Rule(
+        "held_out_trained",
+        "Held-out prompts are in the training set",
+        "prompts of `eval_dataset` whose tokens are those of a training prompt, before the start",
+        "What is measured on them is memory.",
+        "a split of its own (`eval_split`, `eval_dataset`)",
+        _held_out_trained,
+    ),
+    Rule(
+        "prompt_answers",
+        "The prompt already answers",
+        "the last words of some prompts, given to a reward of 0 and 1 as a completion, before the "
+        "start (`rloo doctor CONFIG`)",
+        "Copying is learned in place of answering.",
+        "`prompt_template` without the answer",
+        _answered,
+    ),
+    Rule(
+        "chat_template",
+        "The chat template is not used as it should be",
+        "plain prompts beside a tokenizer with a chat template, where completions do not end; or a "
+        "template that does not open the assistant's turn",
+        "A chat model that is not addressed as one does not answer, or does not stop.",
+        "messages as prompts (`prompt_template`)",
+        _chat_template,
+    ),
+    Rule(
+        "missing_eos",
+        "Completions do not end",
+        "the token that ends a turn of the chat template is none that ends a completion; or "
+        "`completions/clipped_ratio` of at least 95 % from the first rollout on",
+        "What is cut has no end to judge, and sampling always takes the longest time.",
+        "the end token, or a longer `max_completion_length`",
+        _missing_eos,
+        follows=("chat_template",),
+    ),
+)

@@ -1,0 +1,177 @@
+"""A run as its files tell it, and what a rule finds in that. No file is read here."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from rloo.report.comparison import Change, change_between, change_of, sides
+from rloo.report.table import Band, find
+
+Row = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The rows of metrics.jsonl (all, or of a run that is under way its first and last ones), of
+    completions.jsonl and evaluations.jsonl, and the resolved options. `facts` are what was counted
+    before the first step, `source` what `rloo train` would be given, empty for a script's run. A
+    `dry` run has learning rate 0 on purpose."""
+
+    rows: Sequence[Row]
+    completions: Sequence[Mapping[str, Any]] = ()
+    evaluations: Sequence[Mapping[str, Any]] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    source: tuple[str, ...] = ()
+    dry: bool = False
+
+    @property
+    def rollouts(self) -> list[Row]:
+        """The first steps on each rollout, which have the metrics of sampling."""
+        return [row for row in self.rows if "reward" in row]
+
+    @property
+    def start(self) -> Sequence[Row]:
+        """The first rollouts, none of which is among the last ones."""
+        return sides(self.rollouts)[0]
+
+    @property
+    def end(self) -> Sequence[Row]:
+        """The last rollouts, as many as the first ones."""
+        return sides(self.rollouts)[1]
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """The value of an option; `default` where it is null or unknown."""
+        value = self.config.get(name)
+        return default if value is None else value
+
+    def change(self, name: str) -> Change:
+        """How a metric of rollouts went from the start to the end."""
+        return change_of(self.rollouts, name)
+
+    @property
+    def measured(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+        """The first and the last evaluation of the (first) set, if there are two."""
+        rows = [row for row in self.evaluations if row.get("name") != "best"]
+        rows = [row for row in rows if row.get("dataset") == rows[0].get("dataset")]
+        return (rows[0], rows[-1]) if len(rows) > 1 else None
+
+    @property
+    def gained(self) -> bool:
+        """Whether the reward rose beyond chance, in training or held out."""
+        held_out = self.measured and change_between(*self.measured, "reward").moved
+        return self.change("reward").moved == 1 or held_out == 1
+
+    def texts(self, *, last: bool) -> list[str]:
+        """Recorded completions of the last rollouts, or of the first ones."""
+        steps = sorted({row["step"] for row in self.completions})
+        first, end = sides(steps)
+        chosen = set(end if last else first)
+        return [written(row["completion"]) for row in self.completions if row["step"] in chosen]
+
+    def command(self, options: Mapping[str, Any]) -> str:
+        """What to run next: these options changed, into a folder of its own."""
+        options = {name: _plain(value) for name, value in options.items()}
+        if not self.source:
+            return f"RLOOConfig({', '.join(f'{k}={v!r}' for k, v in options.items())})"
+        again = {**options, "output_dir": f"{self.option('output_dir', 'runs/again')}-again"}
+        flags = [word for name, value in again.items() for word in (f"--{name}", *_words(value))]
+        return shlex.join(["rloo", "train", *self.source, *flags])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a rule has found: figures, examples, and one change, also as options."""
+
+    evidence: str
+    change: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    examples: Sequence[str] = ()
+    # Where the figures decide whether the run is voided.
+    voids: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that can be wrong. `looks_at` says in which figures it shows, `usual_change` what
+    mostly mends it. A run of which a rule that `voids` holds has achieved nothing that counts."""
+
+    name: str
+    title: str
+    looks_at: str
+    why: str
+    usual_change: str
+    find: Callable[[Run], Found | None]
+    voids: bool = False
+    # Findings beside which this one is not told, since it follows from them.
+    follows: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A rule that holds for a run."""
+
+    name: str
+    title: str
+    evidence: str
+    why: str
+    change: str
+    command: str
+    examples: Sequence[str]
+    voids: bool
+
+    @property
+    def line(self) -> str:
+        """It in one line, for an alarm."""
+        return f"{self.title}: {self.evidence}. Change: {self.change}."
+
+
+def mean(rows: Sequence[Row], name: str) -> float:
+    """The mean of a metric over the rows that have it; NaN without any."""
+    values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+    return fmean(values) if values else math.nan
+
+
+def band(name: str) -> Band:
+    """The healthy band of a metric, by the one table of metrics."""
+    row = find(name)
+    assert row is not None and row.band is not None, name
+    return row.band
+
+
+def functions(rows: Sequence[Row]) -> list[str]:
+    """The reward functions that rows tell of."""
+    names = dict.fromkeys(n for row in rows for n in row if n.startswith("rewards/"))
+    return [n.removeprefix("rewards/").removesuffix("/mean") for n in names if n.endswith("/mean")]
+
+
+def written(content: Any) -> str:
+    """A prompt or a completion, a text or messages, as one text."""
+    if isinstance(content, str):
+        return content
+    parts = [message.get("content") for message in content or []]
+    return "\n".join(p if isinstance(p, str) else str(p) for p in parts)
+
+
+def excerpts(texts: Sequence[str], number: int = 2, length: int = 80) -> list[str]:
+    """Some texts, cut and quoted in one line each."""
+    return [repr(t if len(t) <= length else t[:length] + "...") for t in texts[:number]]
+
+
+def _plain(value: Any) -> Any:
+    """Without the digits that a product of floats has of itself."""
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def _words(value: Any) -> list[str]:
+    """A value as a command line takes it: a list as several words, a mapping as JSON."""
+    if isinstance(value, list) and not any(isinstance(item, dict) for item in value):
+        return [str(_plain(item)) for item in value]
+    plain = isinstance(value, (str, float)) or (isinstance(value, int) and value is not True)
+    return [str(value) if plain and value is not False else json.dumps(value)]

@@ -1,0 +1,141 @@
+"""Rewards that are earned without what they stand for."""
+
+from __future__ import annotations
+
+import re
+
+from rloo.report.comparison import Change, change_between
+from rloo.report.console import percent
+from rloo.report.doctor.finding import Found, Rule, Run, excerpts, functions
+
+_FORM = re.compile(r"format|form|style|length|tag|think|xml|json", re.IGNORECASE)
+# Of a reward between 0 and 1: what a function must gain to have earned the rise.
+HARDLY = 0.02
+# The share of it that another function must lose for that to be the price.
+COST = 0.1
+
+
+def _held_out(run: Run) -> Found | None:
+    measured = run.measured
+    if measured is None or run.change("reward").moved != 1:
+        return None
+    trained = functions(run.rollouts)
+    for name in (name for name in functions(measured) if name not in trained):
+        change = change_between(*measured, f"rewards/{name}/mean")
+        if change.moved == -1:
+            return Found(
+                f"the training reward rose from {run.change('reward').words} while {name}, which "
+                f"only judges, fell from {change.words}",
+                f"stop where {name} is at its best",
+                {"metric_for_best_model": f"rewards/{name}/mean", "load_best_model_at_end": True},
+                excerpts(run.texts(last=True)),
+            )
+    for name, wins in measured[1].items():
+        bounds = measured[1].get(f"{name}_interval")
+        if name.endswith("/win_rate") and bounds and bounds[1] < 0.5:
+            return Found(
+                f"the training reward rose from {run.change('reward').words} while completions win "
+                f"only {percent(wins, bounds)} of comparisons with those of the starting policy "
+                f"({name.removeprefix('rewards/').removesuffix('/win_rate')})",
+                "raise beta tenfold, so that the policy stays nearer to its start",
+                {"beta": 10 * float(run.option("beta", 0.0)) or 0.05},
+                excerpts(run.texts(last=True)),
+            )
+    change = change_between(*measured, "reward")
+    if change.moved == -1:
+        return Found(
+            f"the training reward rose from {run.change('reward').words} while the same reward on "
+            f"held-out prompts fell from {change.words}",
+            "train on more prompts, or for fewer passes",
+            {"num_train_epochs": 1, "max_steps": -1},
+        )
+    return None
+
+
+def _one_at_the_cost(run: Run) -> Found | None:
+    changes = _by_function(run)
+    up = [n for n, c in changes.items() if c.moved == 1]
+    down = [n for n, c in changes.items() if c.moved == -1 and _costs(c)]
+    if not up or not down or run.change("reward").moved == -1:
+        return None
+    rose, fell = up[0], down[0]
+    return Found(
+        f"{rose} rose from {changes[rose].words} while {fell} fell from {changes[fell].words}",
+        f"give {fell} more weight than {rose}",
+        {"reward_weights": _weights(run, fell, 4.0)},
+        excerpts(run.texts(last=True)),
+    )
+
+
+def _costs(change: Change) -> bool:
+    lost = change.before - change.after
+    return lost > HARDLY and lost > COST * abs(change.before)
+
+
+def _only_form(run: Run) -> Found | None:
+    changes = _by_function(run)
+    if len(changes) < 2:
+        return None
+    up = [n for n, c in changes.items() if c.moved == 1]
+    still = [n for n, c in changes.items() if c.moved in (0, -1) or c.after - c.before < HARDLY]
+    if (
+        not up
+        or not set(up) <= {n for n in changes if _FORM.search(n)}
+        or len(up + still) < len(changes)
+    ):
+        return None
+    content = [n for n in still if n not in up]
+    if not content:
+        return None
+    name = content[0]
+    length = run.change("completions/mean_length")
+    return Found(
+        f"{up[0]} rose from {changes[up[0]].words} while {name} went from {changes[name].words}, "
+        f"no more than by chance; completions went from {length.words} tokens",
+        f"pay for {up[0]} only a tenth of what {name} pays, or where {name} is earned",
+        {"reward_weights": _weights(run, up[0], 0.1)},
+        excerpts(run.texts(last=True)),
+    )
+
+
+def _by_function(run: Run) -> dict[str, Change]:
+    return {name: run.change(f"rewards/{name}/mean") for name in functions(run.rollouts)}
+
+
+def _weights(run: Run, name: str, factor: float) -> list[float]:
+    names = functions(run.rollouts)
+    given = run.option("reward_weights") or [1.0] * len(names)
+    return [w * factor if n == name else w for n, w in zip(names, given, strict=False)]
+
+
+RULES = (
+    Rule(
+        "hacking",
+        "The reward is being hacked",
+        "`reward` rises in training while a reward of `eval_reward_funcs` or the held-out reward "
+        "falls, or completions win less than half of comparisons with the starting policy",
+        "What is trained has come apart from what is wanted.",
+        "`metric_for_best_model` of the reward that only judges, or ten times `beta`",
+        _held_out,
+        voids=True,
+    ),
+    Rule(
+        "reward_at_cost",
+        "One reward rises at the cost of another",
+        "of two functions' `rewards/<function>/mean` one rises beyond chance and one falls so, by "
+        "more than a tenth",
+        "The sum of rewards is trained: what is cheap to earn displaces what is dear.",
+        "`reward_weights`",
+        _one_at_the_cost,
+        voids=True,
+    ),
+    Rule(
+        "only_form",
+        "Only the form is rewarded",
+        "of several functions only one whose name says form (format, length, tag, ...) rises",
+        "The reward rises without a single answer getting better.",
+        "`reward_weights`",
+        _only_form,
+        voids=True,
+    ),
+)

@@ -1,0 +1,297 @@
+"""Rewards from which nothing can be learned, and steps that changed nothing."""
+
+from __future__ import annotations
+
+import math
+
+from rloo.report.console import counted, percent
+from rloo.report.doctor.finding import (
+    Found,
+    Row,
+    Rule,
+    Run,
+    band,
+    excerpts,
+    functions,
+    mean,
+)
+
+# Of completions without a reward, and of calls that failed.
+MANY_MISSING = 0.2
+# Nats per token, below which completions of a prompt are alike; and what temperature is low.
+ALIKE, COLD = 0.1, 0.5
+# A mean reward of 0 or 1 above which hardly anything is left to learn.
+SOLVED = 0.95
+
+
+def _missing(run: Run) -> Found | None:
+    rollouts = run.rollouts
+    unscored = [row for row in rollouts if math.isnan(row["reward"])]
+    if not unscored or not math.isnan(mean(run.end, "reward")):
+        return None
+    what = _what_is_missing(unscored)
+    return Found(
+        f"in {len(unscored)} of {counted(len(rollouts), 'rollout')} no completion got a reward: "
+        f"{what}",
+        "call the reward function on two recorded completions by hand and print what it returns",
+        examples=excerpts(run.texts(last=True)),
+    )
+
+
+def _what_is_missing(rows: list[Row]) -> str:
+    said = []
+    for name in functions(rows):
+        nan, failed = mean(rows, f"rewards/{name}/nan"), mean(rows, f"rewards/{name}/failed")
+        if nan > 0:
+            said.append(f"{name} returned NaN for {percent(nan)}")
+        elif failed > 0:
+            said.append(f"{percent(failed)} of the calls of {name} failed")
+        else:
+            said.append(f"{name} returned None")
+    return ", ".join(said) or "every function returned None"
+
+
+def _equal(run: Run, *, zero: bool) -> Found | None:
+    rewards = [row["reward"] for row in run.rollouts]
+    spread = [row.get("reward_std", math.nan) for row in run.rollouts]
+    both = zip(spread, rewards, strict=True)
+    if not rewards or not all(s <= 1e-9 * max(1.0, abs(r)) for s, r in both):
+        return None
+    if max(rewards) - min(rewards) > 1e-9 or (rewards[0] == 0.0) != zero:
+        return None
+    evidence = f"all rewards of {counted(len(rewards), 'rollout')} were {rewards[0]:g}"
+    if zero:
+        change = (
+            "score a completion that you know to be right by hand: if that is 0 too the reward "
+            "cannot read it; else begin with easier prompts or a partial reward"
+        )
+    else:
+        change = (
+            "make the reward tell completions of one prompt apart; if all of them are right, take "
+            "harder prompts"
+        )
+    return Found(evidence, change, examples=excerpts(run.texts(last=True)))
+
+
+def _flat(run: Run) -> Found | None:
+    signal = [row["groups/signal"] for row in run.rollouts if "groups/signal" in row]
+    if (
+        not signal
+        or any(not share <= 0 for share in signal)
+        or mean(run.rollouts, "reward_std") == 0
+    ):
+        return None
+    return Found(
+        f"in no group of {counted(len(signal), 'rollout')} did the completions' rewards differ, "
+        f"although they differ between prompts (deviation {mean(run.end, 'reward_std'):.3g})",
+        "make the reward depend on the completion, not only on the prompt or its columns",
+        examples=excerpts(run.texts(last=True)),
+    )  # fmt: skip
+
+
+def _greedy(run: Run) -> Found | None:
+    entropy, temperature = mean(run.start, "entropy"), float(run.option("temperature", 1.0))
+    if not entropy < ALIKE or not temperature < COLD:
+        return None
+    return Found(
+        f"at temperature {temperature:g} the entropy was {entropy:.2g} nats per token from the "
+        f"first rollouts on: completions of a prompt are alike, and "
+        f"{percent(mean(run.start, 'groups/signal'))} of groups had signal",
+        "sample at temperature 1",
+        {"temperature": 1.0},
+        excerpts(run.texts(last=False)),
+    )
+
+
+def _solved(run: Run) -> Found | None:
+    before, after = run.change("reward").before, mean(run.end, "reward")
+    rows = run.rollouts
+    binary = all(0 <= row["reward"] <= 1 for row in rows) and mean(rows, "reward_std") <= 0.5
+    if not binary or not before >= SOLVED or not after >= SOLVED or before == after == 1.0:
+        return None
+    return Found(
+        f"the mean reward was {before:.3f} in the first rollouts already, and "
+        f"{percent(mean(run.start, 'groups/signal'))} of groups had signal",
+        "take prompts that the model solves in a fifth to four fifths of its attempts",
+        examples=excerpts(run.texts(last=False)),
+    )
+
+
+def _partly_missing(run: Run) -> Found | None:
+    rows = run.end
+    if math.isnan(mean(rows, "reward")):
+        return None
+    recorded = [r for r in run.completions if r["step"] >= rows[0].get("step", 0)] if rows else []
+    for name in functions(rows):
+        scores = [row["scores"].get(name) for row in recorded]
+        nothing = scores.count(None) / len(scores) if scores else 0.0
+        never = math.isnan(mean(run.rollouts, f"rewards/{name}/mean"))
+        failed = mean(rows, f"rewards/{name}/failed")
+        if failed > MANY_MISSING:
+            return Found(
+                f"{percent(failed)} of the calls of {name} failed or were too late",
+                "read the warning that names its error and mend it, or give it more time",
+                {"reward_timeout": 2 * float(run.option("reward_timeout", 300.0))},
+            )
+        if never and len(functions(rows)) > 1:
+            return Found(
+                f"{name} never returned a number: what is trained is the other rewards",
+                f"call {name} on two recorded completions by hand and print what it returns",
+                examples=excerpts(run.texts(last=True)),
+            )
+        if nothing > MANY_MISSING and len(functions(rows)) == 1 and len(scores) >= 12:
+            return Found(
+                f"{name} scored {percent(1 - nothing)} of {len(scores)} recorded completions",
+                "find out from an unscored completion why; a failure to answer is a reward of 0, "
+                "not None",
+                examples=excerpts(
+                    [str(row["completion"]) for row in recorded if row["scores"][name] is None]
+                ),
+            )
+    return None
+
+
+def _little(run: Run) -> Found | None:
+    rows, size = run.rollouts, int(run.option("num_generations", 2))
+    signal, reward = mean(rows, "groups/signal"), mean(rows, "reward")
+    if not 0 < signal < band("groups/signal").bounds()[0] or run.change("reward").moved == 1:
+        return None
+    evidence = f"{percent(signal)} of groups had signal, with {size} completions each"
+    if size < 8:
+        return Found(
+            f"{evidence}, at a mean reward of {reward:.3g}",
+            f"sample more completions of each prompt: {4 * size} find four times as many "
+            "differences where they are rare",
+            {"num_generations": 4 * size},
+        )
+    return Found(
+        f"{evidence}, at a mean reward of {reward:.3g}",
+        "replace groups without signal by those of further prompts",
+        {"dynamic_sample": True},
+    )
+
+
+def _nothing_trained(run: Run) -> Found | None:
+    rows = [row for row in run.rows if "update/changed_share" in row]
+    if run.dry or not rows or any(row["update/changed_share"] > 0 for row in rows):
+        return None
+    steps = f"no weight changed in any of {counted(len(rows), 'step')}"
+    if all(row.get("update/no_signal") for row in rows):
+        return Found(
+            f"{steps}: none had a completion with signal",
+            "mend the rewards first; nothing else can help",
+        )
+    if any(row.get("update/nonfinite") for row in rows):
+        return Found(
+            f"{steps}: {sum(bool(r.get('update/nonfinite')) for r in rows)} gradients were not "
+            "finite",
+            "compute in bfloat16 or float32",
+            {"bf16": True, "fp16": False},
+        )
+    rate = max(row.get("learning_rate", 0.0) for row in rows)
+    if rate == 0:
+        return Found(
+            f"{steps}: the learning rate was 0 in all of them",
+            "set a learning rate, and fewer warm-up steps than steps",
+            {"learning_rate": 1e-6, "warmup_steps": 0},
+        )
+    return Found(
+        f"{steps}: at a learning rate of {rate:g} every step is lost in rounding",
+        "raise the learning rate a hundredfold",
+        {"learning_rate": 100 * rate},
+    )
+
+
+RULES = (
+    Rule(
+        "rewards_missing",
+        "No completion gets a reward",
+        "`reward` of no completion at all in the last rollouts; `rewards/<function>/nan` and "
+        "`rewards/<function>/failed` tell NaN and failed calls from None",
+        "Completions without a reward are left out, so nothing is learned.",
+        "call the reward function by hand on two recorded completions",
+        _missing,
+        voids=True,
+    ),
+    Rule(
+        "rewards_zero",
+        "Every reward is 0",
+        "`reward` and `reward_std` 0 in all rollouts",
+        "Advantages are differences of rewards within a group: all of them are 0.",
+        "score a right completion by hand; easier prompts, or a partial reward",
+        lambda run: _equal(run, zero=True),
+        voids=True,
+    ),
+    Rule(
+        "rewards_equal",
+        "All rewards are equal",
+        "`reward_std` 0 and the same `reward` in all rollouts",
+        "Advantages are differences of rewards within a group: all of them are 0.",
+        "a reward that tells completions apart, or harder prompts",
+        lambda run: _equal(run, zero=False),
+        voids=True,
+    ),
+    Rule(
+        "greedy_sampling",
+        "Sampling is nearly greedy",
+        "`entropy` below 0.1 nats from the first rollouts on, at a `temperature` below 0.5",
+        "Nothing new is tried, and gradients are those of logits divided by the temperature.",
+        "`temperature 1`",
+        _greedy,
+    ),
+    Rule(
+        "groups_flat",
+        "No group has different rewards",
+        "`groups/signal` 0 in all rollouts while `reward_std` is above 0",
+        "Only differences between completions of one prompt are learned from.",
+        "a reward that depends on the completion",
+        _flat,
+        voids=True,
+        follows=("greedy_sampling",),
+    ),
+    Rule(
+        "nothing_trained",
+        "No weight was trained",
+        "`update/changed_share` 0 in all steps, with `learning_rate`, `update/no_signal` and "
+        "`update/nonfinite` as its reason",
+        "The model that was saved is the one that was loaded.",
+        "the learning rate, or the rewards where no step had signal",
+        _nothing_trained,
+        voids=True,
+    ),
+    Rule(
+        "already_solved",
+        "The model solved the prompts before training",
+        "`reward` of at least 0.95 of 1 in the first rollouts",
+        "Where nearly all completions are right hardly any group has signal.",
+        "harder prompts",
+        _solved,
+    ),
+    Rule(
+        "partly_missing",
+        "A reward is missing for many completions",
+        "`rewards/<function>/failed`, a function without any number beside others, recorded "
+        "completions without a score",
+        "What is not scored is left out of its group, whatever it was worth.",
+        "the function's error, or a reward of 0 for what cannot be judged",
+        _partly_missing,
+    ),
+    Rule(
+        "little_signal",
+        "Few groups have signal",
+        "`groups/signal` below its band while the reward does not rise",
+        "Time is spent on groups from which nothing is learned, and the few others are noise.",
+        "more completions of each prompt (K), or `dynamic_sample`",
+        _little,
+        follows=(
+            "learning_rate_high",
+            "kl_explosion",
+            "collapse",
+            "gibberish",
+            "same_text",
+            "empty",
+            "already_solved",
+            "few_generations",
+        ),
+    ),
+)

@@ -1,0 +1,250 @@
+"""Steps that are too large, too small or too noisy, and a policy that has left its reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from rloo.report.console import counted, percent
+from rloo.report.doctor.finding import Found, Rule, Run, band, excerpts, mean
+
+# Nats per token by which the KL may grow from one rollout to the next.
+KL_JUMP = 0.5
+# Of its entropy a policy keeps at least this share from one rollout to the next, unless it has less
+# than these nats.
+ENTROPY_KEPT, ENTROPY_LEFT = 0.25, 0.05
+# Below these a policy has not moved: nats per token, and relative change of the entropy.
+KL_STILL, ENTROPY_STILL = 1e-4, 0.02
+# Deviations of the reward, above which beta leaves no gain that could be seen.
+HELD_BACK = 10.0
+# Of the entropy, what sampler and trainer may differ by; and what 16 bits explain, in nats.
+OF_ENTROPY, PRECISION = 0.1, 0.02
+# Rollouts from which on "it does not learn" can be said.
+ENOUGH = 9
+FEW_GENERATIONS = 4
+
+
+def _rate_high(run: Run) -> Found | None:
+    rows = run.rollouts
+    kl = [row.get("kl", math.nan) for row in rows]
+    jump = max((b - a for a, b in itertools.pairwise(kl) if b - a > 0), default=0.0)
+    entropy = [row.get("entropy", math.nan) for row in rows]
+    drop = max((1 - b / a for a, b in itertools.pairwise(entropy) if a > ENTROPY_LEFT), default=0.0)
+    rise = max((b - a for a, b in itertools.pairwise(entropy)), default=0.0)
+    if not (jump > KL_JUMP or drop > 1 - ENTROPY_KEPT or rise > 1.0) or run.gained:
+        return None
+    rate = max(row.get("learning_rate", 0.0) for row in run.rows)
+    seen = [
+        f"the KL to the reference rose by {jump:.2g} nats per token" if jump > KL_JUMP else "",
+        f"the entropy fell by {percent(drop)}" if drop > 1 - ENTROPY_KEPT else "",
+        f"the entropy rose by {rise:.2g} nats" if rise > 1.0 else "",
+    ]
+    reward = run.change("reward")
+    return Found(
+        f"from one rollout to the next {' and '.join(filter(None, seen))}, at a learning rate of "
+        f"{rate:.2g}; the reward went from {reward.words}",
+        "divide the learning rate by 10",
+        {"learning_rate": rate / 10},
+        excerpts(run.texts(last=True)),
+    )
+
+
+def _collapse(run: Run) -> Found | None:
+    entropy = run.change("entropy")
+    if not entropy.after < band("entropy").bounds(entropy.before)[0] or run.gained:
+        return None
+    return Found(
+        f"the entropy went from {entropy.words} nats per token, and the reward from "
+        f"{run.change('reward').words}",
+        "divide the learning rate by 10 and go on from the last checkpoint before it fell",
+        {"learning_rate": float(run.option("learning_rate", 1e-6)) / 10},
+        excerpts(run.texts(last=True)),
+    )
+
+
+def _kl_explosion(run: Run) -> Found | None:
+    kl, beta = run.change("kl"), float(run.option("beta", 0.0))
+    if not kl.after > band("kl").bounds()[1]:
+        return None
+    return Found(
+        f"the KL to the reference went from {kl.words} nats per token, with beta {beta:g}; the "
+        f"reward from {run.change('reward').words}",
+        "raise beta tenfold, so that distance costs more than it earns",
+        {"beta": 10 * beta or 0.05},
+        excerpts(run.texts(last=True)),
+    )
+
+
+def _rate_low(run: Run) -> Found | None:
+    rows, reward = run.rollouts, run.change("reward")
+    if run.dry or len(rows) < ENOUGH or reward.moved != 0 or mean(rows, "groups/signal") < 0.1:
+        return None
+    kl, entropy = mean(run.end, "kl"), run.change("entropy")
+    changed = mean(
+        [row for row in run.rows if not row.get("update/no_signal")], "update/changed_share"
+    )
+    change = abs(entropy.after / entropy.before - 1) if entropy.before else math.nan
+    still = kl < KL_STILL if math.isfinite(kl) else change < ENTROPY_STILL
+    if not changed > 0 or not (still or not band("update/changed_share").holds(changed)):
+        return None
+    rate = max(row.get("learning_rate", 0.0) for row in run.rows)
+    moved = (
+        f"the KL is {kl:.1g} nats per token"
+        if math.isfinite(kl)
+        else (f"the entropy changed by {percent(change)}")
+    )
+    return Found(
+        f"after {counted(len(run.rows), 'step')} at a learning rate of up to {rate:.2g} {moved} "
+        f"and the reward went from {reward.words}, no more than by chance; a step changes "
+        f"{percent(changed)} of the weights",
+        "raise the learning rate tenfold",
+        {"learning_rate": 10 * rate},
+    )
+
+
+def _beta_high(run: Run) -> Found | None:
+    rows, beta = run.rollouts, float(run.option("beta", 0.0))
+    spread = mean(rows, "reward_std")
+    if len(rows) < ENOUGH or run.change("reward").moved != 0 or not beta > HELD_BACK * spread > 0:
+        return None
+    # The best policy under the penalty gains about Var(reward) / beta, as long as that is little.
+    gain = spread**2 / beta
+    return Found(
+        f"with beta {beta:g} and rewards that deviate by {spread:.3g} the best policy under the "
+        f"penalty gains about {gain:.2g} in reward; it went from {run.change('reward').words}",
+        "set beta to a tenth of the rewards' deviation",
+        {"beta": float(f"{spread / 10:.1g}")},
+    )
+
+
+def _few_generations(run: Run) -> Found | None:
+    rows, size = run.rollouts, int(run.option("num_generations", 0))
+    if not 2 <= size <= FEW_GENERATIONS or len(rows) < ENOUGH or run.change("reward").moved != 0:
+        return None
+    signal = mean(rows, "groups/signal")
+    spread, baselines = mean(rows, "reward_std") ** 2, mean(rows, "baseline/variance")
+    # Var(reward) = between + within; Var(baseline) = between + within / (K - 1).
+    within = (spread - baselines) * (size - 1) / (size - 2) if size > 2 else spread * signal
+    noise = min(1.0, within / (size - 1) / baselines) if baselines > 0 else math.nan
+    if not (noise > 0.5 or signal < 0.5):
+        return None
+    return Found(
+        f"with {size} completions of a prompt {percent(noise)} of the baselines' variance is "
+        f"sampling noise, {percent(signal)} of groups have signal, and in {len(rows)} rollouts the "
+        f"reward went from {run.change('reward').words}, no more than by chance",
+        f"sample {4 * size} completions of each prompt",
+        {"num_generations": 4 * size},
+    )
+
+
+def _mismatch(run: Run) -> Found | None:
+    rows = [row for row in run.rollouts if row.get("staleness/max", 0.0) == 0.0]
+    found = mean(rows, "mismatch/mean")
+    limit = band("mismatch/mean").bounds()[1]
+    entropy = mean(run.start, "entropy")
+    if entropy * OF_ENTROPY < limit:  # the surer the tokens, the less room for a difference
+        limit = max(PRECISION, entropy * OF_ENTROPY)
+    if not found > limit:
+        return None
+    dtype = run.option("rollout_dtype", "that of training")
+    return Found(
+        f"sampler and trainer give a token log-probs that are {found:.2g} nats apart in the mean "
+        f"(at most {max(row.get('mismatch/max', 0.0) for row in rows):.2g}); precision of "
+        f"sampling: {dtype}",
+        "sample in the precision of training; if that does not help the engine has other weights",
+        {"rollout_dtype": "float32"},
+    )
+
+
+def _refused(run: Run) -> Found | None:
+    refused = [row for row in run.rows if row.get("update/nonfinite")]
+    if not refused or len(refused) < 0.02 * len(run.rows):
+        return None
+    return Found(
+        f"in {len(refused)} of {counted(len(run.rows), 'step')} the gradient was not finite, first "
+        f"in step {refused[0].get('step', 0):.0f}: those were refused",
+        "divide the learning rate by 10; with fp16 compute in bfloat16",
+        {"learning_rate": float(run.option("learning_rate", 1e-6)) / 10},
+    )
+
+
+RULES = (
+    Rule(
+        "learning_rate_high",
+        "The learning rate is too high",
+        "from one rollout to the next `kl` grows by over 0.5 nats per token, or `entropy` loses "
+        "three quarters or gains a nat, without a gain in reward",
+        "Steps leave the region in which the gradient says anything; the policy is destroyed.",
+        "a tenth of the learning rate",
+        _rate_high,
+        voids=True,
+        follows=("greedy_sampling",),
+    ),
+    Rule(
+        "kl_explosion",
+        "The policy has left its reference",
+        "`kl` above its band at the end",
+        "The text is no longer one that the base model would write; rewards judge it wrongly.",
+        "ten times `beta`",
+        _kl_explosion,
+        voids=True,
+        follows=("learning_rate_high", "greedy_sampling", "gibberish", "empty", "same_text"),
+    ),
+    Rule(
+        "collapse",
+        "The policy has collapsed",
+        "`entropy` below its band at the end, without a gain in reward",
+        "A policy that always says the same cannot find anything better.",
+        "a tenth of the learning rate",
+        _collapse,
+        voids=True,
+        follows=("learning_rate_high", "kl_explosion", "greedy_sampling"),
+    ),
+    Rule(
+        "mismatch",
+        "The sampler is not the policy that is trained",
+        "`mismatch/mean` above its band, or above 0.02 and a tenth of `entropy` at the start, "
+        "where the weights are not stale",
+        "The gradient is that of another distribution; small differences multiply over a "
+        "completion.",
+        "`rollout_dtype float32`",
+        _mismatch,
+    ),
+    Rule(
+        "steps_refused",
+        "Gradients are not finite",
+        "`update/nonfinite` in more than 2 % of steps",
+        "Refused steps teach nothing, and weights are near to diverging.",
+        "a tenth of the learning rate, or bfloat16 in place of fp16",
+        _refused,
+        follows=("nothing_trained",),
+    ),
+    Rule(
+        "beta_high",
+        "The KL penalty holds the policy where it is",
+        "`beta` above ten times `reward_std`, while the reward does not move in 9 rollouts or more",
+        "Under the penalty the best policy gains about Var(reward) / beta in reward.",
+        "`beta` of a tenth of the rewards' deviation",
+        _beta_high,
+    ),
+    Rule(
+        "learning_rate_low",
+        "The learning rate is too low",
+        "`update/changed_share` below its band, or `kl` below 1e-4 (without a reference `entropy` "
+        "changed by less than 2 %), while the reward does not move in 9 rollouts or more",
+        "The policy is still where it began.",
+        "ten times the learning rate",
+        _rate_low,
+        follows=("nothing_trained", "beta_high"),
+    ),
+    Rule(
+        "few_generations",
+        "K is too small for the variance of the rewards",
+        "K of at most 4, a reward that does not move in 9 rollouts or more, and either over half "
+        "of `baseline/variance` is noise of the baselines or `groups/signal` is below one half",
+        "The baseline of a completion is the mean of the others: with few of them it is noise.",
+        "four times `num_generations`",
+        _few_generations,
+        follows=("learning_rate_low", "beta_high"),
+    ),
+)

@@ -1,0 +1,82 @@
+"""`rloo doctor`: a configuration before it is run, and a folder after it, by the command."""
+
+import json
+
+import pytest
+
+from rloo.cli import main
+from rloo.report.doctor.finding import Run
+from rloo.report.doctor.rules import diagnose
+from rloo.run.doctor import dry_run
+from rloo.run.facts import answered_prompts, facts_of
+from support.text import make_tokenizer
+from support.training import ROWS, make_config, make_trainer
+
+SMALL = {
+    "model": "countdown", "dataset": "countdown", "reward": ["countdown"], "bf16": False,
+    "num_prompts": 3, "num_generations": 4, "max_completion_length": 30, "use_cpu": True,
+    "gradient_checkpointing": False, "num_threads": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    from rloo import RLOOConfig
+
+    rows = []
+    for a in range(2, 12):
+        rows.append({"prompt": f"{a} + 1 = {a + 1}", "numbers": [a, 1], "target": a + 1})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return RLOOConfig(**SMALL | {"dataset": str(path), "eval_dataset": str(path)})
+
+
+def test_a_configuration_is_examined_without_training(config, tmp_path):
+    run = dry_run(config, tmp_path / "dry")
+    named = {finding.name: finding for finding in diagnose(run)}
+    assert "earn the full reward" in named["prompt_answers"].evidence
+    assert named["held_out_trained"].evidence.startswith("10 of 10 prompts")
+    assert "nothing_trained" not in named, "the learning rate is 0 on purpose"
+    assert all(row["update/changed_share"] == 0 for row in run.rows) and len(run.rows) == 2
+    assert max(row["mismatch/mean"] for row in run.rows) < 1e-4
+
+
+def test_the_command_examines_files_and_folders(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = [f"--{name}={json.dumps(v) if isinstance(v, list) else v}" for name, v in SMALL.items()]
+    assert main(["doctor", *small, "--eval_dataset", "countdown", "--eval_split", "train"]) == 0
+    said = capsys.readouterr().out
+    assert "2 rollouts were sampled, scored and trained on with learning rate 0." in said
+    assert "(held_out_trained)" in said
+    assert not list(tmp_path.iterdir()), "no file is left"
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "no run has made a step there" in capsys.readouterr().err
+    assert main(["doctor", "not/there"]) == 2
+    assert "not/there has no metrics.jsonl" in capsys.readouterr().err
+
+
+def facts(trainer):
+    parts, _ = trainer.make_parts()
+    return facts_of(parts, trainer._eval_prompts)
+
+
+def test_templates_are_examined(tmp_path):
+    plain = facts(make_trainer(make_config(tmp_path)))
+    assert plain["chat_template"] == "unused" and plain["prompt"] == ROWS[0]["prompt"]
+    chat = ROWS.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    trainer = make_trainer(make_config(tmp_path), rows=chat)
+    assert facts(trainer) == {"shared_prompts": {}}
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} <unk> {% endfor %}"
+    trainer.policy.tokenizer.chat_template = tokenizer.chat_template
+    found = facts(trainer)
+    assert found["chat_template"] == "turn not opened"
+    assert found["end_of_turn"] == "<unk>" and found["end_of_turn_id"] == 3
+    named = [finding.name for finding in diagnose(Run([], facts=found))]
+    assert named == ["chat_template"]  # what follows from it is not told beside it
+
+
+def test_only_rewards_of_0_and_1_are_tried_on_prompts(tmp_path):
+    trainer = make_trainer(make_config(tmp_path))
+    prompts = trainer._source.all_prompts(4)
+    assert answered_prompts(trainer.rewards, prompts, trainer.state, 1.0) is None

@@ -1,0 +1,33 @@
+"""Write the findings of docs/doctor.md from the rules: `python tools/doctor_page.py`.
+
+What follows the line `<!-- findings -->` is replaced.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rloo.report.doctor.finding import Rule
+from rloo.report.doctor.rules import RULES
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/doctor.md"
+MARK = "<!-- findings -->\n"
+
+
+def filled(page: str) -> str:
+    """The page with every finding written anew."""
+    head, mark, _ = page.partition(MARK)
+    return head + mark + "".join(map(_section, RULES))
+
+
+def _section(rule: Rule) -> str:
+    voids = "\n- It voids a run." if rule.voids else ""
+    after = f"\n- Not told beside: {', '.join(rule.follows)}." if rule.follows else ""
+    return (
+        f"\n## {rule.title}\n\n`{rule.name}`\n\n- Seen in: {rule.looks_at}.\n- Why it matters: "
+        f"{rule.why}\n- Change: {rule.usual_change}.{voids}{after}\n"
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
