@@ -15,6 +15,7 @@ from rloo.report.doctor import completions, data, rewards, signal, training
 from rloo.report.doctor.finding import Run
 from rloo.report.doctor.folder import describe, findings_of, read_run, report
 from rloo.report.doctor.rules import RULES, Watch, diagnose
+from rloo.report.figures import figures
 from rloo.report.verdict import headline, training_of, verdict
 from tools.doctor_page import PAGE, filled
 
@@ -362,9 +363,7 @@ def test_progress_and_verdict_have_one_comparison():
     change = change_of(found_rows, "reward")
     text = judged(found_rows)
     assert f"rose from {change.before:.3f} ± 0.012 to {change.after:.3f} ± 0.012" in text
-    from rloo.report import console
-
-    shown = console.progress(10, 10, scored=found_rows, recent=found_rows[-8:])[1]
+    shown = figures(10, 10, scored=found_rows, recent=found_rows[-8:]).reward
     assert f"{change.after - change.before:+.3f} ± 0.016 since the start" in shown
 
 

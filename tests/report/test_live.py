@@ -26,6 +26,7 @@ from rloo.report.figures import figures
 from rloo.report.live import make_console, region_of
 from rloo.report.metrics import rollout_metrics
 from rloo.report.screen import Screen
+from rloo.run.evaluate import kind_of
 from rloo.types import Completion, Group, Prompt
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]bold[/red] <b>x</b> \u202eabc\x9b31m\r\ud800 :boom:"
@@ -238,7 +239,7 @@ def test_elsewhere_there_are_plain_lines_with_rewards_and_clipped_share():
     until = re.sub(r"until [^ ]+( \d+ \w+ [\d:]+)?", "until 12:00", lines[1])
     assert until == (
         "step 5/12  2.5 s a step  18 s left  until 12:00  reward 0.260 ± 0.013  "
-        "+0.050 ± 0.034 since the start | rewards: right 0.26, form 0.98 | "
+        "+0.080 ± 0.042 since the start | rewards: right 0.26, form 0.98 | "
         "signal in 75 % of groups  clipped 25 %  length 12 | KL 0.01  entropy 1.25 | "
         "time: sample 60 %, update 40 %, samples 4,321 tokens/s, memory "
         + re.search(r"memory ([\d.]+ [MG]B)", until)[1]
@@ -388,9 +389,11 @@ def test_graded_rewards_are_told_from_passing_and_failing(values, graded):
         groups.append(Group(Prompt(i, [1], "p"), completions, ["t"] * 4, rewards, {"f": rewards}))
     metrics = {"num_prompts": 64, "num_samples": 4, **rollout_metrics(groups)}
     metrics |= {"pass@1": 0.0, "pass@1_interval": [0.0, 0.07]}
+    metrics["reward_kind"] = kind_of(groups, 1.0)
     assert is_graded(metrics) is graded
-    first, second, *_ = evaluation_phrases(metrics)
-    assert (first.startswith("reward"), second.startswith("reward")) == (graded, not graded)
+    first, *others = evaluation_phrases(metrics)
+    assert first.startswith("reward" if graded else "pass@1")
+    assert any(phrase.startswith("pass@1") for phrase in [first, *others]) is not graded
 
 
 @pytest.mark.slow

@@ -80,14 +80,15 @@ def evaluate(
     report: dict[str, Any] = {"num_prompts": len(prompts), "num_samples": num_samples}
     for name, chances in passes.items():
         report |= {name: fmean(chances), f"{name}_interval": interval(chances)}
-    report["reward_kind"] = _kind(groups, threshold)
+    report["reward_kind"] = kind_of(groups, threshold)
     return report | rollout_metrics(groups) | mean_intervals(groups) | logged, groups
 
 
-def _kind(groups: Sequence[Group], threshold: float) -> str:
-    """What pass@k can be made of: a reward of 0 and 1, or one with a threshold of its own."""
-    first = [score for g in groups for score in next(iter(g.scores.values()))]
-    binary = all(score in (0.0, 1.0, None) for score in first)
+def kind_of(groups: Sequence[Group], threshold: float) -> str:
+    """What pass@k can be made of: a reward of 0 and 1 (or -1 and 1), or one with a threshold of its
+    own; else it is graded."""
+    given = {score for g in groups for score in next(iter(g.scores.values()))} - {None}
+    binary = given <= {0.0, 1.0} or given <= {-1.0, 1.0}
     return "0 or 1" if binary or threshold != 1.0 else GRADED
 
 
