@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from rloo import RLOOConfig
 from rloo.model.state import capture_rng, restore_rng
 from rloo.run import checkpoint as module
 from rloo.run.checkpoint import (
@@ -187,7 +188,7 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path, monkey
         survivors.append(load_checkpoint(found).step)
         for path in directory.glob("checkpoint-*"):
             verify_checkpoint(path)
-        clear(directory, overwrite=False, start=Start(found), resume=True)
+        clear(directory, RLOOConfig(str(directory)), start=Start(found), resume=True)
         assert not list(directory.glob("tmp-*"))
         assert (save(directory, 2, keep=1), []) == find_checkpoint(directory)
         assert names(directory) == ["checkpoint-2"]
