@@ -85,7 +85,8 @@ def sick() -> list[Case]:
             {"max_steps": 30, "learning_rate": 2e-3, "beta": 1e-5}),
         Case("limit-8", ("truncation", "missing_eos"), options={"max_completion_length": 8},
             dead=False),
-        Case("no-end", ("missing_eos",), options={"generation_kwargs": {"eos_token_id": 0}}),
+        Case("no-end", ("missing_eos",), options={"generation_kwargs": {"eos_token_id": 0}},
+            dead=False),
         Case("giving-up", ("only_form", "reward_at_cost", "hacking"),
             [r.format_of_one_attempt, TASK], {"reward_weights": [2.0, 1.0], **long}),
         Case("form-only", ("only_form",), [r.format_of_three_attempts, r.unreachable], long),
@@ -130,7 +131,7 @@ def healthy() -> list[Case]:
 
 def cases(part: str) -> list[Case]:
     """Those of `fit`, on which thresholds were chosen, or of `judge`, on other seeds."""
-    first = 1 if part == "fit" else 101
+    first = 1 if part == "fit" else 201
     return [
         replace(case, seed=first + number) for number in range(2) for case in (*healthy(), *sick())
     ]

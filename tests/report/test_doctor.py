@@ -248,8 +248,10 @@ def test_a_long_run_is_watched_by_its_first_and_last_rollouts():
         assert not watch.news()
     for row in rows(8, **{"completions/clipped_ratio": 0.9}):
         watch.add({**row, "step": 400 + row["step"]})
-        watch.add_completions([{"step": row["step"], "completion": "old"}])  # given up since
-        written = {"step": 400 + row["step"], "completion": "new", "reward": 0, "scores": {}}
+        watch.add_completions(
+            [{"step": row["step"], "completion": "old", "scores": {"right": 0.0}}]
+        )  # given up since
+        written = {"step": 400 + row["step"], "completion": "new", "scores": {"right": 0.0}}
         watch.add_completions([written])
     (finding,) = watch.news()
     assert finding.name == "truncation" and list(finding.examples) == ["'new'", "'new'"]

@@ -21,7 +21,7 @@ class Run:
     """The rows of metrics.jsonl (all, or of a run that is under way its first and last ones), of
     completions.jsonl and evaluations.jsonl, and the resolved options. `facts` are what was counted
     before the first step, `source` what `rloo train` would be given, empty for a script's run. A
-    `dry` run has learning rate 0 on purpose."""
+    `dry` run has learning rate 0 on purpose; one that is not `over` goes on."""
 
     rows: Sequence[Row]
     completions: Sequence[Mapping[str, Any]] = ()
@@ -30,6 +30,7 @@ class Run:
     facts: Mapping[str, Any] = field(default_factory=dict)
     source: tuple[str, ...] = ()
     dry: bool = False
+    over: bool = True
 
     @property
     def rollouts(self) -> list[Row]:

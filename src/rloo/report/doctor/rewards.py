@@ -99,7 +99,13 @@ def _only_form(run: Run) -> Found | None:
 
 
 def _by_function(run: Run) -> dict[str, Change]:
-    return {name: run.change(f"rewards/{name}/mean") for name in functions(run.rollouts)}
+    """How each function moved, held out where that shows it, else in training."""
+    changes = {}
+    for name in functions(run.rollouts):
+        metric = f"rewards/{name}/mean"
+        held_out = change_between(*run.measured, metric) if run.measured else None
+        changes[name] = held_out if held_out and held_out.moved else run.change(metric)
+    return changes
 
 
 def _weights(run: Run, name: str, factor: float) -> list[float]:

@@ -81,6 +81,7 @@ class Watch:
             [row for part in kept for row in part.completions],
             config=self.config,
             facts=self.facts,
+            over=False,
         )
         early = len(kept) < PATIENCE
         found = [] if early and not self.facts else diagnose(run)

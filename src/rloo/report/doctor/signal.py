@@ -121,9 +121,9 @@ def _partly_missing(run: Run) -> Found | None:
     rows = run.end
     if math.isnan(mean(rows, "reward")):
         return None
-    recorded = [r for r in run.completions if r["step"] >= rows[0].get("step", 0)] if rows else []
+    recorded = run.completions
     for name in functions(rows):
-        scores = [row["scores"].get(name) for row in recorded]
+        scores = [(row.get("scores") or {}).get(name) for row in recorded]
         nothing = scores.count(None) / len(scores) if scores else 0.0
         never = math.isnan(mean(run.rollouts, f"rewards/{name}/mean"))
         failed = mean(rows, f"rewards/{name}/failed")
@@ -145,7 +145,11 @@ def _partly_missing(run: Run) -> Found | None:
                 "find out from an unscored completion why; a failure to answer is a reward of 0, "
                 "not None",
                 examples=excerpts(
-                    [str(row["completion"]) for row in recorded if row["scores"][name] is None]
+                    [
+                        str(row["completion"])
+                        for row, score in zip(recorded, scores, strict=True)
+                        if score is None
+                    ]
                 ),
             )
     return None

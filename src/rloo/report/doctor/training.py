@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 
 from rloo.report.console import counted, percent
 from rloo.report.doctor.finding import Found, Rule, Run, band, excerpts, mean
@@ -13,6 +14,10 @@ KL_JUMP = 0.5
 # Of its entropy a policy keeps at least this share from one rollout to the next, unless it has less
 # than these nats.
 ENTROPY_KEPT, ENTROPY_LEFT = 0.25, 0.05
+# Nats by which the entropy may rise, and times by which completions may grow, between rollouts.
+ENTROPY_RISE, GROWN = 1.0, 3.0
+# Metrics of an evaluation that are equal to the last digit only where the policy is.
+MEASURED = ("reward", "completions/mean_length")
 # Below these a policy has not moved: nats per token, and relative change of the entropy.
 KL_STILL, ENTROPY_STILL = 1e-4, 0.02
 # Deviations of the reward, above which beta leaves no gain that could be seen.
@@ -25,28 +30,36 @@ FEW_GENERATIONS = 4
 
 
 def _rate_high(run: Run) -> Found | None:
-    rows = run.rollouts
-    kl = [row.get("kl", math.nan) for row in rows]
-    jump = max((b - a for a, b in itertools.pairwise(kl) if b - a > 0), default=0.0)
-    entropy = [row.get("entropy", math.nan) for row in rows]
-    drop = max((1 - b / a for a, b in itertools.pairwise(entropy) if a > ENTROPY_LEFT), default=0.0)
-    rise = max((b - a for a, b in itertools.pairwise(entropy)), default=0.0)
-    if not (jump > KL_JUMP or drop > 1 - ENTROPY_KEPT or rise > 1.0) or run.gained:
+    reward, seen = run.change("reward"), list(_leaps(run))
+    if not seen or run.gained:
         return None
     rate = max(row.get("learning_rate", 0.0) for row in run.rows)
-    seen = [
-        f"the KL to the reference rose by {jump:.2g} nats per token" if jump > KL_JUMP else "",
-        f"the entropy fell by {percent(drop)}" if drop > 1 - ENTROPY_KEPT else "",
-        f"the entropy rose by {rise:.2g} nats" if rise > 1.0 else "",
-    ]
-    reward = run.change("reward")
     return Found(
-        f"from one rollout to the next {' and '.join(filter(None, seen))}, at a learning rate of "
-        f"{rate:.2g}; the reward went from {reward.words}",
+        f"from one rollout to the next {' and '.join(seen)}, at a learning rate of {rate:.2g}; the "
+        f"reward went from {reward.words}",
         "divide the learning rate by 10",
         {"learning_rate": rate / 10},
         excerpts(run.texts(last=True)),
     )
+
+
+def _leaps(run: Run) -> Iterator[str]:
+    """What changed from one rollout to the next as no small step changes it, in words."""
+    names = ("kl", "entropy", "completions/mean_length")
+    kl, entropy, length = ([r.get(name, math.nan) for r in run.rollouts] for name in names)
+    jump = max((b - a for a, b in pairwise(kl) if b > a), default=0.0)
+    drop = max((1 - b / a for a, b in pairwise(entropy) if a > ENTROPY_LEFT), default=0.0)
+    rise = max((b - a for a, b in pairwise(entropy) if b > a), default=0.0)
+    grown = max((b / a for a, b in pairwise(length) if a > 0), default=0.0)
+    if jump > KL_JUMP:
+        yield f"the KL to the reference rose by {jump:.2g} nats per token"
+    if drop > 1 - ENTROPY_KEPT:
+        yield f"the entropy fell by {percent(drop)}"
+    if rise > ENTROPY_RISE:
+        yield f"the entropy rose by {rise:.2g} nats"
+    reward = run.change("reward")
+    if grown > GROWN and (reward.moved == -1 or 0 <= 2 * reward.after < reward.before):
+        yield f"completions grew {grown:.1f} times as long"
 
 
 def _collapse(run: Run) -> Found | None:
@@ -77,29 +90,35 @@ def _kl_explosion(run: Run) -> Found | None:
 
 def _rate_low(run: Run) -> Found | None:
     rows, reward = run.rollouts, run.change("reward")
-    if run.dry or len(rows) < ENOUGH or reward.moved != 0 or mean(rows, "groups/signal") < 0.1:
+    if run.dry or len(rows) < ENOUGH or mean(rows, "groups/signal") < 0.1:
         return None
-    kl, entropy = mean(run.end, "kl"), run.change("entropy")
-    changed = mean(
-        [row for row in run.rows if not row.get("update/no_signal")], "update/changed_share"
-    )
-    change = abs(entropy.after / entropy.before - 1) if entropy.before else math.nan
-    still = kl < KL_STILL if math.isfinite(kl) else change < ENTROPY_STILL
-    if not changed > 0 or not (still or not band("update/changed_share").holds(changed)):
+    changed = mean([r for r in run.rows if not r.get("update/no_signal")], "update/changed_share")
+    still = _stands_still(run)
+    if not still and not band("update/changed_share").holds(changed):
+        still = "most steps are lost in rounding"
+    # A reward may seem to move by chance; of a run that goes on that is waited for.
+    if not changed > 0 or not still or (not run.over and reward.moved != 0):
         return None
     rate = max(row.get("learning_rate", 0.0) for row in run.rows)
-    moved = (
-        f"the KL is {kl:.1g} nats per token"
-        if math.isfinite(kl)
-        else (f"the entropy changed by {percent(change)}")
-    )
     return Found(
-        f"after {counted(len(run.rows), 'step')} at a learning rate of up to {rate:.2g} {moved} "
-        f"and the reward went from {reward.words}, no more than by chance; a step changes "
-        f"{percent(changed)} of the weights",
+        f"after {counted(len(run.rows), 'step')} at a learning rate of up to {rate:.2g} {still}; "
+        f"a step changes {percent(changed)} of the weights; the reward went from {reward.words}",
         "raise the learning rate tenfold",
         {"learning_rate": 10 * rate},
     )
+
+
+def _stands_still(run: Run) -> str:
+    """By what the policy has not moved, "" if it has or nobody knows."""
+    kl, entropy = mean(run.end, "kl"), run.change("entropy")
+    if math.isfinite(kl):
+        return f"the KL is {kl:.1g} nats per token" if abs(kl) < KL_STILL else ""
+    if run.measured is not None:
+        same = all(run.measured[0].get(name) == run.measured[1].get(name) for name in MEASURED)
+        return "a held-out evaluation, whose noise is the same, gives the same" if same else ""
+    change = abs(entropy.after / entropy.before - 1) if entropy.before else math.nan
+    still = change < ENTROPY_STILL and run.change("reward").moved == 0
+    return f"the entropy changed by {percent(change)}" if still else ""
 
 
 def _beta_high(run: Run) -> Found | None:
@@ -173,7 +192,7 @@ RULES = (
         "learning_rate_high",
         "The learning rate is too high",
         "from one rollout to the next `kl` grows by over 0.5 nats per token, or `entropy` loses "
-        "three quarters or gains a nat, without a gain in reward",
+        "three quarters or gains a nat, or completions grow threefold, without a gain in reward",
         "Steps leave the region in which the gradient says anything; the policy is destroyed.",
         "a tenth of the learning rate",
         _rate_high,
@@ -230,8 +249,9 @@ RULES = (
     Rule(
         "learning_rate_low",
         "The learning rate is too low",
-        "`update/changed_share` below its band, or `kl` below 1e-4 (without a reference `entropy` "
-        "changed by less than 2 %), while the reward does not move in 9 rollouts or more",
+        "`update/changed_share` below its band, or `kl` below 1e-4 after 9 rollouts or "
+        "more; without a reference, an evaluation that has not changed in any digit, or `entropy` "
+        "changed by less than 2 % beside a reward that does not move",
         "The policy is still where it began.",
         "ten times the learning rate",
         _rate_low,
