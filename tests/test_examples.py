@@ -53,6 +53,7 @@ def test_the_trl_script_is_one(monkeypatch, tmp_path):
     assert {"eval_reward", "eval_rewards/brief/mean"} <= left["after"].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # peft's and bitsandbytes', at import
 def test_unsloths_recipe_runs_without_unsloth(monkeypatch, tmp_path):
     pytest.importorskip("bitsandbytes")

@@ -158,7 +158,7 @@ class Result:
     advantages: list[torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 def result(request, tokenizer, tmp_path_factory) -> Result:
     folder = tmp_path_factory.mktemp(request.param)
     model = save_random_model(request.param, tokenizer, folder / "model")

@@ -36,6 +36,7 @@ def run(folder: Path, **options):
     return trainer, config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"steps_per_generation": 2, "temperature": 0.8}])
 def test_at_staleness_0_another_process_changes_no_bit(tmp_path, options):
     here, one = run(tmp_path / "here", max_steps=6, **options)

@@ -98,6 +98,7 @@ def check(capsys, *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_the_example_is_exact_in_every_case(capsys):
     lines = check(capsys, f"{EXAMPLE}:length_weighted")
     assert f"{EXAMPLE}, line 18), given one group at a time" in lines[0]

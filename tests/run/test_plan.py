@@ -185,7 +185,7 @@ def test_a_budget_that_does_not_fit_is_planned_as_training_would_lower_it(folder
     assert lowered.max_tokens < plan.max_tokens == 500
     assert lowered.micro_batches > plan.micro_batches
     assert any("max_tokens_per_micro_batch" in note for note in lowered.notes)
-    trainer = RLOOTrainer(args=config_of())
+    trainer = RLOOTrainer(args=config_of("--max_steps", "1"))
     trainer.train()
     assert trainer.policy.max_tokens == lowered.max_tokens
     monkeypatch.setattr(budget, "available_bytes", lambda device: 10**5)

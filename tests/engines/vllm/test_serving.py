@@ -101,6 +101,7 @@ def test_a_program_that_does_not_exist_is_named(tmp_path):
         server.start()
 
 
+@pytest.mark.slow  # a process that imports everything
 def test_a_server_ends_when_we_are_killed(tmp_path):
     program = (
         "import sys, time; sys.path[:0] = sys.argv[2:];"

@@ -189,6 +189,7 @@ def test_spans_that_do_not_cover_the_tokens_are_refused(made, spans, fact):
     assert fact in said[0]
 
 
+@pytest.mark.slow
 def test_runs_on_a_server_train_the_groups_of_the_native_engine(tmp_path):
     """At staleness 0 and 1: the same prompts in the same steps."""
     server = FakeVLLM(make_model("qwen3", seed=9), make_tokenizer())
