@@ -69,6 +69,8 @@ def _fields() -> Iterator[tuple[str, Any, Any]]:
 def _parseable(hint: Any) -> Any:
     """`hint`, or the nearest that an argument parser takes; RLOOConfig reads the text."""
     kinds = typing.get_args(hint)
+    if typing.get_origin(hint) is list and typing.get_args(kinds[0]):
+        return list[str]
     containers = [typing.get_origin(kind) for kind in kinds]
     if tuple in containers:
         return list[float] | None
