@@ -17,6 +17,8 @@ BASE = {
     "disable_tqdm": True,
 }  # fmt: skip
 TASK = "countdown"
+# A first count on 101 and 102 has changed rules, so they count no more.
+SEEDS = {"fit": (1, 2, 101, 102), "judge": (201, 202)}
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,4 @@ def healthy() -> list[Case]:
 
 def cases(part: str) -> list[Case]:
     """Those of `fit`, on which thresholds were chosen, or of `judge`, on other seeds."""
-    first = 1 if part == "fit" else 201
-    return [
-        replace(case, seed=first + number) for number in range(2) for case in (*healthy(), *sick())
-    ]
+    return [replace(case, seed=seed) for seed in SEEDS[part] for case in (*healthy(), *sick())]
