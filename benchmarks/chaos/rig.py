@@ -191,8 +191,8 @@ class Rig:
             if not (whole / path.name).exists():
                 shutil.rmtree(path)
         found = [d for d in compare_folders(whole, run) if not SPOKEN.search(d.place)]
-        # A path, rows that a checkpoint had to keep for later, and what ranks have printed.
-        kept = r"best_model_checkpoint| logs waiting|^logs/rank-"
+        # Paths, rows that a checkpoint had to keep for later, and what ranks have printed.
+        kept = r"best_model_checkpoint|findings\[\d+\] command| logs waiting|^logs/rank-"
         found = [d for d in found if not (ignoring and ignoring.search(d.place))]
         wrong = [str(d) for d in found if not re.search(kept, d.place)]
         return f"{len(wrong)} differences: {'; '.join(wrong[:3])}" if wrong else ""

@@ -398,7 +398,7 @@ def test_graded_rewards_are_told_from_passing_and_failing(values, graded):
 
 @pytest.mark.slow
 def test_ctrl_c_at_a_real_terminal_leaves_the_history_the_view_and_a_cursor(tmp_path):
-    options = "--max_steps 9 --logging_steps 2 --eval_on_start false --eval_split null"
+    options = "--max_steps 90 --logging_steps 2 --eval_on_start false --eval_split null"
     options += f" --num_prompts 4 --num_generations 4 --output_dir {tmp_path}/run"
     main, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
@@ -412,7 +412,7 @@ def test_ctrl_c_at_a_real_terminal_leaves_the_history_the_view_and_a_cursor(tmp_
     with contextlib.suppress(OSError):  # what Linux says when the other end is closed
         while piece := os.read(main, 65536):
             written += piece
-            if b"step 3/9" in written and not sent:
+            if b"step 2/90  reward" in written and not sent:
                 process.send_signal(signal.SIGINT)
                 sent = True
     os.close(main)
@@ -420,7 +420,7 @@ def test_ctrl_c_at_a_real_terminal_leaves_the_history_the_view_and_a_cursor(tmp_
     lines, visible = replay(written.decode().replace("\r\n", "\n"))
     text = "\n".join(lines)
     assert visible and "Stopped after" in text
-    assert text.count("\nstep 2/9  reward") == text.count("training reward 0") == 1
+    assert text.count("\nstep 2/90  reward") == text.count("training reward 0") == 1
     # The terminal breaks the lines that must stay whole; none of the view's is longer.
     view = lines[next(i for i, line in enumerate(lines) if line.startswith("━")) :]
     assert max(map(cell_len, view[:12])) <= 80

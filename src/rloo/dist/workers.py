@@ -53,7 +53,8 @@ class Worker:
         self.name = name
         self._connection, theirs = Pipe()
         # It reads here only that we are gone, also while it computes.
-        read, self._lifeline = os.pipe()
+        read, write = os.pipe()
+        self._lifeline = open(write, "wb", buffering=0)  # noqa: SIM115  # until `end`
         path = json.dumps(sys.path)
         command = [sys.executable, "-c", _PROGRAM, path, target, str(theirs.fileno()), str(read)]
         self._process = subprocess.Popen(
@@ -114,14 +115,12 @@ class Worker:
         self._process.kill()
 
     def end(self) -> None:
-        """Kill the process, if it lives, and close what led to it."""
+        """Kill the process, if it lives, and close what led to it. For any thread, also twice."""
         self._process.kill()
         self._process.wait()
         with suppress(OSError):
             self._connection.close()
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        self._lifeline.close()
 
 
 def describe(error: BaseException, trace: str) -> bytes:
