@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -82,6 +83,40 @@ def test_an_entry_of_a_mapping_by_its_name(write):
     assert config.report_to == "wandb"
     whole = ["--estimator", "grpo", "--estimator_kwargs", '{"a": 1}', "--estimator_kwargs.b", "2"]
     assert parse_command_line([path, *whole]).estimator_kwargs == {"a": 1, "b": 2}
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{question}"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (['[{role: system, content: Be brief.}, {role: user, content: "{question}"}]'], MESSAGES),
+        (["{role: system, content: Be brief.}", '{"role": user, content: "{question}"}'], MESSAGES),
+        ([json.dumps(MESSAGES)], MESSAGES),
+        (['[{"role": "\\ud83d\\ude00"}]'], [{"role": "\U0001f600"}]),
+        (["{question}"], "{question}"),
+        (["[INST] {question} [/INST]"], "[INST] {question} [/INST]"),
+        (["[INST]: {question}"], "[INST]: {question}"),
+    ],
+)  # fmt: skip
+def test_a_prompt_on_the_command_line_is_text_or_messages_as_in_a_file(arguments, expected):
+    assert parse_command_line(["--prompt_template", *arguments]).prompt_template == expected
+    if len(arguments) == 1:
+        assert parse_command_line([f"prompt_template={arguments[0]}"]).prompt_template == expected
+
+
+def test_mappings_of_the_command_line_are_yaml_and_lists_of_texts_are_not():
+    config = parse_command_line(
+        ["--reward", "[{name: length, target_max: 50}, gsm8k]", "--eval_reward",
+         "{name: format, pattern: '[0-9]+'}", "math", "--lr_scheduler_kwargs={num_cycles: 2}",
+         "--stop_strings", "[END]", "--use_peft", "--lora_target_modules", "[qv]_proj"]
+    )  # fmt: skip
+    assert config.reward == [{"name": "length", "target_max": 50}, "gsm8k"]
+    assert config.eval_reward == [{"name": "format", "pattern": "[0-9]+"}, "math"]
+    assert config.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert config.stop_strings == ["[END]"]
+    assert config.lora_target_modules == "[qv]_proj"
 
 
 def test_areal_s_nested_names_in_yaml(write):

@@ -10,7 +10,7 @@ from typing import Any
 from rloo.config.aliases import SHORT, our_name, resolve, suggest_option
 from rloo.config.config import RLOOConfig, known_names, option_types
 from rloo.config.foreign import is_script, refuse_foreign
-from rloo.config.plain_yaml import read_yaml
+from rloo.config.plain_yaml import read_value, read_yaml
 from rloo.config.presets import BASE
 from rloo.config.reading import NULL_WORDS, Faults, faults_of, kinds_of, suggest
 from rloo.config.recipes import read_recipe, refuse_other
@@ -26,10 +26,10 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
     """`[config.yaml] [--option value | --option=value | --switch | option=value] ...`
 
     Dashes and underscores in option names are the same, aliases and dotted names are accepted, a
-    list takes several values or the option several times, a mapping is JSON, and one entry of it
-    `--mapping.name value`, beside those of the file. The command line wins over the file, and of
-    an option that is given again the last value. Raises ValueError that names every fault, with the
-    option, or the file and line.
+    list takes several values or the option several times, a mapping or a list of them is YAML or
+    JSON, and one entry of a mapping `--mapping.name value`, beside those of the file. The command
+    line wins over the file, and of an option that is given again the last value. Raises ValueError
+    that names every fault, with the option, or the file and line.
     """
     path, given, faults = _split(arguments)
     written, lines = _written(path, faults)
@@ -45,6 +45,8 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
         values = {name: value for name, value in values.items() if name not in BASE}
     if path:
         values = {name: _beside(path, name, value) for name, value in values.items()}
+    types = option_types()
+    given = {n: _with_mappings(types.get(our_name(n)), value) for n, value in given.items()}
     values |= _resolved(given, {}, faults)
     if faults:
         raise Faults(faults)
@@ -125,6 +127,33 @@ def _as_value(text: str) -> Any:
         return None if word in NULL_WORDS else text
 
 
+def _with_mappings(hint: Any, value: Any) -> Any:
+    """What a shell gives for an option of type `hint`: read where it is a mapping or a list of
+    mappings. Lists of mere texts are left alone: one may be [END]."""
+    kinds = kinds_of(hint)
+    for kind in kinds:
+        container = typing.get_origin(kind)
+        if container is dict and isinstance(value, str):
+            return _read(value, "{", dict)
+        if container is not list or dict not in _origins(item := typing.get_args(kind)[0]):
+            continue
+        if isinstance(value, list):
+            return [_with_mappings(item, part) for part in value]
+        found = _read(value, "[", list)
+        return _with_mappings(item, found) if found is value and str not in kinds else found
+    return value
+
+
+def _read(text: str, opening: str, container: type) -> Any:
+    if not text.lstrip().startswith(opening):
+        return text
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = read_value(text)
+    return found if isinstance(found, container) else text
+
+
 def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any], list[str]]:
     """The configuration file, the options by name, and what is wrong with the line."""
     path: str | None = None
@@ -197,7 +226,11 @@ def _kinds(name: str) -> set[Any]:
         return {type(value) for value in REFUSED[name][0]}
     if name in WITHOUT_EFFECT:
         return {type(WITHOUT_EFFECT[name][0])}
-    return {typing.get_origin(kind) or kind for kind in kinds_of(option_types()[our_name(name)])}
+    return _origins(option_types()[our_name(name)])
+
+
+def _origins(hint: Any) -> set[Any]:
+    return {typing.get_origin(kind) or kind for kind in kinds_of(hint)}
 
 
 def _take(name: str, remaining: list[str]) -> list[str]:

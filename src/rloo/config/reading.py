@@ -107,7 +107,9 @@ def coerce(name: str, hint: Any, value: Any) -> Any:
         return _choose(name, choices, value)
     if value is None:
         raise ValueError(f"{name} is null; it must be {_describe(kinds)}")
-    if isinstance(value, str) and str in kinds and not value.startswith("["):
+    if isinstance(value, str):
+        value = _opened(kinds, value)
+    if isinstance(value, str) and str in kinds:
         kinds = [kind for kind in kinds if typing.get_origin(kind) is not list]
     for kind in sorted(kinds, key=lambda kind: kind is str):
         result = _read(name, kind, value)
@@ -196,11 +198,16 @@ def _read_number(name: str, kind: Any, value: Any) -> Any:
     return number
 
 
-def _read_container(name: str, container: Any, kind: Any, value: Any) -> Any:
-    opening = "{" if container is dict else "["
-    if isinstance(value, str) and value.lstrip().startswith(opening):
+def _opened(kinds: list[Any], text: str) -> Any:
+    """The list or mapping that `text` is in JSON, where one of `kinds` is that."""
+    containers = {"[": (list, tuple), "{": (dict,)}.get(text.lstrip()[:1], ())
+    if any(typing.get_origin(kind) in containers for kind in kinds):
         with suppress(json.JSONDecodeError):
-            value = json.loads(value)
+            return json.loads(text)
+    return text
+
+
+def _read_container(name: str, container: Any, kind: Any, value: Any) -> Any:
     if container is dict:
         return _plain(name, value) if isinstance(value, Mapping) else None
     several = isinstance(value, list | tuple)
