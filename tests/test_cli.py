@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -222,6 +223,24 @@ def test_config_prints_what_reads_back_equal(folder, capsys):
     assert (resolved.beta, resolved.num_prompts, resolved.seed) == (0.02, 3, 3)
     assert cli.main(["config", "resolved.yaml"]) == 0
     assert capsys.readouterr().out == printed
+
+
+def test_a_warning_is_one_line_unless_the_users_code_warns(monkeypatch, capsys):
+    result = run("config", "--log_level", "info")
+    said = "log_level is 'info', which has no effect: console output has one level"
+    assert (result.returncode, result.stderr) == (0, f"warning: {said}\n")
+
+    def warn(arguments, signals) -> int:
+        for file in (cli.__file__, transformers.__file__, __file__):
+            print(warnings.formatwarning("two\n lines", UserWarning, file, 1, ""), end="")
+        return 0
+
+    usual = warnings.formatwarning
+    monkeypatch.setattr(cli, "_config", warn)
+    assert cli.main(["config"]) == 0
+    brief, users = "warning: two lines\n", f"{__file__}:1: UserWarning: two\n lines\n"
+    assert capsys.readouterr().out == 2 * brief + users
+    assert warnings.formatwarning is usual
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(folder):

@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rloo import __version__, quickly
 from rloo.algorithm.interrupts import Stop, Stopped
@@ -21,7 +24,7 @@ from rloo.config.reading import faults_of, suggest
 from rloo.config.rendering import render_all, render_basic, render_option, render_resolved
 from rloo.config.usage import overview, usage_of
 from rloo.dist import process_rank
-from rloo.dist.tracebacks import of_the_user
+from rloo.dist.tracebacks import is_users, of_the_user
 from rloo.run.preflight import check_inputs, check_merge
 
 EMBEDDED = Path(__file__).parent / "data" / "tasks" / "countdown.yaml"
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     status, said, signals = 0, "", Stop()
     try:
-        with signals.listening():
+        with signals.listening(), _brief_warnings():
             try:
                 status = commands[given[0]](given[1:], signals)
             except Exception:
@@ -88,6 +91,24 @@ def _told(error: Exception) -> tuple[int, str | None]:
         return 0, ""  # the reader of the output, such as `head`, has seen enough
     said = "\n".join(map(_line, faults_of(error)))
     return 2 if isinstance(error, ValueError) and not in_run else 1, said
+
+
+@contextmanager
+def _brief_warnings() -> Iterator[None]:
+    """Inside, a warning is a line without the place in the program that it comes from, unless that
+    is code of the user's."""
+    usual = warnings.formatwarning
+
+    def told(message: Any, category: Any, filename: str, *place: Any) -> str:
+        if is_users(filename):
+            return usual(message, category, filename, *place)
+        return f"warning: {' '.join(str(message).split())}\n"
+
+    warnings.formatwarning = told  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What of a traceback is about the user's own code."""
+"""Which code is the user's own, and what of a traceback is about it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def of_the_user(error: BaseException) -> str | None:
     called, and the error with its notes. None for an error that came about without such code, by
     its own frames and notes."""
     whole = traceback.TracebackException.from_exception(error)
-    if not getattr(error, "__notes__", None) and not any(map(_is_users, whole.stack)):
+    if not getattr(error, "__notes__", None) and not any(is_users(f.filename) for f in whole.stack):
         return None
     part: traceback.TracebackException | None = whole
     seen = set()
     while part is not None and id(part) not in seen:
         seen.add(id(part))
         frames = list(part.stack)
-        first = next((n for n, frame in enumerate(frames) if _is_users(frame)), len(frames))
+        first = next((n for n, frame in enumerate(frames) if is_users(frame.filename)), len(frames))
         kept = [frame for frame in frames[first:] if not frame.filename.startswith(_OURS)]
         part.stack = traceback.StackSummary.from_list(kept) if kept else None  # type: ignore[assignment]
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
     return "".join(whole.format()).rstrip()
 
 
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    name = frame.filename
+def is_users(name: str) -> bool:
+    """Whether a frame with this file name is of the user's code: neither ours nor a library's."""
     return not name.startswith((_OURS, *_LIBRARIES)) and not (name[:1] == "<" and name != "<stdin>")
