@@ -8,6 +8,7 @@ import pytest
 
 from rloo.config.functions import load_function
 from rloo.config.parsing import parse_command_line
+from rloo.rewards import load_reward
 from tools.read_recipes import main as read_recipes
 
 MODEL = "model_name_or_path: owner/model\nmodel_revision: main\ndtype: bfloat16\n"
@@ -91,6 +92,47 @@ def test_what_is_idle_in_it_is_said(tmp_path):
     assert config.mean_leave1out  # RLOO's baseline
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect")
+def test_open_r1_s_rewards_are_ours_with_its_options(tmp_path):
+    text = MODEL + "reward_funcs: [accuracy, format, tag_count, repetition_penalty]\n"
+    said = "accuracy is math, format is format, repetition_penalty is repetition here, not the"
+    with pytest.warns(UserWarning, match=said):
+        config = read(tmp_path, text + "repetition_n_grams: 4\nrepetition_max_penalty: -0.5\n")
+    math, form, tags, repetition = config.reward
+    assert (math, tags) == ({"name": "math"}, "tag_count")
+    assert repetition == {"name": "repetition", "ngram": 4, "max_penalty": 0.5, "words": True}
+    whole = "<think>\n2 + 2\n</think>\n<answer>\n4\n</answer>"
+    scores = {
+        whole: 1.0,
+        f"{whole} 5": 0.0,
+        whole.replace("\n", ""): 0.0,
+        whole.replace("4", " "): 0.0,
+        whole.replace("4", "3\n</answer>\n<answer>\n4"): 0.0,
+    }
+    assert load_reward(form)([*scores]) == [*scores.values()]
+    with pytest.warns(UserWarning, match="punishment is soft_overlong here"):
+        config = read(tmp_path, MODEL + "reward_funcs: [soft_overlong_punishment, mine.f]\n")
+    overlong = {"name": "soft_overlong", "max_tokens": 16384, "cache_tokens": 4096}
+    assert config.reward == [overlong, "mine:f"]
+    config = read(tmp_path, MODEL + "reward_funcs: [format, length]\n")  # ours, by these names
+    assert config.reward == ["format", "length"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("code", "needs a sandbox for untrusted code, and there is none yet; give a function of"),
+        ("cosine", "it grades wrong answers by their length"),
+        ("reasoning_steps", "it counts words"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*has no effect", "ignore:reward_funcs")
+def test_a_reward_of_open_r1_that_is_not_here_is_refused_with_the_reason(tmp_path, name, why):
+    config = read(tmp_path, MODEL + f"reward_funcs: [{name}, format]\n")
+    with pytest.raises(ValueError, match=f"'{name}', of open-r1, is not built in: .*{why}"):
+        load_reward(config.reward[0])
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -106,6 +148,7 @@ def test_what_is_idle_in_it_is_said(tmp_path):
         ("loss_type: sapo", "loss_type is 'sapo'; of GRPO's losses there are grpo, dr_grpo"),
         ("top_entropy_quantile: 0.2", "top_entropy_quantile is 0.2; it is GRPO's, and no part of"),
         ("env:\n  A: 1\n  B: x", "env sets A, B; set it where the command is started, as in A=..."),
+        ("reward_funcs: [accuracy, length]", "reward_funcs has length, which in open-r1 compares"),
         ("datasets:\n- path: a\n- path: b", "training is on one dataset"),
     ],
 )

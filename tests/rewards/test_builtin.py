@@ -13,6 +13,7 @@ from rloo.rewards import (
     make_length,
     make_repetition,
     make_soft_overlong,
+    tag_count_reward,
     text_of,
 )
 
@@ -96,11 +97,23 @@ def test_soft_overlong_is_0_then_falls_linearly_to_minus_1():
 def test_repetition_is_minus_the_share_of_repeated_ngrams():
     ids = [[1, 2, 3, 4], [1, 1, 1, 1, 1], [1, 2, 1, 2, 1], [1, 2], []]
     # 3-grams: 2 of 2 distinct; 1 of 3; 121, 212, 121: 2 of 3; none; none.
-    rewards = make_repetition()(ids)
+    texts = [""] * len(ids)
+    rewards = make_repetition()(texts, ids)
     assert rewards == pytest.approx([0.0, -2 / 3, -1 / 3, 0.0, 0.0], abs=1e-12)
-    assert make_repetition(ngram=1, max_penalty=0.5)([[7, 7, 7, 8]]) == [-0.25]
+    assert make_repetition(ngram=1, max_penalty=0.5)([""], [[7, 7, 7, 8]]) == [-0.25]
+    words = ["A b\na B  a", "a b", "", [{"role": "assistant", "content": "no no no no"}]]
+    # ab, ba, ab, ba: 2 of 4; one; none; 1 of 3.
+    rewards = make_repetition(ngram=2, words=True)(words, [[]] * 4)
+    assert rewards == pytest.approx([-0.5, 0.0, 0.0, -2 / 3], abs=1e-12)
     with pytest.raises(ValueError, match="ngram is 0"):
         make_repetition(ngram=0)
+
+
+def test_tag_count_is_a_quarter_for_each_tag_that_is_there_once():
+    whole = "<think>\nsum\n</think>\n<answer>\n4\n</answer>"
+    texts = [whole, whole + whole, "<think>\n4", "<think>4</think><answer>4</answer>", ""]
+    texts += [whole.replace("</think>\n", "</think>"), [{"role": "assistant", "content": whole}]]
+    assert tag_count_reward(texts) == [1.0, 0.0, 0.25, 0.0, 0.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +127,7 @@ def test_repetition_is_minus_the_share_of_repeated_ngrams():
         ("length(target_max=50)", "length_reward"),
         ("math", "math_reward"),
         ("repetition", "repetition_reward"),
+        ("tag_count", "tag_count_reward"),
         ("soft_overlong(max_tokens=9, cache_tokens=3)", "soft_overlong_reward"),
         ("rloo.rewards.gsm8k:gsm8k_reward", "gsm8k_reward"),
     ],

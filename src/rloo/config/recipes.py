@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from rloo.config.reading import coerce
+
 _SFT = "is a recipe for supervised fine-tuning (SFT)"
 # What a file is for -> keys that only it has.
 _OTHERS: dict[str, tuple[str, ...]] = {
@@ -43,6 +45,14 @@ _SCRIPTS: dict[str, tuple[str, ...]] = {
         "wandb_entity", "wandb_project", "wandb_run_group",
     ),
 }  # fmt: skip
+# Names that only open-r1's reward functions have.
+_NAMES = {
+    "accuracy", "tag_count", "reasoning_steps", "cosine", "repetition_penalty", "code",
+    "binary_code", "ioi_code", "cf_code", "code_format", "soft_overlong_punishment",
+}  # fmt: skip
+# Its format, but that the whole completion matches, no part is blank and no tag is inside of one.
+_INSIDE = r"\n(?!\s*</)(?:(?!</?(?:think|answer)>).)*\n"
+_FORMAT = rf"<think>{_INSIDE}</think>\n<answer>{_INSIDE}</answer>"
 # What only a recipe for GRPO has.
 _GRPO = ("loss_type", "scale_rewards", "vllm_importance_sampling_correction", "use_liger_loss")
 
@@ -62,7 +72,7 @@ def read_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a file with open-r1's and TRL's own ways of naming data in our options, and
     without the keys of its scripts, of which a warning tells. Raises ValueError for several
     datasets, and for environment variables."""
-    taken = dict(values)
+    taken = _rewards(dict(values))
     for reason, keys in _SCRIPTS.items():
         found = [f"{name} {taken.pop(name)}" for name in keys if name in taken]
         if found:
@@ -84,6 +94,42 @@ def read_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
             **(taken.get("model_init_kwargs") or {}),
         }
     return _prompts(_one_dataset(taken))
+
+
+def _rewards(values: dict[str, Any]) -> dict[str, Any]:
+    """open-r1's reward functions as ours, with the keys that are options of them. Names that have
+    no counterpart stay, and are refused where rewards are loaded."""
+    names = values.get("reward_funcs")
+    if not isinstance(names, list) or not any(name in _NAMES for name in map(str, names)):
+        return values
+    if "length" in names:
+        raise ValueError(
+            "reward_funcs has length, which in open-r1 compares right answers with the others of "
+            "the batch; the built-in length is a band of tokens, {name: length, target_max: 500}, "
+            "and one of your own is file.py:function (reward_funcs)"
+        )
+    ours: dict[str, dict[str, Any]] = {
+        "accuracy": {"name": "math"},
+        "format": {"name": "format", "pattern": _FORMAT},
+    }
+    if "repetition_penalty" in names:
+        penalty = coerce("repetition_max_penalty", float, values.pop("repetition_max_penalty", -1))
+        ngram = values.pop("repetition_n_grams", 3)
+        ours["repetition_penalty"] = {
+            "name": "repetition", "ngram": ngram, "max_penalty": -penalty, "words": True,
+        }  # fmt: skip
+    if "soft_overlong_punishment" in names:
+        ours["soft_overlong_punishment"] = {
+            "name": "soft_overlong",
+            "max_tokens": values.pop("max_completion_len", 16384),
+            "cache_tokens": values.pop("soft_punish_cache", 4096),
+        }
+    read = [f"{name} is {ours[name]['name']}" for name in map(str, names) if name in ours]
+    if read:
+        warnings.warn(
+            f"reward_funcs: {', '.join(read)} here, not the same code (docs/trl.md)", stacklevel=2
+        )
+    return values | {"reward_funcs": [ours.get(str(name), name) for name in names]}
 
 
 def _one_dataset(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from rloo.rewards.builtin import (
     make_length,
     make_repetition,
     make_soft_overlong,
+    tag_count_reward,
 )
 from rloo.rewards.combine import RewardSet, Scores
 from rloo.rewards.gsm8k import gsm8k_format_reward, gsm8k_reward
@@ -25,5 +26,6 @@ __all__ = [
     "make_math",
     "make_repetition",
     "make_soft_overlong",
+    "tag_count_reward",
     "text_of",
 ]

@@ -1,5 +1,5 @@
-"""Built-in rewards about the form of a completion: exact text, pattern, length, repetition. Each
-`make_...` checks its options once and returns a reward function."""
+"""Built-in rewards about the form of a completion: exact text, pattern, tags, length, repetition.
+Each `make_...` checks its options once and returns a reward function."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from rloo.types import Text
 _BLANK = r"[\s\u200b-\u200f\u2060\ufeff]"
 _INSIDE = rf"(?!{_BLANK}*</)(?:(?!</?(?:think|answer)>).)*"
 THINK_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
+
+_TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
 def make_exact_match(
@@ -63,6 +65,13 @@ def make_format(
     return format_reward
 
 
+def tag_count_reward(completions: Sequence[Text]) -> list[float]:
+    """A quarter for each of the four tags of a thought and an answer that occurs exactly once, with
+    line breaks beside it: open-r1's `tag_count`."""
+    texts = map(text_of, completions)
+    return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in texts]
+
+
 def make_length(*, target_min: int = 0, target_max: int) -> Callable[..., list[float]]:
     """1.0 for a length of `target_min..target_max` tokens, falling linearly outside this band, to
     0.0 at 0 tokens and at twice `target_max`."""
@@ -99,19 +108,25 @@ def make_soft_overlong(*, max_tokens: int, cache_tokens: int) -> Callable[..., l
     return soft_overlong_reward
 
 
-def make_repetition(*, ngram: int = 3, max_penalty: float = 1.0) -> Callable[..., list[float]]:
-    """-`max_penalty` times the share of token n-grams that occurred earlier in the completion; 0.0
-    if all n-grams are distinct or the completion has fewer than `ngram` tokens."""
+def make_repetition(
+    *, ngram: int = 3, max_penalty: float = 1.0, words: bool = False
+) -> Callable[..., list[float]]:
+    """-`max_penalty` times the share of n-grams that occurred earlier in the completion; 0.0 if all
+    are distinct or there are fewer than `ngram` tokens. They are of tokens, or of `words` between
+    white space in lower case (Yeo et al. 2025, arXiv 2502.03373, appendix C.2)."""
     if ngram < 1 or max_penalty < 0:
         raise ValueError(
             f"ngram is {ngram} and max_penalty {max_penalty}; they need to be at least 1 and at "
             "least 0 (options of repetition)"
         )
 
-    def repetition_reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
+    def repetition_reward(
+        completions: Sequence[Text], completion_ids: Sequence[Sequence[int]]
+    ) -> list[float]:
         rewards = []
-        for ids in completion_ids:
-            grams = [tuple(ids[i : i + ngram]) for i in range(len(ids) - ngram + 1)]
+        for text, ids in zip(completions, completion_ids, strict=True):
+            units = text_of(text).lower().split() if words else ids
+            grams = [tuple(units[i : i + ngram]) for i in range(len(units) - ngram + 1)]
             repeated = 1.0 - len(set(grams)) / len(grams) if grams else 0.0
             rewards.append(0.0 - max_penalty * repeated)
         return rewards

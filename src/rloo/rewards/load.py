@@ -16,6 +16,7 @@ from rloo.config.functions import check_function, load_function
 _FUNCTIONS = {
     "gsm8k": "rloo.rewards.gsm8k:gsm8k_reward",
     "gsm8k_format": "rloo.rewards.gsm8k:gsm8k_format_reward",
+    "tag_count": "rloo.rewards.builtin:tag_count_reward",
     "countdown": "rloo.data.tasks.countdown:countdown_reward",
 }
 _FACTORIES = {
@@ -30,9 +31,21 @@ _FACTORIES = {
 _ELSEWHERE = {
     "accuracy": "math", "accuracy_reward": "math", "reasoning_accuracy_reward": "math",
     "math_verify": "math", "math_reward": "math", "think_format_reward": "format",
-    "format_reward": "format", "cosine": "soft_overlong",
+    "format_reward": "format", "soft_overlong_punishment": "soft_overlong",
     "get_soft_overlong_punishment": "soft_overlong", "repetition_penalty": "repetition",
 }  # fmt: skip
+# Rewards of open-r1 that there are none like here -> why.
+_NOT_HERE = {
+    **dict.fromkeys(
+        ("code", "binary_code", "ioi_code", "cf_code"),
+        "it runs what the model wrote, which needs a sandbox for untrusted code, and there is none "
+        "yet",
+    ),
+    "code_format": "its language changes with the row",
+    "cosine": "it grades wrong answers by their length; math and soft_overlong are verdict and "
+    "length, apart",
+    "reasoning_steps": "it counts words, so that `First, First, First,` is worth 1",
+}
 _CALL = re.compile(r"\w+\s*\(.*\)", re.DOTALL)
 
 
@@ -100,6 +113,11 @@ def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
         return load_function(name, "reward")
     if name.endswith(".py"):
         raise ValueError(f"the reward {name!r} names no function; write {name}:function")
+    if name in _NOT_HERE:
+        raise ValueError(
+            f"the reward {name!r}, of open-r1, is not built in: {_NOT_HERE[name]}; give a function "
+            "of your own, file.py:function (reward)"
+        )
     built_in = sorted({*_FUNCTIONS, *_FACTORIES})
     nearest = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, built_in, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
