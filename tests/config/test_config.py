@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -336,6 +337,34 @@ def test_flags_of_trls_script_are_understood():
         assert RLOOConfig(dtype="bfloat16") == RLOOConfig()
     assert "model_init_kwargs" in message(model_revision="v2")
     assert "train_dataset" in message(dataset_streaming=True)
+
+
+def test_of_accelerator_config_is_taken_what_changes_nothing(tmp_path):
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    path = tmp_path / "file.json"
+    path.write_text('{"even_batches": false}')
+    said = {"dispatch_batches": False, "non_blocking": True}
+    for given, shown in (
+        (AcceleratorConfig(**said), said),
+        (said, said),
+        ('{"dispatch_batches": true}', {"dispatch_batches": True}),
+        (str(path), {"even_batches": False}),
+    ):
+        with pytest.warns(UserWarning, match=re.escape(f"{shown}, which has no effect: prompts")):
+            assert RLOOConfig(accelerator_config=given).accelerator_config == given
+    for given in ({}, None, {"split_batches": False}, AcceleratorConfig()):
+        RLOOConfig(accelerator_config=given)  # without a warning
+    assert "accelerator_config has split_batches True; per_device_train_batch_size counts" in (
+        message(accelerator_config=AcceleratorConfig(split_batches=True))
+    )
+    steps = {"gradient_accumulation_kwargs": {"num_steps": 4}}
+    assert "over gradient_accumulation_steps" in message(accelerator_config=steps)
+    assert "no dispatch; did you mean dispatch_batches?" in (
+        message(accelerator_config={"dispatch": True})
+    )
+    assert "must be a mapping" in message(accelerator_config=AcceleratorConfig)
+    assert "missing.json" in message(accelerator_config="missing.json")
 
 
 def test_options_that_scripts_ask_are_kept_for_them():

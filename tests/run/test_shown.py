@@ -63,6 +63,18 @@ def test_loaders_have_each_row_as_often_as_it_is_sampled(tmp_path, stream):
     assert held_out == [[{"prompt": text}] * 4 for text in HELD_OUT["prompt"]]
 
 
+def test_a_stream_is_read_by_every_process_and_scripts_are_told_so(tmp_path):
+    rows = ROWS.to_iterable_dataset()
+    assert make_trainer(make_config(tmp_path / "rows")).args.accelerator_config is None
+    shown = make_trainer(make_config(tmp_path / "plain"), rows=rows).args.accelerator_config
+    assert (shown.dispatch_batches, shown.even_batches) == (False, True)
+    with pytest.warns(UserWarning, match=r"accelerator_config is \{'dispatch_batches': True\}, w"):
+        config = make_config(tmp_path / "run", accelerator_config={"dispatch_batches": True})
+    make_trainer(config)
+    with pytest.raises(ValueError, match="Iterable datasets require `dispatch_batches=False`"):
+        make_trainer(config, rows=rows)
+
+
 def test_the_last_rollout_is_in_its_logs(tmp_path):
     def reward(completions, log_extra, **_):
         log_extra("first", [text[:2] for text in completions])

@@ -27,13 +27,10 @@ NOT_JUDGED = {
     r".*::test_train_vlm\[tiny-Gemma4ForConditionalGeneration\]": _VIDEO,
 }
 # A test -> why it fails: at most four.
-_ACCELERATOR = "accelerator_config has no effect, so that args have no object of that name"
 FAILS = {
     "TestRLOOTrainer::test_train_with_generation_kwargs": (
         "num_beams 2: beam search does not sample from the policy, so it is refused"
     ),
-    "TestRLOOTrainer::test_train_with_iterable_dataset": _ACCELERATOR,
-    "TestRLOOTrainer::test_iterable_dataset_requires_dispatch_batches_false": _ACCELERATOR,
 }
 _outcomes: dict[str, str] = {}
 

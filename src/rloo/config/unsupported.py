@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from rloo.config.accelerator_config import DEFAULTS, read_accelerator_config
 from rloo.config.reading import FALSE_WORDS, NULL_WORDS, coerce
 
 # Of TRL's GRPO: as in the tables below.
@@ -100,7 +101,10 @@ _IDLE: dict[str, dict[str, Any]] = {
         "dataloader_persistent_workers": False, "dataloader_prefetch_factor": None,
         "dataloader_multiprocessing_context": None, "dataloader_in_order": True,
     },
-    "there is no DataLoader that accelerate would divide": {"accelerator_config": None},
+    "prompts are dealt by a cursor that every process has, without a DataLoader (refused are "
+    "split_batches, gradient_accumulation_kwargs, and with a stream dispatch_batches)": {
+        "accelerator_config": None,
+    },
     "the rows that do not fill a batch are drawn with the next epoch's": {
         "dataloader_drop_last": False,
     },
@@ -170,8 +174,12 @@ NOT_OF_RLOO_CONFIG = {
 
 
 def warn_without_effect(name: str, value: Any) -> None:
-    """Say that `name` changes nothing here, unless it is set to what it is anyway."""
+    """Say that `name` changes nothing here, unless it is set to what it is anyway. Raises what
+    `read_accelerator_config` does."""
     default, reason = WITHOUT_EFFECT[name]
+    if name == "accelerator_config":
+        given = read_accelerator_config(value)
+        value = {n: given[n] for n in given if given[n] != DEFAULTS[n]} or None
     if name not in _ASKED and value is not None and not _is_same(name, value, default):
         warnings.warn(f"{name} is {value!r}, which has no effect: {reason}", stacklevel=2)
 

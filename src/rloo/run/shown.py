@@ -12,8 +12,9 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
+from transformers.trainer_pt_utils import AcceleratorConfig, log_metrics, save_metrics, save_state
 
+from rloo.config.accelerator_config import read_accelerator_config
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.data.images import images_of
@@ -46,6 +47,20 @@ OTHERS = (
 
 # What would never be called if it were overridden.
 LOADERS = ("get_eval_dataloader", "get_train_dataloader")
+
+
+def with_stream(args: RLOOConfig) -> RLOOConfig:
+    """`args` as TRL has them, for scripts that ask, where the rows to train on are a stream: it is
+    read in order, by every process. Raises ValueError if one was to read it for all."""
+    given = read_accelerator_config(getattr(args, "accelerator_config"))  # noqa: B009 - idle
+    if given["dispatch_batches"]:
+        raise ValueError(
+            "accelerator_config has dispatch_batches true and train_dataset is a stream, which "
+            "every process reads here. Iterable datasets require `dispatch_batches=False` "
+            "(accelerator_config)"
+        )
+    read = AcceleratorConfig(**given | {"dispatch_batches": False})
+    return args.with_values(dataloader_num_workers=0, accelerator_config=read)
 
 
 class Shown:

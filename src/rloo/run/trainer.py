@@ -266,8 +266,8 @@ class RLOOTrainer(shown.Shown):
         if trains:
             self._source = self._prompts(self.train_dataset, self.args.dataset_split)
             stream = isinstance(self._source, StreamSource)
-            if stream:  # it is read in order, as TRL tells scripts that ask
-                self.args = self.args.with_values(dataloader_num_workers=0)
+            if stream:
+                self.args = shown.with_stream(self.args)
             where = "the stream's first rows" if stream else "training"
             self._notes += setup.length_notes(self._source, where)
         given = self.eval_dataset
