@@ -314,6 +314,8 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder)
         (["--reward", "accuracy"], "unknown reward 'accuracy'; did you mean 'math'?"),
         (["--reward", "soft_overlong(a=1)"], "the options {'a': 1} do not fit the reward"),
         (["--estimator", "other.py:f"], "there is no file"),
+        (["--estimator", "rlo"], "unknown estimator 'rlo'; did you mean rloo? (there are"),
+        (["--estimator", "other.py"], "the estimator 'other.py' names no function; write"),
         (["--dataset", "none.jsonl"], "dataset none.jsonl does not exist on this disk"),
         (["--model", "./none"], "model ./none does not exist on this disk (model)"),
         (["--model", "a/b/c"], "model a/b/c does not exist on this disk (model)"),

@@ -423,6 +423,8 @@ def test_a_run_is_refused_before_its_model_is_loaded_for_an_estimator_that_is_no
 
 def test_every_estimator_of_the_package_is_in_the_help_of_the_option():
     from rloo.algorithm.estimators import ESTIMATORS
+    from rloo.config import composed
 
+    assert tuple(ESTIMATORS) == composed.ESTIMATORS
     (option,) = (field for field in fields(RLOOConfig) if field.name == "estimator")
     assert all(name in option.metadata["help"] for name in ESTIMATORS)

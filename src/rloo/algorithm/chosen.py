@@ -19,7 +19,6 @@ from rloo.algorithm.estimators import ESTIMATORS, Estimator, Returns, composed
 from rloo.config.composed import composition_of
 from rloo.config.config import RLOOConfig
 from rloo.config.functions import load_function
-from rloo.config.reading import suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +77,13 @@ class Chosen:
 
 
 def chosen_estimator(config: RLOOConfig) -> Chosen:
-    """The estimator of `config`. Raises ValueError for one that is not there, arguments that it
-    does not take, and groups that are too small for it."""
+    """The estimator of `config`. Raises ValueError for a function that is not there, arguments that
+    it does not take, and groups that are too small for it."""
     name, arguments = config.estimator, config.estimator_kwargs or {}
     if name == "composed":
         form = composition_of(config)
         return Chosen(name, partial(composed, form=form), form.over_rollout, form.smallest_group)
-    function = ESTIMATORS[name] if name in ESTIMATORS else _load(name)
+    function = ESTIMATORS[name] if name in ESTIMATORS else load_function(name, "estimator")
     _check_arguments(name, function, arguments)
     scope = getattr(function, "scope", "group")
     if scope not in ("group", "batch"):
@@ -100,17 +99,6 @@ def chosen_estimator(config: RLOOConfig) -> Chosen:
             "of the scope 'batch')"
         )
     return Chosen(name, partial(function, **arguments), scope == "batch", smallest)
-
-
-def _load(name: str) -> Estimator:
-    if ":" in name:
-        return load_function(name, "estimator")
-    if name.endswith(".py"):
-        raise ValueError(f"the estimator {name!r} names no function; write {name}:function")
-    raise ValueError(
-        f"unknown estimator {name!r}{suggest(name, ESTIMATORS)} (there are "
-        f"{', '.join(ESTIMATORS)}; your own: package.module:function or file.py:function)"
-    )
 
 
 def _check_arguments(name: str, function: Estimator, arguments: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The estimator `composed` as a value; `rloo.algorithm.estimators.composed` computes it."""
+"""Names of estimators, and `composed` as a value; `rloo.algorithm.estimators` computes them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from rloo.config.options import Options
 from rloo.config.reading import coerce, suggest
+
+ESTIMATORS = ("composed", "rloo", "grpo", "reinforce_pp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from rloo.config.composed import Composition, composition_of
+from rloo.config.composed import ESTIMATORS, Composition, composition_of
 from rloo.config.options import Options
 from rloo.config.presets import PRESETS, kl_fault, loss_form, preset_options
+from rloo.config.reading import suggest
 
 FIXED_REFERENCE = (
     "sync_ref_model is true and an adapter is trained; the reference is the base under it, which "
@@ -19,9 +20,21 @@ FIXED_REFERENCE = (
 def check_objective(config: Options) -> None:
     """Raise ValueError for the first contradiction in the objective of `config`."""
     parts = (_in_vain, _in_group, _in_kl, _in_composed, _in_loss, _in_reference, _in_weights)
-    for find in parts:
+    for find in (_in_name, *parts):
         for fault in find(config):
             raise ValueError(fault)
+
+
+def _in_name(config: Options) -> Iterator[str]:
+    name = config.estimator
+    if name in ESTIMATORS or ":" in name:  # a user's function is loaded by the trainer
+        return
+    if name.endswith(".py"):
+        yield f"the estimator {name!r} names no function; write {name}:function"
+    yield (
+        f"unknown estimator {name!r}{suggest(name, ESTIMATORS)} (there are "
+        f"{', '.join(ESTIMATORS)}; your own: package.module:function or file.py:function)"
+    )
 
 
 def _in_vain(config: Options) -> Iterator[str]:
