@@ -18,7 +18,7 @@ from rloo.config.imports import import_config, render_imported
 from rloo.config.imports.openrlhf_names import FORMERLY
 from rloo.config.imports.source import follow_references
 from rloo.config.parsing import parse_command_line
-from rloo.config.presets import preset_options
+from rloo.config.presets import BASE, preset_options
 from support.settings import flatten
 from support.terms import advantages
 
@@ -222,6 +222,25 @@ def test_openrlhf_s_estimators_give_the_same_advantages(flags, expected):
 def test_nemo_rl_s_estimators_give_the_same_advantages(overrides, expected, tmp_path):
     found = nemo(tmp_path, "loss_fn.reference_policy_kl_penalty=0", *overrides)
     assert ours(found) == pytest.approx(expected, abs=1e-12)
+
+
+def test_no_preset_is_named_but_for_a_kl_that_only_areal_s_allows(tmp_path):
+    wrong = "algorithm.use_kl_in_reward=True algorithm.kl_penalty=k3"
+    named = {
+        "verl": verl(VERL_RLOO),
+        "verl's k3 in the reward": verl(f"{VERL_RLOO} {wrong}"),
+        "OpenRLHF": openrlhf(OPENRLHF_RLOO),
+        "OpenRLHF's k1 in the loss": openrlhf(f"{OPENRLHF_RLOO} --algo.kl.use_loss"),
+        "NeMo-RL": nemo(tmp_path),
+        "NeMo-RL's k3 in the reward": nemo(tmp_path, "++loss_fn.use_kl_in_reward=true"),
+    }
+    found = {name: imported.options.get("preset") for name, imported in named.items()}
+    assert found == {name: "areal" if "'s k" in name else None for name in named}
+    # A preset given to the result takes the place of its parts.
+    path = tmp_path / "run.yaml"
+    path.write_text(render_imported("nemo_rl", named["NeMo-RL"]))
+    given = parse_command_line([str(path), "--preset", "nemo_rl"])
+    assert {name: getattr(given, name) for name in BASE} == preset_options("nemo_rl")
 
 
 # -- verl ------------------------------------------------------------------------------------------
