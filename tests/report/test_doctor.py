@@ -115,6 +115,21 @@ SICK = {
         rows(),
         {"facts": {"chat_template": "turn not opened", "prompt": "a"}},
     ),
+    "solved at times": (
+        "already_solved",
+        rows(reward=[1.0, 1.0, 1.0, 1.0, 0.98, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], reward_std=0.01),
+        {},
+    ),
+    "cut until short": (
+        "truncation",
+        rows(**{"completions/clipped_ratio": [0.6 * 0.7**n for n in range(12)]}),
+        {},
+    ),
+    "nearly still": (
+        "learning_rate_low",
+        rows(kl=None),
+        {"evaluations": [{"completions/mean_length": n, "reward": 0.4} for n in (20.0, 20.4)]},
+    ),
     "turn": ("missing_eos", rows(), {"facts": {"end_of_turn": "<e>", "end_of_turn_id": 7}}),
 }
 
@@ -128,6 +143,23 @@ def test_a_run_that_is_well_has_no_finding():
 def test_a_sick_run_is_named(case):
     name, of_run, others = SICK[case]
     assert names(of_run, **others)[:1] == [name]
+
+
+def test_what_is_not_scored_is_told_though_it_was_given_up():
+    written = [
+        row | {"scores": {"right": None if index < 8 else 0.4}} for index, row in enumerate(texts())
+    ]
+    assert names(written=written) == ["partly_missing"]
+    assert names(written=[*written[7:]]) == []
+
+
+def test_what_only_seems_sick_is_not_named():
+    cost = {"rewards/right/mean": (0.2, 0.8), "rewards/form/mean": (1.0, 0.85)}
+    assert names(rows(reward=(0.4, 1.0), **cost)) == []
+    lengths = [{"completions/mean_length": n, "reward": 0.4} for n in (20.0, 21.0)]
+    assert names(rows(kl=None), evaluations=lengths) == []
+    cut = {"completions/clipped_ratio": [0.6 * 0.7**n for n in range(12)]}
+    assert names(rows(reward=(0.2, 0.9), **cut)) == []
 
 
 def test_every_rule_is_seen_to_hold():

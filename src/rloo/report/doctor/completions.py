@@ -8,7 +8,7 @@ from statistics import fmean
 
 from rloo.report.console import percent
 from rloo.report.doctor.data import many_cut
-from rloo.report.doctor.finding import Found, Rule, Run, excerpts, mean
+from rloo.report.doctor.finding import Found, Rule, Run, band, excerpts
 
 # Tokens, the end included, of what says nothing; and the part of its length that is left.
 EMPTY, SHRUNK = 2.5, 0.34
@@ -75,12 +75,20 @@ def _longer(run: Run) -> Found | None:
 
 
 def _cut(run: Run) -> Found | None:
-    cut = mean(run.end, "completions/clipped_ratio")
-    if not many_cut(run):
-        return None
+    cut, length = (run.change(f"completions/{n}") for n in ("clipped_ratio", "mean_length"))
     limit = int(run.option("max_completion_length", 512))
+    if many_cut(run):
+        seen = f"{percent(cut.after)} of completions reach max_completion_length {limit}"
+    elif cut.before > band("completions/clipped_ratio").bounds()[1] and not run.gained:
+        seen = (
+            f"{percent(cut.before)} of completions reached max_completion_length {limit} at the "
+            f"start; they went from {length.words} tokens, and the reward from "
+            f"{run.change('reward').words}"
+        )
+    else:
+        return None
     return Found(
-        f"{percent(cut)} of completions reach max_completion_length {limit}",
+        seen,
         "allow twice the length",
         {"max_completion_length": 2 * limit},
         [repr(t[-80:]) for t in run.texts(last=True)[:2]],
@@ -165,7 +173,8 @@ RULES = (
     Rule(
         "truncation",
         "Many completions are cut",
-        "`completions/clipped_ratio` above its band at the end",
+        "`completions/clipped_ratio` above its band at the end, or at the start of a run whose "
+        "reward did not rise",
         "A completion that is cut is judged without its end, mostly as wrong.",
         "twice `max_completion_length`",
         _cut,

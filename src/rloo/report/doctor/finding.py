@@ -71,10 +71,14 @@ class Run:
 
     def texts(self, *, last: bool) -> list[str]:
         """Recorded completions of the last rollouts, or of the first ones."""
+        return [written(row["completion"]) for row in self.recorded(last=last)]
+
+    def recorded(self, *, last: bool) -> list[Mapping[str, Any]]:
+        """Rows of completions.jsonl of the last rollouts, or of the first ones."""
         steps = sorted({row["step"] for row in self.completions})
         first, end = sides(steps)
         chosen = set(end if last else first)
-        return [written(row["completion"]) for row in self.completions if row["step"] in chosen]
+        return [row for row in self.completions if row["step"] in chosen]
 
     def command(self, options: Mapping[str, Any]) -> str:
         """What to run next: these options changed, into a folder of its own."""

@@ -12,7 +12,7 @@ _FORM = re.compile(r"format|form|style|length|tag|think|xml|json", re.IGNORECASE
 # Of a reward between 0 and 1: what a function must gain to have earned the rise.
 HARDLY = 0.02
 # The share of it that another function must lose for that to be the price.
-COST = 0.1
+COST = 0.25
 
 
 def _held_out(run: Run) -> Found | None:
@@ -129,7 +129,7 @@ RULES = (
         "reward_at_cost",
         "One reward rises at the cost of another",
         "of two functions' `rewards/<function>/mean` one rises beyond chance and one falls so, by "
-        "more than a tenth",
+        "more than a quarter",
         "The sum of rewards is trained: what is cheap to earn displaces what is dear.",
         "`reward_weights`",
         _one_at_the_cost,

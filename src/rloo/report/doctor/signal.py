@@ -14,10 +14,13 @@ from rloo.report.doctor.finding import (
     excerpts,
     functions,
     mean,
+    written,
 )
 
 # Of completions without a reward, and of calls that failed.
 MANY_MISSING = 0.2
+# Recorded completions from which on a share of them says something.
+FEWEST = 12
 # Nats per token, below which completions of a prompt are alike; and what temperature is low.
 ALIKE, COLD = 0.1, 0.5
 # A mean reward of 0 or 1 above which hardly anything is left to learn.
@@ -107,7 +110,8 @@ def _solved(run: Run) -> Found | None:
     before, after = run.change("reward").before, mean(run.end, "reward")
     rows = run.rollouts
     binary = all(0 <= row["reward"] <= 1 for row in rows) and mean(rows, "reward_std") <= 0.5
-    if not binary or not before >= SOLVED or not after >= SOLVED or before == after == 1.0:
+    always = all(row["reward"] == 1.0 for row in rows)  # `rewards_equal`
+    if not binary or not before >= SOLVED or not after >= SOLVED or always:
         return None
     return Found(
         f"the mean reward was {before:.3f} in the first rollouts already, and "
@@ -121,10 +125,9 @@ def _partly_missing(run: Run) -> Found | None:
     rows = run.end
     if math.isnan(mean(rows, "reward")):
         return None
-    recorded = run.completions
+    # What a None spares may have been given up by the end, and not by learning the task.
+    sides = [part for part in (run.recorded(last=False), run.completions) if len(part) >= FEWEST]
     for name in functions(rows):
-        scores = [(row.get("scores") or {}).get(name) for row in recorded]
-        nothing = scores.count(None) / len(scores) if scores else 0.0
         never = math.isnan(mean(run.rollouts, f"rewards/{name}/mean"))
         failed = mean(rows, f"rewards/{name}/failed")
         if failed > MANY_MISSING:
@@ -139,19 +142,16 @@ def _partly_missing(run: Run) -> Found | None:
                 f"call {name} on two recorded completions by hand and print what it returns",
                 examples=excerpts(run.texts(last=True)),
             )
-        if nothing > MANY_MISSING and len(functions(rows)) == 1 and len(scores) >= 12:
-            return Found(
-                f"{name} scored {percent(1 - nothing)} of {len(scores)} recorded completions",
-                "find out from an unscored completion why; a failure to answer is a reward of 0, "
-                "not None",
-                examples=excerpts(
-                    [
-                        str(row["completion"])
-                        for row, score in zip(recorded, scores, strict=True)
-                        if score is None
-                    ]
-                ),
-            )
+        for part in sides if len(functions(rows)) == 1 else ():
+            missed = [r for r in part if (r.get("scores") or {}).get(name) is None]
+            if len(missed) > MANY_MISSING * len(part):
+                return Found(
+                    f"{name} scored {percent(1 - len(missed) / len(part))} of {len(part)} recorded "
+                    f"completions, the first of step {part[0]['step']}",
+                    "find out from an unscored completion why; a failure to answer is a reward of "
+                    "0, not None",
+                    examples=excerpts([written(row["completion"]) for row in missed]),
+                )
     return None
 
 
