@@ -255,7 +255,7 @@ RULES = (
         "The learning rate is too low",
         "`update/changed_share` below its band, or `kl` below 1e-4 after 9 rollouts or "
         "more; without a reference `entropy` changed by less than 5 % beside a reward that stands "
-        "still and, where there are evaluations, held-out completions of the same length within 3 %",
+        "still and, where there are evaluations, held-out completions as long within 3 %",
         "The policy is still where it began.",
         "ten times the learning rate",
         _rate_low,
