@@ -152,6 +152,7 @@ def _train(arguments: list[str], signals: Stop) -> int:
 
 def _plan(arguments: list[str], signals: Stop) -> int:
     config = parse_command_line(_with_embedded(arguments))
+    check_inputs(config)
     check_alone("plan")
     # Torch, which reads this when it is loaded, would tell of memory from before a measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -180,7 +180,8 @@ class EngineFacts:
     them, so they must not change while it samples, nor, if it copies others, between `load` and
     that. `exact_noise`: `noise` determines every draw; without it, equal calls may differ.
     `filters`: it can sample with top-k, top-p, min-p and a repetition penalty. `central`: of
-    several processes the main one alone samples, for all.
+    several processes the main one alone samples, for all. `keeps_finished`: what is sampled at the
+    same time is computed until its last completion ends.
 
     The rest is the memory that a completion may occupy while it is sampled: for each token of its
     prompt, for each that may follow, and once. What needs more than `cache_bytes` is not sampled
@@ -197,6 +198,7 @@ class EngineFacts:
     row_bytes: int = 0
     cache_bytes: int | None = None
     central: bool = False
+    keeps_finished: bool = False
 
     def bytes_per_row(self, prompt_tokens: int, max_tokens: int) -> int:
         """What sampling one completion may occupy; never too little, often too much."""

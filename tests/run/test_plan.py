@@ -14,6 +14,7 @@ from rloo.engines import MAKERS
 from rloo.model import budget
 from rloo.model.memory import phase_peaks, weight_bytes
 from rloo.model.policy import Policy
+from rloo.run import learning_cost
 from rloo.run.plan import _rows, make_plan
 from rloo.run.trainer import RLOOTrainer
 from support.models import make_model
@@ -85,21 +86,21 @@ def test_a_run_of_the_worst_case_is_as_the_plan_said(folder, monkeypatch, argume
 
     monkeypatch.setattr(trainer.policy.stepper, "backward", counted)
     (peak,) = phase_peaks(trainer.policy.device, lambda mark: trainer.train())
-    assert plan.steps == 4 and plan.completions_per_step == 24
-    assert calls == [*[False] * (plan.micro_batches - 1), True] * plan.steps
+    assert plan.times.steps == 4 and plan.completions_per_step == 24
+    assert calls == [*[False] * (plan.micro_batches - 1), True] * plan.times.steps
     assert plan.micro_batches > 1
     before = weight_bytes(trainer.model)
     if trainer.policy.reference.model is not None:
         before += weight_bytes(trainer.policy.reference.model)
     assert plan.peak_bytes == pytest.approx(peak + before, rel=0.33)
-    assert plan.expected_length == 40
+    assert plan.times.expected_length == 40
 
 
 def test_shorter_answers_are_expected_where_they_end_by_themselves(folder, monkeypatch):
     # One token in two ends a completion: about 2 tokens, against 40 at worst.
     monkeypatch.setattr(Policy, "stop_token_ids", property(lambda self: tuple(range(0, 97, 2))))
     plan = make_plan(config_of())
-    assert 1.3 < plan.expected_length < 3
+    assert 1.3 < plan.times.expected_length < 3
     assert plan.expected_micro_batches == 1 < plan.micro_batches
 
 
@@ -122,13 +123,20 @@ def test_the_command_prints_the_plan_and_writes_nothing(folder, capsys):
 
 
 def test_the_work_of_several_processes_is_that_of_one_divided(folder, monkeypatch):
-    monkeypatch.setattr("rloo.run.plan._seconds", lambda parts, work: (work(), 1.0)[1])
+    learn = learning_cost._learn
+
+    def measured(policy, terms, samples, **how):
+        found, seconds = learn(policy, terms, samples, **how), float(len(samples))
+        return replace(found, credit=seconds, update=seconds)
+
+    monkeypatch.setattr(learning_cost, "_learn", measured)
     both = ["--num_prompts", "null", "--per_device_train_batch_size"]
     one = make_plan(config_of(*both, "16"))
     two = make_plan(config_of(*both, "8", "--num_processes", "2"))
     assert (one.processes, two.processes) == (1, 2)
     assert one.completions_per_step == two.completions_per_step == 16
-    assert two.seconds["update"] == one.seconds["update"] / 2
+    assert (one.times.worst.update, two.times.worst.update) == (16, 8)
+    assert (one.times.expected.credit, two.times.expected.credit) == (16, 8)
     assert two.memory["sampling"] == one.memory["sampling"] / 2
     assert make_plan(config_of("--num_processes", "3")).completions_per_step == 24
     assert ("optimizer steps", "4 of 4 prompts, 16 completions, shared by 2 processes") in _rows(

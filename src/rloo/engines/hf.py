@@ -27,6 +27,7 @@ class HFEngine(InProcessEngine):
 
     name = "hf"
     default_cache_bytes = 2 << 30
+    keeps_finished = True
 
     def load(self, weights: Weights, version: int) -> None:
         """Nothing is copied: the engine shares the policy's module."""

@@ -97,6 +97,7 @@ class InProcessEngine(ABC):
     name: ClassVar[str]
     # Bytes that the caches of one wave may occupy; further rows wait for the next wave.
     default_cache_bytes: ClassVar[int]
+    keeps_finished: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class InProcessEngine(ABC):
             # Four float32 numbers per vocabulary entry while a token is drawn.
             row_bytes=16 * model.config.get_text_config().vocab_size,
             cache_bytes=self.default_cache_bytes if cache_bytes is None else cache_bytes,
+            keeps_finished=self.keeps_finished,
         )
 
     def sample(

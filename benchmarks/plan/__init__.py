@@ -1,0 +1,1 @@
+"""`rloo plan` against the runs that it speaks of."""

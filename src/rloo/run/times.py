@@ -1,0 +1,154 @@
+"""How long a run will take: its parts measured in a limited time, as they are expected and at
+worst."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from rloo.algorithm.parts import Parts, RunState
+from rloo.algorithm.rollout import SyncRollouts
+from rloo.data.prompts import PromptSource
+from rloo.engines.noise import noise_key
+from rloo.model import memory
+from rloo.run.due import count_due, writing_seconds
+from rloo.run.evaluate import Sets, settings_of
+from rloo.run.learning_cost import Learning, measure_learning, rewarded, unsampled
+from rloo.run.sampling_cost import SamplingCost, made_up
+from rloo.run.timing import Stopwatch
+from rloo.types import Completion, Prompt
+
+Drawings = Sequence[Sequence[Completion]]
+
+# Of the time that is left: for sampling, for evaluations, for learning as it is expected.
+_FOR_SAMPLING, _FOR_EVALUATIONS, _FOR_EXPECTED = 0.4, 0.2, 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Seconds of the parts of an optimizer step, which has its share of the rollout's, and of one
+    evaluation of all sets."""
+
+    sample: float
+    credit: float
+    update: float
+    optimizer: float
+    evaluation: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Seconds of an optimizer step."""
+        return self.sample + self.credit + self.update + self.optimizer
+
+    def at_least(self, other: Case) -> Case:
+        """The longer of both in every part."""
+        names = [field.name for field in fields(self)]
+        return Case(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a run of `steps` steps, without its rewards. `expected`: completions as the policy
+    samples them now, after prompts of the dataset; `worst`: all of maximum length, after its
+    longest prompt. `start` is what comes before the first step, `checkpoint` one of `checkpoints`,
+    `result` writing the model at the end. `whole_groups`: see `split`."""
+
+    steps: int
+    expected: Case
+    worst: Case
+    expected_length: float
+    whole_groups: bool
+    evaluations: int
+    checkpoints: int
+    checkpoint: float
+    result: float
+    start: float
+
+    def to_the_end(self, case: Case) -> float:
+        """Seconds of the whole run."""
+        writing = self.checkpoints * self.checkpoint + self.result
+        return self.start + self.steps * case.step + self.evaluations * case.evaluation + writing
+
+
+def measure_times(
+    parts: Parts, state: RunState, sets: Sets, processes: int, *, start: float, watch: Stopwatch
+) -> Times:
+    """Measure what each of `processes` does, which share the work evenly. `sets` are those of the
+    evaluations, `start` the seconds until now. The policy is changed, and must be discarded."""
+    config, batches, rollouts = parts.config, parts.batches, parts.rollouts
+    assert isinstance(rollouts, SyncRollouts)
+    source = rollouts.prompts
+    assert isinstance(source, PromptSource)
+    groups, size = -(-batches.prompts_per_rollout // processes), config.num_generations
+    completions = -(-batches.completions_per_step // processes)
+    prompts, longest = source.next(groups), made_up(groups, parts.workload.longest_prompt)
+    parts.policy.load_into(parts.engine)
+    key = noise_key(config.seed, "train", 0)
+    cost = SamplingCost(parts.engine, watch.part(_FOR_SAMPLING), key)
+    cost.calibrate(longest, size, rollouts.sampling)
+    drawn = cost.expected(prompts, size, rollouts.sampling)
+    slowest = cost.worst(longest, size, rollouts.sampling)
+    evaluations, checkpoints = count_due(config, state.trainer, batches, len(source))
+    cost.watch = watch.part(_FOR_EVALUATIONS)
+    evaluation = _of_evaluation(cost, sets, parts) if evaluations else (0.0, 0.0)
+    own = drawn.completions or unsampled(groups, size, drawn.alive)
+    full = unsampled(groups, size, np.ones(config.max_completion_length - 1))
+
+    def learn(prompts: list[Prompt], drawn: Drawings, watch: Stopwatch) -> Learning:
+        samples = [s for s in rewarded(prompts, drawn, parts) if s.place < completions]
+        return measure_learning(parts, state, samples, watch)
+
+    learned = learn(prompts, own, watch.part(_FOR_EXPECTED))
+    at_worst = learn(longest, full, watch)
+    shares = 1 / batches.steps_per_rollout, 1 / (processes if parts.policy.divides else 1)
+    expected = _case(drawn.seconds, learned, evaluation[0], *shares)
+    worst = _case(slowest, at_worst, evaluation[1], *shares).at_least(expected)
+    checkpoint, result = _writing(parts)
+    return Times(
+        steps=state.trainer.max_steps,
+        expected=expected,
+        worst=worst,
+        expected_length=drawn.mean_length,
+        whole_groups=at_worst.whole_groups,
+        evaluations=evaluations,
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
+        result=result,
+        start=start,
+    )
+
+
+def _case(
+    rollout: float, learned: Learning, evaluation: float, of_rollout: float, of_step: float
+) -> Case:
+    """With the shares of a rollout, and of the optimizer's step, that an optimizer step has."""
+    return Case(
+        sample=(rollout + learned.load) * of_rollout,
+        credit=learned.credit,
+        update=learned.update,
+        optimizer=learned.optimizer * of_step,
+        evaluation=evaluation,
+    )
+
+
+def _of_evaluation(cost: SamplingCost, sets: Sets, parts: Parts) -> tuple[float, float]:
+    """Seconds of one evaluation, expected and at worst: completions that are sampled, and a greedy
+    one for each prompt."""
+    settings = settings_of(parts.policy)
+    expected = worst = 0.0
+    for prompts in sets.values():
+        greedy = replace(settings.sampling, greedy=True)
+        for size, how in ((settings.num_samples, settings.sampling), (1, greedy)):
+            expected += cost.expected(prompts, size, how).seconds
+            worst += cost.worst(prompts, size, how)
+    return expected, worst
+
+
+def _writing(parts: Parts) -> tuple[float, float]:
+    """Seconds of writing a checkpoint, and the model alone."""
+    model = memory.gradient_bytes(parts.policy)  # as many as what is trained has
+    state = 0 if parts.config.save_only_model else memory.optimizer_bytes(parts.policy)
+    checkpoint = writing_seconds(parts.monitor.output_dir, model + state)
+    return checkpoint, checkpoint * model / (model + state)
