@@ -42,6 +42,9 @@ def _shape(
 SHAPES = {
     "qwen3-0.6b": _shape(28, 1024, 3072, 16, 8, 128, 151936),
     "qwen3-4b": _shape(36, 2560, 9728, 32, 8, 128, 151936),
+    "1m": _shape(4, 128, 384, 4, 2, 32, _NUM_WORDS + _NUM_SPECIAL),
+    "2m": _shape(4, 192, 576, 6, 3, 32, _NUM_WORDS + _NUM_SPECIAL),
+    "12m": _shape(6, 384, 1152, 12, 6, 32, _NUM_WORDS + _NUM_SPECIAL),
     "tiny": _shape(2, 32, 48, 4, 2, 8, _NUM_WORDS + _NUM_SPECIAL),
 }
 

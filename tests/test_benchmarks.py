@@ -1,6 +1,7 @@
 """The benchmark measures what it says: counts, medians, sides that work, a peer that is a peer."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 from benchmarks import distributed, peers, report
 from benchmarks.floors import Shape, count_decode_bytes, count_floor
 from benchmarks.long_answers import LargestTensors
+from benchmarks.plan import __main__ as plans
+from benchmarks.plan import cases, side
 from benchmarks.side import parse_options
 from benchmarks.workloads import FAMILIES, WORKLOADS
+from rloo.config.batches import batches_of
+from rloo.config.parsing import parse_command_line
 
 # N = 2 x (10 x (2 x 8 + 2 x 4) + 3 x 10 x 20) + 10 x 100 = 2 x 840 + 1000 = 2680
 SHAPE = Shape(num_layers=2, hidden=10, queries=8, keys=4, intermediate=20, vocabulary=100)
@@ -219,3 +224,39 @@ def test_the_largest_tensors_are_found_in_the_backward_too():
         torch.ones(5, 30)
     assert largest.elements == {"tile": 150, "other": 40}
     assert "[5, 30]" in largest.descriptions["tile"]
+
+
+TINY = cases.Case(
+    "tiny", "a tiny model", False, shape="tiny", mean_tokens=4, prompts=(8, 6),
+    options={**cases.CASES[-1].options, "num_prompts": 2, "num_generations": 4,
+             "max_completion_length": 12},
+)  # fmt: skip
+
+
+def test_a_plan_is_compared_with_a_run_as_it_is_and_with_one_of_the_worst_case(
+    tmp_path, monkeypatch
+):
+    arguments = TINY.arguments(tmp_path, 1)
+    monkeypatch.setattr(side.Policy, "stop_token_ids", side.Policy.stop_token_ids)
+    plan = side.plan(arguments)
+    assert plan["expected"]["step"] <= plan["worst"]["step"]
+    run = side.run(arguments, worst=False)
+    assert run["steps"] == 15, "five rollouts of three steps"
+    assert 1 < run["length"] < 12
+    shutil.rmtree(tmp_path / "run")
+    worst = side.run(arguments, worst=True)
+    assert worst["length"] == 12
+    rows = [plan | {"seconds": 30.0}, run, worst]
+    named = zip(plans.KINDS, rows, strict=True)
+    monkeypatch.setattr(plans, "CASES", [TINY])
+    table = plans.table([{**row, "case": "tiny", "kind": kind} for kind, row in named])
+    ratio = plan["worst"]["step"] / worst["step"]
+    assert f"| a tiny model (not fitted) | 30 s | {plan['expected']['step']:.3g} s |" in table
+    assert f"| **{ratio:.2f}** | none |" in table
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_configurations_of_plans_are_ones_that_rloo_takes(case, tmp_path):
+    config = parse_command_line(case.arguments(tmp_path, 1))
+    assert (config.num_threads, config.learning_rate) == (1, 1e-12)
+    assert batches_of(config, 1).completions_per_step > 8

@@ -296,11 +296,12 @@ def test_without_any_of_them_the_embedded_task_comes_first(arguments):
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder):
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder, command):
     code = (
         "import json, sys, rloo.cli\n"
         "for arguments in json.loads(sys.argv[1]):\n"
-        "    assert rloo.cli.main(['train', 'run.yaml', *arguments]) == 2\n"
+        f"    assert rloo.cli.main(['{command}', 'run.yaml', *arguments]) == 2\n"
         "assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
     )
     Path("empty").mkdir()

@@ -20,24 +20,17 @@ _CHAT = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }}\n{% endfor 
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A Qwen3 with random weights, whose completions have about `mean_tokens` tokens."""
-
-    layers: int
-    hidden: int
-    mean_tokens: int
-
-
-@dataclass(frozen=True)
 class Case:
-    """A configuration: `file` (None: only `options`), with a random model where it needs one, and
-    `prompts` (number, words) where it has no dataset. `needs` is what must be there."""
+    """A configuration: `file` (None: only `options`); where it needs a model, one of
+    `benchmarks.shapes` with completions of about `mean_tokens`; and `prompts` (number, words) where
+    it has no dataset. `needs` is what must be there."""
 
     name: str
     title: str
     fitted: bool
     file: str | None = None
-    shape: Shape | None = None
+    shape: str | None = None
+    mean_tokens: int = 0
     prompts: tuple[int, int] | None = None
     needs: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
@@ -55,12 +48,17 @@ class Case:
         given = SHARED | {"num_threads": threads, "output_dir": folder / "run"} | self.options
         shutil.rmtree(folder / "run", ignore_errors=True)
         if self.shape is not None:
-            given["model"] = _random_model(self.shape, folder / "model")
+            given["model"] = _random_model(self.shape, self.mean_tokens, folder / "model")
         if self.prompts is not None:
             given["dataset"] = _rows(*self.prompts, folder / "rows.jsonl")
             given["reward"] = f"{folder / 'spread.py'}:spread"
         named = [f"--{name}={value}" for name, value in given.items()]
         return [str(ROOT / self.file), *named] if self.file else named
+
+
+def _batch(prompts: int, size: int, tokens: int) -> dict[str, Any]:
+    names = ("num_prompts", "num_generations", "max_completion_length", "max_steps")
+    return dict(zip(names, (prompts, size, tokens, 60), strict=True))
 
 
 # A rate at which the policy stays what it is: the plan speaks of the policy as it is now.
@@ -73,7 +71,8 @@ CASES = [
         "examples/gsm8k.yaml, 1 M parameters",
         True,
         "examples/gsm8k.yaml",
-        Shape(layers=4, hidden=128, mean_tokens=200),
+        "1m",
+        200,
         needs=GSM8K / "train.jsonl",
         options={"dataset": GSM8K, "dataset_config": "null", "save_strategy": "no"},
     ),
@@ -94,83 +93,44 @@ CASES = [
         "lora",
         "LoRA with a reference, prompts of 400 tokens, completions of up to 24",
         False,
-        shape=Shape(layers=6, hidden=384, mean_tokens=12),
+        shape="12m",
+        mean_tokens=12,
         prompts=(64, 400),
-        options=_PLAIN
-        | {
-            "use_peft": "true",
-            "beta": 0.05,
-            "num_prompts": 12,
-            "num_generations": 4,
-            "max_completion_length": 24,
-            "max_steps": 50,
-        },
+        options=_PLAIN | _batch(12, 4, 24) | {"use_peft": "true", "beta": 0.05},
     ),
     Case(
         "long",
         "prompts of 8 tokens, completions of up to 1,024, K = 32",
         False,
-        shape=Shape(layers=4, hidden=128, mean_tokens=300),
+        shape="1m",
+        mean_tokens=300,
         prompts=(64, 8),
-        options=_PLAIN
-        | {
-            "beta": 0,
-            "num_prompts": 4,
-            "num_generations": 32,
-            "max_completion_length": 1024,
-            "max_steps": 50,
-        },
+        options=_PLAIN | _batch(4, 32, 1024) | {"beta": 0},
     ),
     Case(
         "padded",
         "rollout_engine hf, padded updates, 3 passes over a rollout, checkpointing",
         False,
-        shape=Shape(layers=4, hidden=192, mean_tokens=40),
+        shape="2m",
+        mean_tokens=40,
         prompts=(64, 60),
         options=_PLAIN
-        | {
-            "rollout_engine": "hf",
-            "packing": "false",
-            "num_iterations": 3,
-            "gradient_checkpointing": "true",
-            "beta": 0.05,
-            "num_prompts": 6,
-            "num_generations": 8,
-            "max_completion_length": 96,
-            "max_steps": 60,
-        },
+        | _batch(6, 8, 96)
+        | {"rollout_engine": "hf", "packing": "false", "num_iterations": 3, "beta": 0.05}
+        | {"gradient_checkpointing": "true"},
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
 
-def _random_model(shape: Shape, folder: Path) -> Path:
+def _random_model(shape: str, mean_tokens: int, folder: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
-    import torch
-    import transformers
+    from benchmarks.shapes import choose_stop_tokens, make_random_model, make_word_tokenizer
 
-    from benchmarks.shapes import choose_stop_tokens, make_word_tokenizer
-
-    tokenizer = make_word_tokenizer()
+    tokenizer, model = make_word_tokenizer(), make_random_model(shape, "cpu")
     tokenizer.chat_template = _CHAT
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden,
-        intermediate_size=3 * shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.hidden // 32,
-        num_key_value_heads=shape.hidden // 64,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    stops = choose_stop_tokens(len(tokenizer), shape.mean_tokens)
+    stops = choose_stop_tokens(len(tokenizer), mean_tokens)
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *stops]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

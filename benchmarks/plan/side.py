@@ -13,10 +13,13 @@ import time
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.plan.cases import BY_NAME
+from rloo.model.policy import Policy
 
+LENGTH = "completions/mean_length"
 # Rollouts of a run, and the seconds after which no other one is begun.
 _ROLLOUTS, _LONG = 5, 40.0
 
@@ -40,7 +43,6 @@ def run(arguments: list[str], *, worst: bool) -> dict[str, Any]:
     warms up."""
     from transformers import TrainerCallback
 
-    from rloo.model.policy import Policy
     from rloo.run.trainer import RLOOTrainer
 
     if worst:
@@ -72,12 +74,13 @@ def run(arguments: list[str], *, worst: bool) -> dict[str, Any]:
     first = trainer.batches.steps_per_rollout
     rows = (Path(config.output_dir) / "metrics.jsonl").read_text().splitlines()[first:]
     parts: dict[str, float] = defaultdict(float)
+    lengths = []
     for row in map(json.loads, rows):
         for name, seconds in row.items():
             if name.startswith("time/"):
                 parts[name.removeprefix("time/")] += seconds / len(rows)
-    result = {"step": sum(steps[first:]) / len(steps[first:]), "steps": len(steps), **parts}
-    result["length"] = json.loads(rows[-1]).get("completions/mean_length")
+        lengths += [row[LENGTH]] if LENGTH in row else []  # in a rollout's first step
+    result = {"step": fmean(steps[first:]), "steps": len(steps), "length": fmean(lengths), **parts}
     if trainer._eval_prompts:
         before, in_rewards = time.perf_counter(), rewarding["seconds"]
         with _on_stderr():

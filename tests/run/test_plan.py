@@ -102,6 +102,9 @@ def test_shorter_answers_are_expected_where_they_end_by_themselves(folder, monke
     plan = make_plan(config_of())
     assert 1.3 < plan.times.expected_length < 3
     assert plan.expected_micro_batches == 1 < plan.micro_batches
+    expected, worst = plan.times.expected, plan.times.worst
+    assert 0 < expected.sample < worst.sample and 0 < expected.update < worst.update
+    assert plan.times.to_the_end(expected) < plan.times.to_the_end(worst)
 
 
 def test_the_command_prints_the_plan_and_writes_nothing(folder, capsys):

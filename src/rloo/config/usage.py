@@ -33,8 +33,8 @@ COMMANDS = {
     ),
     "plan": Command(
         _OPTIONS,
-        "predict micro-batches, peak memory and time from one measured worst-case step; writes "
-        "no file",
+        "predict micro-batches, peak memory, and the time that is expected and that it takes at "
+        "worst, from measurements of less than a minute; calls no reward and leaves no file",
         ("rloo plan examples/gsm8k.yaml --max_completion_length 1024",),
     ),
     "eval": Command(

@@ -33,7 +33,7 @@ from rloo.run.learning_cost import rewarded, unsampled
 from rloo.run.times import Case, Times, measure_times
 from rloo.run.timing import Stopwatch
 from rloo.run.trainer import RLOOTrainer
-from rloo.types import Engine
+from rloo.types import Engine, Sample
 
 # Seconds that a plan may take from here on, and those of them that are left for times at least.
 _SECONDS, _LEAST = 45.0, 12.0
@@ -105,12 +105,7 @@ def make_plan(config: RLOOConfig) -> Plan:
     workload = parts.workload
     longest, groups = workload.longest_prompt, workload.num_groups
     largest = largest_micro_batch(policy, workload, policy.max_tokens)
-    held = lasting | {
-        "sampling": _rows_at_once(parts, longest, processes)
-        * parts.engine.facts.bytes_per_row(longest, config.max_completion_length),
-        "micro-batch": memory.predicted_peak_bytes(policy, largest),
-        "step": memory.step_bytes(policy),
-    }
+    held = lasting | _peaks(parts, largest, processes)
     if policy.divides:
         held |= {name: -(-held[name] // processes) for name in _DIVIDED}
     left = max(_LEAST, _SECONDS - (time.perf_counter() - began))
@@ -239,8 +234,15 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _rows_at_once(parts: Parts, longest: int, processes: int) -> int:
-    """The number of completions that an engine samples at the same time in the worst case."""
+def _peaks(parts: Parts, largest: list[Sample], processes: int) -> dict[str, int]:
+    """Bytes of what comes and goes: of the completions that an engine samples at the same time in
+    the worst case, of the `largest` micro-batch, and of an optimizer step."""
+    longest, tokens = parts.workload.longest_prompt, parts.config.max_completion_length
     rows = -(-parts.batches.completions_per_rollout // processes)
-    tokens = parts.config.max_completion_length
-    return parts.engine.facts.rows_at_once(rows, longest, tokens)
+    facts = parts.engine.facts
+    return {
+        "sampling": facts.rows_at_once(rows, longest, tokens)
+        * facts.bytes_per_row(longest, tokens),
+        "micro-batch": memory.predicted_peak_bytes(parts.policy, largest),
+        "step": memory.step_bytes(parts.policy),
+    }
