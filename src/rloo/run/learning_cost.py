@@ -74,14 +74,12 @@ def measure_learning(
         began = watch.now()
         measured.append(learn(samples[:size]))
         spent = watch.now() - began
-        if size == number:
-            if spent < watch.left / 4:  # its memory is allocated now
-                measured[-1] = learn(samples)
-            break
         larger = min(number, int(size * watch.left / (2 * max(spent, 1e-6))), _GROWTH * size)
-        if larger < min(number, 2 * size):
+        if size == number or larger < min(number, 2 * size):
             break
         size = larger
+    if spent < watch.left / 2:  # by now its memory is allocated
+        measured[-1] = learn(samples[:size])
     whole = float(count_tokens(policy, samples))
 
     def scaled(name: str) -> float:
