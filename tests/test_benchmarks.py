@@ -241,7 +241,7 @@ def test_a_plan_is_compared_with_a_run_as_it_is_and_with_one_of_the_worst_case(
     plan = side.plan(arguments)
     assert plan["expected"]["step"] <= plan["worst"]["step"]
     run = side.run(arguments, worst=False)
-    assert run["steps"] == 15, "five rollouts of three steps"
+    assert run["steps"] == 12, "four rollouts of three steps"
     assert 1 < run["length"] < 12
     shutil.rmtree(tmp_path / "run")
     worst = side.run(arguments, worst=True)

@@ -74,7 +74,12 @@ CASES = [
         "1m",
         200,
         needs=GSM8K / "train.jsonl",
-        options={"dataset": GSM8K, "dataset_config": "null", "save_strategy": "no"},
+        options={
+            "dataset": GSM8K,
+            "dataset_config": "null",
+            "eval_size": 64,
+            "save_strategy": "no",
+        },
     ),
     Case(
         "smollm2",

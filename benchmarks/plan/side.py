@@ -21,7 +21,7 @@ from rloo.model.policy import Policy
 
 LENGTH = "completions/mean_length"
 # Rollouts of a run, and the seconds after which no other one is begun.
-_ROLLOUTS, _LONG = 5, 40.0
+_ROLLOUTS, _LONG = 4, 25.0
 
 
 def plan(arguments: list[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.run import learning_cost
 from rloo.run.due import count_due, writing_seconds
-from rloo.run.learning_cost import measure_learning, unsampled
+from rloo.run.learning_cost import LearningCost, Measured, unsampled
 from rloo.run.sampling_cost import SamplingCost, made_up, share_alive
 from rloo.run.setup import make_state
 from rloo.run.times import Case, Times
@@ -174,34 +174,50 @@ def test_made_up_completions_have_the_lengths_that_are_expected():
     assert {c.finish for c in made if len(c.token_ids) == 5} == {"length"}
 
 
-def learned(monkeypatch, *, limit, cost):
-    """`measure_learning` on 64 samples, where a step of n of them takes `cost(n)` seconds."""
-    clock, sizes = Clock(), []
+class KnownSteps:
+    """`LearningCost` where a step of n completions of 10 tokens takes `cost(n)` seconds for its
+    credit, as many for its update, and half a second for the optimizer."""
 
-    def learn(policy, terms, samples, *, too_large, watch):
-        sizes.append(len(samples))
-        clock.spend(2 * cost(len(samples)))
-        size = len(samples)
-        return learning_cost._Measured(10 * size, cost(size), cost(size), 0.5, True)
+    def __init__(self, monkeypatch, cost):
+        self.clock, self.sizes = Clock(), []
 
-    monkeypatch.setattr(learning_cost, "_learn", learn)
-    monkeypatch.setattr(learning_cost, "exceeds", lambda *_, **__: False)
-    monkeypatch.setattr(learning_cost, "count_tokens", lambda policy, some: 10 * len(some))
-    policy = SimpleNamespace(max_tokens=100, packed=True, load_into=lambda _: clock.spend(0.25))
-    parts = SimpleNamespace(policy=policy, engine=None, batches=SimpleNamespace(num_iterations=2))
-    state = SimpleNamespace(terms=lambda _: None)
-    found = measure_learning(parts, state, range(64), Stopwatch(limit, CPU, clock))
-    return found, sizes, clock.now - 100
+        def learn(policy, terms, samples, *, too_large, watch):
+            self.sizes.append(len(samples))
+            seconds = cost(len(samples))
+            self.clock.spend(2 * seconds + 0.5)
+            return Measured(10 * len(samples), seconds, seconds, 0.5, True)
+
+        monkeypatch.setattr(learning_cost, "_learn", learn)
+        monkeypatch.setattr(learning_cost, "exceeds", lambda *_, **__: False)
+        monkeypatch.setattr(learning_cost, "count_tokens", lambda policy, some: 10 * len(some))
+        policy = SimpleNamespace(max_tokens=100, packed=True)
+        parts = SimpleNamespace(policy=policy, batches=SimpleNamespace(num_iterations=2))
+        self.cost = LearningCost(parts, SimpleNamespace(terms=lambda _: None))
+
+    def measure(self, number, seconds):
+        watch = Stopwatch(seconds, CPU, self.clock)
+        began, samples = self.clock.now, range(number)
+        found = self.cost.measure(samples, watch)
+        return self.cost.of(samples, found), self.clock.now - began
 
 
 def test_learning_from_few_samples_tells_what_all_take(monkeypatch):
-    found, sizes, spent = learned(monkeypatch, limit=8.0, cost=lambda n: 0.1 + 0.05 * n)
-    assert max(sizes) < 64 and spent < 8.5
+    steps = KnownSteps(monkeypatch, lambda n: 0.1 + 0.05 * n)
+    found, spent = steps.measure(64, 6.0)
+    assert max(steps.sizes) < 64 and spent < 8
     assert found.update == pytest.approx(0.1 + 0.05 * 64)
     assert found.credit == pytest.approx((0.1 + 0.05 * 64) / 2)  # of two steps
-    assert (found.optimizer, found.load) == (0.5, 0.25)
-    found, sizes, _ = learned(monkeypatch, limit=100.0, cost=lambda n: 0.01 * n)
-    assert sizes[-2:] == [64, 64], "the first time allocates"
+    assert found.optimizer == 0.5
+    # Of others that do not fit it is known from the first ones.
+    more, spent = steps.measure(640, 0.1)
+    assert spent == 0 and more.update == pytest.approx(0.1 + 0.05 * 640)
+
+
+def test_a_short_step_is_measured_whole_and_twice(monkeypatch):
+    steps = KnownSteps(monkeypatch, lambda n: 0.01 * n + (1 if len(steps.sizes) == 1 else 0))
+    found, _ = steps.measure(64, 100.0)
+    assert steps.sizes[-2:] == [64, 64], "the first time allocates"
+    assert found.update == pytest.approx(0.64)
 
 
 @pytest.mark.parametrize(

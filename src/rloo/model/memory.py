@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import resource
 import sys
@@ -25,7 +26,7 @@ from rloo.model.division import local
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.optimizers import build_optimizer
 from rloo.model.policy import Policy
-from rloo.model.quantization import statistics
+from rloo.model.quantization import count_parameters, statistics
 from rloo.types import Sample
 
 # The shares of a micro-batch's lengths at which it is measured. Memory is linear in tokens; if
@@ -34,6 +35,8 @@ LINEAR = (1 / 16, 1 / 8)
 QUADRATIC = (1 / 4, 1 / 2, 3 / 4)
 # Shorter completions would not behave like long ones.
 _FEWEST_TOKENS = 8
+# Tokens times weights of what is measured whole where completions are short: about a second.
+_SMALL = 10**10
 # bitsandbytes has one code book for all parameters.
 _SHARED_STATE = "qmap"
 _MARK = "rloo: a phase ends"
@@ -63,18 +66,28 @@ def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
 
     It is measured at small shares of the lengths, with the head's chunks scaled alike, phase by
     phase (each layer's forward and backward, the vocabulary head, the reference). Each phase is
-    extrapolated, so that one which dominates only at full length is not missed. A small
-    micro-batch is measured directly. The policy's gradients are discarded.
+    extrapolated, so that one which dominates only at full length is not missed. Of short
+    completions fewer are taken, and a small micro-batch is measured directly. The policy's
+    gradients are discarded. What was predicted is known from then on.
     """
+    shape = policy.packed, *((len(s.prompt_ids), len(s.token_ids)) for s in samples)
+    if shape not in policy.peaks:
+        policy.peaks[shape] = _predicted(policy, samples)
+    return policy.peaks[shape]
+
+
+def _predicted(policy: Policy, samples: Sequence[Sample]) -> int:
     longest = max(len(s.token_ids) for s in samples)
-    shares = QUADRATIC if _makes_squares(policy) else LINEAR
-    least = max(1.0, _FEWEST_TOKENS / (longest * shares[0]))
+    squares, full = _makes_squares(policy), count_tokens(policy, samples)
+    shares = QUADRATIC if squares else LINEAR
+    least, few = max(1.0, _FEWEST_TOKENS / (longest * shares[0])), samples
     if shares[-1] * least >= 1:
-        return measured_peak_bytes(policy, samples)
-    full = count_tokens(policy, samples)
+        if squares or full * count_parameters(policy.model) < _SMALL:
+            return measured_peak_bytes(policy, samples)
+        few, least = samples[: math.ceil(len(samples) / least)], 1 / shares[-1]
     tokens, peaks = [], []
     for share in shares:
-        cut = [_shorten(sample, share * least) for sample in samples]
+        cut = [_shorten(sample, share * least) for sample in few]
         tokens.append(count_tokens(policy, cut))
         peaks.append(_peaks(policy, cut, int(CHUNK_ELEMENTS * tokens[-1] / full)))
     if len({len(phases) for phases in peaks}) > 1:  # a model whose phases vary with the length

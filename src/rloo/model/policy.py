@@ -83,6 +83,7 @@ class Policy:
         known = pad is not None and pad < vocabulary  # what is padded is masked, so any will do
         self.pad_token_id = int(pad) if known else self.stop_token_ids[0]
         self.packed, self.checked = prepared.packed, False
+        self.peaks: dict[object, int] = {}  # see `memory.predicted_peak_bytes`
         self.initial_weights = prepared.initial_weights
         self.notes = prepared.notes
         self.why_threads = "as torch has chosen"

@@ -4,9 +4,11 @@ with rewards that are made up, on as many of the completions as time allows."""
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from statistics import fmean
 
 import numpy as np
@@ -23,14 +25,15 @@ from rloo.types import Completion, Group, Prompt, Rollout, Sample
 
 # Completions to begin with, and how many times as many are tried next at most.
 _FIRST, _GROWTH = 2, 16
+# Below this share of all tokens, what was measured with other samples tells more.
+_LITTLE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """Seconds of one optimizer step, with its share of the rollout's `credit`; and of giving the
-    weights to the engine (`load`). `whole_groups`: see `split`."""
+    """Seconds of one optimizer step, with its share of the rollout's `credit`. `whole_groups`: see
+    `split`."""
 
-    load: float
     credit: float
     update: float
     optimizer: float
@@ -60,43 +63,9 @@ def unsampled(number: int, size: int, alive: np.ndarray) -> list[list[Completion
     return [made[i * size : (i + 1) * size] for i in range(number)]
 
 
-def measure_learning(
-    parts: Parts, state: RunState, samples: Sequence[Sample], watch: Stopwatch
-) -> Learning:
-    """Seconds of an optimizer step on `samples`. The weights are changed, and the policy must be
-    discarded."""
-    policy = parts.policy
-    too_large = exceeds(samples, policy.max_tokens, packed=policy.packed)
-    learn = partial(_learn, policy, state.terms(parts), too_large=too_large, watch=watch)
-    size, number = min(_FIRST, len(samples)), len(samples)
-    measured: list[_Measured] = []
-    while True:
-        began = watch.now()
-        measured.append(learn(samples[:size]))
-        spent = watch.now() - began
-        larger = min(number, int(size * watch.left / (2 * max(spent, 1e-6))), _GROWTH * size)
-        if size == number or larger < min(number, 2 * size):
-            break
-        size = larger
-    if spent < watch.left / 2:  # by now its memory is allocated
-        measured[-1] = learn(samples[:size])
-    whole = float(count_tokens(policy, samples))
-
-    def scaled(name: str) -> float:
-        return float(line([(m.tokens, getattr(m, name)) for m in measured[-2:]], whole))
-
-    return Learning(
-        load=watch.once(lambda: policy.load_into(parts.engine)),
-        credit=scaled("credit") / parts.batches.num_iterations,
-        update=scaled("update"),
-        optimizer=measured[-1].optimizer,
-        whole_groups=measured[-1].whole_groups,
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class _Measured:
-    """Seconds of a step on so many input tokens."""
+class Measured:
+    """Seconds of a step on so many input tokens, and whether its credit was of whole groups."""
 
     tokens: float
     credit: float
@@ -105,9 +74,70 @@ class _Measured:
     whole_groups: bool
 
 
+class LearningCost:
+    """Measures optimizer steps, of which the second and later ones know what the others took. The
+    weights are changed, and the policy must be discarded."""
+
+    def __init__(self, parts: Parts, state: RunState) -> None:
+        self._parts, self._state = parts, state
+        self._all: list[Measured] = []
+
+    def measure(self, samples: Sequence[Sample], watch: Stopwatch) -> list[Measured]:
+        """Steps on some of the samples, more and more of them, if there is time on all."""
+        policy, number = self._parts.policy, len(samples)
+        too_large = exceeds(samples, policy.max_tokens, packed=policy.packed)
+        learn = partial(
+            _learn, policy, self._state.terms(self._parts), too_large=too_large, watch=watch
+        )
+        each = count_tokens(policy, samples) / number
+        own: list[Measured] = []
+        size, spent = 0, 0.0
+        while size < number:
+            larger = self._affordable(each, number, watch.left)
+            if larger < min(number, max(2 * size, _FIRST)):
+                break
+            size = min(larger, _GROWTH * size) if size else larger
+            began = watch.now()
+            own.append(learn(samples[:size]))
+            self._all.append(own[-1])
+            spent = watch.now() - began
+        if own and spent < watch.left / 2:  # by now its memory is allocated
+            own[-1] = self._all[-1] = learn(samples[:size])
+        return own
+
+    def of(self, samples: Sequence[Sample], own: Sequence[Measured]) -> Learning:
+        """A step on all of the samples. Of what was measured its `own` counts alone, unless that
+        was little."""
+        whole = float(count_tokens(self._parts.policy, samples))
+        few = not own or own[-1].tokens < _LITTLE * whole
+        known = sorted(self._all if few else own, key=attrgetter("tokens"))[-2:]
+
+        def scaled(name: str) -> float:
+            return float(line([(one.tokens, getattr(one, name)) for one in known], whole))
+
+        return Learning(
+            credit=scaled("credit") / self._parts.batches.num_iterations,
+            update=scaled("update"),
+            optimizer=known[-1].optimizer,
+            whole_groups=(own or known)[-1].whole_groups,
+        )
+
+    def _affordable(self, each: float, number: int, seconds: float) -> int:
+        """On how many samples of `each` tokens a step can be made in that time; a first one on
+        few."""
+        if not self._all:
+            return min(_FIRST, number)
+        points = [(one.tokens, one.credit + one.update) for one in self._all]
+        if len(points) == 1:  # about half of it does not grow with the tokens
+            tokens, taken = points[0]
+            points = [(1e-9, taken / 2), (tokens, taken)]
+        left = seconds - self._all[-1].optimizer
+        return bisect_right(range(1, number + 1), left, key=lambda n: float(line(points, n * each)))
+
+
 def _learn(
     policy: Policy, terms: Terms, samples: Sequence[Sample], *, too_large: bool, watch: Stopwatch
-) -> _Measured:
+) -> Measured:
     """The credit, and the mean of the steps on these samples: the first one may compute what others
     are given. `too_large`: their groups are in truth larger than a micro-batch may be."""
     tokens, limit = count_tokens(policy, samples), policy.max_tokens
@@ -127,7 +157,7 @@ def _learn(
         steps.append(watch.now() - computed[-1])
         credit = credit.after_first_step(metrics)
     mean = (updates[0] + (iterations - 1) * updates[-1]) / iterations
-    return _Measured(tokens, assigned - began, mean, fmean(steps), whole_groups)
+    return Measured(tokens, assigned - began, mean, fmean(steps), whole_groups)
 
 
 def _completion(length: int, longest: int) -> Completion:

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,13 +20,13 @@ from rloo.types import Completion, Engine, Prompt, Sampling
 
 # Seconds that are enough to measure the decoding steps of one size, and steps tried before.
 _ENOUGH, _TRIED = 0.3, 4
-# After a single row; from the two follows what more rows take.
-_FEW_ROWS = 4
+# How many times as long a context must be to tell what it costs.
+_LONGER = 3
 # The fewest positions that tell how often completions end.
 _FEWEST_POSITIONS = 128
 # Of what is left: for each size of a step, for one of long context, for the completions as they
 # are sampled now, and for those of maximum length.
-_FOR_SIZE, _FOR_CONTEXT, _FOR_EXPECTED, _FOR_WORST = 1 / 10, 1 / 6, 1 / 4, 1 / 3
+_FOR_SIZE, _FOR_CONTEXT, _FOR_EXPECTED, _FOR_WORST = 1 / 3, 0.4, 0.6, 0.9
 
 
 @dataclass(slots=True)
@@ -98,27 +99,32 @@ class SamplingCost:
         self.decoding = Decoding(engine.facts.keeps_finished)
 
     def calibrate(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> None:
-        """Measure equally long prompts, and steps of one row, of one group and of all groups of
-        `size` completions, as far as time allows."""
+        """Measure equally long prompts with `size` completions each, and steps of one row up to as
+        many as are sampled at once, as far as time allows."""
         longest, endless = len(prompts[0].token_ids), _endless(sampling)
-        few = replace(endless, max_tokens=min(2, sampling.max_tokens))
-        self._seconds(prompts[:1], 1, few)  # the very first call allocates and compiles
         at_once = self._wave(len(prompts) * size, longest, sampling)
-        whole = max(1, at_once // size)
-        sizes = [(1, 1), (1, min(_FEW_ROWS, size)), (1, size), (-(-whole // 4), size)]
-        for count, each in dict.fromkeys([*sizes, (whole, size)]):
-            most = _FOR_SIZE * self.watch.left
-            if self.decoding.prompts and self._least(count, each, longest) > most:
+        self._seconds(
+            prompts[:1], 1, endless, min(1, endless.max_tokens - 1)
+        )  # allocates, compiles
+        firsts: list[tuple[float, float]] = []
+        for rows in _growing(at_once):
+            if not self._measure_step(prompts[:1], rows, endless, firsts):
                 break
-            self._measure(prompts[:count], each, endless)
-        self._measure_context(prompts[:1], size, endless)
+        self._measure_context(prompts[:1], endless, firsts)
+        known = self.decoding.prompts
+        known.append((float(longest), float(line(firsts, size))))
+        for count in _growing(max(1, at_once // size))[1:]:
+            tokens = float(longest * count)
+            if line(known, tokens) > _FOR_SIZE * self.watch.left:
+                break
+            known.append((tokens, self._seconds(prompts[:count], size, endless, 0)))
 
     def worst(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> float:
         """Seconds of a rollout whose completions all have the maximum length."""
         seconds = self._predicted(prompts, size, np.ones(sampling.max_tokens - 1), sampling)
         if seconds > _FOR_WORST * self.watch.left:
             return seconds
-        return self._seconds(prompts, size, _endless(sampling))
+        return self._seconds(prompts, size, _endless(sampling), sampling.max_tokens - 1)
 
     def expected(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> Drawn:
         """What a rollout takes whose completions are as the policy samples them now."""
@@ -172,56 +178,73 @@ class SamplingCost:
                 return part, positions
         return 1, max(1, positions)
 
-    def _measure(self, prompts: Sequence[Prompt], size: int, endless: Sampling) -> None:
-        """Measure prompts with the first token, and the steps that follow at short context."""
-        longest, rows = len(prompts[0].token_ids), len(prompts) * size
-        first = self._seconds(prompts, size, replace(endless, max_tokens=1))
-        self.decoding.prompts.append((float(longest * len(prompts)), first))
-        number = min(_TRIED, endless.max_tokens - 1)
+    def _measure_step(
+        self,
+        prompt: Sequence[Prompt],
+        rows: int,
+        endless: Sampling,
+        firsts: list[tuple[float, float]],
+    ) -> bool:
+        """Measure the first tokens of that many completions of a prompt (rows, seconds), and steps
+        at short context. False if there is no time for it."""
+        most, number, longest = _FOR_SIZE * self.watch.left, _TRIED, len(prompt[0].token_ids)
+        if firsts:
+            most -= 2 * float(line(firsts, rows))
+            step = self._step_of(rows, longest) if self.decoding.steps else 0.0
+            number = min(_TRIED, int(most / max(step, 1e-6)))
+            if most < 0 or number == 0:
+                return False
+        first = self._seconds(prompt, rows, endless, 0)
+        firsts.append((float(rows), first))
+        number = min(number, endless.max_tokens - 1)
         if number == 0:
-            return
-        step = self._step(prompts, size, endless, number, first)
+            return True
+        step = (self._seconds(prompt, rows, endless, number) - first) / number
         more = min(endless.max_tokens - 1, int(_ENOUGH / max(step, 1e-6)))
         if more > number and more * step + first < _FOR_SIZE * self.watch.left:
             number = more
-            step = self._step(prompts, size, endless, number, first)
-        self.decoding.steps.append((rows, longest + (number + 1) / 2, step))
+            step = (self._seconds(prompt, rows, endless, number) - first) / number
+        self.decoding.steps.append((rows, longest + (number + 1) / 2, max(0.0, step)))
+        return True
 
-    def _measure_context(self, prompts: Sequence[Prompt], size: int, endless: Sampling) -> None:
-        """Measure the steps of one group at the longest context that time allows."""
-        before = [steps for steps in self.decoding.steps if steps[0] == size]
-        if not before:
+    def _measure_context(
+        self, prompt: Sequence[Prompt], endless: Sampling, firsts: list[tuple[float, float]]
+    ) -> None:
+        """Measure steps of as many rows as possible, at a context that is some times as long as
+        before, and then at the longest that time allows."""
+        longest, whole = len(prompt[0].token_ids), endless.max_tokens - 1
+        most = _FOR_CONTEXT * self.watch.left
+        for rows, context, _ in reversed(list(self.decoding.steps)):
+            first = dict(firsts)[float(rows)]
+            number = min(whole, int(2 * _LONGER * (context - longest)))
+            if self._steps_of(rows, longest, number) > most / 2:
+                continue
+            for _ in range(2):
+                step = (self._seconds(prompt, rows, endless, number) - first) / number
+                self.decoding.steps.append((rows, longest + (number + 1) / 2, max(0.0, step)))
+                before, cost = number, partial(self._steps_of, rows, longest)
+                number = bisect_right(range(1, whole + 1), most / 2, key=cost)
+                if number < _LONGER * before:
+                    break
             return
-        (_, _, step), longest = before[-1], len(prompts[0].token_ids)
-        # Twice the time of a step at short context, as it may grow.
-        affordable = int(_FOR_CONTEXT * self.watch.left / max(2 * step, 1e-6))
-        number = min(endless.max_tokens - 1, affordable)
-        context = longest + (number + 1) / 2
-        if context <= before[-1][1]:
-            return
-        first = self._seconds(prompts, size, replace(endless, max_tokens=1))
-        seconds = self._step(prompts, size, endless, number, first)
-        self.decoding.steps.append((size, context, seconds))
 
-    def _step(
-        self, prompts: Sequence[Prompt], size: int, endless: Sampling, number: int, first: float
-    ) -> float:
-        """Mean seconds of `number` steps after the first token, which takes `first` seconds."""
-        seconds = self._seconds(prompts, size, replace(endless, max_tokens=1 + number))
-        return max(0.0, seconds - first) / number
+    def _steps_of(self, rows: int, longest: int, number: int) -> float:
+        """Seconds of that many steps after a prompt."""
+        context = longest + 1.0 + np.arange(number)
+        return float(self.decoding.step(np.full_like(context, rows), context).sum())
 
-    def _least(self, prompts: int, size: int, longest: int) -> float:
-        """Seconds that measuring these prompts is expected to take at least."""
-        alive = np.ones(_TRIED if self.decoding.steps else 0)
-        lengths = [longest] * prompts
-        short = self.decoding.wave(lengths, prompts * size, alive)
-        return short + float(line(self.decoding.prompts, float(sum(lengths))))
+    def _step_of(self, rows: int, context: int) -> float:
+        return float(self.decoding.step(np.array(float(rows)), np.array(float(context))))
 
     def _wave(self, rows: int, longest: int, sampling: Sampling) -> int:
         return self._engine.facts.rows_at_once(rows, longest, sampling.max_tokens)
 
-    def _seconds(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> float:
-        return self.watch.of(lambda: self._engine.sample(prompts, size, sampling, self._noise))
+    def _seconds(
+        self, prompts: Sequence[Prompt], size: int, endless: Sampling, number: int
+    ) -> float:
+        """Seconds of the first token of each completion and `number` steps."""
+        how = replace(endless, max_tokens=1 + number)
+        return self.watch.of(lambda: self._engine.sample(prompts, size, how, self._noise))
 
 
 def made_up(number: int, tokens: int) -> list[Prompt]:
@@ -244,3 +267,8 @@ def share_alive(drawn: Sequence[Sequence[Completion]], seen: int, longest: int) 
     later = np.arange(max(0, longest - seen))
     rate = min(1.0, stopped / lengths.sum())
     return np.concatenate([np.array(known), unfinished * (1 - rate) ** later])
+
+
+def _growing(most: int) -> list[int]:
+    """1, 2, 8, 32, ... and `most`."""
+    return [n for n in (1, *(2 * 4**i for i in range(most.bit_length()))) if n < most] + [most]

@@ -3,7 +3,6 @@ worst."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -15,15 +14,12 @@ from rloo.engines.noise import noise_key
 from rloo.model import memory
 from rloo.run.due import count_due, writing_seconds
 from rloo.run.evaluate import Sets, settings_of
-from rloo.run.learning_cost import Learning, measure_learning, rewarded, unsampled
+from rloo.run.learning_cost import Learning, LearningCost, rewarded, unsampled
 from rloo.run.sampling_cost import SamplingCost, made_up
 from rloo.run.timing import Stopwatch
-from rloo.types import Completion, Prompt
-
-Drawings = Sequence[Sequence[Completion]]
 
 # Of the time that is left: for sampling, for evaluations, for learning as it is expected.
-_FOR_SAMPLING, _FOR_EVALUATIONS, _FOR_EXPECTED = 0.4, 0.2, 0.4
+_FOR_SAMPLING, _FOR_EVALUATIONS, _FOR_EXPECTED = 0.45, 0.2, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,7 @@ def measure_times(
     source = rollouts.prompts
     assert isinstance(source, PromptSource)
     groups, size = -(-batches.prompts_per_rollout // processes), config.num_generations
-    completions = -(-batches.completions_per_step // processes)
+    of_step = -(-batches.completions_per_step // processes)
     prompts, longest = source.next(groups), made_up(groups, parts.workload.longest_prompt)
     parts.policy.load_into(parts.engine)
     key = noise_key(config.seed, "train", 0)
@@ -96,15 +92,17 @@ def measure_times(
     own = drawn.completions or unsampled(groups, size, drawn.alive)
     full = unsampled(groups, size, np.ones(config.max_completion_length - 1))
 
-    def learn(prompts: list[Prompt], drawn: Drawings, watch: Stopwatch) -> Learning:
-        samples = [s for s in rewarded(prompts, drawn, parts) if s.place < completions]
-        return measure_learning(parts, state, samples, watch)
-
-    learned = learn(prompts, own, watch.part(_FOR_EXPECTED))
-    at_worst = learn(longest, full, watch)
+    learning = LearningCost(parts, state)
+    some, most = (
+        [s for s in rewarded(prompts, completions, parts) if s.place < of_step]
+        for prompts, completions in ((prompts, own), (longest, full))
+    )
+    measured = learning.measure(some, watch.part(_FOR_EXPECTED)), learning.measure(most, watch)
+    learned, at_worst = learning.of(some, measured[0]), learning.of(most, measured[1])
+    load = watch.once(lambda: parts.policy.load_into(parts.engine))
     shares = 1 / batches.steps_per_rollout, 1 / (processes if parts.policy.divides else 1)
-    expected = _case(drawn.seconds, learned, evaluation[0], *shares)
-    worst = _case(slowest, at_worst, evaluation[1], *shares).at_least(expected)
+    expected = _case(drawn.seconds + load, learned, evaluation[0], *shares)
+    worst = _case(slowest + load, at_worst, evaluation[1], *shares).at_least(expected)
     checkpoint, result = _writing(parts)
     return Times(
         steps=state.trainer.max_steps,
@@ -125,7 +123,7 @@ def _case(
 ) -> Case:
     """With the shares of a rollout, and of the optimizer's step, that an optimizer step has."""
     return Case(
-        sample=(rollout + learned.load) * of_rollout,
+        sample=rollout * of_rollout,
         credit=learned.credit,
         update=learned.update,
         optimizer=learned.optimizer * of_step,
