@@ -198,7 +198,7 @@ class KnownSteps:
         watch = Stopwatch(seconds, CPU, self.clock)
         began, samples = self.clock.now, range(number)
         found = self.cost.measure(samples, watch)
-        return self.cost.of(samples, found), self.clock.now - began
+        return self.cost.of(10.0 * number, found), self.clock.now - began
 
 
 def test_learning_from_few_samples_tells_what_all_take(monkeypatch):
@@ -217,6 +217,7 @@ def test_a_short_step_is_measured_whole_and_twice(monkeypatch):
     steps = KnownSteps(monkeypatch, lambda n: 0.01 * n + (1 if len(steps.sizes) == 1 else 0))
     found, _ = steps.measure(64, 100.0)
     assert steps.sizes[-2:] == [64, 64], "the first time allocates"
+    assert steps.sizes.count(64) == 4, "and of three others it is the median"
     assert found.update == pytest.approx(0.64)
 
 

@@ -27,6 +27,8 @@ from rloo.types import Completion, Group, Prompt, Rollout, Sample
 _FIRST, _GROWTH = 2, 16
 # Below this share of all tokens, what was measured with other samples tells more.
 _LITTLE = 1 / 8
+# How often what is short is measured at its last size.
+_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +104,15 @@ class LearningCost:
             self._all.append(own[-1])
             spent = watch.now() - began
         if own and spent < watch.left / 2:  # by now its memory is allocated
-            own[-1] = self._all[-1] = learn(samples[:size])
+            again = [learn(samples[:size])]
+            while len(again) < _REPEATS and len(again) * spent < watch.left / 8:
+                again.append(learn(samples[:size]))
+            own[-1] = self._all[-1] = sorted(again, key=attrgetter("update"))[len(again) // 2]
         return own
 
-    def of(self, samples: Sequence[Sample], own: Sequence[Measured]) -> Learning:
-        """A step on all of the samples. Of what was measured its `own` counts alone, unless that
-        was little."""
-        whole = float(count_tokens(self._parts.policy, samples))
+    def of(self, whole: float, own: Sequence[Measured]) -> Learning:
+        """A step on that many tokens. Of what was measured its `own` counts alone, unless that was
+        little."""
         few = not own or own[-1].tokens < _LITTLE * whole
         known = sorted(self._all if few else own, key=attrgetter("tokens"))[-2:]
 

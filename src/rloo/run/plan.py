@@ -36,7 +36,7 @@ from rloo.run.trainer import RLOOTrainer
 from rloo.types import Engine, Sample
 
 # Seconds that a plan may take from here on, and those of them that are left for times at least.
-_SECONDS, _LEAST = 48.0, 12.0
+_SECONDS, _LEAST = 42.0, 12.0
 # Of what a process holds, that which it has a part of where weights are divided.
 _DIVIDED = ("weights", "reference", "gradients", "optimizer", "step")
 

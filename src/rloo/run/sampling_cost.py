@@ -22,11 +22,13 @@ from rloo.types import Completion, Engine, Prompt, Sampling
 _ENOUGH, _TRIED = 0.3, 4
 # How many times as long a context must be to tell what it costs.
 _LONGER = 3
+# Steps below which a context is a short one.
+_SHORT = 64
 # The fewest positions that tell how often completions end.
 _FEWEST_POSITIONS = 128
 # Of what is left: for each size of a step, for one of long context, for the completions as they
 # are sampled now, and for those of maximum length.
-_FOR_SIZE, _FOR_CONTEXT, _FOR_EXPECTED, _FOR_WORST = 1 / 3, 0.4, 0.6, 0.9
+_FOR_SIZE, _FOR_CONTEXT, _FOR_EXPECTED, _FOR_WORST = 1 / 3, 0.8, 0.6, 0.9
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class Decoding:
         each, base = self._per_context(), defaultdict(list)
         for measured, at, seconds in self.steps:
             base[measured].append(max(0.0, seconds - each * measured * at))
-        points = [(float(n), float(np.mean(found))) for n, found in base.items()]
+        points = [(float(n), found[-1]) for n, found in base.items()]  # of the longest context
         if len(points) > 1:  # else the most that more rows can take is as many times the seconds
             # Fewer rows than were ever measured do not take less.
             points.append((1e-9, min(points)[1]))
@@ -65,11 +67,11 @@ class Decoding:
 
     def _per_context(self) -> float:
         """Seconds for each token that a row attends to: from the steps of equally many rows whose
-        contexts differ most."""
+        two longest contexts differ most. Short ones, which fit into caches, would tell too much."""
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for rows, context, seconds in self.steps:
             found[rows].append((context, seconds))
-        spans = [(rows, min(some), max(some)) for rows, some in found.items()]
+        spans = [(rows, *[min(some), *sorted(some)[-2:]][-2:]) for rows, some in found.items()]
         rows, low, high = max(spans, key=lambda span: span[0] * (span[2][0] - span[1][0]))
         apart = rows * (high[0] - low[0])
         return max(0.0, (high[1] - low[1]) / apart) if apart else 0.0
@@ -213,18 +215,19 @@ class SamplingCost:
         """Measure steps of as many rows as possible, at a context that is some times as long as
         before, and then at the longest that time allows."""
         longest, whole = len(prompt[0].token_ids), endless.max_tokens - 1
-        most = _FOR_CONTEXT * self.watch.left
+        most = _FOR_CONTEXT * self.watch.left / 2  # for each of two
         for rows, context, _ in reversed(list(self.decoding.steps)):
             first = dict(firsts)[float(rows)]
-            number = min(whole, int(2 * _LONGER * (context - longest)))
-            if self._steps_of(rows, longest, number) > most / 2:
+            number = min(whole, max(_SHORT, int(2 * _LONGER * (context - longest))))
+            if self._steps_of(rows, longest, number) > most:
                 continue
             for _ in range(2):
-                step = (self._seconds(prompt, rows, endless, number) - first) / number
-                self.decoding.steps.append((rows, longest + (number + 1) / 2, max(0.0, step)))
+                seconds = self._seconds(prompt, rows, endless, number)
+                step = max(0.0, seconds - first) / number
+                self.decoding.steps.append((rows, longest + (number + 1) / 2, step))
                 before, cost = number, partial(self._steps_of, rows, longest)
-                number = bisect_right(range(1, whole + 1), most / 2, key=cost)
-                if number < _LONGER * before:
+                number = bisect_right(range(1, whole + 1), most, key=cost)
+                if number < 3 * before // 2:
                     break
             return
 

@@ -4,6 +4,7 @@ worst."""
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -15,11 +16,16 @@ from rloo.model import memory
 from rloo.run.due import count_due, writing_seconds
 from rloo.run.evaluate import Sets, settings_of
 from rloo.run.learning_cost import Learning, LearningCost, rewarded, unsampled
-from rloo.run.sampling_cost import SamplingCost, made_up
+from rloo.run.sampling_cost import Drawn, SamplingCost, made_up
 from rloo.run.timing import Stopwatch
+from rloo.types import Prompt, Sampling
 
 # Of the time that is left: for sampling, for evaluations, for learning as it is expected.
 _FOR_SAMPLING, _FOR_EVALUATIONS, _FOR_EXPECTED = 0.45, 0.2, 0.5
+
+
+# Rollouts that are sampled at most.
+_ROLLOUTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,36 +85,37 @@ def measure_times(
     assert isinstance(source, PromptSource)
     groups, size = -(-batches.prompts_per_rollout // processes), config.num_generations
     of_step = -(-batches.completions_per_step // processes)
-    prompts, longest = source.next(groups), made_up(groups, parts.workload.longest_prompt)
+    longest = made_up(groups, parts.workload.longest_prompt)
     parts.policy.load_into(parts.engine)
     key = noise_key(config.seed, "train", 0)
     cost = SamplingCost(parts.engine, watch.part(_FOR_SAMPLING), key)
     cost.calibrate(longest, size, rollouts.sampling)
-    drawn = cost.expected(prompts, size, rollouts.sampling)
+    prompts, drawn = _draw(cost, source, groups, size, rollouts.sampling)
     slowest = cost.worst(longest, size, rollouts.sampling)
     evaluations, checkpoints = count_due(config, state.trainer, batches, len(source))
     cost.watch = watch.part(_FOR_EVALUATIONS)
     evaluation = _of_evaluation(cost, sets, parts) if evaluations else (0.0, 0.0)
-    own = drawn.completions or unsampled(groups, size, drawn.alive)
+    own = [one.completions or unsampled(groups, size, one.alive) for one in drawn]
     full = unsampled(groups, size, np.ones(config.max_completion_length - 1))
-
-    learning = LearningCost(parts, state)
-    some, most = (
-        [s for s in rewarded(prompts, completions, parts) if s.place < of_step]
-        for prompts, completions in ((prompts, own), (longest, full))
+    *some, most = (
+        [s for s in rewarded(*of_rollout, parts) if s.place < of_step]
+        for of_rollout in zip([*prompts, longest], [*own, full], strict=True)
     )
-    measured = learning.measure(some, watch.part(_FOR_EXPECTED)), learning.measure(most, watch)
-    learned, at_worst = learning.of(some, measured[0]), learning.of(most, measured[1])
+    tokens, *others = (float(memory.count_tokens(parts.policy, s)) for s in (most, *some))
+    learning = LearningCost(parts, state)
+    measured = learning.measure(some[0], watch.part(_FOR_EXPECTED)), learning.measure(most, watch)
+    learned = learning.of(fmean(others), measured[0])
+    at_worst = learning.of(tokens, measured[1])
     load = watch.once(lambda: parts.policy.load_into(parts.engine))
     shares = 1 / batches.steps_per_rollout, 1 / (processes if parts.policy.divides else 1)
-    expected = _case(drawn.seconds + load, learned, evaluation[0], *shares)
+    expected = _case(fmean(one.seconds for one in drawn) + load, learned, evaluation[0], *shares)
     worst = _case(slowest + load, at_worst, evaluation[1], *shares).at_least(expected)
     checkpoint, result = _writing(parts)
     return Times(
         steps=state.trainer.max_steps,
         expected=expected,
         worst=worst,
-        expected_length=drawn.mean_length,
+        expected_length=fmean(one.mean_length for one in drawn),
         whole_groups=at_worst.whole_groups,
         evaluations=evaluations,
         checkpoints=checkpoints,
@@ -116,6 +123,21 @@ def measure_times(
         result=result,
         start=start,
     )
+
+
+def _draw(
+    cost: SamplingCost, source: PromptSource, groups: int, size: int, sampling: Sampling
+) -> tuple[list[list[Prompt]], list[Drawn]]:
+    """The prompts of a rollout and what sampling it takes; of several, if they are short, since
+    their lengths differ."""
+    prompts: list[list[Prompt]] = []
+    drawn: list[Drawn] = []
+    while len(drawn) < _ROLLOUTS:
+        prompts.append(source.next(groups))
+        drawn.append(cost.expected(prompts[-1], size, sampling))
+        if drawn[-1].completions is None or drawn[-1].seconds > cost.watch.left / 10:
+            break
+    return prompts, drawn
 
 
 def _case(

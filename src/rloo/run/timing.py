@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import numpy as np
 import torch
 
-# Seconds above which nothing is measured a second time.
-_LONG = 1.0
+# Seconds above which nothing is measured again, and how often else.
+_LONG, _REPEATS = 1.0, 3
 
 
 class Stopwatch:
@@ -35,10 +36,12 @@ class Stopwatch:
         return max(0.0, self._end - self._clock())
 
     def of(self, work: Callable[[], object]) -> float:
-        """Seconds of `work`. What is short is done again, and the second time counts: the first one
-        allocates its memory."""
-        seconds = self.once(work)
-        return self.once(work) if seconds < min(_LONG, self.left / 8) else seconds
+        """Seconds of `work`. What is short is done again, and the median of the later times counts:
+        the first time allocates its memory."""
+        most, seconds = min(_LONG, self.left / 8), [self.once(work)]
+        while len(seconds) <= _REPEATS and sum(seconds) < most:
+            seconds.append(self.once(work))
+        return median(seconds[1:] or seconds)
 
     def once(self, work: Callable[[], object]) -> float:
         """Seconds of `work`, done once."""
