@@ -139,7 +139,7 @@ def test_the_work_of_several_processes_is_that_of_one_divided(folder, monkeypatc
     assert (one.processes, two.processes) == (1, 2)
     assert one.completions_per_step == two.completions_per_step == 16
     assert (one.times.worst.update, two.times.worst.update) == (16, 8)
-    assert (one.times.expected.credit, two.times.expected.credit) == (16, 8)
+    assert one.times.expected.credit == pytest.approx(2 * two.times.expected.credit, rel=0.1)
     assert two.memory["sampling"] == one.memory["sampling"] / 2
     assert make_plan(config_of("--num_processes", "3")).completions_per_step == 24
     assert ("optimizer steps", "4 of 4 prompts, 16 completions, shared by 2 processes") in _rows(

@@ -71,7 +71,7 @@ class Decoding:
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for rows, context, seconds in self.steps:
             found[rows].append((context, seconds))
-        spans = [(rows, *[min(some), *sorted(some)[-2:]][-2:]) for rows, some in found.items()]
+        spans = [(n, sorted(some)[-2:][0], max(some)) for n, some in found.items()]
         rows, low, high = max(spans, key=lambda span: span[0] * (span[2][0] - span[1][0]))
         apart = rows * (high[0] - low[0])
         return max(0.0, (high[1] - low[1]) / apart) if apart else 0.0
