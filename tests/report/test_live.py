@@ -422,5 +422,5 @@ def test_ctrl_c_at_a_real_terminal_leaves_the_history_the_view_and_a_cursor(tmp_
     assert visible and "Stopped after" in text
     assert text.count("\nstep 2/90  reward") == text.count("training reward 0") == 1
     # The terminal breaks the lines that must stay whole; none of the view's is longer.
-    view = lines[next(i for i, line in enumerate(lines) if line.startswith("━")) :]
+    view = lines[next(i for i, line in enumerate(lines) if " s a step" in line) :]
     assert max(map(cell_len, view[:12])) <= 80
