@@ -83,7 +83,7 @@ CASES = [
     ),
     Case(
         "smollm2",
-        "examples/smollm2_addition.yaml",
+        "examples/smollm2_addition.yaml, beta 0.01",
         True,
         "examples/smollm2_addition.yaml",
         needs=SMOLLM2 / "model" / "model.safetensors",
@@ -92,6 +92,7 @@ CASES = [
             "dataset": SMOLLM2 / "train.jsonl",
             "eval_dataset": SMOLLM2 / "test.jsonl",
             "reward": f"{ROOT / 'examples' / 'smollm2.py'}:last_number",
+            "beta": 0.01,
         },
     ),
     Case(

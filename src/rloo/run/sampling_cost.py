@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 
@@ -19,16 +18,15 @@ from rloo.run.timing import Stopwatch, line
 from rloo.types import Completion, Engine, Prompt, Sampling
 
 # Seconds that are enough to measure the decoding steps of one size, and steps tried before.
-_ENOUGH, _TRIED = 0.3, 4
-# How many times as long a context must be to tell what it costs.
-_LONGER = 3
-# Steps below which a context is a short one.
-_SHORT = 64
+_ENOUGH, _TRIED = 0.2, 4
+# Steps that tell nothing about what context costs, how many times as many come next at most, and
+# how many times as long each may take then.
+_SHORT, _LONGER, _SLOWER = 16, 16, 1.5
 # The fewest positions that tell how often completions end.
 _FEWEST_POSITIONS = 128
 # Of what is left: for each size of a step, for one of long context, for the completions as they
 # are sampled now, and for those of maximum length.
-_FOR_SIZE, _FOR_CONTEXT, _FOR_EXPECTED, _FOR_WORST = 1 / 3, 0.8, 0.6, 0.9
+_FOR_SIZE, _FOR_CONTEXT, _FOR_EXPECTED, _FOR_WORST = 0.2, 0.35, 0.6, 0.9
 
 
 @dataclass(slots=True)
@@ -66,15 +64,15 @@ class Decoding:
         return seconds + float((some * self.step(computed, context)).sum())
 
     def _per_context(self) -> float:
-        """Seconds for each token that a row attends to: from the steps of equally many rows whose
-        two longest contexts differ most. Short ones, which fit into caches, would tell too much."""
+        """Seconds for each token that a row attends to: least squares over steps of as many rows as
+        had contexts most apart. Of fewer rows each would take longer."""
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for rows, context, seconds in self.steps:
-            found[rows].append((context, seconds))
-        spans = [(n, sorted(some)[-2:][0], max(some)) for n, some in found.items()]
-        rows, low, high = max(spans, key=lambda span: span[0] * (span[2][0] - span[1][0]))
-        apart = rows * (high[0] - low[0])
-        return max(0.0, (high[1] - low[1]) / apart) if apart else 0.0
+            found[rows].append((rows * context, seconds))
+        centred = (np.subtract(some, np.mean(some, 0)).T for some in found.values())
+        tokens, seconds = max(centred, key=lambda group: float(group[0] @ group[0]))
+        spread = float(tokens @ tokens)
+        return max(0.0, float(tokens @ seconds) / spread) if spread else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +97,15 @@ class SamplingCost:
         self.watch = watch
         self._engine, self._noise = engine, noise
         self.decoding = Decoding(engine.facts.keeps_finished)
+        # Rows -> seconds of their prompts and first tokens.
+        self._firsts: dict[int, float] = {}
+        # Of the rollouts that were measured whole.
+        self._measured, self._foretold = 0.0, 0.0
+
+    @property
+    def _ratio(self) -> float:
+        """What whole rollouts took by what was predicted of them."""
+        return self._measured / self._foretold if self._foretold else 1.0
 
     def calibrate(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> None:
         """Measure equally long prompts with `size` completions each, and steps of one row up to as
@@ -108,22 +115,25 @@ class SamplingCost:
         self._seconds(
             prompts[:1], 1, endless, min(1, endless.max_tokens - 1)
         )  # allocates, compiles
-        firsts: list[tuple[float, float]] = []
-        for rows in _growing(at_once):
-            if not self._measure_step(prompts[:1], rows, endless, firsts):
+        shapes = [(1, n) for n in _growing(min(size, at_once))]
+        shapes += [(n, size) for n in _growing(max(1, at_once // size))[1:]]
+        for groups, each in shapes:
+            if not self._measure_step(prompts[:groups], each, endless):
                 break
-        self._measure_context(prompts[:1], endless, firsts)
-        known = self.decoding.prompts
-        known.append((float(longest), float(line(firsts, size))))
-        for count in _growing(max(1, at_once // size))[1:]:
-            tokens = float(longest * count)
-            if line(known, tokens) > _FOR_SIZE * self.watch.left:
-                break
-            known.append((tokens, self._seconds(prompts[:count], size, endless, 0)))
+        firsts = list(self._firsts.items())
+        self.decoding.prompts = [
+            (float(longest * n // size), float(line(firsts, n)))
+            for n in (size, *(n for n in self._firsts if n > size))
+        ]
+        # A rollout that is measured whole tells what its context costs.
+        whole = self._predicted(prompts, size, np.ones(sampling.max_tokens - 1), sampling)
+        if _SLOWER * whole > _FOR_WORST / 2 * self.watch.left:
+            self._measure_context(prompts, size, endless)
 
     def worst(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> float:
         """Seconds of a rollout whose completions all have the maximum length."""
-        seconds = self._predicted(prompts, size, np.ones(sampling.max_tokens - 1), sampling)
+        everyone = np.ones(sampling.max_tokens - 1)
+        seconds = self._ratio * self._predicted(prompts, size, everyone, sampling)
         if seconds > _FOR_WORST * self.watch.left:
             return seconds
         return self._seconds(prompts, size, _endless(sampling), sampling.max_tokens - 1)
@@ -131,13 +141,13 @@ class SamplingCost:
     def expected(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> Drawn:
         """What a rollout takes whose completions are as the policy samples them now."""
         alive, most = np.ones(sampling.max_tokens - 1), _FOR_EXPECTED * self.watch.left
-        predicted = self._predicted(prompts, size, alive, sampling)
+        predicted = self._ratio * self._predicted(prompts, size, alive, sampling)
         if predicted > most:
             part, positions = self._affordable(prompts, size, sampling, most / 2)
             short = replace(sampling, max_tokens=positions)
             some = self._engine.sample(prompts[:part], size, short, self._noise)
             alive = share_alive(some, positions, sampling.max_tokens)
-            predicted = self._predicted(prompts, size, alive, sampling)
+            predicted = self._ratio * self._predicted(prompts, size, alive, sampling)
         if predicted > most:
             return Drawn(predicted, None, alive)
         drawn: list[list[Completion]] = []
@@ -146,7 +156,10 @@ class SamplingCost:
             drawn[:] = self._engine.sample(prompts, size, sampling, self._noise)
 
         seconds = self.watch.of(draw)
-        return Drawn(seconds, drawn, share_alive(drawn, sampling.max_tokens, sampling.max_tokens))
+        alive = share_alive(drawn, sampling.max_tokens, sampling.max_tokens)
+        self._measured += seconds
+        self._foretold += self._predicted(prompts, size, alive, sampling)
+        return Drawn(seconds, drawn, alive)
 
     def _predicted(
         self, prompts: Sequence[Prompt], size: int, alive: np.ndarray, sampling: Sampling
@@ -180,61 +193,50 @@ class SamplingCost:
                 return part, positions
         return 1, max(1, positions)
 
-    def _measure_step(
-        self,
-        prompt: Sequence[Prompt],
-        rows: int,
-        endless: Sampling,
-        firsts: list[tuple[float, float]],
-    ) -> bool:
-        """Measure the first tokens of that many completions of a prompt (rows, seconds), and steps
-        at short context. False if there is no time for it."""
-        most, number, longest = _FOR_SIZE * self.watch.left, _TRIED, len(prompt[0].token_ids)
-        if firsts:
-            most -= 2 * float(line(firsts, rows))
+    def _measure_step(self, prompts: Sequence[Prompt], each: int, endless: Sampling) -> bool:
+        """Measure the first tokens of that many completions of each prompt, and steps at short
+        context. False if there is no time for it."""
+        rows, longest = len(prompts) * each, len(prompts[0].token_ids)
+        most, number = _FOR_SIZE * self.watch.left, _TRIED
+        if self._firsts:
+            most -= 2 * float(line(list(self._firsts.items()), rows))
             step = self._step_of(rows, longest) if self.decoding.steps else 0.0
             number = min(_TRIED, int(most / max(step, 1e-6)))
             if most < 0 or number == 0:
                 return False
-        first = self._seconds(prompt, rows, endless, 0)
-        firsts.append((float(rows), first))
+        self._firsts[rows] = first = self._seconds(prompts, each, endless, 0)
         number = min(number, endless.max_tokens - 1)
         if number == 0:
             return True
-        step = (self._seconds(prompt, rows, endless, number) - first) / number
+        step = (self._seconds(prompts, each, endless, number) - first) / number
         more = min(endless.max_tokens - 1, int(_ENOUGH / max(step, 1e-6)))
         if more > number and more * step + first < _FOR_SIZE * self.watch.left:
             number = more
-            step = (self._seconds(prompt, rows, endless, number) - first) / number
+            step = (self._seconds(prompts, each, endless, number) - first) / number
         self.decoding.steps.append((rows, longest + (number + 1) / 2, max(0.0, step)))
         return True
 
-    def _measure_context(
-        self, prompt: Sequence[Prompt], endless: Sampling, firsts: list[tuple[float, float]]
-    ) -> None:
-        """Measure steps of as many rows as possible, at a context that is some times as long as
-        before, and then at the longest that time allows."""
-        longest, whole = len(prompt[0].token_ids), endless.max_tokens - 1
-        most = _FOR_CONTEXT * self.watch.left / 2  # for each of two
-        for rows, context, _ in reversed(list(self.decoding.steps)):
-            first = dict(firsts)[float(rows)]
-            number = min(whole, max(_SHORT, int(2 * _LONGER * (context - longest))))
-            if self._steps_of(rows, longest, number) > most:
-                continue
-            for _ in range(2):
-                seconds = self._seconds(prompt, rows, endless, number)
-                step = max(0.0, seconds - first) / number
+    def _measure_context(self, prompts: Sequence[Prompt], size: int, endless: Sampling) -> None:
+        """Measure steps at contexts longer and longer, of as many rows as time allows."""
+        longest, whole, reached = len(prompts[0].token_ids), endless.max_tokens - 1, _SHORT
+        most = _FOR_CONTEXT * self.watch.left / _SLOWER
+        for rows in sorted({rows for rows, _, _ in self.decoding.steps}, reverse=True):
+            groups, each = max(1, rows // size), min(rows, size)
+            number = self._affordable_steps(rows, longest, min(whole, _LONGER * reached), most)
+            while number > 3 * reached // 2:
+                seconds = self._seconds(prompts[:groups], each, endless, number)
+                step = max(0.0, seconds - self._firsts[rows]) / number
                 self.decoding.steps.append((rows, longest + (number + 1) / 2, step))
-                before, cost = number, partial(self._steps_of, rows, longest)
-                number = bisect_right(range(1, whole + 1), most, key=cost)
-                if number < 3 * before // 2:
-                    break
-            return
+                reached, most = number, _FOR_CONTEXT * self.watch.left
+                number = self._affordable_steps(rows, longest, min(whole, _LONGER * reached), most)
+            if reached > _SHORT:
+                return
 
-    def _steps_of(self, rows: int, longest: int, number: int) -> float:
-        """Seconds of that many steps after a prompt."""
-        context = longest + 1.0 + np.arange(number)
-        return float(self.decoding.step(np.full_like(context, rows), context).sum())
+    def _affordable_steps(self, rows: int, longest: int, most: int, seconds: float) -> int:
+        """How many steps after a prompt can be made in that time, at most `most`."""
+        context = longest + 1.0 + np.arange(most)
+        taken = np.cumsum(self.decoding.step(np.full_like(context, rows), context))
+        return int(np.searchsorted(taken, seconds - self._firsts[rows]))
 
     def _step_of(self, rows: int, context: int) -> float:
         return float(self.decoding.step(np.array(float(rows)), np.array(float(context))))

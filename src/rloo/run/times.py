@@ -21,7 +21,7 @@ from rloo.run.timing import Stopwatch
 from rloo.types import Prompt, Sampling
 
 # Of the time that is left: for sampling, for evaluations, for learning as it is expected.
-_FOR_SAMPLING, _FOR_EVALUATIONS, _FOR_EXPECTED = 0.45, 0.2, 0.5
+_FOR_SAMPLING, _FOR_EVALUATIONS, _FOR_EXPECTED = 0.55, 0.2, 0.5
 
 
 # Rollouts that are sampled at most.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 # Seconds above which nothing is measured again, and how often else.
-_LONG, _REPEATS = 1.0, 3
+_LONG, _REPEATS = 0.5, 3
 
 
 class Stopwatch:
