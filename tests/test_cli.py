@@ -517,7 +517,7 @@ def test_a_file_that_fails_when_it_is_loaded_is_shown_from_there(folder, capsys)
 
 @pytest.mark.slow
 def test_a_reward_in_another_process_shows_the_user_s_frames(folder, capsys):
-    options = ["--reward", "rewards.py:crash", "--sampler_process", "true"]
+    options = ["--reward", "rewards.py:crash", "--sampler_processes", "1"]
     assert cli.main(["train", "run.yaml", *options, "--reward_workers", "1"]) == 1
     error = capsys.readouterr().err
     assert frames(error) == [("rewards.py", "crash")]

@@ -218,7 +218,7 @@ def test_one_process_samples_for_all_ranks_beside_their_training(folder):
         "def words(completions):\n    return [float(len(text.split())) for text in completions]\n"
     )
     assert train("--output_dir", "alone", "--num_processes", "1")[0] == 0
-    status, said = train("--output_dir", "apart", "--sampler_process", "true")
+    status, said = train("--output_dir", "apart", "--sampler_processes", "1")
     assert status == 0, said
     assert column("apart", "reward") == column("alone", "reward")
     status, said = train("--output_dir", "ahead", "--max_staleness", "1", *DIVIDED)

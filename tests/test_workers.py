@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rloo.dist.workers import TRIES, Crew, Worker, WorkerLost
+from rloo.dist.crew import TRIES, Crew
+from rloo.dist.workers import OwnWorker, Worker, WorkerLost
 
 SERVE = "support.workers:serve"
 
@@ -21,7 +22,7 @@ def hire():
     workers = []
 
     def start(target: str = SERVE) -> Worker:
-        workers.append(Worker("of the test", target, b"<"))
+        workers.append(OwnWorker("of the test", target, b"<"))
         return workers[-1]
 
     yield start
@@ -74,8 +75,8 @@ print(scorers.pids[0], flush=True)
 time.sleep(3)
 """
 COMPUTES = f"""
-from rloo.dist.workers import Worker
-worker = Worker("w", {SERVE!r}, b"")
+from rloo.dist.workers import OwnWorker
+worker = OwnWorker("w", {SERVE!r}, b"")
 print(worker.call(b"pid", 30).decode(), flush=True)
 threading.Thread(target=worker.call, args=(b"sleep 600",), daemon=True).start()
 time.sleep(0.5)

@@ -78,7 +78,7 @@ RANKS: dict[str, dict[str, Any]] = {
 # Sampled and scored by other processes, in the last one by a server as vLLM's.
 _SERVER = Path(__file__).parents[2] / "tests" / "support" / "fake_vllm_program.py"
 BESIDE: dict[str, dict[str, Any]] = {
-    "beside": {"sampler_process": True, "reward_workers": 2, "max_steps": 8},
+    "beside": {"sampler_processes": 1, "reward_workers": 2, "max_steps": 8},
     "ahead": {"max_staleness": 2, "reward_workers": 2, "max_steps": 8},
     "served": {
         "max_staleness": 1,

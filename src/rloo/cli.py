@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {
         "train": _train, "plan": _plan, "eval": _evaluate, "config": _config, "merge": _merge,
         "check-estimator": _check_estimator, "vllm-serve": _serve, "report": _report,
-        "doctor": _doctor,
+        "doctor": _doctor, "worker": _worker,
     }  # fmt: skip
     if not given or given[0] in ("-h", "--help", "help"):
         print(overview(), end="")
@@ -275,6 +275,24 @@ def _serve(arguments: list[str], signals: Stop) -> int:
     os.environ.update(SWITCHES)
     command = serving.command(port=config.vllm_server_port)
     os.execvp(command[0], command)
+
+
+def _worker(arguments: list[str], signals: Stop) -> int:
+    from rloo.dist.placed import KINDS, work
+
+    match arguments:
+        case [kind, folder] if kind in KINDS:
+            patience = "1800"
+        case [kind, folder, "--patience", patience] if kind in KINDS and patience.isdigit():
+            pass
+        case _:
+            raise ValueError(
+                "worker takes what it does, sample or score, and the run's output_dir: "
+                "rloo worker sample FOLDER [--patience SECONDS]"
+            )
+    with signals.ending():
+        work(kind, Path(folder), patience=float(patience))
+    return 0
 
 
 def _merge(arguments: list[str], signals: Stop) -> int:

@@ -57,7 +57,7 @@ def make_rollouts(folder, staleness: int, **options) -> AsyncRollouts:
     config = make_config(
         folder,
         max_staleness=staleness,
-        sampler_process=True,
+        sampler_processes=1,
         **{"max_steps": 6, "num_prompts": 2, **options},
     )
     rollouts = make_trainer(config, reward=Counting()).make_parts()[0].rollouts
@@ -210,7 +210,7 @@ def test_what_fails_elsewhere_is_raised_when_its_rollout_is_due(tmp_path):
 
 
 def test_images_do_not_travel_to_another_process(tmp_path):
-    engine = make_trainer(make_config(tmp_path, sampler_process=True)).engine
+    engine = make_trainer(make_config(tmp_path, sampler_processes=1)).engine
     prompt = Prompt(3, [4], "", pixels=dict)
     sampling = make_rollouts(tmp_path, 0).sampling
     with pytest.raises(ValueError, match="prompt 3 has images"):

@@ -21,13 +21,13 @@ from rloo import RLOOConfig
             "sequence_mask",
         ),
         ({"rollout_importance_sampling_mode": "off"}, None),
-        ({"sampler_process": True}, None),
+        ({"sampler_processes": 1}, None),
     ],
 )
 def test_the_correction_follows_from_the_ratios_of_the_loss(options, mode):
     config = RLOOConfig(**options)
     assert config.rollout_importance_sampling_mode == mode
-    assert config.samples_beside == bool({"max_staleness", "sampler_process"} & set(options))
+    assert config.samples_beside == bool({"max_staleness", "sampler_processes"} & set(options))
     assert RLOOConfig(**config.to_dict()) == config
 
 
@@ -46,14 +46,19 @@ def test_the_correction_follows_from_the_ratios_of_the_loss(options, mode):
             "DeepSpeed's step has its own learning rate",
         ),
         (
-            {"sampler_process": True, "rollout_engine": "vllm"},
+            {"sampler_processes": 1, "rollout_engine": "vllm"},
             "whose servers are processes of their own",
         ),
-        ({"max_staleness": 1, "sampler_process": False}, "in one process nothing is sampled while"),
-        ({"reward_workers": 2}, "rewards are called in the run's own process"),
+        ({"max_staleness": 1, "sampler_processes": 0}, "in one process nothing is sampled while"),
+        ({"reward_workers": 2}, "the run's own process samples and calls rewards"),
+        ({"remote_workers": "sample"}, "remote_workers is sample, and the run's own process"),
+        (
+            {"max_staleness": 1, "remote_workers": "both", "rollout_engine": "vllm"},
+            "are given by address",
+        ),
         ({"reward_workers": 0, "max_staleness": 1}, "reward_workers is 0; it must be at least 1"),
         ({"max_staleness": 1, "dynamic_sample": True}, "the next ones are begun by then"),
-        ({"sampler_process": True, "rollout_copy": False}, "which always has a copy"),
+        ({"sampler_processes": 1, "rollout_copy": False}, "which always has a copy"),
         ({"partial_rollouts": True}, "it is about what vLLM has under way"),
         ({"partial_rollouts": True, "rollout_engine": "vllm"}, "and max_staleness above 0"),
         (

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,7 +42,7 @@ def run(folder: Path, **options):
 @pytest.mark.parametrize("options", [{"steps_per_generation": 2, "temperature": 0.8}])
 def test_at_staleness_0_another_process_changes_no_bit(tmp_path, options):
     here, one = run(tmp_path / "here", max_steps=6, **options)
-    there, other = run(tmp_path / "there", max_steps=6, sampler_process=True, **options)
+    there, other = run(tmp_path / "there", max_steps=6, sampler_processes=1, **options)
     assert equal(weights(here), weights(there))
     assert computed(one) == computed(other)
     added = {n for line in metrics_of(other) for n in line} - set(metrics_of(one)[0])
@@ -69,3 +71,46 @@ def test_a_run_that_is_stopped_goes_on_with_the_next_group(tmp_path):
     lines = metrics_of(make_config(tmp_path, **steps))
     assert [line["groups/first"] for line in lines] == list(range(0, 24, 2))
     assert max(line["staleness/max"] for line in lines) <= 2
+
+
+@pytest.fixture
+def placed(tmp_path):
+    """Starts workers for the run in a folder of the test; kills them at its end."""
+    started = []
+
+    def start(kind: str, folder: Path) -> subprocess.Popen:
+        command = [sys.executable, "-m", "rloo", "worker", kind, str(folder)]
+        paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        started.append(subprocess.Popen(command, env=os.environ | paths))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_workers_that_others_start_change_no_bit_also_where_one_is_killed(tmp_path, placed):
+    """Two that sample and two that score, against those that the run starts itself."""
+    options = {"max_steps": 8, "sampler_processes": 2, "reward_workers": 2, "num_threads": 1}
+    here, one = run(tmp_path / "here", **options)
+    folder = tmp_path / "there" / "run"
+    workers = [placed(kind, folder) for kind in ("sample", "sample", "score", "score")]
+
+    class Kills(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step in (2, 5):  # one that samples, one that scores
+                number = 0 if state.global_step == 2 else 2
+                workers[number].kill()
+                workers.append(placed(("sample", "score")[number // 2], folder))
+
+    config = make_config(
+        tmp_path / "there", logging_steps=1, save_strategy="no", remote_workers="both", **options
+    )
+    there = make_trainer(config, reward=REWARD, callbacks=[Kills()])
+    there.train()
+    assert equal(weights(here), weights(there))
+    assert computed(one) == computed(config)
+    there.world.hub.close()
+    assert [worker.wait(60) for worker in workers] == [-9, 0, -9, 0, 0, 0]

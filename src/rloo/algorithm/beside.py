@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from rloo.algorithm.rollout import SyncRollouts
 from rloo.algorithm.sharing import Called, Judge, arguments_of, column_names, of_all
-from rloo.dist.workers import follow, result_of
+from rloo.dist.crew import follow, result_of
 from rloo.engines.noise import noise_key
 from rloo.rewards.workers import Scorers, why_not, written
 from rloo.types import Completion, Engine, Group, Prompt, Sampling
@@ -88,7 +88,9 @@ class AsyncRollouts(SyncRollouts):
         self.why_here = why_not(self.rewards)
         if self.why_here is None and self.world.is_main:
             some = self.config.reward_workers or min(self.batches.prompts_per_rollout, _cores(), 8)
-            self.scorers = Scorers(self.rewards, some)
+            placed = self.config.remote_workers in ("score", "both")
+            hub = self.world.hub if placed else None
+            self.scorers = Scorers(self.rewards, some, hub)
             # Other threads use it, beside this one.
             self._decoder = copy.deepcopy(self.tokenizer)
 

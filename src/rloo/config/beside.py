@@ -46,10 +46,16 @@ def _faults(config: Options) -> Iterator[str]:
             f"ess_guard is true and parallel is {config.parallel}; DeepSpeed's step has its own "
             "learning rate (ess_guard, or parallel fsdp2)"
         )
-    if config.sampler_process and engine.startswith("vllm"):
+    if config.sampler_processes and engine.startswith("vllm"):
         yield (
-            f"sampler_process is true and rollout_engine is {engine}, whose servers are processes "
-            "of their own; remove it (sampler_process)"
+            f"sampler_processes is {config.sampler_processes} and rollout_engine is {engine}, "
+            "whose servers are processes of their own; remove it (sampler_processes)"
+        )
+    if config.remote_workers in ("sample", "both") and engine.startswith("vllm"):
+        yield (
+            f"remote_workers is {config.remote_workers} and rollout_engine is {engine}; its "
+            "servers, wherever they run, are given by address (vllm_server_base_url; "
+            "remote_workers score)"
         )
     if config.partial_rollouts and not (stale and engine.startswith("vllm")):
         yield (
@@ -57,26 +63,27 @@ def _faults(config: Options) -> Iterator[str]:
             "is about what vLLM has under way when weights change (rollout_engine vllm or "
             "vllm_server, and max_staleness above 0)"
         )
-    if stale and config.sampler_process is False and not engine.startswith("vllm"):
+    if stale and config.sampler_processes == 0 and not engine.startswith("vllm"):
         yield (
-            f"max_staleness is {stale} and sampler_process is false; in one process nothing is "
-            "sampled while the model is trained (max_staleness, sampler_process)"
+            f"max_staleness is {stale} and sampler_processes is 0; in one process nothing is "
+            "sampled while the model is trained (max_staleness, sampler_processes)"
         )
     if not config.samples_beside:
-        if config.reward_workers is not None:
-            yield (
-                f"reward_workers is {config.reward_workers} and rewards are called in the run's "
-                "own process; they are for max_staleness above 0, or sampler_process"
-            )
+        for name in ("reward_workers", "remote_workers"):
+            if (value := getattr(config, name)) is not None:
+                yield (
+                    f"{name} is {value}, and the run's own process samples and calls rewards; it "
+                    "is for max_staleness above 0, or sampler_processes"
+                )
         return
     if config.dynamic_sample:
         yield (
             "dynamic_sample is true, which draws further prompts once a rollout is scored, and "
             "the next ones are begun by then (dynamic_sample, or max_staleness 0 and no "
-            "sampler_process)"
+            "sampler_processes)"
         )
     if config.rollout_copy is not None:
         yield (
             f"rollout_copy is {config.rollout_copy} and another process samples, which always has "
-            "a copy (rollout_copy, max_staleness, sampler_process)"
+            "a copy (rollout_copy, max_staleness, sampler_processes)"
         )

@@ -239,7 +239,8 @@ def in_one_process(config: RLOOConfig) -> RLOOConfig:
         num_processes=None,
         per_device_train_batch_size=size,
         max_staleness=0,
-        sampler_process=None,
+        sampler_processes=None,
+        remote_workers=None,
         reward_workers=None,
         partial_rollouts=False,
     )

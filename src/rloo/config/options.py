@@ -93,20 +93,20 @@ class Options:
     rollout_copy: bool | None = SAMPLING.own(None,
         "Let the native engine copy the weights; null does so unless they are quantised.")
     rollout_dtype: Literal["float32", "bfloat16"] | None = SAMPLING.own(None,
-        "Precision of sampling, native or by vLLM (see the metric mismatch/mean); null is that of "
-        "training.")
+        "Precision of sampling (see the metric mismatch/mean); null is that of training.")
     max_staleness: int = SAMPLING.own(0,
-        "Rollouts by which the weights that sample may be older than those that are trained: above "
-        "0 sampling goes on while the model is trained.")
-    sampler_process: bool | None = SAMPLING.own(None,
-        "Let the native engine, or hf, sample in a process of its own, with a copy of the weights; "
-        "null does so with `max_staleness` above 0.")
+        "Rollouts by which the weights that sample may be older; above 0 sampling goes on beside "
+        "training.")
+    sampler_processes: int | None = SAMPLING.own(None,
+        "Processes that sample, each with a copy of the weights; 0: the run's own does; null is 1 "
+        "with `max_staleness` above 0, else 0.")
+    remote_workers: Literal["sample", "score", "both"] | None = SAMPLING.own(None,
+        "Processes that the run waits for, not starts: `rloo worker sample OUTPUT_DIR`, anywhere.")
     partial_rollouts: bool = SAMPLING.own(False,
-        "Let completions that vLLM has under way go on with new weights, rather than wait for "
-        "them (with `max_staleness` above 0).")
+        "Let completions that vLLM has under way go on with new weights (`max_staleness` above 0).")
     reward_workers: int | None = REWARDS.own(None,
-        "Processes that call reward functions while others sample or train (with `max_staleness` "
-        "or `sampler_process`); null is one for each processor, at most 8.")
+        "Processes that call reward functions beside training (`max_staleness`, "
+        "`sampler_processes`); null is one for each processor, at most 8.")
     dynamic_sample: bool = SAMPLING.from_ms_swift(False,
         "Replace groups without signal (equal rewards) by groups of further prompts.")
     max_resample_times: int = SAMPLING.from_ms_swift(3,
@@ -392,7 +392,7 @@ class Options:
     @property
     def samples_beside(self) -> bool:
         """Whether rollouts are sampled and scored by other processes, beside this one."""
-        return self.max_staleness > 0 or bool(self.sampler_process)
+        return self.max_staleness > 0 or bool(self.sampler_processes)
 
     @property
     def compares_evaluations(self) -> bool:

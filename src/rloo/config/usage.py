@@ -85,6 +85,13 @@ COMMANDS = {
         "start a server of vLLM as a run with these options needs it, and print its line",
         ("rloo vllm-serve examples/gsm8k.yaml --vllm_server_port 8000 --use_peft true",),
     ),
+    "worker": Command(
+        "sample | score FOLDER [--patience SECONDS]",
+        "sample completions, or call reward functions, for the run with this output_dir, until it "
+        "is over (remote_workers); give up where none has listened for so long, 1800 by default",
+        ("rloo worker sample runs/gsm8k",),
+        takes_options=False,
+    ),
     "check-estimator": Command(
         "NAME | FILE.py:FUNCTION [--estimator_kwargs.NAME VALUE ...]",
         "enumerate bias and variance of an estimator (rloo, my.py:function) on small policies and "

@@ -4,15 +4,18 @@ down: no other module asks for a device or a rank."""
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from rloo.dist.hub import Hub
     from rloo.dist.links import Links
 
 T = TypeVar("T")
@@ -22,7 +25,7 @@ T = TypeVar("T")
 class World:
     """Process `rank` of `size`, which computes on `device`; `links` lead to the others,
     `lines` where weights are divided. Completions of more bytes than `gather_limit` stay with those
-    that have sampled them.
+    that have sampled them. To the `hub` of the main process come workers that others have started.
 
     Every method but `share` and `fail` is a collective: all processes call it at the same point,
     with values of the same form, and get the same result; one alone gets what it gave. All raise
@@ -36,6 +39,7 @@ class World:
     links: Links | None = None
     lines: DeviceMesh | None = None
     gather_limit: int = 2**28
+    hub: Hub | None = None
 
     @property
     def is_main(self) -> bool:
@@ -183,11 +187,27 @@ def device_here(*, use_cpu: bool) -> torch.device:
 
 
 def make_world(
-    *, use_cpu: bool, timeout: float = 1800.0, divides: bool = False, gather_limit: int = 2**28
+    *,
+    use_cpu: bool,
+    timeout: float = 1800.0,
+    divides: bool = False,
+    gather_limit: int = 2**28,
+    workers: str | None = None,
 ) -> World:
     """This process among those that the launcher started, on the device of `device_here`.
     `timeout`: seconds that a process waits for the others. `divides`: whether weights are divided
-    among them, be it one alone. `gather_limit`: see `World`."""
+    among them, be it one alone. `gather_limit`: see `World`. `workers`: the folder where workers
+    that others start find the main process, None where there are none."""
+    world = _connected(use_cpu, timeout, divides, gather_limit)
+    if workers is None or not world.is_main:
+        return world
+    from rloo.dist.hub import Hub
+
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    return replace(world, hub=Hub(Path(workers).absolute(), host))
+
+
+def _connected(use_cpu: bool, timeout: float, divides: bool, gather_limit: int) -> World:
     import torch
 
     device = device_here(use_cpu=use_cpu)

@@ -1,12 +1,12 @@
-"""An engine in a process of its own, with its own copy of the weights: it samples while we train.
+"""Engines in processes of their own, each with a copy of the weights: they sample while we train.
 
-The process is a worker (`rloo.dist.workers`); weights reach it as versions of a folder. One that is
-lost is started again, loads the newest version, and does again what it had not finished.
+The processes are workers (`rloo.dist.workers`), ours or placed by a launcher; weights reach them as
+versions of a folder. One that is lost is started again, or comes back, loads the newest version,
+and what it had not finished is done again.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import secrets
 import threading
@@ -18,20 +18,21 @@ from functools import partial
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
 
-from rloo.config.files import load_pretrained
 from rloo.dist import World
+from rloo.dist.crew import Crew, follow, result_of
+from rloo.dist.hub import Hub
 from rloo.dist.trees import decode, encode
-from rloo.dist.workers import Crew, Worker, follow, result_of
-from rloo.engines.packing import pack, unpack
+from rloo.dist.workers import OwnWorker, Worker
+from rloo.engines.packing import unpack
+from rloo.engines.sampler import How
 from rloo.engines.sampling import check_request, numbers_of, refuse_images
 from rloo.engines.versions import Versions
-from rloo.model.loading import copy_from_file, load_processing_class, load_weights
-from rloo.types import Completion, Engine, EngineFacts, Prompt, Samples, Sampling, Weights
+from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling, Weights
 
 
 class Source(Protocol):
@@ -44,37 +45,30 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """What the process makes its engine from, as JSON values. `engine` is native or hf, `model` the
-    class of the model, as module and name; `precision` and `dtype`: see `EngineInputs`."""
+class Workers:
+    """The processes that sample: how many, and where they come from: from a `hub`, else we start
+    them. `seconds` is the deadline of one call, and of one's coming. `folder` is where weights are
+    written for them, None where this machine has room; there they take `room` bytes."""
 
-    engine: str
-    model: tuple[str, str]
-    device: str
-    pad_token_id: int
-    precision: str | None
-    dtype: str | None
-    trust_remote_code: bool
+    size: int = 1
+    hub: Hub | None = None
+    seconds: float = 1800.0
+    folder: Path | None = None
+    room: int = 0
 
-
-def how_of(model: PreTrainedModel, **values: Any) -> How:
-    """`How`, for a model of this class. Raises ValueError for one that another process cannot
-    import."""
-    kind = type(model)
-    if kind.__module__ == "__main__" or kind.__module__.startswith("transformers_modules"):
-        raise ValueError(
-            f"the model's class {kind.__name__} is known in this process alone, and another one is "
-            "to sample (max_staleness, sampler_process)"
-        )
-    return How(model=(kind.__module__, kind.__name__), **values)
+    def make(self, how: How) -> Worker:
+        """A worker that samples so."""
+        setup = json.dumps(asdict(how)).encode()
+        if self.hub is None:
+            return OwnWorker("that samples", "rloo.engines.sampler:serve", setup)
+        return self.hub.hire("sample", "that samples", setup, self.seconds)
 
 
 class ApartEngine:
-    """Samples in a process beside the main one, for all. `seconds` is the deadline of one call,
-    `room` what the weights take in bytes. Close it to end the process; the end of this one does the
-    same."""
+    """Samples in processes beside the main one, for all, each an equal part of the completions.
+    Close it to end them; the end of this one does the same."""
 
-    def __init__(self, how: How, source: Source, *, seconds: float, room: int = 0) -> None:
+    def __init__(self, how: How, source: Source, workers: Workers) -> None:
         self.facts = EngineFacts(
             how.engine,
             copies_weights=True,
@@ -84,13 +78,11 @@ class ApartEngine:
             central=True,
         )
         self.version = -1
-        self._source, self._bytes = source, room
+        self._source, self._workers = source, workers
         self._crew: Crew | None = None
         if source.world.is_main:
-            setup = json.dumps(asdict(how)).encode()
-            make = partial(Worker, "that samples", "rloo.engines.apart:serve", setup)
-            self._crew = Crew(1, make)
-        self._state = _State(seconds)
+            self._crew = Crew(workers.size, partial(workers.make, how))
+        self._state = _State(workers.seconds)
         self.close = weakref.finalize(self, _close, self._crew, self._state)
 
     def load(self, weights: Weights, version: int) -> None:
@@ -104,22 +96,21 @@ class ApartEngine:
             self._source.write(None)
         else:
             if state.versions is None:
-                self._crew.begin(lambda worker: worker.call(b"", state.seconds))  # it may start
-                state.versions = Versions.made_in(None, secrets.token_hex(4), self._bytes)
+                for _ in range(self._workers.size):  # they may start
+                    self._crew.begin(lambda worker: worker.call(b"", state.seconds))
+                workers, name = self._workers, secrets.token_hex(4)
+                state.versions = Versions.made_in(workers.folder, name, workers.room)
             folder = state.versions.write(version, self._source.write)
-            state.publish(version, folder, torch.get_num_threads())
+            # Those that a launcher has placed have threads of their own.
+            threads = None if self._workers.hub else torch.get_num_threads()
+            state.publish(version, folder, threads)
         self.version = version
 
     def begin(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
         """As `sample`, and does not wait for it: of each prompt its completions, to come."""
-        job = self._begin(prompts, count, sampling, noise, first=False)
-        parts: list[Future[list[Completion]]] = [Future() for _ in prompts]
-        for number, part in enumerate(parts):
-            part.set_running_or_notify_cancel()
-            follow(part, job, itemgetter(number))
-        return parts
+        return self._begin(prompts, [range(count)] * len(prompts), sampling, noise, first=False)
 
     def sample(
         self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
@@ -127,29 +118,38 @@ class ApartEngine:
         """See `rloo.types.Engine`. It goes before what was only begun."""
         if not prompts or self._crew is None:
             return []
-        return result_of(self._begin(prompts, samples, sampling, noise, first=True))
+        numbers = numbers_of(samples, prompts)
+        return [*map(result_of, self._begin(prompts, numbers, sampling, noise, first=True))]
 
     def _begin(
         self,
         prompts: Sequence[Prompt],
-        samples: Samples,
+        numbers: Sequence[range],
         sampling: Sampling,
         noise: int,
         *,
         first: bool,
-    ) -> Future[list[list[Completion]]]:
+    ) -> list[Future[list[Completion]]]:
         assert self._crew is not None, "the main process alone samples"
-        numbers = numbers_of(samples, prompts)
         check_request(prompts, min(map(len, numbers), default=1), sampling)
-        knobs = "max_staleness 0, sampler_process false"
+        knobs = "max_staleness 0, sampler_processes 0"
         refuse_images(prompts, f"which do not travel to a process that samples ({knobs})")
-        rows = [
-            [prompt.id, prompt.epoch, prompt.token_ids, [part.start, part.stop]]
-            for prompt, part in zip(prompts, numbers, strict=True)
-        ]
         how = {**asdict(replace(sampling, decode=None)), "noise": noise}
-        message = encode({"rows": rows, "how": how})
-        return self._crew.begin(partial(_ask, self._state, message), first=first)
+        joined = [_Joined() for _ in prompts]
+        asked = []
+        for share in _shares(numbers, self._workers.size):
+            rows = []
+            for index, part in share:
+                prompt = prompts[index]
+                rows.append([prompt.id, prompt.epoch, prompt.token_ids, [part.start, part.stop]])
+            asked.append((share, partial(_ask, self._state, encode({"rows": rows, "how": how}))))
+            for index, _ in share:
+                joined[index].missing += 1
+        for share, job in reversed(asked) if first else asked:
+            done = self._crew.begin(job, first=first)
+            for place, (index, part) in enumerate(share):
+                joined[index].wait_for(done, place, part.start)
+        return [each.future for each in joined]
 
     def forget(self) -> None:
         """Give up what was begun and waits."""
@@ -162,8 +162,8 @@ class ApartEngine:
         return dict.fromkeys(("engine/lost", "engine/returned", "engine/repeated"), lost)
 
     def busy_seconds(self) -> float:
-        """For how long it has sampled so far."""
-        return self._crew.busy_seconds() if self._crew else 0.0
+        """For how long the processes have sampled so far, in the mean."""
+        return self._crew.busy_seconds() / self._crew.size if self._crew else 0.0
 
 
 class _State:
@@ -173,34 +173,79 @@ class _State:
         self.seconds = seconds
         self.versions: Versions | None = None
         # The newest version, and the threads that it is sampled with.
-        self.wanted: tuple[int, Path, int] | None = None
-        # The process that has loaded a version, and which; and the one that is being loaded.
-        self.loaded: tuple[int, int] | None = None
-        self.loading: int | None = None
+        self.wanted: tuple[int, Path, int | None] | None = None
+        # The versions that processes have loaded, or are loading.
+        self.loaded: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
+        self.loading: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def publish(self, version: int, folder: Path, threads: int) -> None:
-        """Have a version loaded; older ones are removed, but for one that is being loaded."""
+    def publish(self, version: int, folder: Path, threads: int | None) -> None:
+        """Have a version loaded; older ones are removed, but for those that are being loaded."""
         assert self.versions is not None
         with self._lock:
             self.wanted = version, folder, threads
-            self.versions.keep({version, self.loading})
+            self.versions.keep({version, *self.loading.values()})
 
-    def take(self) -> tuple[int, Path, int]:
-        """The newest version, to be loaded now."""
+    def take(self, worker: Worker) -> tuple[int, Path, int | None]:
+        """The newest version, to be loaded now by this process."""
         with self._lock:
             assert self.wanted is not None, "load comes first"
-            self.loading = self.wanted[0]
+            self.loading[worker] = self.wanted[0]
             return self.wanted
+
+
+def _shares(numbers: Sequence[range], size: int) -> list[list[tuple[int, range]]]:
+    """The completions with these numbers, of each prompt, in at most `size` equal parts in their
+    order: of each part the prompts, by index, and which of their numbers."""
+    total = sum(map(len, numbers))
+    shares: list[list[tuple[int, range]]] = []
+    for worker in range(size):
+        start, stop = worker * total // size, (worker + 1) * total // size
+        share, first = [], 0
+        for index, some in enumerate(numbers):
+            part = some[max(start - first, 0) : max(stop - first, 0)]
+            share += [(index, part)] if part else []
+            first += len(some)
+        shares += [share] if share else []
+    return shares
+
+
+class _Joined:
+    """The completions of one prompt, to come from several processes."""
+
+    def __init__(self) -> None:
+        self.future: Future[list[Completion]] = Future()
+        self.future.set_running_or_notify_cancel()
+        self.missing = 0
+        self._parts: dict[int, list[Completion]] = {}
+        self._lock = threading.Lock()
+
+    def wait_for(self, done: Future[list[list[Completion]]], place: int, number: int) -> None:
+        """What comes first at `place` of `done` is the completion with this number."""
+        part: Future[list[Completion]] = Future()
+        part.add_done_callback(partial(self._take, number))
+        follow(part, done, itemgetter(place))
+
+    def _take(self, number: int, part: Future[list[Completion]]) -> None:
+        with self._lock:
+            if self.future.done():  # another part has failed
+                return
+            if (error := part.exception()) is not None:
+                self.future.set_exception(error)
+                return
+            self._parts[number] = part.result()
+            if len(self._parts) < self.missing:
+                return
+        self.future.set_result([c for _, some in sorted(self._parts.items()) for c in some])
 
 
 def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]]:
     """Have the process load what is published, and then sample."""
-    version, folder, threads = state.take()
-    if state.loaded != (worker.pid, version):
+    version, folder, threads = state.take(worker)
+    if state.loaded.get(worker) != version:
         wanted = {"load": str(folder), "version": version, "threads": threads}
         worker.call(encode(wanted), state.seconds)
-        state.loaded = worker.pid, version
+        state.loaded[worker] = version
     said = decode(worker.call(message, state.seconds))
     if said["version"] != version:
         raise RuntimeError(f"the process that samples has version {said['version']}, not {version}")
@@ -216,66 +261,3 @@ def _close(crew: Crew | None, state: _State) -> None:
         crew.close()
     if state.versions is not None:
         state.versions.remove()
-
-
-# -- in the process --------------------------------------------------------------------------------
-
-
-def serve(setup: bytes) -> Server:
-    """What answers the calls, for `How` as JSON."""
-    return Server(How(**json.loads(setup)))
-
-
-class Server:
-    """The model and its engine in the process that samples."""
-
-    def __init__(self, how: How) -> None:
-        self._how = how
-        self._model: PreTrainedModel | None = None
-        self._engine: Engine | None = None
-        self._tokenizer: Any = None
-
-    def __call__(self, message: bytes) -> bytes:
-        """Answer one call: load a version, or sample."""
-        said = decode(message) if message else {}
-        if "load" in said:
-            torch.set_num_threads(said["threads"])
-            self._load(said["load"], said["version"])
-        elif "rows" in said:
-            return self._sample(said["rows"], said["how"])
-        return b""
-
-    def _load(self, folder: str, version: int) -> None:
-        from rloo.engines import EngineInputs, build_engine
-
-        how = self._how
-        if self._model is None:
-            module, name = how.model
-            kind = getattr(importlib.import_module(module), name)
-            self._model = load_pretrained(kind, folder, dtype=torch.float32).to(how.device)
-            copy_from_file(self._model)
-            self._tokenizer = load_processing_class(folder, trust=how.trust_remote_code)
-            inputs = EngineInputs(
-                self._model,
-                how.pad_token_id,
-                precision=getattr(torch, how.precision) if how.precision else None,
-                dtype=getattr(torch, how.dtype) if how.dtype else None,
-            )
-            self._engine, _ = build_engine(how.engine, inputs)
-        else:
-            load_weights(self._model, folder)
-        assert self._engine is not None
-        self._engine.load(self._model.named_parameters, version)
-
-    def _sample(self, rows: list[Any], given: dict[str, Any]) -> bytes:
-        assert self._engine is not None
-        noise = given.pop("noise")
-        sampling = Sampling(**given)
-        if sampling.stop_strings:
-            sampling = replace(sampling, decode=self._tokenizer.batch_decode)
-        prompts = [Prompt(number, ids, "", epoch=epoch) for number, epoch, ids, _ in rows]
-        numbers = [range(*part) for *_, part in rows]
-        found = self._engine.sample(prompts, numbers, sampling, noise)
-        flat = [completion for group in found for completion in group]
-        sizes = [len(group) for group in found]
-        return encode({"version": self._engine.version, "sizes": sizes, "completions": pack(flat)})

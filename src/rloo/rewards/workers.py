@@ -20,7 +20,9 @@ from typing import Any
 
 import dill
 
-from rloo.dist.workers import Crew, Worker, WorkerLost
+from rloo.dist.crew import Crew
+from rloo.dist.hub import Hub
+from rloo.dist.workers import OwnWorker, Worker, WorkerLost
 from rloo.rewards.calling import Log
 from rloo.rewards.combine import Raw, RewardSet
 from rloo.rewards.deadline import GRACE_SECONDS
@@ -31,6 +33,8 @@ from rloo.types import Text
 # A function that drags more than this along has a model or a dataset in it.
 MOST_BYTES = 2**26
 START_SECONDS = 120.0
+# For one that somebody else starts, perhaps on a machine that is not up yet.
+COME_SECONDS = 1800.0
 # The status with which faulthandler ends a process whose function ignores its deadline.
 _LATE = 1
 
@@ -39,12 +43,17 @@ class Scorers:
     """Processes that score groups, `size` side by side, each by calls of all functions. What a
     function keeps in its module it keeps in each of them. Close it to end them."""
 
-    def __init__(self, rewards: RewardSet, size: int) -> None:
-        """Raises ValueError where `why_not` has a reason."""
+    def __init__(self, rewards: RewardSet, size: int, hub: Hub | None = None) -> None:
+        """Without a `hub`, that they come to, they are started here. Raises ValueError where
+        `why_not` has a reason."""
         if (reason := why_not(rewards)) is not None:
             raise ValueError(reason)
         setup = written((_parts(rewards), rewards.names, rewards.timeout, rewards.on_error))
-        make = partial(Worker, "that scores", "rloo.rewards.workers:serve", setup)
+        make: Callable[[], Worker]
+        if hub is None:
+            make = partial(OwnWorker, "that scores", "rloo.rewards.workers:serve", setup)
+        else:
+            make = partial(hub.hire, "score", "that scores", setup, COME_SECONDS)
         self._crew = Crew(size, make)
         self._names, self._timeout = rewards.names, rewards.timeout
         self._missing = rewards.on_error == "missing"

@@ -43,7 +43,7 @@ _DIVIDED = ("weights", "reference", "gradients", "optimizer", "step")
 _BESIDE = (
     "sampling and training are measured one after the other, in one process; beside each other a "
     "step takes about the longer of the two, and the process that samples has its own copy of the "
-    "weights (max_staleness, sampler_process)"
+    "weights (max_staleness, sampler_processes)"
 )
 
 

@@ -29,7 +29,9 @@ HARMLESS = (
     "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
     "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout", "parallel",
     "gather_limit", "deepspeed", "offload_params",
-    "state_dict_type", "save_dtype",
+    "state_dict_type", "save_dtype", "sampler_processes", "remote_workers", "reward_workers",
+    "vllm_server_base_url", "vllm_weights_dir", "vllm_devices", "vllm_server_timeout",
+    "vllm_request_timeout", "vllm_restarts", "vllm_gpu_memory_utilization",
 )
 # fmt: on
 # Chosen automatically in the first session, and kept unless the user sets them now.

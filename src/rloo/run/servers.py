@@ -9,9 +9,10 @@ import torch
 
 from rloo.config.config import RLOOConfig
 from rloo.config.vllm_options import servers_dtype, tolerance_of
-from rloo.engines.apart import ApartEngine, how_of
+from rloo.engines.apart import ApartEngine, Workers
 from rloo.engines.native.fused import can_fuse
 from rloo.engines.native.supported import supports
+from rloo.engines.sampler import how_of
 from rloo.engines.vllm.engine import Settings
 from rloo.engines.vllm.nccl import why_not
 from rloo.engines.vllm.serving import Serving
@@ -85,9 +86,8 @@ def settings_of(policy: Policy, source: Exported) -> Settings:
     serving = replace(serving, transfers=transfers and reason is None)
     longest = max(config.max_completion_length, config.eval_max_completion_length or 0)
     folder = Path(config.output_dir).absolute()
-    weights = Path(config.vllm_weights_dir).absolute() if config.vllm_weights_dir else None
-    if weights is None and config.rollout_engine == "vllm_server":
-        weights = folder
+    elsewhere = config.rollout_engine == "vllm_server" or config.vllm_weights_dir
+    weights = _weights_folder(config) if elsewhere else None
     return Settings(
         serving,
         urls=tuple(config.vllm_server_base_url or ()),
@@ -146,15 +146,28 @@ def make_apart(policy: Policy, precision: torch.dtype | None) -> ApartEngine:
             "depends on time, so that two runs, or a resumed one, are not equal bit for bit"
         )
     computed = str(precision).removeprefix("torch.") if precision else None
+    hub = policy.world.hub if config.remote_workers in ("sample", "both") else None
     how = how_of(
         model,
         engine=engine,
-        device=str(policy.device),
+        # One that is placed sees the GPUs that it may use.
+        device=policy.device.type if hub else str(policy.device),
         pad_token_id=policy.pad_token_id,
         precision=computed,
         dtype=config.rollout_dtype or computed,
         trust_remote_code=config.trust_remote_code,
     )
     source = Exported(policy, torch.float32, merge=True)
-    room = 4 * sum(shape_of(p).numel() for p in model.parameters())
-    return ApartEngine(how, source, seconds=config.ddp_timeout, room=room)
+    workers = Workers(
+        config.sampler_processes or 1,
+        hub,
+        seconds=config.ddp_timeout,
+        folder=_weights_folder(config) if config.remote_workers in ("sample", "both") else None,
+        room=4 * sum(shape_of(p).numel() for p in model.parameters()),
+    )
+    return ApartEngine(how, source, workers)
+
+
+def _weights_folder(config: RLOOConfig) -> Path:
+    """Where weights are written for processes on other machines."""
+    return Path(config.vllm_weights_dir or config.output_dir).absolute()

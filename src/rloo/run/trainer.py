@@ -105,6 +105,7 @@ class RLOOTrainer(shown.Shown):
             timeout=self.args.ddp_timeout,
             divides=self.args.parallel != "replicate",
             gather_limit=self.args.gather_limit,
+            workers=self.args.output_dir if self.args.remote_workers else None,
         )
         with self.world.telling():
             self.batches = batches_of(self.args, self.world.size)
