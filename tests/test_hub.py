@@ -73,6 +73,7 @@ def test_who_comes_works_until_the_run_is_over(tmp_path, hub, elsewhere):
     (member,) = hub.members()
     assert (member["role"], member["pid"]) == ("test", process.pid)
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    hub.finish()
     hub.close()
     assert process.communicate(timeout=30)[0] == b"1\n" and process.returncode == 0
     with pytest.raises(WorkerLost, match="not needed any more"):
@@ -149,18 +150,23 @@ def test_one_that_hangs_is_lost_at_its_deadline_and_comes_back(hub, elsewhere):
 
 
 def test_workers_wait_for_a_run_that_was_started_again(tmp_path, elsewhere):
-    first = Hub(tmp_path, "127.0.0.1")
-    first.open()
+    killed = Hub(tmp_path, "127.0.0.1")
+    killed.open()
     process = elsewhere()
-    assert hire(first).call(b"x", 30) == b"<x"
-    first._listener.close()  # as a process that is killed: nothing is written
-    for worker in first._members:
+    assert hire(killed).call(b"x", 30) == b"<x"
+    killed._listener.close()  # nothing is written
+    for worker in killed._members:
         worker.end()
-    second = Hub(tmp_path, "127.0.0.1")
-    second.open()
-    assert hire(second).call(b"y", 30) == b"<y"
-    second.close()
-    assert process.communicate(timeout=30)[0] == b"2\n"
+    failed = Hub(tmp_path, "127.0.0.1")
+    failed.open()
+    assert hire(failed).call(b"y", 30) == b"<y"
+    failed.close()
+    last = Hub(tmp_path, "127.0.0.1")
+    last.open()
+    assert hire(last).call(b"z", 30) == b"<z"
+    last.finish()
+    last.close()
+    assert process.communicate(timeout=30)[0] == b"3\n"
 
 
 def test_where_nobody_comes_the_wait_ends_and_says_what_to_start(hub, tmp_path):

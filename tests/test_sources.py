@@ -41,6 +41,7 @@ ROWS = [
     "engines report",
     "algorithm",
     "run",
+    "launch",
     "cli",
     "__main__",
 ]

@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {
         "train": _train, "plan": _plan, "eval": _evaluate, "config": _config, "merge": _merge,
         "check-estimator": _check_estimator, "vllm-serve": _serve, "report": _report,
-        "doctor": _doctor, "worker": _worker,
+        "doctor": _doctor, "worker": _worker, "launch": _launch, "status": _status,
+        "stop": _stop,
     }  # fmt: skip
     if not given or given[0] in ("-h", "--help", "help"):
         print(overview(), end="")
@@ -275,6 +276,46 @@ def _serve(arguments: list[str], signals: Stop) -> int:
     os.environ.update(SWITCHES)
     command = serving.command(port=config.vllm_server_port)
     os.execvp(command[0], command)
+
+
+def _launch(arguments: list[str], signals: Stop) -> int:
+    from rloo.launch import local, slurm
+    from rloo.launch.cluster import read_cluster
+    from rloo.launch.roles import make_job
+
+    check_alone("launch")
+    cluster, left, shown = read_cluster(arguments)
+    by_slurm = cluster.backend == "slurm"
+    job = make_job(cluster, _with_embedded(left), slurm.FOLDER if by_slurm else None)
+    check_inputs(job.config)
+    if by_slurm:
+        slurm.check(job)
+    if shown:
+        print(slurm.shown(job) if by_slurm else local.script(job), end="")
+        return 0
+    return slurm.submit(job) if by_slurm else local.run_here(job)
+
+
+def _status(arguments: list[str], signals: Stop) -> int:
+    from rloo.launch.status import status
+
+    for line in status(_folder("status", arguments)):
+        print(line)
+    return 0
+
+
+def _stop(arguments: list[str], signals: Stop) -> int:
+    from rloo.launch.status import stop
+
+    for line in stop(_folder("stop", arguments)):
+        print(line, flush=True)
+    return 0
+
+
+def _folder(command: str, arguments: list[str]) -> Path:
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+        raise ValueError(f"{command} takes the folder of a run (its output_dir)")
+    return Path(arguments[0])
 
 
 def _worker(arguments: list[str], signals: Stop) -> int:

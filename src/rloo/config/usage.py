@@ -31,6 +31,28 @@ COMMANDS = {
             "rloo train examples/gsm8k.yaml --profile   # where time and memory went",
         ),
     ),
+    "launch": Command(
+        "[config.yaml] [--backend local | slurm] [--cluster cluster.yaml] [--option value ...]",
+        "place the processes that train, sample, serve and score on this machine or by Slurm, and "
+        "start again what dies; with --dry_run show every command, environment and file instead",
+        (
+            "rloo launch examples/gsm8k.yaml --trainer_gpus 2 --engine_gpus 2",
+            "rloo launch examples/gsm8k.yaml --backend slurm --cluster cluster.yaml --dry_run",
+        ),
+    ),
+    "status": Command(
+        "FOLDER",
+        "tell where the run with this output_dir stands: step, reward, pace, end, who takes part, "
+        "what was lost; from any machine that sees the folder",
+        ("rloo status runs/gsm8k",),
+        takes_options=False,
+    ),
+    "stop": Command(
+        "FOLDER",
+        "have the run with this output_dir save and end, on all machines, and wait for that",
+        ("rloo stop runs/gsm8k",),
+        takes_options=False,
+    ),
     "plan": Command(
         _OPTIONS,
         "predict micro-batches, peak memory, and the time that is expected and that it takes at "

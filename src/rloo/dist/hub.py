@@ -38,7 +38,7 @@ _SILENCE_SECONDS = 60
 
 
 class Hub:
-    """Once it is open, listens on `host`, and says so in `folder`. Close it to end who came."""
+    """Once it is open, listens on `host`, and says so in `folder`."""
 
     def __init__(self, folder: Path, host: str) -> None:
         self._file, self._host = folder / FILE, host
@@ -47,7 +47,7 @@ class Hub:
         self._changed = threading.Condition()
         self._waiting: list[Placed] = []
         self._members: list[Placed] = []
-        self._closed = False
+        self._closed = self._over = False
         atexit.register(self.close)
 
     def open(self) -> None:
@@ -87,8 +87,13 @@ class Hub:
                 self._part(worker)
             return [worker.hello.shown() for worker in self._members]
 
+    def finish(self) -> None:
+        """The run is over: from its end on workers have nothing to wait for. Else they come again,
+        when the main process has been started again."""
+        self._over = True
+
     def close(self) -> None:
-        """Have all workers end; also twice."""
+        """Part with all workers; also twice."""
         with self._changed:
             if self._closed:
                 return
@@ -97,7 +102,7 @@ class Hub:
             members = list(self._members)
         if self._listener is not None:
             with suppress(OSError):
-                self._write(self._listener, over=True)
+                self._write(self._listener, over=self._over)
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()

@@ -24,6 +24,8 @@ ALARMS = "alarms.jsonl"
 SUMMARY = "summary.json"
 # What the starting policy said on evaluation prompts, where something is to compare with it.
 START = "start_completions.json"
+# The folder of what processes other than the main one print.
+LOGS = "logs"
 
 
 def strict(value: Any) -> Any:

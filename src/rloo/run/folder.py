@@ -22,6 +22,7 @@ from rloo.report.records import (
     COMPLETIONS,
     EVALUATIONS,
     GROUPS,
+    LOGS,
     METRICS,
     START,
     SUMMARY,
@@ -44,7 +45,6 @@ RUN_FILES = (
     METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS, START, CONFIG, PAGE,
     f"profile/{TRACE}", f"profile/{REPORT}",
 )  # fmt: skip
-LOGS = "logs"
 AUTO = "auto"
 # What a run that has finished says of itself, at least.
 RESULT = {"steps", "config", "totals"}

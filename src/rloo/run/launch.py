@@ -163,7 +163,7 @@ class _Ranks:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # a terminal's Ctrl-C is ours alone, to be passed on once
-                preexec_fn=_in_rank(self._caught),
+                preexec_fn=in_child(self._caught),
             )
             if output is not None:
                 output.close()
@@ -289,7 +289,7 @@ def _port() -> Iterator[int]:
         yield held.getsockname()[1]
 
 
-def _in_rank(caught: set[int]) -> Callable[[], None]:
+def in_child(caught: set[int]) -> Callable[[], None]:
     """What a new rank does first: it hears signals, and dies with the launcher."""
     launcher, prctl = os.getpid(), ctypes.CDLL(None).prctl
 

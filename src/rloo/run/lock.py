@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 LOCK = ".lock"
 # The files of the locks held here: a forked child must not keep them when this process is gone.
 _held: set[int] = set()
@@ -54,6 +56,19 @@ def locked(folder: Path) -> Iterator[None]:
             _held.discard(file.fileno())
             over.set()
             file.truncate(0)
+
+
+def lives(folder: Path) -> bool:
+    """Whether a run owns `folder` now, on whatever host: on this one its process is looked for, and
+    elsewhere its signs of life, for three beats at most. Nothing is locked for it."""
+    path = folder / LOCK
+    owner = _read(path) if path.exists() else {}
+    if owner.get("host") != socket.gethostname():
+        return bool(owner) and _lives(path)
+    try:
+        return psutil.Process(int(owner["process"])).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def refuse_if_owned(folder: Path) -> None:

@@ -19,7 +19,7 @@ from rloo.engines.vllm.serving import Serving
 from rloo.model.division import shape_of
 from rloo.model.export import Exported, tied_outputs
 from rloo.model.policy import Policy
-from rloo.run.folder import LOGS
+from rloo.report.records import LOGS
 
 
 def serving_of(

@@ -86,8 +86,6 @@ class Session:
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
         main = parts.world.is_main
-        if parts.world.hub is not None:
-            parts.world.hub.open()
         parts.policy.stepper.clear()  # of a step that an error has ended, which a script has caught
         if self.config.push_to_hub and main:
             self.hub.create()

@@ -338,8 +338,8 @@ def _telling(owner: Any) -> Callable[[str], None]:
     find = (lambda: None) if owner is None else weakref.ref(owner)
 
     def say(text: str) -> None:
-        found = find()
-        print(text) if found is None else found.monitor.note(text)
+        monitor = getattr(find(), "monitor", None)  # not while it is made
+        print(text, flush=True) if monitor is None else monitor.note(text)
 
     return say
 

@@ -43,6 +43,7 @@ from rloo.run.overrides import (
     refuse_overrides,
     refuse_replacement,
 )
+from rloo.run.presence import present
 from rloo.run.session import Session
 from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
 from rloo.run.together import require_same_start, together
@@ -155,7 +156,8 @@ class RLOOTrainer(shown.Shown):
                     session.push()
                 return TrainOutput(start.finished["steps"], totals["train_loss"], totals)
             self._session = session
-            totals = session.train(start)
+            with present(parts):
+                totals = session.train(start)
         session.push()
         if self.args.dataset is not None:
             folder = self.args.output_dir

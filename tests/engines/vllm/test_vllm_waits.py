@@ -8,15 +8,21 @@ import rloo
 
 PACKAGE = Path(rloo.__file__).parent
 FOLDER = PACKAGE / "engines" / "vllm"
-BESIDE = ("dist/workers.py", "engines/apart.py", "rewards/workers.py", "algorithm/beside.py")
+BESIDE = (
+    "dist/workers.py", "dist/crew.py", "dist/hub.py", "dist/placed.py", "engines/apart.py",
+    "rewards/workers.py", "algorithm/beside.py",
+)  # fmt: skip
 WAITING = {"wait", "join", "communicate", "acquire", "result", "recv", "accept", "read", "select"}
 # What has none of its own, and why it needs none.
 HAS_ENDED = {
     ("serving.py", "process.wait()"),  # after SIGKILL
     ("engine.py", "done['vllm'].result()"),  # it is done
     ("workers.py", "self._process.wait()"),  # after SIGKILL
-    ("workers.py", "future.result()"),
-    ("workers.py", "done.result()"),
+    ("placed.py", "process.wait()"),
+    ("crew.py", "future.result()"),
+    ("crew.py", "done.result()"),
+    ("apart.py", "part.result()"),
+    ("hub.py", "listener.accept()"),  # until it is closed, in a thread that nobody waits for
     ("beside.py", "sampled.result()"),
 }
 WITHIN_A_TIMEOUT = {("fleet.py", "self.changed.wait()")}

@@ -23,7 +23,7 @@ from rloo.engines.vllm.examine import examine
 from rloo.engines.vllm.fleet import Fleet
 from rloo.engines.vllm.members import Member, Probe, Weights, mean_difference
 from rloo.engines.vllm.nccl import TRANSFER_ROUTE, Transfer
-from rloo.engines.vllm.serving import OwnServer, Serving, start_all
+from rloo.engines.vllm.serving import OwnServer, Serving, reached, start_all
 from rloo.rewards.coroutines import LoopThread
 from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
 from rloo.types import Weights as Named
@@ -259,6 +259,8 @@ class VLLMEngine:
     async def _examine_given(self) -> None:
         members = [Member(Client(url)) for url in self._settings.urls]
         try:
+            for member in members:
+                await reached(member.client, self._settings.start_deadline, self._say)
             await self._examine(members)
         finally:
             for member in members:

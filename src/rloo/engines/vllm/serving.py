@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -234,6 +234,17 @@ async def _ready(server: OwnServer, model: str, seconds: float) -> Client:
             raise
         await asyncio.to_thread(server.start, model)
         return await server.wait(seconds)
+
+
+async def reached(client: Client, seconds: float, say: Callable[[str], None]) -> None:
+    """Wait for a server that is still being started, as TRL's client does."""
+    try:
+        await client.get("/health", phase="looking for it", seconds=LOOK_SECONDS)
+    except ServerError as error:
+        if error.status is not None:
+            return  # it answers, and will be examined
+        say(f"waiting up to {seconds:g} s for {client.url} (vllm_server_timeout)")
+        await found_again(client, seconds)
 
 
 async def found_again(client: Client, seconds: float) -> None:

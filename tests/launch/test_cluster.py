@@ -1,0 +1,124 @@
+"""What a run is launched on: how it is told, and what of it cannot be."""
+
+import pytest
+
+from rloo.config.reading import Faults
+from rloo.launch.cluster import Cluster, read_cluster
+from rloo.launch.roles import make_job
+
+RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match"]
+
+
+def test_options_of_the_cluster_are_told_from_the_runs(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "backend: slurm\nnodes: 2\ngpus_per_node: 8\nengine_gpus: 8\nsetup: [module load cuda]\n"
+        "slurm: {partition: gpu, time: '04:00:00', options: [--exclusive]}\n"
+    )
+    cluster, left, shown = read_cluster(
+        ["run.yaml", "--cluster", str(file), "--lr", "1e-5", "--slurm.partition", "long",
+         "engine-gpus=0", "--dry_run", "-k", "8"]
+    )  # fmt: skip
+    assert left == ["run.yaml", "--lr", "1e-5", "-k", "8"] and shown
+    assert cluster == Cluster(
+        backend="slurm", nodes=2, gpus_per_node=8, setup=["module load cuda"],
+        slurm_partition="long", slurm_time="04:00:00", slurm_options=["--exclusive"],
+    )  # fmt: skip
+    assert cluster.trainers == 16
+    assert Cluster().trainers == 1 and Cluster(gpus_per_node=4, engine_gpus=1).trainers == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "trainers", "engines"),
+    [
+        ("sglang.d4p1t1+d4p1t1", 4, 4),
+        ("sglang:d2t2+fsdp:d4", 4, 4),
+        ("vllm.d1p1t4+d12", 12, 4),
+        ("d8p1t1", 8, 0),
+    ],
+)
+def test_areals_allocations_are_read(said, trainers, engines):
+    cluster, *_ = read_cluster(["allocation_mode=" + said])
+    assert (cluster.trainers, cluster.engine_gpus) == (trainers, engines)
+
+
+def test_every_fault_is_named_at_once(tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_text("nodes: 2\nslurm: {partitoin: gpu}\n")
+    with pytest.raises(Faults) as caught:
+        read_cluster(
+            ["--cluster", str(file), "--backend", "kubernetes", "--allocation_mode",
+             "sglang.d2+d2p2t2", "--scorers", "x", "--threads"]
+        )  # fmt: skip
+    said = "\n".join(caught.value.faults)
+    for words in (
+        "cluster.yaml, line 2: slurm.partitoin is no option of a cluster; did you mean",
+        "backend is 'kubernetes'; it must be one of local, slurm",
+        "pipeline parallelism, of which there is none here",
+        "divides the trainer's matrices (t); here weights are divided by parallel fsdp2",
+        "scorers is 'x'; it must be a whole number",
+        "--threads needs a value",
+    ):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"nodes": 2}, "nodes is 2 and backend is local"),
+        ({"nodes": 0, "scorers": -1}, "nodes is 0; it must be at least 1"),
+        ({"gpus_per_node": 2, "engine_gpus": 2}, "trainer_gpus 1 and engine_gpus 2 are 3 GPUs"),
+        (
+            {"backend": "slurm", "nodes": 2, "gpus_per_node": 4, "trainer_gpus": 2},
+            r"give a multiple \(trainer_gpus\)",
+        ),
+        ({"slurm_chain": 2, "slurm_array": "0-2"}, "a chain is of one run"),
+        ({"slurm_engine_options": ["-p x"]}, "no node samples alone"),
+        ({"port": 80}, "port is 80"),
+        ({"trainer_gpus": 0}, "trainer_gpus is 0; it must be at least 1"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        read_cluster([f"--{name}={value}" for name, value in options.items()])
+
+
+def places(job) -> dict[str, tuple[int, int, int, int]]:
+    """Of each role: how many, on each node, the first node, GPUs each."""
+    return {r.name: (r.count, r.per_node, r.first, r.gpus) for r in (job.trainer, *job.others)}
+
+
+def test_where_the_processes_are():
+    on_cpus = Cluster(backend="slurm", nodes=2, trainer_gpus=2, engine_gpus=4, scorers=3)
+    assert places(make_job(on_cpus, [*RECIPE])) == {
+        "trainer": (2, 1, 0, 0), "sampler": (4, 2, 0, 0), "scorer": (3, 2, 0, 0),
+    }  # fmt: skip
+    on_gpus = Cluster(backend="slurm", nodes=3, gpus_per_node=8, engine_gpus=16)
+    assert places(make_job(on_gpus, [*RECIPE])) == {
+        "trainer": (8, 8, 0, 1), "sampler": (16, 8, 1, 1),
+    }  # fmt: skip
+    vllm = ["--rollout_engine", "vllm", "--vllm_tensor_parallel_size", "4"]
+    job = make_job(on_gpus, [*RECIPE, *vllm])
+    assert places(job) == {"trainer": (8, 8, 0, 1), "server": (4, 2, 1, 4)}
+    assert job.extra == ("--rollout_engine", "vllm_server", "--vllm_server_base_url")
+    one = Cluster(gpus_per_node=8, engine_gpus=2)
+    assert places(make_job(one, [*RECIPE])) == {"trainer": (6, 6, 0, 1), "sampler": (2, 2, 0, 1)}
+    split = Cluster(
+        backend="slurm", nodes=3, trainer_gpus=2, engine_gpus=4, slurm_engine_options=["-p=b"]
+    )
+    assert places(make_job(split, [*RECIPE])) == {"trainer": (2, 2, 0, 0), "sampler": (4, 2, 1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "said"),
+    [
+        ({}, ["--rollout_engine", "vllm"], "engine_gpus 0; it must be a multiple"),
+        ({"engine_gpus": 1}, ["--num_processes", "2"], "leave num_processes out"),
+        ({"engine_gpus": 1}, ["--sampler_processes", "2"], "follows from what is placed where"),
+        ({"scorers": 1}, [], "own process samples and calls rewards"),
+        ({"engine_gpus": 1}, ["--dynamic_sample", "true"], "dynamic_sample is true"),
+    ],
+)
+def test_a_run_that_contradicts_its_cluster_is_refused(options, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        make_job(Cluster(**options), [*RECIPE, *arguments])

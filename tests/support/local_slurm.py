@@ -1,0 +1,165 @@
+"""A real Slurm of two nodes on this machine, with a munge of its own, for as long as tests take."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
+PORT = 7917
+CONF = """\
+ClusterName=local
+SlurmctldHost={host}(127.0.0.1)
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+SlurmUser=root
+SlurmdUser=root
+SlurmctldPort={port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+MpiDefault=none
+KillWait=30
+MinJobAge=3600
+SlurmdTimeout=10
+SchedulerParameters=sched_interval=2,bf_interval=2,requeue_delay=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{nodes}
+PartitionName=main Nodes=n[0-1] Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=n[0-1] MaxTime=INFINITE State=UP PriorityTier=10
+"""
+
+
+def why_not() -> str | None:
+    """Why there can be none here."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed (apt: slurmctld slurmd slurm-client munge)"
+    return None if os.geteuid() == 0 else "slurmd needs root"
+
+
+class LocalSlurm:
+    """Its processes, and the environment in which its commands find it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("munge", "state", "spool.n0", "spool.n1"):
+            (folder / name).mkdir(parents=True)
+        folder.chmod(0o755)
+        (folder / "munge").chmod(0o711)
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        host = socket.gethostname().split(".")[0]
+        nodes = [
+            f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={PORT + 10 + n} "
+            f"CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN"
+            for n in range(2)
+        ]
+        conf = folder / "slurm.conf"
+        conf.write_text(CONF.format(folder=folder, host=host, port=PORT, nodes="\n".join(nodes)))
+        self.environment = {**os.environ, "SLURM_CONF": str(conf)}
+        self.processes = {
+            "munged": self._start(
+                "munged", "--foreground", "--force", f"--key-file={key}",
+                f"--socket={folder}/munge/socket", f"--pid-file={folder}/munged.pid",
+                f"--log-file={folder}/munged.log", f"--seed-file={folder}/munge.seed",
+            )
+        }  # fmt: skip
+        self._wait_for(lambda: (folder / "munge" / "socket").exists())
+        self.processes["slurmctld"] = self._start("slurmctld", "-D")
+        for node in ("n0", "n1"):
+            self.start_node(node)
+        self._wait_for(lambda: self.run("sinfo", "-h", "-o", "%D %t").strip() == "2 idle")
+
+    def start_node(self, node: str) -> None:
+        """Have a node up."""
+        self.processes[node] = self._start("slurmd", "-D", "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """As a machine that loses its power: the node, and all that runs on it."""
+        for pid in _below(self.processes[node].pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.processes.pop(node).kill()
+        for process in _steps(node):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def run(self, *command: str, check: bool = True) -> str:
+        """What a command of Slurm's prints."""
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert not check or done.returncode == 0, (command, done.stderr)
+        return done.stdout
+
+    def state(self, job: str) -> str:
+        """The state of a job, as RUNNING."""
+        said = self.run("scontrol", "show", "job", job)
+        return said.split("JobState=")[1].split()[0]
+
+    def wait(self, job: str, *states: str, seconds: float = 240.0) -> str:
+        """Wait until a job is in one of these states; which."""
+        self._wait_for(lambda: self.state(job) in states, seconds)
+        return self.state(job)
+
+    def close(self) -> None:
+        """End all jobs, and then Slurm."""
+        with suppress(Exception):
+            self.run("scancel", "--full", "-u", "root", check=False)
+            self._wait_for(lambda: not self.run("squeue", "-h"), 20.0)
+        for process in reversed(self.processes.values()):
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, *command: str) -> subprocess.Popen:
+        with (self.folder / f"{command[0]}.out").open("ab") as log:
+            return subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _wait_for(self, what, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, (self.run("squeue"), self.run("sinfo"))
+            time.sleep(0.2)
+
+
+def _below(pid: int) -> list[int]:
+    """The processes that one has started, and those that these have."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):
+            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                child = int(path.parent.name)
+                found += [child, *_below(child)]
+    return found
+
+
+def _steps(node: str) -> list[int]:
+    """The daemons of the steps of a node, which outlive its own, and what they have started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"SLURMD_NODENAME={node}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
