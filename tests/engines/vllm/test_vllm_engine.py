@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rloo.engines.versions import locked
 from rloo.engines.vllm.client import ServerError
-from rloo.engines.vllm.fleet import NoServers
+from rloo.engines.vllm.places import NoServers
 from rloo.model.export import Exported
 from support.adapters import make_adapted, perturb
 from support.engines import make_prompts
@@ -108,6 +108,7 @@ def test_versions_are_whole_folders_of_which_the_newest_stays(made, tmp_path):
     assert set(manifest["files"]) == {p.name for p in newest.iterdir()} - {"manifest.json"}
     loads = [body for route, body in server.bodies if route == "/collective_rpc"]
     assert len({body["kwargs"]["weights_path"] for body in loads}) == 3
+    assert set(engine._open.fleet.labels.values()) == {engine.version - 1, engine.version}
     engine.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -16,6 +16,7 @@ from rloo.engines.vllm.answers import Request, greedy, read_answer
 from rloo.engines.vllm.client import ServerError
 from rloo.engines.vllm.members import Answer, Member, Probe, Stopwatch, Weights, answered
 from rloo.engines.vllm.nccl import fill
+from rloo.engines.vllm.places import Places
 from rloo.engines.vllm.serving import LOOK_SECONDS, found_again
 from rloo.types import Completion, Prompt, Sampling
 
@@ -24,10 +25,6 @@ LOOK_EVERY, LOOKS = 5.0, 3
 # Seconds before a server that was lost is tried again: so many more at every time.
 PATIENCE = 1.0
 PROBE_TOKENS = 16
-
-
-class NoServers(OSError):
-    """No server is left to sample with."""
 
 
 @dataclass(slots=True)
@@ -55,16 +52,17 @@ class Fleet:
     weights: Weights | None = None
     # The versions by the names under which servers have loaded them.
     labels: dict[str, int] = field(default_factory=dict)
-    # While servers load, and until all have been verified, nothing new is asked of them.
-    holding: bool = False
     closed: bool = False
     sampling: int = 0
     looking: list[asyncio.Task[None]] = field(default_factory=list)
     watch: Stopwatch = field(default_factory=Stopwatch)
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    places: Places = field(init=False)
     counts: dict[str, float] = field(
         default_factory=lambda: {"engine/lost": 0.0, "engine/returned": 0.0, "engine/repeated": 0.0}
     )
+
+    def __post_init__(self) -> None:
+        self.places = Places(self.members)
 
     @property
     def live(self) -> list[Member]:
@@ -76,8 +74,10 @@ class Fleet:
     async def bring(self, weights: Weights) -> dict[str, Probe]:
         """Have every server load a version; what each then says to the probe prompt. One that
         fails is out. Raises NoServers where none is left."""
-        self.weights, self.holding = weights, True
-        self.labels[weights.label] = weights.version
+        self.weights, self.places.holding = weights, True
+        oldest = min([self.oldest_in_use(), *(v for m in self.members for v in m.calls.values())])
+        kept = {label: v for label, v in self.labels.items() if v >= oldest}
+        self.labels = kept | {weights.label: weights.version}
         found: dict[str, Probe] = {}
         refusals: list[ServerError] = []
 
@@ -90,7 +90,7 @@ class Fleet:
                 self._lose(member, error)
 
         while not found:
-            await self._with_room(0)
+            await self.places.somebody()
             asked = self.live
             await asyncio.gather(*map(one, asked))
             if len(refusals) >= len(asked) and not found:
@@ -110,8 +110,7 @@ class Fleet:
 
     async def release(self) -> None:
         """All servers that are in have been verified."""
-        self.holding = False
-        await self._tell()
+        self.places.release()
 
     async def _load(self, member: Member, weights: Weights) -> None:
         client, seconds, before = member.client, self.deadline, member.label
@@ -194,8 +193,8 @@ class Fleet:
         answers = list(answers)
         for member in {id(a.member): a.member for a in answers}.values():
             # One that loads now has finished what it was asked for, and is verified afterwards.
-            asked = not member.tells and member.fault is None and not self.holding
-            if asked and not await self._is_well(member) and not self.holding:
+            asked = not member.tells and member.fault is None and not self.places.holding
+            if asked and not await self._is_well(member) and not self.places.holding:
                 fact = f"has lost {member.label} while it sampled"
                 self._lose(member, ServerError("sampling", member.url, fact))
         return [a for a in answers if a.member.tells or a.losses == a.member.losses]
@@ -226,11 +225,11 @@ class Fleet:
             member.asleep = True
 
     async def _serve(self, request: Request) -> Answer:
+        completions, again = len(request.numbers), False
         while True:
-            member = await self._with_room(len(request.numbers), new=True)
-            member.busy += len(request.numbers)
+            member = await self.places.take(completions, again=again)
             call = asyncio.create_task(self._ask(member, request))
-            member.calls.add(call)
+            member.calls[call] = self.labels[member.label]
             try:
                 losses = member.losses
                 return Answer(member, losses, await call)
@@ -244,9 +243,9 @@ class Fleet:
                     call.cancel()
                     raise
             finally:
-                member.calls.discard(call)
-                member.busy -= len(request.numbers)
-                await self._tell()
+                member.calls.pop(call, None)
+                self.places.leave(member, completions)
+            again = True
             self.counts["engine/repeated"] += 1
 
     async def _ask(self, member: Member, request: Request) -> list[Completion]:
@@ -287,27 +286,6 @@ class Fleet:
 
     # -- failures --------------------------------------------------------------------------------
 
-    async def _with_room(self, completions: int, *, new: bool = False) -> Member:
-        """The server with the least to do, once one has room for so many completions more, or none
-        to do. Waits for one to come back, and for what is `new` until servers are verified. Raises
-        NoServers."""
-        async with self.changed:
-            while True:
-                free = [m for m in self.live if not m.busy or m.busy + completions <= m.room]
-                if free and not (new and self.holding):
-                    return min(free, key=lambda member: member.busy)
-                if not self.live and not any(map(_is_coming, self.members)):
-                    faults = "; ".join(str(member.fault) for member in self.members)
-                    raise NoServers(f"no vLLM server is left: {faults}")
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(0.1):
-                        await self.changed.wait()
-
-    async def _tell(self) -> None:
-        """Something has changed that others may wait for."""
-        async with self.changed:
-            self.changed.notify_all()
-
     def lose(self, url: str, fact: str) -> None:
         """Take out the server `url`, of which something was found out."""
         for member in self.members:
@@ -323,6 +301,7 @@ class Fleet:
         for call in member.calls:
             call.cancel()
         member.recovery = asyncio.create_task(self._recover(member))
+        member.recovery.add_done_callback(lambda _: self.places.deal())
         self.say(f"{error}; it is out, and what it had not finished goes to the others")
 
     async def _recover(self, member: Member) -> None:
@@ -348,7 +327,7 @@ class Fleet:
             member.fault = None
             if not self.sampling:
                 await self._each(self._sleep, [member])
-            await self._tell()
+            self.places.back(member)
             self.counts["engine/returned"] += 1
             self.say(f"the vLLM server {member.url} is back, with {member.label}")
             return
@@ -385,10 +364,6 @@ class Fleet:
         for member in self.members:
             with suppress(Exception):
                 await member.client.close()
-
-
-def _is_coming(member: Member) -> bool:
-    return member.recovery is not None and not member.recovery.done()
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

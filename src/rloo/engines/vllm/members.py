@@ -78,7 +78,8 @@ class Member:
     # Whether it takes weights over NCCL, and what sends them, where that is to be.
     receives: bool = False
     transfer: Sender | None = None
-    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    # What is asked of it, and the version that it had then.
+    calls: dict[asyncio.Task[Any], int] = field(default_factory=dict)
     recovery: asyncio.Task[None] | None = None
 
     @property
@@ -105,7 +106,7 @@ async def answered(member: Member, seconds: float) -> None:
     """Wait until nothing is asked of a server: its pause might overtake what is on its way, which
     other weights would then sample. Raises ServerError after so many seconds."""
     end = time.monotonic() + seconds
-    while member.calls and member.fault is None:
+    while member.busy and member.fault is None:
         if time.monotonic() > end:
             fact = f"has not finished what it was asked for within {seconds:g} s"
             raise ServerError("pausing", member.url, fact)
