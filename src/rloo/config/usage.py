@@ -54,10 +54,18 @@ COMMANDS = {
         takes_options=False,
     ),
     "plan": Command(
-        _OPTIONS,
+        f"{_OPTIONS} [--num_gpus N --gpu NAME ...]",
         "predict micro-batches, peak memory, and the time that is expected and that it takes at "
-        "worst, from measurements of less than a minute; calls no reward and leaves no file",
-        ("rloo plan examples/gsm8k.yaml --max_completion_length 1024",),
+        "worst, from measurements of less than a minute; calls no reward and leaves no file. With "
+        "--num_gpus N (1 to 1,024) and --gpu a100, h100, h200 or b200: for GPUs that are not here, "
+        "from counted operations and sources, what to put together, tokens/s, memory and cost "
+        "(--gpu_price); --parameters 7B in place of a model; --prompt_tokens, --completion_tokens; "
+        "--training_share and the other rates that it prints (docs/scaling.md)",
+        (
+            "rloo plan examples/gsm8k.yaml --max_completion_length 1024",
+            "rloo plan --num_gpus 64 --gpu h100 --gpu_price 2.5 --parameters 7B --num_prompts 512 "
+            "--num_generations 8 --max_completion_length 4096",
+        ),
     ),
     "eval": Command(
         _OPTIONS,

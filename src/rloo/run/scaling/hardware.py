@@ -1,0 +1,96 @@
+"""What GPUs can do, and which part of it a run has: every number with where it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+# GPUs of one machine, which NVLink connects.
+IN_A_MACHINE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """The figures of its maker: bytes of memory, dense bf16 operations a second, bytes a second of
+    its memory, of NVLink in one direction, and of the network of a usual machine of eight."""
+
+    name: str
+    memory: float
+    operations: float
+    bandwidth: float
+    nvlink: float
+    network: float
+    source: str
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("a100", 80e9, 312e12, 2.039e12, 300e9, 25e9, "NVIDIA A100 80GB SXM, DGX A100"),
+        GPU("h100", 80e9, 989e12, 3.35e12, 450e9, 50e9, "NVIDIA H100 SXM, DGX H100"),
+        GPU("h200", 141e9, 989e12, 4.8e12, 450e9, 50e9, "NVIDIA H200 SXM, DGX H200"),
+        GPU("b200", 180e9, 2250e12, 8e12, 900e9, 50e9, "NVIDIA DGX B200, an eighth of it"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A number that a plan rests on, and can be given another value: `source` has a figure that
+    others have published, `assumed` has none."""
+
+    value: float
+    kind: Literal["source", "assumed"]
+    meaning: str
+    source: str
+
+
+RATES = MappingProxyType(
+    {
+        "training_share": Rate(
+            0.33,
+            "source",
+            "of the GPU's bf16 operations that training has",
+            "torchtitan, docs/performance.md: 33 to 39 % for Llama 3.1 8B under FSDP2 on 8 and 128 "
+            "H100; Llama 3, arXiv 2407.21783: 38 to 43 % on 8,192 to 16,384 H100",
+        ),
+        "decoding_share": Rate(
+            0.6,
+            "assumed",
+            "of the memory's bandwidth that decoding has",
+            "no published figure for this use; measure an engine and give it",
+        ),
+        "decoding_overhead": Rate(
+            0.002,
+            "assumed",
+            "seconds of a decoding step beside the GPU's work",
+            "no published figure for this use; measure an engine and give it",
+        ),
+        "network_share": Rate(
+            0.7,
+            "assumed",
+            "of NVLink's or the network's rate that collectives have",
+            "no published figure for this use; measure with nccl-tests and give it",
+        ),
+        "weight_rate": Rate(
+            8.6e9,
+            "source",
+            "bytes a second at which weights reach the servers",
+            "verl: 30 B parameters in bf16 in about 7 s; MoonshotAI's checkpoint-engine reaches "
+            "70 GB/s: 235 B in 6.75 s on 8 H800",
+        ),
+        "failure_hours": Rate(
+            50_700.0,
+            "source",
+            "hours of one GPU between two failures",
+            "Llama 3, arXiv 2407.21783: 419 unexpected interruptions in 54 days on 16,384 H100",
+        ),
+        "restart": Rate(
+            300.0,
+            "assumed",
+            "seconds until a server or the trainer is back",
+            "no published figure for this use; it is of the cluster",
+        ),
+    }
+)

@@ -1,0 +1,140 @@
+"""Bytes and seconds of the parts of a rollout, by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rloo.run.scaling.costs import ENGINE, Job
+from rloo.run.scaling.hardware import GPUS, RATES
+from rloo.run.scaling.layouts import Layout, best, forecast, most_samples
+from rloo.run.scaling.shapes import TYPICAL, shape_of_size
+
+
+def make_job(shape=TYPICAL[3], gpu="h100", **changes) -> Job:
+    usual = {
+        "shape": shape,
+        "gpu": GPUS[gpu],
+        "rates": {name: rate.value for name, rate in RATES.items()},
+        "groups": 256,
+        "samples": 8,
+        "prompt": 200,
+        "completion": 1000.0,
+        "longest": 4000,
+        "reference": False,
+        "checkpointing": False,
+    }
+    return Job(**{**usual, **changes})
+
+
+@pytest.mark.parametrize(
+    ("size", "replicate", "on_8", "on_64"),
+    [("0.6B", 11, 2.4, 1.4), ("1.7B", 31, 7, 4), ("4B", 72, 16, 9), ("8B", 144, 32, 18),
+     ("32B", 576, 128, 72)],
+)  # fmt: skip
+def test_memory_is_that_of_the_table_in_the_documents(size, replicate, on_8, on_64):
+    """docs/distributed.md: 18 bytes a parameter, and 16 / n + 2; gathered layers come on top."""
+    job = make_job(shape_of_size(size))
+    copy = ENGINE * job.shape.parameters
+    assert (job.trainer_bytes(1, divided=False) + copy) / 1e9 == pytest.approx(replicate, rel=0.05)
+    for trainers, said in ((8, on_8), (64, on_64)):
+        layer = job.trainer_bytes(10**9, divided=True)
+        held = job.trainer_bytes(trainers, divided=True) - layer + copy
+        assert held / 1e9 == pytest.approx(said, rel=0.06)
+
+
+def test_lengths_have_the_mean_that_is_asked_for():
+    for mean in (1.5, 700.0, 2000.0, 3999.0, 4000.0):
+        job = make_job(completion=mean)
+        assert job.alive.sum() == pytest.approx(mean, rel=1e-6)
+    job = make_job(completion=100.0)
+    draws = [job.length_of_longest(u) for u in (np.arange(4000) + 0.5) / 4000]
+    assert np.mean(draws) == pytest.approx(100.5, rel=0.01)
+    # The longest of n nearly exponential lengths: the mean times the harmonic number.
+    harmonic = sum(1 / n for n in range(1, 33))
+    assert job.longest_of(32) == pytest.approx(100 * harmonic, rel=0.01)
+
+
+def test_decoding_is_bound_by_memory_and_then_by_operations():
+    job = make_job()
+    quiet = {**job.rates, "decoding_overhead": 0.0}
+    job = replace(job, rates=quiet)
+    one = float(job.decoding(1, 0, 1))
+    assert one == pytest.approx(2 * job.shape.products / (3.35e12 * 0.6))
+    many = float(job.decoding(5000, 0, 1))
+    assert many == pytest.approx(5000 * 2 * job.shape.products / (989e12 * 0.33))
+    cached = float(job.decoding(100, 1000, 1)) - float(job.decoding(100, 0, 1))
+    assert cached == pytest.approx(100 * 1000 * 2 * 2 * 36 * 8 * 128 / (3.35e12 * 0.6))
+
+
+def test_a_wave_of_equal_lengths_is_their_number_of_steps():
+    job = make_job(groups=8, completion=4000.0)
+    contexts = 200 + np.arange(4000)
+    steps = sum(float(job.decoding(64, c, 1)) for c in contexts)
+    assert job.wave(1, 1) == pytest.approx(steps + job.prefill(1, 1))
+
+
+def test_training_is_six_operations_a_parameter_and_token():
+    job = make_job(prompt=1, completion=4000.0)
+    computing, sending = job.training(4, divided=False)
+    attention = 3 * 4 * 36 * 32 * 128 * 2001 * job.sampled
+    products = 6 * job.shape.products * job.sampled
+    assert computing == pytest.approx((products + attention) / 4 / (989e12 * 0.33), rel=1e-3)
+    assert sending == pytest.approx(2 * 4 * job.shape.parameters * 3 / 4 / (450e9 * 0.7))
+    again = replace(job, checkpointing=True, reference=True)
+    assert again.training(4, divided=False)[0] == pytest.approx(computing * 5 / 3)
+
+
+def test_divided_weights_are_sent_in_every_micro_batch():
+    job = make_job(TYPICAL[5])
+    tokens = job.tokens / 16
+    times = np.ceil(tokens / job.micro_batch(16, divided=True))
+    assert times > 1
+    expected = times * 3 * 4 * job.shape.parameters * 15 / 16 / (50e9 * 0.7)
+    assert job.training(16, divided=True)[1] == pytest.approx(expected)
+
+
+def test_weights_travel_at_their_rate():
+    job = make_job(TYPICAL[5])
+    seconds = job.publishing(1, divided=False, apart=True)
+    assert seconds == pytest.approx(2 * job.shape.parameters / 8.6e9)
+    assert seconds == pytest.approx(7 * 32.76 / 30, rel=0.02)  # verl's figure, for 32 B
+
+
+def test_beside_each_other_a_step_is_the_longer_part():
+    job = make_job()
+    one = forecast(job, Layout(8, 8, 1, True, 1))
+    assert one.seconds == max(one.sampling, one.training) + one.publishing
+    usual = forecast(job, Layout(8, 8, 1, True, 0))
+    assert usual.seconds == usual.sampling + usual.training + usual.publishing
+
+
+def test_what_does_not_fit_is_not_offered():
+    job = make_job(shape_of_size("70B"), checkpointing=True)
+    assert best(8, job) == {}
+    assert forecast(job, Layout(64, 64, 1, True, 1)) is None  # 141 GB of weights in an engine
+    assert forecast(job, Layout(64, 16, 4, True, 1)) is not None
+    assert forecast(make_job(), Layout(8, 8, 1, False, 1)) is None  # 131 GB in a trainer
+    assert forecast(make_job(gpu="b200"), Layout(8, 8, 1, False, 1)) is not None
+
+
+def test_more_gpus_are_never_slower_and_all_of_them_are_used():
+    job, last = make_job(), float("inf")
+    for gpus in (8, 32, 128, 512):
+        found = best(gpus, job)
+        assert all(one.layout.gpus <= gpus for one in found.values())
+        fastest = min(one.seconds for one in found.values())
+        assert fastest < last
+        last = fastest
+
+
+def test_the_most_samples_fill_an_engine_or_a_micro_batch():
+    job = make_job()
+    one = forecast(job, Layout(8, 8, 1, True, 1))
+    most = most_samples(job, one)
+    fits = [200 + k * 4000 <= one.micro_batch for k in (most, most + 1)]
+    cache = [
+        k * 4200 * job.shape.cache_bytes + 2 * job.shape.parameters <= 0.9 * 80e9 + 4200 * 147456
+        for k in (most, most + 1)
+    ]
+    assert fits[0] and cache[0] and not (fits[1] and cache[1])

@@ -1,0 +1,98 @@
+"""`rloo plan --num_gpus`: what it prints, and what it refuses."""
+
+import pytest
+
+from rloo.cli import main
+from rloo.run.scaling.command import OPTIONS, split
+from rloo.run.scaling.hardware import RATES
+
+USUAL = ["--num_prompts", "64", "--num_generations", "8", "--max_completion_length", "1024"]
+SIZE = ["--parameters", "8B"]
+
+
+def plan(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_plan_says_what_to_take_and_where_each_number_comes_from(capsys):
+    said = plan(capsys, "--num_gpus", "16", "--gpu_price", "2.5", *SIZE, *USUAL)
+    assert "8B: 8.0" in said and "the shape of Qwen3-8B" in said
+    (chosen,) = (line for line in said.splitlines() if line.startswith("* "))
+    assert chosen.split()[1] in ("in", "apart,")
+    for name, rate in RATES.items():
+        assert f"{name} {rate.value:g} ({rate.kind})" in said
+    assert "cost     40 an hour" in said
+    assert "queue " in said or "* in turn" in said
+    assert "Nothing above was measured on these GPUs" in said
+
+
+def test_given_rates_count_and_are_marked(capsys):
+    usual = plan(capsys, "--num_gpus", "8", *SIZE, *USUAL)
+    fast = plan(capsys, "--num_gpus", "8", "--training_share=0.5", *SIZE, *USUAL)
+    assert "training_share 0.5 (given)" in fast and "(given)" not in usual
+
+    def seconds(said):
+        line = next(line for line in said.splitlines() if "in turn " in line)
+        return float(line.split("the same")[1].split()[0])
+
+    assert seconds(fast) < seconds(usual)
+
+
+def test_a_model_is_counted_from_its_configuration(capsys):
+    said = plan(capsys, "--num_gpus", "1", "--model", "countdown", *USUAL)
+    assert "countdown: 0.00 B (counted from its configuration)" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        (
+            ["--num_gpus", "0"],
+            "num_gpus is 0; it must be a whole number from 1 to 1,024 (num_gpus)",
+        ),
+        (["--num_gpus", "2.5"], "num_gpus is 2.5; it must be a whole number"),
+        (["--num_gpus", "2000"], "num_gpus is 2000; it must be a whole number from 1 to 1,024"),
+        (["--num_gpus", "many"], "num_gpus is many; it must be a number"),
+        (["--num_gpus"], "num_gpus has no value; it is how many GPUs"),
+        (["--num_gpus", "8", "--gpu", "h10"], "gpu is h10; the table has a100, h100, h200, b200"),
+        (["--num_gpus", "8", "--gpu_price", "-1"], "gpu_price is -1; it must be a number above 0"),
+        (["--num_gpus", "8", "--num_gpus", "9"], "num_gpus is given twice, as 8 and 9 (num_gpus)"),
+        (["--gpu", "h100"], "num_gpus is missing; parameters, gpu belongs"),
+        (["--num_gpus", "8", "--parameters", "big"], "parameters is big; it must be a size"),
+        (["--num_gpus", "8", "--completion_tokens", "9999"], "completion_tokens is 9999; it must"),
+        (["--num_gpus", "1", "--parameters", "70B"], "70B does not fit 1 x h100"),
+        (["--num_gpus", "8", "--use_peft", "true"], "use_peft is true; a plan of GPUs knows"),
+        (["--num_gpus", "8", "--num_gpu", "4"], "unknown option --num_gpu"),
+    ],
+)
+def test_wrong_values_are_refused_by_name_in_one_line(capsys, arguments, fact):
+    size = [] if "--parameters" in arguments else SIZE
+    assert main(["plan", *size, *USUAL, *arguments]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("rloo: ") and fact in line
+
+
+def test_what_a_plan_needs_is_asked_for(capsys):
+    assert main(["plan", "--num_gpus", "8", *SIZE]) == 2
+    assert "num_prompts is not given" in capsys.readouterr().err
+    assert main(["plan", "--num_gpus", "8", *USUAL]) == 2
+    assert "there is no model to plan for" in capsys.readouterr().err
+
+
+def test_options_of_a_run_are_left_to_it():
+    rest, values = split(["a.yaml", "--num-gpus=8", "lr=1e-6", "gpu=h200", "--gpu_price", "2"])
+    assert rest == ["a.yaml", "lr=1e-6"]
+    assert values == {"num_gpus": "8", "gpu": "h200", "gpu_price": "2"}
+
+
+def test_no_option_of_a_plan_is_one_of_a_run():
+    from rloo.config.config import option_types
+
+    assert not set(OPTIONS) & set(option_types())
+
+
+def test_help_tells_of_it(capsys):
+    assert main(["plan", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(f"--{name}" in said for name in ("num_gpus", "gpu", "gpu_price", "parameters"))
