@@ -1,7 +1,8 @@
 """What the dispatcher itself costs: the queue, the gate, the versions and the servers' fleet, with
 servers that are simulated and everything else real, at growing numbers of servers and of groups.
 
-    python -m benchmarks.dispatch [--engines 16 64 256 1024] [--groups 100 1000 10000] [--steps 6]
+    python -m benchmarks.dispatch [--engines 16 64 256 1024] [--groups 100 1000 10000]
+        [--steps 6] [--tokens 4]
 
 Each row is a process of its own. A server answers a group after a random time, and has room for a
 tenth of the groups that are its share; the others wait. CPU seconds are those of the whole process.
@@ -27,7 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-SAMPLES, TOKENS, STALENESS = 4, 4, 1
+SAMPLES, STALENESS = 4, 1
 # Seconds that a server takes for a group: at least, and on average beyond that.
 LEAST, BEYOND = 0.2, 0.2
 WARM_UP = 2
@@ -113,7 +114,7 @@ class Constant:
         return [float(index % 2) for index in range(len(completion_ids))]
 
 
-def make_rollouts(folder: Path, engines: int, groups: int, steps: int) -> Any:
+def make_rollouts(folder: Path, engines: int, groups: int, steps: int, tokens: int) -> Any:
     """A run's rollouts, with an engine whose servers are simulated."""
     from rloo import RLOOConfig, RLOOTrainer
     from rloo.engines.vllm.answers import TOKENS_ROUTE
@@ -132,7 +133,7 @@ def make_rollouts(folder: Path, engines: int, groups: int, steps: int) -> Any:
     config = RLOOConfig(
         str(folder), model="countdown", dataset="countdown", bf16=False, num_threads=1,
         num_prompts=groups // (STALENESS + 1), num_generations=SAMPLES, max_staleness=STALENESS,
-        max_completion_length=TOKENS, max_steps=steps + STALENESS + 1, beta=0.0,
+        max_completion_length=tokens, max_steps=steps + STALENESS + 1, beta=0.0,
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     rollouts: Any = RLOOTrainer(args=config, reward_funcs=Constant()).make_parts()[0].rollouts
@@ -141,12 +142,12 @@ def make_rollouts(folder: Path, engines: int, groups: int, steps: int) -> Any:
     return replace(rollouts, engine=Engine("simulated", settings, source))
 
 
-def measure(engines: int, groups: int, steps: int) -> dict[str, float]:
+def measure(engines: int, groups: int, steps: int, tokens: int) -> dict[str, float]:
     """CPU and wall seconds of a step, and bytes held."""
     import psutil
 
     with tempfile.TemporaryDirectory() as folder:
-        rollouts = make_rollouts(Path(folder), engines, groups, steps)
+        rollouts = make_rollouts(Path(folder), engines, groups, steps, tokens)
         process = psutil.Process()
         gc.collect()
         gc.freeze()  # what torch and transformers are made of is not looked through again
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--groups", type=int, nargs="+", default=[100, 1000, 10000])
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=4, help="of a completion, at most 100")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -197,7 +199,7 @@ def main() -> None:
     rows = []
     for groups in options.groups:
         for engines in options.engines:
-            one = json.dumps([engines, groups, options.steps])
+            one = json.dumps([engines, groups, options.steps, options.tokens])
             command = [sys.executable, "-m", "benchmarks.dispatch", "--one", one]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             rows.append(row := json.loads(done.stdout.splitlines()[-1]))

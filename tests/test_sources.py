@@ -49,7 +49,9 @@ ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row.split(
 # The package itself imports nothing when it is loaded: what it exports is found when asked for.
 ROW_OF["rloo"] = -1
 
-OPTIONAL = ("peft", "vllm", "ray", "wandb", "trackio", "math_verify", "trl", "bitsandbytes")
+OPTIONAL = (
+    "peft", "vllm", "ray", "wandb", "trackio", "math_verify", "trl", "bitsandbytes", "simpy",
+)  # fmt: skip
 FORBIDDEN_CALLS = {
     "eval",
     "exec",

@@ -105,6 +105,11 @@ def test_beside_each_other_a_step_is_the_longer_part():
     job = make_job()
     one = forecast(job, Layout(8, 8, 1, True, 1))
     assert one.seconds == max(one.sampling, one.training) + one.publishing
+    assert one.reading == pytest.approx(256 * 8 * 1000 * 1.5e-6) and one.reading < one.sampling
+    slow = replace(job, rates={**job.rates, "reading": 1e-3})
+    read = forecast(slow, Layout(8, 8, 1, True, 1))
+    assert read.seconds == 256 * 8 * 1000 * 1e-3 + read.publishing
+    assert read.bottleneck == "reading answers"
     usual = forecast(job, Layout(8, 8, 1, True, 0))
     assert usual.seconds == usual.sampling + usual.training + usual.publishing
 

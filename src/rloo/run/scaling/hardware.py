@@ -38,10 +38,10 @@ GPUS = {
 @dataclass(frozen=True, slots=True)
 class Rate:
     """A number that a plan rests on, and can be given another value: `source` has a figure that
-    others have published, `assumed` has none."""
+    others have published, `measured` one of this project's, `assumed` has none."""
 
     value: float
-    kind: Literal["source", "assumed"]
+    kind: Literal["measured", "source", "assumed"]
     meaning: str
     source: str
 
@@ -79,6 +79,13 @@ RATES = MappingProxyType(
             "bytes a second at which weights reach the servers",
             "verl: 30 B parameters in bf16 in about 7 s; MoonshotAI's checkpoint-engine reaches "
             "70 GB/s: 235 B in 6.75 s on 8 H800",
+        ),
+        "reading": Rate(
+            1.5e-6,
+            "measured",
+            "seconds of the main process for each token that others have sampled",
+            "benchmarks/dispatch.py with 4 and 100 tokens, and json.loads of 43 bytes a token, on "
+            "one core of this project's machine",
         ),
         "failure_hours": Rate(
             50_700.0,

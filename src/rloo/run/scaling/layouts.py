@@ -31,13 +31,15 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds of a rollout and of its parts, bytes that a trainer's and an engine's GPU hold, and
-    how many tokens fit into a micro-batch and completions into an engine."""
+    """Seconds of a rollout and of its parts (`reading`: by the main process, what others sampled),
+    bytes that a trainer's and an engine's GPU hold, and how many tokens fit into a micro-batch and
+    completions into an engine."""
 
     layout: Layout
     sampling: float
     computing: float
     sending: float
+    reading: float
     publishing: float
     trainer_bytes: float
     engine_bytes: float
@@ -55,9 +57,10 @@ class Forecast:
     @property
     def seconds(self) -> float:
         """Of a rollout and its steps."""
+        sampling = max(self.sampling, self.reading)
         if self.layout.staleness:
-            return max(self.sampling, self.training) + self.publishing
-        return self.sampling + self.training + self.publishing
+            return max(sampling, self.training) + self.publishing
+        return sampling + self.training + self.publishing
 
     @property
     def bottleneck(self) -> str:
@@ -66,6 +69,7 @@ class Forecast:
             "sampling": self.sampling,
             "training": self.computing,
             "what trainers send": self.sending,
+            "reading answers": self.reading,
             "weights to the servers": self.publishing,
         }
         return max(parts, key=lambda name: parts[name])
@@ -96,6 +100,7 @@ def forecast(job: Job, layout: Layout) -> Forecast | None:
         sampling,
         computing,
         sending,
+        job.sampled * job.rates["reading"] if layout.gpus > 1 else 0.0,
         job.publishing(layout.trainers, divided=layout.divided, apart=not together),
         held + copy,
         USABLE * gpu.memory if not together else held + copy,

@@ -143,7 +143,7 @@ def simulated(job: Job, one: Forecast) -> Course | None:
         rollouts=_SIMULATED,
         staleness=at.staleness,
         sample=group,
-        train=lambda _: one.training,
+        train=lambda _: max(one.training, one.reading),
         engines=at.engines,
         at_once=at_once,
         groups_a_call=1,
