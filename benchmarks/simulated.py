@@ -2,11 +2,12 @@
 others, which have other sizes, shares, staleness and kills of the process that samples, are
 predicted. Runs that have finished are kept, so that a second call goes on.
 
-    python -m benchmarks.simulated FOLDER [--real]
+    python -m benchmarks.simulated FOLDER [--real] [--most_load 1.7]
 
 In most runs sampling, rewards and a callback sleep, so that the load of the machine matters little;
 with --real they compute the embedded task instead, on two cores. A step's time is the mean after
-the first WARM_UP.
+the first WARM_UP. A run with more load at its end is made again; one that computes waits for half
+of it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from transformers import Qwen3ForCausalLM
 from rloo.run.scaling.simulation import Flow, simulate
 
 WARM_UP = 3
-# Processes that may compute before a run, and with it at its end; else it is made again.
-MOST_LOAD, TRIES = 1.7, 3
+# How often a run is made again that did not have the machine for itself.
+TRIES = 3
 GIVEN = "RLOO_BENCHMARK_RUN"
 
 
@@ -83,14 +84,14 @@ PREDICTED = {
     "S 3, killed, with slack": Run(3, 4, 4, sampling=0.03, training=1.0, kills={"7": 0.3}),
 }
 FITTED_REAL = {
-    "real, small": Run(1, 8, 8, real=True, steps=24),
-    "real, large": Run(1, 16, 24, real=True),
+    "real, small": Run(1, 8, 8, real=True, steps=50),
+    "real, large": Run(1, 16, 24, real=True, steps=40),
 }
 PREDICTED_REAL = {
-    "real, S 1, 16 groups of 12": Run(1, 16, 12, real=True),
-    "real, S 2, 24 groups of 8": Run(2, 24, 8, real=True),
-    "real, S 3, 12 groups of 24": Run(3, 12, 24, real=True),
-    "real, S 2, killed": Run(2, 16, 16, kills={"6": 0.3}, real=True, steps=20),
+    "real, S 2, 24 groups of 8": Run(2, 24, 8, real=True, steps=40),
+    "real, S 3, 12 groups of 24": Run(3, 12, 24, real=True, steps=40),
+    "real, S 1, 16 groups of 12": Run(1, 16, 12, real=True, steps=40),
+    "real, S 2, killed": Run(2, 16, 16, kills={"10": 0.3}, real=True, steps=40),
 }
 
 
@@ -248,7 +249,7 @@ def predict(run: Run, costs: Costs) -> float:
     return simulate(flow).seconds_a_rollout(WARM_UP)
 
 
-def results_of(folder: Path, runs: dict[str, Run]) -> dict[str, Any]:
+def results_of(folder: Path, runs: dict[str, Run], most_load: float) -> dict[str, Any]:
     """The runs, of which those that are missing are made."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
@@ -256,9 +257,9 @@ def results_of(folder: Path, runs: dict[str, Run]) -> dict[str, Any]:
         path = folder / f"{name.replace(' ', '-').replace(',', '')}.json"
         text = json.dumps(asdict(run))
         for _ in range(TRIES):
-            if path.exists() and _is_good(json.loads(path.read_text()), text, run):
+            if path.exists() and _is_good(json.loads(path.read_text()), text, most_load):
                 break
-            while os.getloadavg()[0] > MOST_LOAD - run.real:
+            while os.getloadavg()[0] > (most_load / 2 if run.real else most_load):
                 time.sleep(5.0)
             command = [sys.executable, "-m", "benchmarks.simulated", str(path), "--one"]
             subprocess.run(
@@ -268,18 +269,22 @@ def results_of(folder: Path, runs: dict[str, Run]) -> dict[str, Any]:
     return found
 
 
-def _is_good(result: dict[str, Any], text: str, run: Run) -> bool:
+def _is_good(result: dict[str, Any], text: str, most_load: float) -> bool:
     """Whether it is of this run, and nothing else had the machine."""
-    return bool(result["run"] == text and result["load"] < MOST_LOAD + run.real)
+    return bool(result["run"] == text and result["load"] < most_load)
 
 
-def compare(folder: Path, fitted: dict[str, Run], predicted: dict[str, Run], costs: Any) -> Costs:
-    """Make the runs, and print a line for each that is predicted."""
-    learned: Costs = fit(fitted, results_of(folder, fitted))
-    if costs is not None:  # a process is back as soon, whatever it computes
-        learned = replace(learned, restart=costs.restart)
+def compare(
+    folder: Path, runs: tuple[dict[str, Run], dict[str, Run]], most_load: float, restart: float = 0
+) -> Costs:
+    """Make the runs, those that are fitted to and the others, and print a line for each of these.
+    `restart` is known where no run tells it: a process is back as soon, whatever it computes."""
+    fitted, predicted = runs
+    learned = fit(fitted, results_of(folder, fitted, most_load))
+    if restart:
+        learned = replace(learned, restart=restart)
     for name, run in predicted.items():
-        result = results_of(folder, {name: run})[name]
+        result = results_of(folder, {name: run}, most_load)[name]
         said, took = predict(run, learned), measured(result)
         lost = int(result["lines"][-1].get("engine/lost", 0))
         print(
@@ -295,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--real", action="store_true")
+    parser.add_argument("--most_load", type=float, default=1.7, help="at the end of a run")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
@@ -306,10 +312,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     print("| run | S | groups | killed | predicted, s | measured | ratio | load |")
     print("|---|---|---|---|---|---|---|---|")
-    costs = compare(options.folder, FITTED, PREDICTED, None)
+    costs = compare(options.folder, (FITTED, PREDICTED), options.most_load)
     print(f"\nfitted: {costs}\n")
     if options.real:
-        print(f"\nfitted: {compare(options.folder, FITTED_REAL, PREDICTED_REAL, costs)}")
+        real = FITTED_REAL, PREDICTED_REAL
+        print(f"\nfitted: {compare(options.folder, real, options.most_load, costs.restart)}")
 
 
 if __name__ == "__main__":
