@@ -154,7 +154,7 @@ def kill() -> None:
     import psutil
 
     for process in psutil.Process().children():
-        if any("rloo.engines.apart" in word for word in process.cmdline()):
+        if any("rloo.engines.sampler" in word for word in process.cmdline()):
             process.kill()
 
 

@@ -11,13 +11,15 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# project_requirements EXTRA...: lines of pyproject.toml, its dependencies last.
+# project_requirements EXTRA...: lines of pyproject.toml, its dependencies last. No peer's test
+# simulates anything.
 project_requirements() {
     python3 - "$@" <<'PYTHON'
 import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-print(*(line for name in sys.argv[1:] for line in extras[name]), *project["dependencies"], sep="\n")
+lines = [line for name in sys.argv[1:] for line in extras[name] if not line.startswith("simpy")]
+print(*lines, *project["dependencies"], sep="\n")
 PYTHON
 }
 

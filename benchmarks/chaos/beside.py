@@ -25,7 +25,7 @@ FIGURE = (
 PROMISED = 40
 # How a process is known, by its command line.
 ROLES = {
-    "sampler": "rloo.engines.apart:serve",
+    "sampler": "rloo.engines.sampler:serve",
     "scorer": "rloo.rewards.workers:serve",
     "server": "fake_vllm_program.py",
 }

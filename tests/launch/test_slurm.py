@@ -108,7 +108,7 @@ def test_a_job_ends_with_the_weights_of_a_local_run_whatever_happens_to_it(
     slurm.run("scancel", "--batch", "--signal=USR1", second)  # what --signal=B:USR1 does
     slurm.wait(second, "PENDING")
     assert "stopped by SIGUSR1" in log_of(tmp_path)
-    slurm.run("scontrol", "update", f"JobId={second}", "StartTime=now")  # it would wait 2 min
+    slurm.begin(second)
     wait_for_step(tmp_path, 10)
     os.kill(processes(tmp_path, "train")[-1], signal.SIGKILL)
     assert slurm.wait(second, *ENDS) == "COMPLETED", log_of(tmp_path)

@@ -117,6 +117,17 @@ class LocalSlurm:
         self._wait_for(lambda: self.state(job) in states, seconds)
         return self.state(job)
 
+    def begin(self, job: str) -> None:
+        """Have a job that was queued again begin now: Slurm sets a time in two minutes, at some
+        moment after it is pending."""
+        self._wait_for(lambda: self._released(job))
+
+    def _released(self, job: str) -> bool:
+        if self.state(job) == "PENDING":
+            self.run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+            time.sleep(1.0)
+        return self.state(job) != "PENDING"
+
     def close(self) -> None:
         """End all jobs, and then Slurm."""
         with suppress(Exception):

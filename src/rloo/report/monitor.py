@@ -291,6 +291,11 @@ class Monitor:
             self._flush()
             self._events.send("on_train_end")
 
+    def require_page(self) -> None:
+        """Write the page of a finished run that was killed before it could."""
+        if not self._silent and not (self.output_dir / PAGE).exists():
+            self._write_page()
+
     def _write_page(self) -> None:
         try:
             write_page([self.output_dir], self.output_dir / PAGE)

@@ -37,6 +37,7 @@ from rloo.run.earlier import EARLIER, is_moving, move_aside
 from rloo.run.launch import OUTPUT, redirect_output
 from rloo.run.lock import LOCK, locked
 from rloo.run.preflight import check_folder
+from rloo.run.presence import MEMBERS, STOP
 from rloo.run.resume import changed_options
 
 CONFIG = "config.yaml"
@@ -77,6 +78,8 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
     except OSError as error:
         raise ValueError(f"output_dir {folder} cannot be written: {error} (output_dir)") from error
     with locked(folder):
+        for name in (MEMBERS, STOP):  # of one that was killed
+            (folder / name).unlink(missing_ok=True)
         moved = move_aside(folder, _records(folder)) if is_moving(folder) else None
         start = find_start(folder, resume)
         if moved is not None:

@@ -33,7 +33,6 @@ def present(parts: Parts) -> Iterator[None]:
     if not world.is_main:
         yield
         return
-    (folder / STOP).unlink(missing_ok=True)
     if world.hub is not None:
         world.hub.open()
     over = threading.Event()

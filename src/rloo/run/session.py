@@ -75,6 +75,7 @@ class Session:
             return False
         steps = start.finished["steps"]
         self.parts.monitor.say(f"The run in {self.config.output_dir} has finished: {steps} steps.")
+        self.parts.monitor.require_page()
         return True
 
     def train(self, start: Start) -> dict[str, float]:
