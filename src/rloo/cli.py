@@ -26,7 +26,6 @@ from rloo.config.usage import overview, usage_of
 from rloo.dist import process_rank
 from rloo.dist.tracebacks import is_users, of_the_user
 from rloo.run.preflight import check_inputs, check_merge
-from rloo.run.scaling.command import asks_for_gpus, plan_gpus
 
 EMBEDDED = Path(__file__).parent / "data" / "tasks" / "countdown.yaml"
 INTERRUPTED = 130
@@ -153,6 +152,8 @@ def _train(arguments: list[str], signals: Stop) -> int:
 
 
 def _plan(arguments: list[str], signals: Stop) -> int:
+    from rloo.run.scaling.command import asks_for_gpus, plan_gpus
+
     if asks_for_gpus(arguments):
         with signals.ending(), quickly():
             plan_gpus(arguments)

@@ -22,8 +22,10 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
-from rloo.dist.workers import Worker, WorkerLost
+from rloo.dist.workers import OwnWorker, Worker, WorkerLost
 
+# What answers the calls of each kind of worker.
+KINDS = {"sample": "rloo.engines.sampler:serve", "score": "rloo.rewards.workers:serve"}
 # In the folder of a run: where its workers come to.
 FILE = ".workers.json"
 HELLO_BYTES = 4096
@@ -209,6 +211,15 @@ class Placed(Worker):
 
     def _status(self) -> None:
         return None
+
+
+def find(kind: str, setup: bytes, hub: Hub | None, seconds: float) -> Worker:
+    """A worker of one of the KINDS: from a hub, waited for as long as `Hub.hire` does, or else one
+    that is started here."""
+    name = f"that {kind}s"
+    return (
+        OwnWorker(name, KINDS[kind], setup) if hub is None else hub.hire(kind, name, setup, seconds)
+    )
 
 
 def shake(connected: socket.socket, secret: str, *, first: bool) -> Connection:

@@ -17,11 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rloo.dist.hub import FILE, REFUSALS, shake, unhurried, watch
+from rloo.dist.hub import FILE, KINDS, REFUSALS, shake, unhurried, watch
 from rloo.dist.workers import start
 
-# What answers the calls of each kind.
-KINDS = {"sample": "rloo.engines.sampler:serve", "score": "rloo.rewards.workers:serve"}
 _POLL_SECONDS = 0.5
 _CONNECT_SECONDS = 10.0
 

@@ -25,9 +25,9 @@ import torch
 
 from rloo.dist import World
 from rloo.dist.crew import Crew, follow, result_of
-from rloo.dist.hub import Hub
+from rloo.dist.hub import Hub, find
 from rloo.dist.trees import decode, encode
-from rloo.dist.workers import OwnWorker, Worker
+from rloo.dist.workers import Worker
 from rloo.engines.packing import unpack
 from rloo.engines.sampler import How
 from rloo.engines.sampling import check_request, numbers_of, refuse_images
@@ -58,10 +58,7 @@ class Workers:
 
     def make(self, how: How) -> Worker:
         """A worker that samples so."""
-        setup = json.dumps(asdict(how)).encode()
-        if self.hub is None:
-            return OwnWorker("that samples", "rloo.engines.sampler:serve", setup)
-        return self.hub.hire("sample", "that samples", setup, self.seconds)
+        return find("sample", json.dumps(asdict(how)).encode(), self.hub, self.seconds)
 
 
 class ApartEngine:

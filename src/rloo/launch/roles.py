@@ -95,8 +95,7 @@ def make_job(cluster: Cluster, arguments: Sequence[str], folder: str | None = No
 
 
 def program() -> list[str]:
-    """What `RLOO` is here: this interpreter, with the current folder on its path if it is on
-    ours."""
+    """What `RLOO` is here: this interpreter."""
     return [sys.executable, "-m", "rloo"]
 
 

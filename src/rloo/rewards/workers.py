@@ -21,8 +21,8 @@ from typing import Any
 import dill
 
 from rloo.dist.crew import Crew
-from rloo.dist.hub import Hub
-from rloo.dist.workers import OwnWorker, Worker, WorkerLost
+from rloo.dist.hub import Hub, find
+from rloo.dist.workers import Worker, WorkerLost
 from rloo.rewards.calling import Log
 from rloo.rewards.combine import Raw, RewardSet
 from rloo.rewards.deadline import GRACE_SECONDS
@@ -49,12 +49,7 @@ class Scorers:
         if (reason := why_not(rewards)) is not None:
             raise ValueError(reason)
         setup = written((_parts(rewards), rewards.names, rewards.timeout, rewards.on_error))
-        make: Callable[[], Worker]
-        if hub is None:
-            make = partial(OwnWorker, "that scores", "rloo.rewards.workers:serve", setup)
-        else:
-            make = partial(hub.hire, "score", "that scores", setup, COME_SECONDS)
-        self._crew = Crew(size, make)
+        self._crew = Crew(size, partial(find, "score", setup, hub, COME_SECONDS))
         self._names, self._timeout = rewards.names, rewards.timeout
         self._missing = rewards.on_error == "missing"
         for _ in range(size):  # they start while the first group is sampled

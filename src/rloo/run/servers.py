@@ -146,7 +146,8 @@ def make_apart(policy: Policy, precision: torch.dtype | None) -> ApartEngine:
             "depends on time, so that two runs, or a resumed one, are not equal bit for bit"
         )
     computed = str(precision).removeprefix("torch.") if precision else None
-    hub = policy.world.hub if config.remote_workers in ("sample", "both") else None
+    placed = config.remote_workers in ("sample", "both")
+    hub = policy.world.hub if placed else None
     how = how_of(
         model,
         engine=engine,
@@ -162,7 +163,7 @@ def make_apart(policy: Policy, precision: torch.dtype | None) -> ApartEngine:
         config.sampler_processes or 1,
         hub,
         seconds=config.ddp_timeout,
-        folder=_weights_folder(config) if config.remote_workers in ("sample", "both") else None,
+        folder=_weights_folder(config) if placed else None,
         room=4 * sum(shape_of(p).numel() for p in model.parameters()),
     )
     return ApartEngine(how, source, workers)
