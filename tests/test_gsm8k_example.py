@@ -1,8 +1,6 @@
 """The example `examples/gsm8k.yaml` on the real files, with small random models."""
 
 import json
-import os
-import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tokenizers import ByteLevelBPETokenizer
 
 import rloo
 from rloo import RLOOTrainer
@@ -18,90 +15,21 @@ from rloo.algorithm.advantages import Terms
 from rloo.cli import main
 from rloo.config.batches import batches_of
 from rloo.config.parsing import parse_command_line
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-EXAMPLE = EXAMPLES / "gsm8k.yaml"
-ROOT = Path(__file__).parents[1]
-
-
-def find_data() -> Path:
-    """The real files beside the clone or named by RLOO_GSM8K; else a folder of the 200 real rows
-    that the tests ship."""
-    folder = Path(os.environ.get("RLOO_GSM8K", ROOT.parent / "shared/data/gsm8k"))
-    if (folder / "train.jsonl").exists():
-        return folder
-    rows = (ROOT / "tests/rewards/data/gsm8k_200.jsonl").read_text().splitlines(keepends=True)
-    small = Path(tempfile.mkdtemp(prefix="gsm8k-"))
-    (small / "train.jsonl").write_text("".join(rows[:150]))
-    (small / "test.jsonl").write_text("".join(rows[150:]))
-    return small
-
-
-DATA = find_data()
-# As Qwen3's: turns between marks, and an empty thought where thinking is switched off.
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>\n{% endif %}"
-    "{% endif %}"
-)
-
-# Random models end no sentence and find no number: this reward differs between any two completions
-# of different length. It also writes down what it was asked about.
-SHAPED = """
-import json
-from pathlib import Path
-from rloo.rewards import text_of
-
-def near_20_characters(completions, prompts, question, answer):
-    with Path(__file__).with_name("asked.jsonl").open("a") as file:
-        for prompt, asked, reference in zip(prompts, question, answer, strict=True):
-            file.write(json.dumps([prompt, asked, reference]) + "\\n")
-    return [1.0 - abs(len(text_of(c)) - 20) / 20 for c in completions]
-"""
-
-SIZES = {
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 2048,
-}
-CONFIGS = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}
-K = 4
-
-
-def read_lines(path: Path) -> list:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from support.gsm8k import (
+    DATA,
+    EXAMPLE,
+    K,
+    arguments_for,
+    make_tokenizer,
+    read_lines,
+    save_random_model,
+    shaped_arguments,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    trained = ByteLevelBPETokenizer()
-    questions = (row["question"] for row in read_lines(DATA / "train.jsonl")[:500])
-    special = ["<pad>", "<start>", "<end>", "<think>", "</think>"]
-    trained.train_from_iterator(questions, vocab_size=600, special_tokens=special)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=trained._tokenizer, pad_token="<pad>", eos_token="<end>"
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def save_random_model(architecture: str, tokenizer, folder: Path) -> Path:
-    torch.manual_seed(0)
-    config = CONFIGS[architecture](
-        **SIZES,
-        vocab_size=len(tokenizer),
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_tokenizer()
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -109,42 +37,10 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-SMALL = {
-    "dataset": DATA,
-    "dataset_config": "null",
-    "reward_weights": [1, 0.2, 0.5],
-    "num_generations": K,
-    "num_prompts": 6,
-    "max_steps": 2,
-    "max_completion_length": 24,
-    "use_cpu": "true",
-    "num_threads": 1,
-    "bf16": "false",
-    # Adam makes steps of the full rate out of rounding errors, and clipping hides a gradient that
-    # is wrong by a factor.
-    "optim": "sgd",
-    "max_grad_norm": 0,
-    "learning_rate": 0.1,
-    "warmup_steps": 0,
-    "eval_size": 5,
-    "eval_steps": 1,
-    "log_completions": "true",
-}
-
-
-def arguments_for(model: Path, **options) -> list[str]:
-    """The example with what makes it small, and `options` over that."""
-    given = {"model": model, **SMALL, **options}
-    return [str(EXAMPLE), *(f"--{name}={value}" for name, value in given.items())]
-
-
 def train(folder: Path, model: Path, name: str, **options) -> Path:
     """Run the example with the shaped reward beside its own two; returns the run's folder."""
-    shaped = folder / "shaped.py"
-    shaped.write_text(SHAPED)
-    rewards = ["gsm8k", "gsm8k_format", f"{shaped}:near_20_characters"]
-    options |= {"reward": json.dumps(rewards), "output_dir": folder / name}
-    assert main(["train", *arguments_for(model, **options)]) == 0
+    arguments = shaped_arguments(folder, model, output_dir=folder / name, **options)
+    assert main(["train", *arguments]) == 0
     return folder / name
 
 
@@ -324,7 +220,7 @@ def test_the_quickstart_runs(tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rloo, "RLOOConfig", small_config)
     monkeypatch.setattr(rloo, "RLOOTrainer", lambda _, *a, **o: trainer_class(str(model), *a, **o))
-    source = (EXAMPLES / "quickstart.py").read_text()
+    source = (EXAMPLE.parent / "quickstart.py").read_text()
     exec(compile(source, "quickstart.py", "exec"), {})
     assert (tmp_path / "runs/quickstart/final/model.safetensors").exists()
     after, before = weights_in(tmp_path / "runs/quickstart/final"), weights_in(model)

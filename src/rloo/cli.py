@@ -285,21 +285,25 @@ def _serve(arguments: list[str], signals: Stop) -> int:
 
 
 def _launch(arguments: list[str], signals: Stop) -> int:
-    from rloo.launch import local, slurm
+    from rloo.launch import local, ray, slurm
     from rloo.launch.cluster import read_cluster
-    from rloo.launch.roles import make_job
+    from rloo.launch.roles import check_again, make_job
 
     check_alone("launch")
     cluster, left, shown = read_cluster(arguments)
     by_slurm = cluster.backend == "slurm"
     job = make_job(cluster, _with_embedded(left), slurm.FOLDER if by_slurm else None)
     check_inputs(job.config)
-    if by_slurm:
-        slurm.check(job)
-    if shown:
-        print(slurm.shown(job) if by_slurm else local.script(job), end="")
+    if cluster.backend == "local":
+        if not shown:
+            return local.run_here(job)
+        print(local.script(job), end="")
         return 0
-    return slurm.submit(job) if by_slurm else local.run_here(job)
+    check_again(job)
+    if shown:
+        print(slurm.shown(job) if by_slurm else ray.script(job), end="")
+        return 0
+    return slurm.submit(job) if by_slurm else ray.run(job, signals)
 
 
 def _status(arguments: list[str], signals: Stop) -> int:

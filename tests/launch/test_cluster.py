@@ -1,5 +1,7 @@
 """What a run is launched on: how it is told, and what of it cannot be."""
 
+import subprocess
+
 import pytest
 
 from rloo.config.reading import Faults
@@ -53,7 +55,7 @@ def test_every_fault_is_named_at_once(tmp_path):
     said = "\n".join(caught.value.faults)
     for words in (
         "cluster.yaml, line 2: slurm.partitoin is no option of a cluster; did you mean",
-        "backend is 'kubernetes'; it must be one of local, slurm",
+        "backend is 'kubernetes'; it must be one of local, ray, slurm",
         "pipeline parallelism, of which there is none here",
         "divides the trainer's matrices (t); here weights are divided by parallel fsdp2",
         "scorers is 'x'; it must be a whole number",
@@ -122,3 +124,10 @@ def test_where_the_processes_are():
 def test_a_run_that_contradicts_its_cluster_is_refused(options, arguments, said):
     with pytest.raises(ValueError, match=said):
         make_job(Cluster(**options), [*RECIPE, *arguments])
+
+
+def test_lines_of_setup_come_before_every_process():
+    job = make_job(Cluster(setup=["export A='x y'"]), RECIPE)
+    words = job.started()
+    echo = [*words[: words.index("python")], "bash", "-c", 'echo "$A"']
+    assert subprocess.check_output(echo, text=True) == "x y\n"

@@ -4,12 +4,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
+
+from support.launched_runs import environment_here, rank, rloo, steps, wait_until
 
 RUN = (
     "--trainer_gpus=2", "--engine_gpus=2", "--scorers=1", "--threads=1", "--max_steps=8",
@@ -35,31 +34,13 @@ def started():
 
 @pytest.fixture
 def environment():
-    """With this interpreter as `python`."""
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": programs}
-
-
-def rloo(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "rloo", *arguments]
+    return environment_here()
 
 
 def workers(launcher: int) -> list[int]:
     """The numbers of what a launcher keeps beside the ranks."""
     children = psutil.Process(launcher).children()
     return sorted(child.pid for child in children if "worker" in child.cmdline())
-
-
-def wait_until(what, seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def steps(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def test_a_run_that_is_launched_by_hand_and_one_whose_processes_are_killed_end_the_same(
@@ -77,8 +58,7 @@ def test_a_run_that_is_launched_by_hand_and_one_whose_processes_are_killed_end_t
     for pid in workers(process.pid):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: len(workers(process.pid)) == 3 and steps(folder) >= 5)
-    rank = json.loads((folder / ".members.json").read_text())["ranks"][1]["pid"]
-    os.kill(rank, signal.SIGKILL)
+    os.kill(rank(folder, 1), signal.SIGKILL)
     assert process.wait(180) == 0
     model = "model.safetensors"
     assert (folder / model).read_bytes() == (tmp_path / "a" / model).read_bytes()

@@ -3,13 +3,24 @@
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
+from support.launched_runs import (
+    RUN,
+    VLLM_STEPS,
+    environment_here,
+    groups,
+    gsm8k,
+    processes,
+    rank,
+    rloo,
+    steps,
+    vllm,
+    wait_until,
+    weights,
+)  # fmt: skip
 from support.local_slurm import LocalSlurm, why_not
 
 pytestmark = [
@@ -17,12 +28,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
-STEPS = 14
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-RUN = (
-    "--trainer_gpus=2", "--engine_gpus=2", "--threads=1", f"--max_steps={STEPS}",
-    "--num_prompts=8", "--eval_size=16", "--save_steps=2", "--save_total_limit=2",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +41,11 @@ def slurm(tmp_path_factory):
 @pytest.fixture(scope="module")
 def launch(slurm):
     """Runs `rloo launch` in a folder; what it prints."""
-    paths = os.pathsep.join(sys.path)
-    # Its jobs find the same interpreter by its name.
-    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    slurm.environment |= {"PYTHONPATH": paths, "PATH": programs}
+    slurm.environment |= {name: environment_here()[name] for name in ("PYTHONPATH", "PATH")}
 
     def start(folder: Path, *arguments: str) -> str:
         return subprocess.run(
-            [sys.executable, "-m", "rloo", "launch", *RUN, *arguments],
+            rloo("launch", *RUN, *arguments),
             env=slurm.environment,
             cwd=folder,
             check=True,
@@ -55,10 +58,10 @@ def launch(slurm):
 
 @pytest.fixture(scope="module")
 def undisturbed(launch, tmp_path_factory):
-    """The weights of the run on this machine."""
+    """The run on this machine."""
     folder = tmp_path_factory.mktemp("local")
     launch(folder, "--output_dir=run")
-    return (folder / "run" / "model.safetensors").read_bytes()
+    return folder / "run"
 
 
 def submit(launch, folder: Path, *arguments: str) -> str:
@@ -67,25 +70,12 @@ def submit(launch, folder: Path, *arguments: str) -> str:
     return said.split()[1].rstrip(":")
 
 
-def wait_for_step(folder: Path, step: int, seconds: float = 120.0) -> None:
-    path, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + seconds
-    while not path.exists() or path.read_bytes().count(b"\n") < step:
-        assert time.monotonic() < deadline, log_of(folder)
-        time.sleep(0.05)
+def wait_for_step(folder: Path, step: int) -> None:
+    wait_until(lambda: steps(folder / "run") >= step, 120.0, lambda: log_of(folder))
 
 
 def log_of(folder: Path) -> str:
     return "\n".join(path.read_text() for path in (folder / "run" / "logs").glob("slurm-*.log"))
-
-
-def processes(folder: Path, *words: str) -> list[int]:
-    """The numbers of the processes of the run in `folder` whose command line has these words."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = process.info["cmdline"] or []
-        if {*words, f"{folder}/run"} <= {*line} and "bash" not in line[0]:
-            found.append(process.pid)
-    return sorted(found)
 
 
 def test_a_job_ends_with_the_weights_of_a_local_run_whatever_happens_to_it(
@@ -93,15 +83,15 @@ def test_a_job_ends_with_the_weights_of_a_local_run_whatever_happens_to_it(
 ):
     """A sampler is killed and the job cancelled; another goes on, and is told of its time limit,
     queued again, and loses a rank."""
+    run = tmp_path / "run"
     first = submit(launch, tmp_path)
     wait_for_step(tmp_path, 2)
-    assert len(processes(tmp_path, "worker")) == len(processes(tmp_path, "train")) == 2
-    os.kill(processes(tmp_path, "worker")[0], signal.SIGKILL)
+    assert len(processes(run, "worker")) == len(processes(run, "train")) == 2
+    os.kill(processes(run, "worker")[0], signal.SIGKILL)
     wait_for_step(tmp_path, 4)
     slurm.run("scancel", first)
     assert slurm.wait(first, *ENDS) == "CANCELLED"
-    while processes(tmp_path):
-        time.sleep(0.1)
+    wait_until(lambda: not processes(run))
     assert "stopped by SIGTERM" in log_of(tmp_path)
     second = submit(launch, tmp_path)
     wait_for_step(tmp_path, 7)
@@ -110,18 +100,57 @@ def test_a_job_ends_with_the_weights_of_a_local_run_whatever_happens_to_it(
     assert "stopped by SIGUSR1" in log_of(tmp_path)
     slurm.begin(second)
     wait_for_step(tmp_path, 10)
-    os.kill(processes(tmp_path, "train")[-1], signal.SIGKILL)
+    os.kill(rank(run, 1), signal.SIGKILL)
     assert slurm.wait(second, *ENDS) == "COMPLETED", log_of(tmp_path)
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", second)
     assert "it starts again (1 of 3)" in log_of(tmp_path)
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == undisturbed
-    assert processes(tmp_path) == []
+    assert weights(run) == weights(undisturbed)
+    assert processes(run) == []
 
 
 def test_a_job_that_is_stopped_by_its_folder_is_not_queued_again(slurm, launch, tmp_path):
     job = submit(launch, tmp_path)
     wait_for_step(tmp_path, 2)
-    stop = [sys.executable, "-m", "rloo", "stop", str(tmp_path / "run")]
+    stop = rloo("stop", str(tmp_path / "run"))
     assert b"interrupted" in subprocess.check_output(stop, env=slurm.environment)
     assert slurm.wait(job, *ENDS, "PENDING") == "FAILED"
     assert "ExitCode=143:0" in slurm.run("scontrol", "show", "job", job)
+
+
+def test_gsm8k_and_one_that_samples_elsewhere_end_as_on_this_machine(slurm, launch, tmp_path):
+    """The second is a heterogeneous job."""
+    arguments = gsm8k(tmp_path)
+    launch(tmp_path, *arguments, f"--output_dir={tmp_path / 'local'}")
+    job = submit(launch, tmp_path, *arguments)
+    assert slurm.wait(job, *ENDS) == "COMPLETED", log_of(tmp_path)
+    assert weights(tmp_path / "run") == weights(tmp_path / "local")
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    job = submit(launch, apart, *arguments, '--slurm_engine_options=["--comment=engines"]')
+    assert slurm.wait(job, *ENDS) == "COMPLETED", log_of(apart)
+    assert weights(apart / "run") == weights(tmp_path / "local")
+    told = slurm.run("scontrol", "show", "job", job)
+    assert "HetJobOffset=1" in told and "Comment=engines" in told
+
+
+def test_an_array_has_a_seed_each_and_a_chain_goes_on(slurm, launch, tmp_path):
+    alone = ("--trainer_gpus=1", "--engine_gpus=0")
+    array = submit(launch, tmp_path, *alone, "--max_steps=2", "--slurm_array=3-4")
+    for number in (3, 4):
+        assert slurm.wait(f"{array}_{number}", *ENDS) == "COMPLETED", log_of(tmp_path)
+        assert f"\nseed: {number}\n" in (tmp_path / f"run/{number}/config.yaml").read_text()
+    chain = tmp_path / "chain"
+    chain.mkdir()
+    first = submit(launch, chain, *alone, "--max_steps=6", "--slurm_chain=2")
+    wait_for_step(chain, 2)
+    slurm.run("scancel", first)
+    second = str(int(first) + 1)
+    assert slurm.wait(second, *ENDS) == "COMPLETED", log_of(chain)
+    assert steps(chain / "run") == 6
+
+
+@pytest.mark.skipif("RLOO_VLLM_PYTHON" not in os.environ, reason="there is no vLLM")
+def test_vllm_samples_the_groups_by_slurm(slurm, launch, undisturbed, tmp_path):
+    job = submit(launch, tmp_path, *vllm())
+    assert slurm.wait(job, *ENDS) == "COMPLETED", log_of(tmp_path)
+    assert groups(tmp_path / "run") == groups(undisturbed)[:VLLM_STEPS]

@@ -7,8 +7,8 @@ import pytest
 
 from rloo.cli import main
 from rloo.launch.cluster import Cluster
-from rloo.launch.roles import make_job
-from rloo.launch.slurm import FOLDER, check, script
+from rloo.launch.roles import check_again, make_job
+from rloo.launch.slurm import FOLDER, script
 
 RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match", "-o", "runs/a b"]
 
@@ -78,7 +78,7 @@ def test_an_array_trains_with_its_numbers_as_seeds():
 def test_what_would_be_done_at_every_start_is_refused(option):
     job = make_job(Cluster(backend="slurm"), [*RECIPE, *option], FOLDER)
     with pytest.raises(ValueError, match="would do this once more"):
-        check(job)
+        check_again(job)
 
 
 def test_without_slurm_it_says_so(tmp_path, monkeypatch, capsys):

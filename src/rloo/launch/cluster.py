@@ -15,7 +15,7 @@ from rloo.config.reading import Faults, Subject, coerce, faults_of, suggest
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
 
 PLACES = Subject("What is placed where")
-SLURM = Subject("Slurm")
+SLURM, RAY = Subject("Slurm"), Subject("Ray")
 # AReaL: an engine's GPUs by data, tensor and pipeline parallelism (d, t, p), and the trainer's.
 _ALLOCATION = re.compile(r"(?:(?P<engine>vllm|sglang)\.?(?:\[\w+\])?:?(?P<theirs>[dtp0-9]+)\+)?"
                          r"(?:(?:fsdp|megatron)\.?:?)?(?P<ours>[dtpc0-9]+)")  # fmt: skip
@@ -27,8 +27,8 @@ class Cluster:
     """The options of `rloo launch`."""
 
     # fmt: off
-    backend: Literal["local", "slurm"] = PLACES.own("local",
-        "What places the processes: this machine, or Slurm.")
+    backend: Literal["local", "ray", "slurm"] = PLACES.own("local",
+        "What places the processes: this machine, Ray or Slurm.")
     nodes: int = PLACES.own(1, "Machines.")
     gpus_per_node: int = PLACES.own(0, "GPUs of each; 0 computes on their CPUs.")
     trainer_gpus: int | None = PLACES.own(None,
@@ -44,6 +44,12 @@ class Cluster:
         "First of the ports of vLLM's servers, and by Slurm of the trainer's first process.")
     setup: list[str] = PLACES.own([],
         "Lines of shell before anything starts: modules, an environment, variables.")
+    ray_address: str | None = RAY.own(None,
+        "The cluster; null takes RAY_ADDRESS, or the one of this machine, or starts one here.")
+    ray_placement: Literal["pack", "spread"] = RAY.own("pack",
+        "What samples and what trains: on as few nodes as possible, or on none together.")
+    ray_restarts: int = RAY.own(3,
+        "How often the ranks start again, at the last checkpoint, when one or its node has died.")
     slurm_partition: str | None = SLURM.own(None, "Partition.")
     slurm_account: str | None = SLURM.own(None, "Account.")
     slurm_time: str | None = SLURM.own(None, "Time limit, as 04:00:00.")
@@ -159,7 +165,7 @@ def _faults(cluster: Cluster) -> list[str]:
     c, found = cluster, []
     least = {
         "nodes": 1, "gpus_per_node": 0, "engine_gpus": 0, "scorers": 0, "slurm_signal": 0,
-        "slurm_restarts": 0, "slurm_chain": 1,
+        "slurm_restarts": 0, "slurm_chain": 1, "ray_restarts": 0,
     }  # fmt: skip
     for name, number in least.items():
         if getattr(c, name) < number:
@@ -177,7 +183,7 @@ def _faults(cluster: Cluster) -> list[str]:
             f"trainer_gpus {c.trainers} and engine_gpus {c.engine_gpus} are {wanted} GPUs, and "
             f"nodes {c.nodes} with gpus_per_node {c.gpus_per_node} have {total}"
         )
-    if c.nodes > 1 and c.gpus_per_node:
+    if c.nodes > 1 and c.gpus_per_node and c.backend == "slurm":
         found += [
             f"{name} is {value} on nodes of {c.gpus_per_node} GPUs; of several nodes each trains "
             f"or samples as a whole: give a multiple ({name})"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rloo.config.config import RLOOConfig
-from rloo.config.parsing import parse_command_line
+from rloo.config.parsing import given_names, parse_command_line
 from rloo.launch.cluster import Cluster
+from rloo.run.launch import this_program
 
 RLOO = "python -m rloo"
+# What ranks are told that a scheduler starts again: they go on.
+AGAIN = ("--resume_from_checkpoint", "auto")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,23 @@ class Job:
         threads = self.cluster.threads
         return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
 
+    def command(self, role: Role, port: str = "") -> list[str]:
+        """The command line of a role's processes as words: with this interpreter, or with `python`
+        once the lines of `setup` have run."""
+        return self.started(*shlex.split(role.line.removeprefix(RLOO).replace("$PORT", port)))
+
+    def needs(self, role: Role) -> dict[str, int]:
+        """What a process of a role takes of a node, by Ray's names."""
+        found = {"CPU": self.cluster.threads or 1}
+        return found | ({"GPU": role.gpus} if role.gpus else {})
+
+    def started(self, *words: str) -> list[str]:
+        """What starts `rloo` with these words."""
+        if not self.cluster.setup:
+            return [*this_program(), *words]
+        lines = "\n".join([*self.cluster.setup, 'exec "$@"'])
+        return ["bash", "-c", lines, "bash", *shlex.split(RLOO), *words]
+
 
 def make_job(cluster: Cluster, arguments: Sequence[str], folder: str | None = None) -> Job:
     """The processes of a run with these `arguments` of `rloo train` on a cluster. `folder` is what
@@ -94,9 +113,14 @@ def make_job(cluster: Cluster, arguments: Sequence[str], folder: str | None = No
     return Job(cluster, tuple(arguments), config, tuple(extra), trainer, tuple(others))
 
 
-def program() -> list[str]:
-    """What `RLOO` is here: this interpreter."""
-    return [sys.executable, "-m", "rloo"]
+def check_again(job: Job) -> None:
+    """Raise ValueError for options of the run that a job which is started again would repeat."""
+    for name in {"resume_from_checkpoint", "overwrite_output_dir"} & given_names([*job.arguments]):
+        if (value := getattr(job.config, name)) not in ("auto", None, False):
+            raise ValueError(
+                f"{name} is {value}; a job that is started again goes on at the newest checkpoint "
+                f"of its own output_dir, and would do this once more: leave it out ({name})"
+            )
 
 
 def _trainers_nodes(cluster: Cluster) -> int:

@@ -8,8 +8,7 @@ import subprocess
 from pathlib import Path
 from string import Template
 
-from rloo.config.parsing import given_names
-from rloo.launch.roles import Job, Role
+from rloo.launch.roles import AGAIN, Job, Role
 from rloo.report.records import LOGS
 
 TEMPLATE = Path(__file__).parent / "job.sbatch"
@@ -68,16 +67,6 @@ def submit(job: Job) -> int:
         print(f"job {number}: {path}", flush=True)
         after = [f"--dependency=afterany:{number}"]
     return 0
-
-
-def check(job: Job) -> None:
-    """Raise ValueError for options of the run that a job which is queued again would repeat."""
-    for name in {"resume_from_checkpoint", "overwrite_output_dir"} & given_names([*job.arguments]):
-        if (value := getattr(job.config, name)) not in ("auto", None, False):
-            raise ValueError(
-                f"{name} is {value}; a job that is queued again goes on at the newest checkpoint "
-                f"of its own output_dir, and would do this once more: leave it out ({name})"
-            )
 
 
 def _path(job: Job) -> Path:
@@ -169,7 +158,7 @@ def _trainer(job: Job) -> str:
         f"RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE={role.count} "
         f"LOCAL_WORLD_SIZE={role.per_node}"
     )
-    own = ["--resume_from_checkpoint", "auto", "--on_sigusr1", "stop"]
+    own = [*AGAIN, "--on_sigusr1", "stop"]
     own += ["--output_dir", FOLDER]
     if cluster.slurm_array is not None:
         own += ["--seed", "$SLURM_ARRAY_TASK_ID"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rloo.launch.local import EVENTS
+from rloo.launch.keeper import EVENTS
 from rloo.report.doctor.folder import rows_of
 from rloo.report.figures import figures
 from rloo.report.records import LOGS, METRICS, SUMMARY

@@ -63,8 +63,12 @@ def launch(
             f"num_processes is {size}, and this machine has {processors} processors; it must be at "
             f"most {MOST} for each of them, which more would only wait for (num_processes)"
         )
-    command = [*(_this_program() if program is None else program), *arguments]
-    with TemporaryDirectory(prefix="rloo-launch-") as folder, _caught() as caught, _port() as port:
+    command = [*([*this_program(), "train"] if program is None else program), *arguments]
+    with (
+        TemporaryDirectory(prefix="rloo-launch-") as folder,
+        _caught() as caught,
+        free_port() as port,
+    ):
         for attempt in range(config.max_restarts + 1):
             environment = {
                 "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
@@ -261,10 +265,10 @@ def _say(text: str) -> None:
             print(f"rloo: {text}", file=sys.stderr, flush=True)
 
 
-def _this_program() -> list[str]:
+def this_program() -> list[str]:
     """This command: with the current folder on the module path only if it is on ours."""
     here = {"", os.getcwd()} & set(sys.path)
-    return [sys.executable, *([] if here else ["-P"]), "-m", "rloo", "train"]
+    return [sys.executable, *([] if here else ["-P"]), "-m", "rloo"]
 
 
 @contextmanager
@@ -281,11 +285,11 @@ def _caught() -> Iterator[set[int]]:
 
 
 @contextmanager
-def _port() -> Iterator[int]:
+def free_port(host: str = "127.0.0.1") -> Iterator[int]:
     """A free port. It stays bound, so that nobody else is given it; rank 0 can listen on it."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+        held.bind((host, 0))
         yield held.getsockname()[1]
 
 

@@ -1,0 +1,233 @@
+"""What Ray or Slurm has placed of a run is lost, at random moments: docs/reliability.md.
+
+    PYTHONPATH=src "$(tools/peers_env.sh ray)" -m benchmarks.chaos.clusters ray [--each 10]
+    python -m benchmarks.chaos.clusters slurm [--each 5] [--seed S] [--out .data/chaos]
+
+On a real one of two nodes, started here. A run ends with the weights of an undisturbed one on this
+machine, to the last bit; one that samples ahead on servers (a stand-in that speaks vLLM's protocol)
+with its groups and prompts. What has a result for these sources is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.chaos.beside import told
+from benchmarks.chaos.results import ROOT, Store, Trial, digest, run_all
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.launched_runs import environment_here, processes, rank, rloo, steps, wait_until
+from support.local_ray import LocalRay
+from support.local_slurm import LocalSlurm
+
+# Steps that take a while and compute little.
+REWARD = """import time
+
+def score(completions, target, **_):
+    time.sleep(0.5)
+    return [float(len(c) % 7) + c.count(str(t)) for c, t in zip(completions, target)]
+"""
+STEPS = 10
+SERVER = ROOT / "tests" / "support" / "fake_vllm_program.py"
+COMMON = (
+    "--threads=1", f"--max_steps={STEPS}", "--num_prompts=4", "--num_generations=4",
+    "--max_completion_length=20", "--eval_strategy=no", "--eval_on_start=false", "--save_steps=2",
+    "--save_total_limit=2", "--reward=reward.py:score",
+)  # fmt: skip
+CONFIGS = {
+    "native": ("--trainer_gpus=2", "--engine_gpus=2"),
+    "served": (
+        "--trainer_gpus=1", "--engine_gpus=2", "--rollout_engine=vllm", "--max_staleness=1",
+        f'--vllm_executable=["{sys.executable}", "{SERVER}"]',
+    ),
+}  # fmt: skip
+LAST = STEPS - 2
+PATIENCE = 300.0
+
+
+class Trials:
+    """Runs in folders below `home`, each with the undisturbed one of its configuration to compare
+    with."""
+
+    def __init__(self, home: Path, environment: dict[str, str]) -> None:
+        self.home, self.environment = home, environment
+        (home / "reward.py").write_text(REWARD)
+
+    def whole(self, config: str) -> None:
+        """Make the undisturbed run of a configuration, on this machine."""
+        self.start(config, self.home / config).wait()
+
+    def start(self, config: str, run: Path, *arguments: str) -> subprocess.Popen[bytes]:
+        """`rloo launch` of a configuration into the folder `run`."""
+        run.mkdir(exist_ok=True)
+        with (run.parent / f"{run.name}.log").open("ab") as log:
+            line = rloo("launch", *CONFIGS[config], *COMMON, f"--output_dir={run}", *arguments)
+            return subprocess.Popen(
+                line, env=self.environment, cwd=self.home, stdout=log, stderr=log
+            )
+
+    def differences(self, config: str, run: Path) -> str:
+        """In what a run that has ended differs from the undisturbed one."""
+        whole = self.home / config
+        if told(run) != told(whole):
+            return f"groups {told(run)} are not {told(whole)}"
+        weights = [(folder / "model.safetensors").read_bytes() for folder in (whole, run)]
+        return "" if config == "served" or weights[0] == weights[1] else "the weights differ"
+
+
+def by_ray(trials: Trials, ray: LocalRay, kind: str, name: str) -> str:
+    """Launch a run by Ray, kill something of it after a random step, and see how it ends."""
+    rng, config = random.Random(name), "served" if kind == "server" else "native"
+    run = trials.home / name.replace(" ", "-")
+    launch = partial(trials.start, config, run, "--backend=ray", "--nodes=2")
+    driver = launch()
+    _reach(run, rng)
+    match kind:
+        case "actor":
+            _kill(psutil.Process(rng.choice(processes(run, "worker"))).ppid())
+        case "node":
+            lost = ray.node_of(rng.choice([rank(run, 0), *processes(run, "worker")]))
+            ray.kill(lost)
+            ray.add(lost, 2)
+        case "rank":
+            _kill(rank(run, rng.randrange(2)))
+        case "server":
+            _kill(rng.choice(_servers()))
+        case "driver":
+            driver.kill()
+            wait_until(lambda: not processes(run), 60.0)
+            driver = launch()
+    status = driver.wait(PATIENCE)
+    return f"status {status}" if status else trials.differences(config, run)
+
+
+def by_slurm(trials: Trials, slurm: LocalSlurm, kind: str, name: str) -> str:
+    """Submit a run to Slurm, have something happen to its job after a random step, and see how it
+    ends."""
+    rng, run = random.Random(name), trials.home / name.replace(" ", "-")
+    limit = ["--slurm_time=00:01:00", "--slurm_signal=40"] if kind == "time limit" else []
+    job = _submit(trials, run, *limit)
+    if kind != "time limit":
+        _reach(run, rng)
+    match kind:
+        case "preempted":
+            urgent = slurm.run(
+                "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive",
+                "--output=/dev/null", "--wrap=sleep 3",
+            ).strip()  # fmt: skip
+            slurm.wait(urgent, "COMPLETED")
+        case "requeued":
+            slurm.run("scontrol", "requeue", job)
+        case "cancelled":
+            slurm.run("scancel", job)
+            slurm.wait(job, "CANCELLED")
+            job = _submit(trials, run)
+        case "time limit":
+            slurm.wait(job, "PENDING")
+            slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+        case "node down":
+            lost = rng.choice(["n0", "n1"])
+            slurm.kill_node(lost)
+            slurm.wait(job, "PENDING")
+            slurm.start_node(lost)
+    if kind != "cancelled":
+        slurm.begin(job)
+    state = slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=PATIENCE)
+    return f"the job has {state}" if state != "COMPLETED" else trials.differences("native", run)
+
+
+def _submit(trials: Trials, run: Path, *arguments: str) -> str:
+    """The number of a job."""
+    trials.start("native", run, "--backend=slurm", "--nodes=2", *arguments).wait()
+    return (run.parent / f"{run.name}.log").read_text().split("job ")[-1].split(":")[0]
+
+
+def _reach(run: Path, rng: random.Random) -> None:
+    """Wait until a run has made a random number of its steps, and a while."""
+    least = rng.randrange(1, LAST)
+    wait_until(lambda: steps(run) >= least, PATIENCE)
+    time.sleep(rng.random())
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def _servers() -> list[int]:
+    """The stand-ins that run."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(SERVER) in (process.info["cmdline"] or [])
+    ]
+
+
+@contextmanager
+def _ray(home: Path) -> Iterator[tuple[Trials, Callable[..., str]]]:
+    cluster = LocalRay(one=(2, 0), two=(2, 0))
+    try:
+        trials = Trials(home, cluster.environment)
+        yield trials, partial(by_ray, trials, cluster)
+    finally:
+        cluster.close()
+
+
+@contextmanager
+def _slurm(home: Path) -> Iterator[tuple[Trials, Callable[..., str]]]:
+    cluster = LocalSlurm(home / "slurm")
+    try:
+        trials = Trials(home, cluster.environment)
+        yield trials, partial(by_slurm, trials, cluster)
+    finally:
+        cluster.close()
+
+
+KINDS: dict[str, tuple[Any, tuple[str, ...], int]] = {
+    "ray": (_ray, ("actor", "node", "rank", "server", "driver"), 10),
+    "slurm": (_slurm, ("preempted", "requeued", "cancelled", "time limit", "node down"), 5),
+}
+
+
+def main() -> int:
+    """Exit status 1 if a trial failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.clusters")
+    parser.add_argument("backend", choices=KINDS)
+    parser.add_argument("--each", type=int, help="trials of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / ".data" / "chaos", help="results")
+    options = parser.parse_args()
+    os.environ |= environment_here()
+    make, kinds, each = KINDS[options.backend]
+    store = Store(options.out.resolve() / digest(), options.backend)
+    with tempfile.TemporaryDirectory(prefix="rloo-") as home, make(Path(home)) as (trials, judge):
+        found = []
+        for number in range(options.each or each):
+            for kind in kinds:
+                name = f"{kind} {options.seed}.{number}"
+                config = "served" if kind == "server" else "native"
+                found.append(Trial(name, config, partial(judge, kind, name)))
+        results = run_all(store, found, 1, trials.whole)
+    for kind in kinds:
+        wrong = {n: said for n, said in results.items() if n.startswith(kind) and said}
+        count = sum(name.startswith(kind) for name in results)
+        print(f"{options.backend}, {kind}: {count - len(wrong)} of {count}", *wrong.items())
+    return int(any(results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

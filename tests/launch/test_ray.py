@@ -1,0 +1,148 @@
+"""Jobs on a real Ray of two nodes, started here: placed, killed, submitted, told to end."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.launched_runs import (
+    RUN,
+    STEPS,
+    VLLM_STEPS,
+    environment_here,
+    groups,
+    gsm8k,
+    processes,
+    rank,
+    rloo,
+    steps,
+    vllm,
+    wait_until,
+    weights,
+)  # fmt: skip
+from support.local_ray import LocalRay, why_not
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+BY_RAY = (*RUN, "--backend=ray", "--nodes=2")
+JOB = (sys.executable, "-m", "ray.scripts.scripts", "job")
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """GPUs are numbers to Ray: nothing here has one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment_here().items():
+            patch.setenv(name, value)
+        made = LocalRay(one=(3, 0), two=(3, 0), gpus=(3, 2))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def launch(ray_cluster, tmp_path):
+    """Starts `rloo launch` by Ray in the test's folder."""
+    started = []
+
+    def start(*arguments: str) -> subprocess.Popen:
+        line = rloo("launch", *BY_RAY, f"--output_dir={tmp_path / 'run'}", *arguments)
+        with (tmp_path / "launch.log").open("ab") as log:
+            options = {"cwd": tmp_path, "stdout": log, "stderr": log}
+            started.append(subprocess.Popen(line, env=ray_cluster.environment, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def printed(folder: Path) -> str:
+    return (folder / "launch.log").read_text()[-4000:]
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    wait_until(lambda: steps(folder / "run") >= step, 120.0, lambda: printed(folder))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The run on this machine."""
+    folder = tmp_path_factory.mktemp("local")
+    here = environment_here()
+    subprocess.run(rloo("launch", *RUN, "--output_dir=run"), env=here, cwd=folder, check=True)
+    return folder / "run"
+
+
+def test_a_run_ends_with_the_weights_of_a_local_one_whatever_happens(
+    ray_cluster, launch, undisturbed, tmp_path
+):
+    """A process that samples, the actor of one, a rank and a node are killed, then the driver,
+    which was a job; the next one is asked to stop, and another goes on to the end."""
+    run, apart = tmp_path / "run", ("--ray_placement=spread", "--scorers=1")
+    environment = ray_cluster.environment
+    submit = [*JOB, "submit", "--no-wait", "--submission-id=one", "--address"]
+    submit += [ray_cluster.dashboard, "--", *rloo("launch", *BY_RAY, *apart, f"--output_dir={run}")]
+    stranger = environment | {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": ""}
+    refused = subprocess.run(submit, env=stranger, capture_output=True, check=False)
+    assert refused.returncode != 0 and b"Unauthenticated" in refused.stderr
+    subprocess.run(submit, env=environment, check=True)
+    wait_for_step(tmp_path, 2)
+    sampling, scoring = (processes(run, "worker", kind) for kind in ("sample", "score"))
+    nodes = [{*map(ray_cluster.node_of, pids)} for pids in (sampling, scoring)]
+    assert not nodes[0] & {ray_cluster.node_of(rank(run, number)) for number in range(2)}
+    assert nodes[1] <= {"one", "two"}
+    os.kill(sampling[0], signal.SIGKILL)
+    os.kill(psutil.Process(sampling[1]).ppid(), signal.SIGKILL)
+    wait_for_step(tmp_path, 4)
+    os.kill(rank(run, 1), signal.SIGKILL)
+    wait_for_step(tmp_path, 6)
+    lost = ray_cluster.node_of(processes(run, "sample")[0])
+    ray_cluster.kill(lost)
+    ray_cluster.add(lost, 3)
+    wait_for_step(tmp_path, 8)
+    for process in processes(run, "launch"):
+        os.kill(process, signal.SIGKILL)
+    wait_until(lambda: not processes(run), 60.0)
+    driver = launch()
+    wait_for_step(tmp_path, 10)
+    driver.terminate()
+    assert driver.wait(60) == 143, printed(tmp_path)
+    assert (run / f"checkpoint-{steps(run)}").is_dir() and not processes(run)
+    assert launch().wait(180) == 0, printed(tmp_path)
+    assert steps(run) == STEPS and weights(run) == weights(undisturbed)
+
+
+def test_gsm8k_ends_the_same_by_ray_on_this_machine_and_by_hand(launch, tmp_path):
+    arguments, here = gsm8k(tmp_path), environment_here()
+    local = rloo("launch", *arguments, f"--output_dir={tmp_path / 'local'}")
+    subprocess.run(local, env=here, cwd=tmp_path, check=True)
+    assert launch(*arguments).wait(180) == 0, printed(tmp_path)
+    assert weights(tmp_path / "run") == weights(tmp_path / "local")
+    line = rloo("launch", *BY_RAY, *arguments, f"--output_dir={tmp_path / 'hand'}", "--dry_run")
+    shown = subprocess.check_output(line, env=here, cwd=tmp_path)
+    subprocess.run(["bash"], input=shown, env=here, cwd=tmp_path, check=True)
+    assert weights(tmp_path / "hand") == weights(tmp_path / "local")
+
+
+def test_a_run_is_stopped_by_its_folder(launch, tmp_path):
+    run = tmp_path / "run"
+    driver = launch("--max_steps=1000")
+    wait_for_step(tmp_path, 1)
+    told = subprocess.check_output(rloo("status", str(run)), text=True)
+    assert told.count("up: trainer") == told.count("up: sample") == 2
+    assert b"interrupted" in subprocess.check_output(rloo("stop", str(run)))
+    assert driver.wait(60) == 143 and not processes(run), printed(tmp_path)
+
+
+@pytest.mark.skipif("RLOO_VLLM_PYTHON" not in os.environ, reason="there is no vLLM")
+def test_vllm_samples_the_same_groups(launch, undisturbed, tmp_path):
+    assert launch(*vllm()).wait(300) == 0, printed(tmp_path)
+    assert groups(tmp_path / "run") == groups(undisturbed)[:VLLM_STEPS]
