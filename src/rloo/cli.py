@@ -273,10 +273,9 @@ def _serve(arguments: list[str], signals: Stop) -> int:
         raise ValueError("vllm-serve needs the model that is to be served (--model)")
     with signals.ending(), quickly():
         from rloo.engines.vllm.serving import SWITCHES
-        from rloo.run.servers import serving_of
+        from rloo.run.servers import serving_alone
 
-    rank, sleeps = config.lora_r if config.use_peft else None, bool(config.vllm_enable_sleep_mode)
-    serving = serving_of(config, config.model, rank, sleeps=sleeps)
+    serving = serving_alone(config, config.model)
     print(serving.line(config.vllm_server_port), flush=True)
     serving.require_program()
     os.environ.update(SWITCHES)

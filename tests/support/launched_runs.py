@@ -64,7 +64,11 @@ def groups(run: Path) -> list[list]:
     rows = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        [line["groups/first"], *(row["prompt"] for row in rows if row["step"] == line["step"])]
+        [
+            line["step"],
+            line["epoch"],
+            *(row["prompt"] for row in rows if row["step"] == line["step"]),
+        ]
         for line in metrics
     ]
 

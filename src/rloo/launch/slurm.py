@@ -35,7 +35,6 @@ def script(job: Job) -> str:
         setup="\n".join([*settings, *cluster.setup, f"export OUT={out}"]),
         folder=shlex.quote(str(Path.cwd())),
         nodelist=names,
-        group="--het-group=0,1 " if _is_split(job) else "",
         port=cluster.port,
         beside="\n".join(_beside(job, role) for role in job.others),
         trainer=_trainer(job),

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from rloo.config.config import RLOOConfig
 from rloo.config.vllm_options import servers_dtype, tolerance_of
+from rloo.data.tasks import resolve_model
 from rloo.engines.apart import ApartEngine, Workers
 from rloo.engines.native.fused import can_fuse
 from rloo.engines.native.supported import supports
@@ -53,6 +55,16 @@ def exported(policy: Policy) -> Exported:
     config = policy.config
     dtype = getattr(torch, servers_dtype(config))
     return Exported(policy, dtype, merge=bool(config.vllm_merge_adapter), untie=must_untie(policy))
+
+
+def serving_alone(config: RLOOConfig, name: str) -> Serving:
+    """How `rloo vllm-serve` starts a server of the model `name` for runs that are elsewhere.
+    Raises OSError for one whose configuration is not to be had."""
+    model = resolve_model(name)
+    known = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+    tied = known.get_text_config().tie_word_embeddings and not torch.cuda.is_available()
+    rank, sleeps = config.lora_r if config.use_peft else None, bool(config.vllm_enable_sleep_mode)
+    return serving_of(config, model, rank, tied=tied, sleeps=sleeps)
 
 
 def must_untie(policy: Policy) -> bool:
