@@ -1,4 +1,5 @@
-"""What Ray runs of a job, and what asks it to. Needs Ray."""
+"""What Ray runs of a job, and what asks it to. Needs Ray; torch, and what needs it, is loaded where
+ranks are: an actor beside them takes 300 MB less without."""
 
 from __future__ import annotations
 
@@ -13,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import ray.train
-import torch.distributed as dist
 from ray.exceptions import RayError
-from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -58,6 +56,9 @@ class Beside:
 
 def run_by_ray(job: Job, signals: Stop) -> int:
     """See `rloo.launch.ray.run`."""
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
     ray.init(address=job.cluster.ray_address)
     try:
         if os.environ.get("RAY_AUTH_MODE") != "token":
@@ -97,6 +98,9 @@ def run_by_ray(job: Job, signals: Stop) -> int:
 def rank_by_ray(job: Job, servers: list[Any], cwd: str) -> None:
     """What a worker of Ray Train does: run `rloo train` as a rank, in a child. Raises RuntimeError
     where that has died, upon which Ray starts all of them again."""
+    import ray.train
+    import torch.distributed as dist
+
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     urls = list(_urls(servers)) if rank == 0 else []
