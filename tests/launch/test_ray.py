@@ -132,16 +132,6 @@ def test_gsm8k_ends_the_same_by_ray_on_this_machine_and_by_hand(launch, tmp_path
     assert weights(tmp_path / "hand") == weights(tmp_path / "local")
 
 
-def test_a_run_is_stopped_by_its_folder(launch, tmp_path):
-    run = tmp_path / "run"
-    driver = launch("--max_steps=1000")
-    wait_for_step(tmp_path, 1)
-    told = subprocess.check_output(rloo("status", str(run)), text=True)
-    assert told.count("up: trainer") == told.count("up: sample") == 2
-    assert b"interrupted" in subprocess.check_output(rloo("stop", str(run)))
-    assert driver.wait(60) == 143 and not processes(run), printed(tmp_path)
-
-
 @pytest.mark.skipif("RLOO_VLLM_PYTHON" not in os.environ, reason="there is no vLLM")
 def test_vllm_samples_the_same_groups(launch, undisturbed, tmp_path):
     assert launch(*vllm()).wait(300) == 0, printed(tmp_path)
