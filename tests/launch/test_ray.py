@@ -69,7 +69,7 @@ def printed(folder: Path) -> str:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    wait_until(lambda: steps(folder / "run") >= step, 120.0, lambda: printed(folder))
+    wait_until(lambda: steps(folder / "run") >= step, 240.0, lambda: printed(folder))
 
 
 @pytest.fixture(scope="module")

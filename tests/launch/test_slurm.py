@@ -71,7 +71,7 @@ def submit(launch, folder: Path, *arguments: str) -> str:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    wait_until(lambda: steps(folder / "run") >= step, 120.0, lambda: log_of(folder))
+    wait_until(lambda: steps(folder / "run") >= step, 240.0, lambda: log_of(folder))
 
 
 def log_of(folder: Path) -> str:

@@ -31,6 +31,7 @@ from rloo.run.presence import STOP
 _OURS = ("RAY_", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_")
 _KILLED = 137
 _ANSWER_SECONDS = 60.0
+_NODE = "ray.io/node-id"  # a label that Ray gives each
 
 
 class Beside:
@@ -90,6 +91,8 @@ def run_by_ray(job: Job, signals: Stop) -> int:
             before = len(_statuses(job))
             _fit(trainer, Path(job.config.output_dir).absolute())
             last = _statuses(job)[before:][-job.trainer.count :]
+            if len(last) < job.trainer.count:
+                raise OSError(f"{_logs(job) / EVENTS} does not say how the ranks have ended")
             return next(filter(None, last), 0)
     finally:
         ray.shutdown()
@@ -158,12 +161,12 @@ def _beside(job: Job) -> Iterator[tuple[list[Any], dict[str, str] | None]]:
     group = _group(job, [job.needs(role) for role, _ in engines]) if engines else None
     try:
         for index, (role, number) in enumerate(engines):
-            strategy = PlacementGroupSchedulingStrategy(group, index)
-            actors.append(_actor(job, role, number, strategy))
+            place = {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
+            actors.append(_actor(job, role, number, place))
             servers += actors[-1:] if role.name == "server" else []
         for role in job.others:
-            if role.name == "scorer":  # Ray keeps what needs no GPU off the nodes that have some
-                actors += [_actor(job, role, n, "SPREAD") for n in range(role.count)]
+            if role.name == "scorer":
+                actors += [_actor(job, role, n, _without_gpus()) for n in range(role.count)]
         yield servers, _apart(job, group) if group is not None else None
     finally:
         ends = [actor.end.remote() for actor in actors]
@@ -201,17 +204,28 @@ def _apart(job: Job, group: PlacementGroup) -> dict[str, str] | None:
             f"ray_placement is spread, and what samples is on all of Ray's {len(taken)} nodes; "
             "have more of them, or pack (ray_placement)"
         )
-    return {"ray.io/node-id": f"!in({','.join(sorted(taken))})"}
+    return {_NODE: f"!in({','.join(sorted(taken))})"}
 
 
-def _actor(job: Job, role: Role, number: int, strategy: Any) -> Any:
+def _without_gpus() -> dict[str, Any]:
+    """On a node without GPUs, if there is one with room, else anywhere, in Ray's words."""
+    nodes = (node for node in ray.nodes() if node["Alive"] and not node["Resources"].get("GPU"))
+    some = f"in({','.join(sorted(node['NodeID'] for node in nodes))})"
+    return {
+        "scheduling_strategy": "SPREAD",
+        "label_selector": {_NODE: some},
+        "fallback_strategy": [{"label_selector": {_NODE: "!in(none)"}}],
+    }
+
+
+def _actor(job: Job, role: Role, number: int, place: dict[str, Any]) -> Any:
     resources = job.needs(role)
     return (
         ray.remote(Beside)
         .options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
-            scheduling_strategy=strategy,
+            **place,
             max_restarts=RESTARTS,
             max_task_retries=2,
             runtime_env={"env_vars": _environment()},
@@ -249,7 +263,10 @@ def _fit(trainer: Any, folder: Path) -> None:
             over.wait()
         raise
     if errors:
-        raise RuntimeError(f"Ray: {errors[0]}") from errors[0]
+        said = str(errors[0]).strip().splitlines()[-1:]
+        raise ChildProcessError(
+            f"Ray has given the run up: {' '.join(said)} ({folder / LOGS}; ray_restarts)"
+        ) from errors[0]
 
 
 def _environment() -> dict[str, str]:

@@ -34,7 +34,7 @@ def script(job: Job) -> str:
 def run(job: Job, signals: Stop) -> int:
     """Run a job by Ray, from where this process is; its status. A signal has the run save and end.
     Raises ValueError where Ray is not installed or has no place for the job, OSError where there is
-    no cluster at `ray_address`, RuntimeError where the run has failed too often."""
+    no cluster at `ray_address` or the ranks have died too often."""
     if find_spec("ray") is None:
         raise ValueError(
             "backend is ray, which is not installed: pip install 'rloo[ray]' (backend)"
