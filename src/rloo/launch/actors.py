@@ -209,13 +209,12 @@ def _apart(job: Job, group: PlacementGroup) -> dict[str, str] | None:
 
 def _without_gpus() -> dict[str, Any]:
     """On a node without GPUs, if there is one with room, else anywhere, in Ray's words."""
-    nodes = (node for node in ray.nodes() if node["Alive"] and not node["Resources"].get("GPU"))
-    some = f"in({','.join(sorted(node['NodeID'] for node in nodes))})"
-    return {
-        "scheduling_strategy": "SPREAD",
-        "label_selector": {_NODE: some},
-        "fallback_strategy": [{"label_selector": {_NODE: "!in(none)"}}],
-    }
+    found: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
+    up = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    if some := sorted(name for name, has in up.items() if not has.get("GPU")):
+        found["label_selector"] = {_NODE: f"in({','.join(some)})"}
+        found["fallback_strategy"] = [{"label_selector": {_NODE: "!in(none)"}}]
+    return found
 
 
 def _actor(job: Job, role: Role, number: int, place: dict[str, Any]) -> Any:
