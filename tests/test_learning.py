@@ -29,10 +29,10 @@ def read_rewards(folder):
     return [json.loads(line)["reward"] for line in lines]
 
 
-def command(folder, seed, processes, *options):
+def command(folder, seed, processes):
     """The summary of `rloo train` as users start it, with a core for each process."""
     shared = ["--num_processes", "2"] if processes == 2 else ["--num_threads", "1"]
-    arguments = ["--seed", str(seed), "--output_dir", str(folder / "run"), *shared, *options]
+    arguments = ["--seed", str(seed), "--output_dir", str(folder / "run"), *shared]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     subprocess.run(
         [sys.executable, "-m", "rloo", "train", *arguments],
@@ -51,7 +51,7 @@ def test_accuracy_rises_from_below_40_to_above_80_percent(tmp_path, seed, proces
     assert end["pass@1_greedy"] >= start["pass@1_greedy"] + 0.25
     assert end["completions/mean_length"] > 1.5 * start["completions/mean_length"]
     if processes == 1:  # the same curve, until rounding makes a drawn token another one
-        two = command(tmp_path / "two", seed, 2, "--eval_on_start=false")
+        two = command(tmp_path / "two", seed, 2)
         rewards, others = read_rewards(tmp_path), read_rewards(tmp_path / "two")
         assert rewards[:5] == pytest.approx(others[:5], abs=0.01)
         assert max(abs(a - b) for a, b in zip(rewards, others, strict=True)) < 0.12

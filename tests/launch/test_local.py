@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -39,8 +40,11 @@ def environment():
 
 def workers(launcher: int) -> list[int]:
     """The numbers of what a launcher keeps beside the ranks."""
-    children = psutil.Process(launcher).children()
-    return sorted(child.pid for child in children if "worker" in child.cmdline())
+    found = []
+    for child in psutil.Process(launcher).children():
+        with suppress(psutil.NoSuchProcess):  # or a zombie, which is one of these
+            found += [child.pid] if "worker" in child.cmdline() else []
+    return sorted(found)
 
 
 def test_a_run_that_is_launched_by_hand_and_one_whose_processes_are_killed_end_the_same(
