@@ -121,16 +121,12 @@ def test_a_run_ends_with_the_weights_of_a_local_one_whatever_happens(
     assert steps(run) == STEPS and weights(run) == weights(undisturbed)
 
 
-def test_gsm8k_ends_the_same_by_ray_on_this_machine_and_by_hand(launch, tmp_path):
+def test_gsm8k_ends_the_same_by_ray_and_on_this_machine(launch, tmp_path):
     arguments, here = gsm8k(tmp_path), environment_here()
     local = rloo("launch", *arguments, f"--output_dir={tmp_path / 'local'}")
     subprocess.run(local, env=here, cwd=tmp_path, check=True)
     assert launch(*arguments).wait(180) == 0, printed(tmp_path)
     assert weights(tmp_path / "run") == weights(tmp_path / "local")
-    line = rloo("launch", *BY_RAY, *arguments, f"--output_dir={tmp_path / 'hand'}", "--dry_run")
-    shown = subprocess.check_output(line, env=here, cwd=tmp_path)
-    subprocess.run(["bash"], input=shown, env=here, cwd=tmp_path, check=True)
-    assert weights(tmp_path / "hand") == weights(tmp_path / "local")
 
 
 @pytest.mark.skipif("RLOO_VLLM_PYTHON" not in os.environ, reason="there is no vLLM")
