@@ -77,7 +77,6 @@ def test_shuffled_rewards_teach_nothing(tmp_path):
         rewards = countdown_reward(completions, numbers, target)
         return rng.sample(rewards, len(rewards))
 
-    # In so many steps what is right teaches enough: see the test above.
-    summary = run_embedded(tmp_path, 0, shuffled, max_steps=20)
+    summary = run_embedded(tmp_path, 0, shuffled)
     # The mean over the held-out problems does not care for the order of the rewards.
     assert summary["end"]["pass@1"] < summary["start"]["pass@1"] + 0.05
