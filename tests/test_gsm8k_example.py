@@ -24,7 +24,7 @@ from support.gsm8k import (
     read_lines,
     save_random_model,
     shaped_arguments,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ class Trials:
 
 def by_ray(trials: Trials, ray: LocalRay, kind: str, name: str) -> str:
     """Launch a run by Ray, kill something of it after a random step, and see how it ends."""
-    rng, config = random.Random(name), "served" if kind == "server" else "native"
+    rng, config = random.Random(name), _config(kind)
     run = trials.home / name.replace(" ", "-")
     launch = partial(trials.start, config, run, "--backend=ray", "--nodes=2")
     driver = launch()
@@ -177,50 +176,42 @@ def _servers() -> list[int]:
     ]
 
 
-@contextmanager
-def _ray(home: Path) -> Iterator[tuple[Trials, Callable[..., str]]]:
-    cluster = LocalRay(one=(2, 0), two=(2, 0))
-    try:
-        trials = Trials(home, cluster.environment)
-        yield trials, partial(by_ray, trials, cluster)
-    finally:
-        cluster.close()
+def _config(kind: str) -> str:
+    return "served" if kind == "server" else "native"
 
 
-@contextmanager
-def _slurm(home: Path) -> Iterator[tuple[Trials, Callable[..., str]]]:
-    cluster = LocalSlurm(home / "slurm")
-    try:
-        trials = Trials(home, cluster.environment)
-        yield trials, partial(by_slurm, trials, cluster)
-    finally:
-        cluster.close()
-
-
-KINDS: dict[str, tuple[Any, tuple[str, ...], int]] = {
-    "ray": (_ray, ("actor", "node", "rank", "server", "driver"), 10),
-    "slurm": (_slurm, ("preempted", "requeued", "cancelled", "time limit", "node down"), 5),
-}
+# How a cluster is started, what a trial on it does, its kinds, and how many of each are promised.
+BACKENDS: dict[str, tuple[Any, Any, tuple[str, ...], int]] = {
+    "ray": (
+        lambda home: LocalRay(one=(2, 0), two=(2, 0)), by_ray,
+        ("actor", "node", "rank", "server", "driver"), 10,
+    ),
+    "slurm": (
+        lambda home: LocalSlurm(home / "slurm"), by_slurm,
+        ("preempted", "requeued", "cancelled", "time limit", "node down"), 5,
+    ),
+}  # fmt: skip
 
 
 def main() -> int:
     """Exit status 1 if a trial failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.clusters")
-    parser.add_argument("backend", choices=KINDS)
+    parser.add_argument("backend", choices=BACKENDS)
     parser.add_argument("--each", type=int, help="trials of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / ".data" / "chaos", help="results")
     options = parser.parse_args()
     os.environ |= environment_here()
-    make, kinds, each = KINDS[options.backend]
+    make, judge, kinds, each = BACKENDS[options.backend]
     store = Store(options.out.resolve() / digest(), options.backend)
-    with tempfile.TemporaryDirectory(prefix="rloo-") as home, make(Path(home)) as (trials, judge):
+    with tempfile.TemporaryDirectory(prefix="rloo-") as home, closing(make(Path(home))) as cluster:
+        trials = Trials(Path(home), cluster.environment)
         found = []
         for number in range(options.each or each):
             for kind in kinds:
                 name = f"{kind} {options.seed}.{number}"
-                config = "served" if kind == "server" else "native"
-                found.append(Trial(name, config, partial(judge, kind, name)))
+                run = partial(judge, trials, cluster, kind, name)
+                found.append(Trial(name, _config(kind), run))
         results = run_all(store, found, 1, trials.whole)
     for kind in kinds:
         wrong = {n: said for n, said in results.items() if n.startswith(kind) and said}

@@ -23,7 +23,7 @@ from support.launched_runs import (
     vllm,
     wait_until,
     weights,
-)  # fmt: skip
+)
 from support.local_ray import LocalRay, why_not
 
 pytestmark = [

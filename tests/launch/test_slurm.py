@@ -20,7 +20,7 @@ from support.launched_runs import (
     vllm,
     wait_until,
     weights,
-)  # fmt: skip
+)
 from support.local_slurm import LocalSlurm, why_not
 
 pytestmark = [
