@@ -144,7 +144,8 @@ def by_slurm(trials: Trials, slurm: LocalSlurm, kind: str, name: str) -> str:
             slurm.kill_node(lost)
             slurm.wait(job, "PENDING")
             slurm.start_node(lost)
-    if kind != "cancelled":
+    if kind != "cancelled":  # for which it was submitted again
+        slurm.wait(job, "PENDING")
         slurm.begin(job)
     state = slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=PATIENCE)
     return f"the job has {state}" if state != "COMPLETED" else trials.differences("native", run)

@@ -1,10 +1,11 @@
 """Is what `rloo plan` says of time what a run then takes?
 
-    python -m benchmarks.plan [--case NAME ...] [--threads 2] [--results FILE]
+    python -m benchmarks.plan [--case NAME ...] [--repeats 3] [--threads 2] [--results FILE]
 
 Of each configuration a plan, a short run as it is, and one of the worst case (no token ends a
-completion, all prompts are the longest), each in a process of its own. Goes on where FILE ends.
-Ratios are plan / run, of an optimizer step and of an evaluation, without rewards.
+completion, all prompts are the longest), each in a process of its own, and all of them again:
+medians, since the machine itself is not as fast at any time. Goes on where FILE ends. Ratios are
+plan / run, of an optimizer step and of an evaluation, without rewards.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.plan.cases import BY_NAME, CASES, Case
@@ -47,47 +51,53 @@ def table(results: list[Result]) -> str:
         if why := case.missing():
             lines.append(f"| {case.title} | not measured: {why} |||||||| ")
             continue
-        found = {r["kind"]: r for r in results if r["case"] == case.name}
-        if set(found) == set(KINDS):
+        of_case = [r for r in results if r["case"] == case.name]
+        found = {kind: [r for r in of_case if r["kind"] == kind] for kind in KINDS}
+        if all(found.values()):
             lines.append(_row(case, found))
     return "\n".join(lines)
 
 
-def _row(case: Case, found: dict[str, Result]) -> str:
-    plan, cells = found["plan"], []
-    evaluations = []
+def _row(case: Case, found: dict[str, list[Result]]) -> str:
+    plans, cells, evaluations = found["plan"], [], []
     for kind in ("expected", "worst"):
-        planned, run = plan[kind], found[kind]
-        ratio = planned["step"] / run["step"]
-        cells += [f"{planned['step']:.3g} s", f"{run['step']:.3g} s", f"**{ratio:.2f}**"]
-        if "evaluation" in run and planned["evaluation"]:
-            evaluations.append(f"{planned['evaluation'] / run['evaluation']:.2f}")
+        of_kind = [plan[kind] for plan in plans]
+        planned, run = _middle(of_kind, "step"), _middle(found[kind], "step")
+        cells += [f"{planned:.3g} s", f"{run:.3g} s", f"**{planned / run:.2f}**"]
+        if "evaluation" in found[kind][0] and of_kind[0]["evaluation"]:
+            ratio = _middle(of_kind, "evaluation") / _middle(found[kind], "evaluation")
+            evaluations.append(f"{ratio:.2f}")
     title = case.title if case.fitted else f"{case.title} (not fitted)"
-    ends = " and ".join(evaluations) or "none"
-    return f"| {title} | {plan['seconds']:.0f} s | {' | '.join(cells)} | {ends} |"
+    ends, took = " and ".join(evaluations) or "none", _middle(plans, "seconds")
+    return f"| {title} | {took:.0f} s | {' | '.join(cells)} | {ends} |"
+
+
+def _middle(results: list[Result], name: str) -> float:
+    return median(result[name] for result in results)
 
 
 def main() -> None:
     """Measure what FILE does not have yet, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", nargs="*", choices=list(BY_NAME), default=list(BY_NAME))
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--results", type=Path, default=Path("runs/plan.jsonl"))
     options = parser.parse_args()
     options.results.parent.mkdir(parents=True, exist_ok=True)
     lines = options.results.read_text().splitlines() if options.results.exists() else []
     results = [json.loads(line) for line in lines]
-    there = {(result["case"], result["kind"]) for result in results}
+    there = Counter((result["case"], result["kind"]) for result in results)
     with tempfile.TemporaryDirectory() as temporary:
-        for case in (BY_NAME[name] for name in options.case):
-            for kind in KINDS:
-                if (case.name, kind) in there or case.missing():
-                    continue
-                result = measure(case, kind, Path(temporary) / case.name, options.threads)
-                results.append(result)
-                with options.results.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
-                print(json.dumps(result), file=sys.stderr, flush=True)
+        wanted = [(BY_NAME[name], kind) for name in options.case for kind in KINDS]
+        for repeat, (case, kind) in product(range(options.repeats), wanted):
+            if there[case.name, kind] > repeat or case.missing():
+                continue
+            result = measure(case, kind, Path(temporary) / case.name, options.threads)
+            results.append(result)
+            with options.results.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(json.dumps(result), file=sys.stderr, flush=True)
     print(table(results))
 
 

@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 PORT = 7917
 CONF = """\
@@ -90,14 +92,15 @@ class LocalSlurm:
         self.processes[node] = self._start("slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """As a machine that loses its power: the node, and all that runs on it."""
-        for pid in _below(self.processes[node].pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.processes.pop(node).kill()
-        for process in _steps(node):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        """As a machine that loses its power: the node, and all that runs on it. All of it stops
+        first, so that nothing is left that could tell Slurm of another's end."""
+        daemon = self.processes.pop(node)
+        lost = [psutil.Process(daemon.pid), *_lost_with(node)]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in lost:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+        daemon.wait()
 
     def run(self, *command: str, check: bool = True) -> str:
         """What a command of Slurm's prints."""
@@ -155,22 +158,15 @@ class LocalSlurm:
             time.sleep(0.2)
 
 
-def _below(pid: int) -> list[int]:
-    """The processes that one has started, and those that these have."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError):
-            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == pid:
-                child = int(path.parent.name)
-                found += [child, *_below(child)]
-    return found
-
-
-def _steps(node: str) -> list[int]:
-    """The daemons of the steps of a node, which outlive its own, and what they have started."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if f"SLURMD_NODENAME={node}".encode() in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
+def _lost_with(node: str) -> list[psutil.Process]:
+    """What a node's steps have started, and before it the daemons that tell Slurm of their ends and
+    outlive the node's own."""
+    tasks, daemons = [], {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("SLURMD_NODENAME") == node:
+                tasks.append(process)
+                for parent in process.parents():
+                    if parent.name() == "slurmstepd":
+                        daemons[parent.pid] = parent
+    return [*daemons.values(), *tasks]
