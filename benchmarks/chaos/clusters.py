@@ -45,8 +45,8 @@ STEPS = 10
 SERVER = ROOT / "tests" / "support" / "fake_vllm_program.py"
 COMMON = (
     "--threads=1", f"--max_steps={STEPS}", "--num_prompts=4", "--num_generations=4",
-    "--max_completion_length=20", "--eval_strategy=no", "--eval_on_start=false", "--save_steps=2",
-    "--save_total_limit=2", "--reward=reward.py:score",
+    "--max_completion_length=20", "--eval_strategy=no", "--eval_on_start=false",
+    "--save_strategy=steps", "--save_steps=2", "--save_total_limit=2", "--reward=reward.py:score",
 )  # fmt: skip
 CONFIGS = {
     "native": ("--trainer_gpus=2", "--engine_gpus=2"),
@@ -69,7 +69,8 @@ class Trials:
 
     def whole(self, config: str) -> None:
         """Make the undisturbed run of a configuration, on this machine."""
-        self.start(config, self.home / config).wait()
+        if self.start(config, self.home / config).wait():
+            raise RuntimeError((self.home / f"{config}.log").read_text()[-2000:])
 
     def start(self, config: str, run: Path, *arguments: str) -> subprocess.Popen[bytes]:
         """`rloo launch` of a configuration into the folder `run`."""
@@ -119,6 +120,7 @@ def by_slurm(trials: Trials, slurm: LocalSlurm, kind: str, name: str) -> str:
     """Submit a run to Slurm, have something happen to its job after a random step, and see how it
     ends."""
     rng, run = random.Random(name), trials.home / name.replace(" ", "-")
+    slurm.mend()
     limit = ["--slurm_time=00:01:00", "--slurm_signal=40"] if kind == "time limit" else []
     job = _submit(trials, run, *limit)
     if kind != "time limit":

@@ -13,7 +13,8 @@ from support.launched_runs import environment_here, rank, rloo, steps, wait_unti
 
 RUN = (
     "--trainer_gpus=2", "--engine_gpus=2", "--scorers=1", "--threads=1", "--max_steps=8",
-    "--num_prompts=8", "--eval_size=16", "--save_steps=2", "--max_restarts=1",
+    "--num_prompts=8", "--eval_size=16", "--save_strategy=steps", "--save_steps=2",
+    "--max_restarts=1",
 )  # fmt: skip
 pytestmark = pytest.mark.slow
 

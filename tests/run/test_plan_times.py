@@ -10,7 +10,7 @@ import torch
 from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.run import learning_cost
-from rloo.run.due import count_due, writing_seconds
+from rloo.run.due import count_due, never_due, writing_seconds
 from rloo.run.learning_cost import LearningCost, Measured, unsampled
 from rloo.run.sampling_cost import SamplingCost, made_up, share_alive
 from rloo.run.setup import make_state
@@ -247,6 +247,21 @@ def test_evaluations_and_checkpoints_are_counted(options, evaluations, checkpoin
     state = make_state(None, config, batches)
     assert count_due(config, state, batches, 12) == (evaluations, checkpoints)
     assert state.global_step == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"save_strategy": "no", "save_steps": 2}, ["save_steps is 2 "]),
+        ({"save_strategy": "epoch", "eval_steps": 0.5}, ["eval_steps is 0.5 "]),
+        ({"save_strategy": "steps", "save_steps": 2}, []),
+        ({"save_strategy": "no", "logging_steps": 3}, []),
+    ],
+    ids=str,
+)
+def test_an_interval_without_its_strategy_is_noted(options, named):
+    notes = never_due(RLOOConfig("run", report_to="none", **options))
+    assert [note[: len(start)] for note, start in zip(notes, named, strict=True)] == named
 
 
 def test_the_end_is_steps_evaluations_and_writing_away():

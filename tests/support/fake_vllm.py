@@ -31,7 +31,14 @@ class FakeVLLM:
     `Status`, or takes its time; `settings` change what it says of itself."""
 
     def __init__(
-        self, model, tokenizer, *, lora: bool = False, scale_out: bool = False, port: int = 0
+        self,
+        model,
+        tokenizer,
+        *,
+        lora: bool = False,
+        scale_out: bool = False,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
         self.model, self.tokenizer, self.lora = model.eval(), tokenizer, lora
         self.adapters: dict[str, Any] = {}
@@ -45,7 +52,7 @@ class FakeVLLM:
         self._lock = threading.Lock()
         # Completions that are computed, and whether that is to pause.
         self._changed, self._active, self._paused = threading.Condition(), 0, False
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        self._http = ThreadingHTTPServer((host, port), _handler(self))
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}"
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()

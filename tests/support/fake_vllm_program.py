@@ -1,5 +1,7 @@
-"""The fake server as a program that is started as vLLM is: `... serve MODEL --port N ...`."""
+"""The fake server as a program that is started as vLLM is, `... serve MODEL --port N ...`; as that
+does, it listens on all addresses."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -15,6 +17,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, port = sys.argv[2], int(sys.argv[sys.argv.index("--port") + 1])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    FakeVLLM(model, AutoTokenizer.from_pretrained(folder), port=port)
+    server = FakeVLLM(model, AutoTokenizer.from_pretrained(folder), host="0.0.0.0", port=port)
+    if "--hf-overrides" in sys.argv:
+        overrides = json.loads(sys.argv[sys.argv.index("--hf-overrides") + 1])
+        server.settings = {"hf_overrides": overrides}
     while True:
         time.sleep(60)

@@ -13,7 +13,8 @@ STEPS, VLLM_STEPS = 14, 3
 # The same whatever launches them: two ranks and two processes that sample.
 RUN = (
     "--trainer_gpus=2", "--engine_gpus=2", "--threads=1", f"--max_steps={STEPS}",
-    "--num_prompts=8", "--eval_size=16", "--save_steps=2", "--save_total_limit=2",
+    "--num_prompts=8", "--eval_size=16", "--save_strategy=steps", "--save_steps=2",
+    "--save_total_limit=2",
 )  # fmt: skip
 
 

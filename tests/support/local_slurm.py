@@ -91,6 +91,13 @@ class LocalSlurm:
         """Have a node up."""
         self.processes[node] = self._start("slurmd", "-D", "-N", node)
 
+    def mend(self) -> None:
+        """Have nodes up again whose daemon has crashed, which Slurm's does rarely."""
+        for node in ("n0", "n1"):
+            if self.processes[node].poll() is not None:
+                self.start_node(node)
+        self._wait_for(lambda: self.run("sinfo", "-h", "-o", "%D %t").strip() == "2 idle", 90.0)
+
     def kill_node(self, node: str) -> None:
         """As a machine that loses its power: the node, and all that runs on it. All of it stops
         first, so that nothing is left that could tell Slurm of another's end."""

@@ -56,6 +56,19 @@ def count_due(
     return evaluations, checkpoints
 
 
+def never_due(config: RLOOConfig) -> list[str]:
+    """A note for each interval that is given and, by its strategy, of no use."""
+    notes, usual = [], RLOOConfig()
+    for name in ("eval", "save"):
+        steps, strategy = getattr(config, f"{name}_steps"), getattr(config, f"{name}_strategy")
+        if strategy != "steps" and steps not in (None, getattr(usual, f"{name}_steps")):
+            notes.append(
+                f"{name}_steps is {steps:g} and counts only where {name}_strategy is steps; it is "
+                f"{strategy}"
+            )
+    return notes
+
+
 def writing_seconds(folder: Path, size: int) -> float:
     """Seconds that `size` bytes take to get into `folder`, which need not exist, and to be hashed:
     from fewer in a file without a name, which nobody sees."""

@@ -34,6 +34,7 @@ from rloo.report.monitor import Monitor
 from rloo.report.profiling import Clock
 from rloo.run import again, setup, shown
 from rloo.run.checkpoint import find_checkpoint
+from rloo.run.due import never_due
 from rloo.run.evaluate import Evaluator, Results, flatten
 from rloo.run.folder import AUTO, claimed_by_main
 from rloo.run.judging import Judging
@@ -283,6 +284,7 @@ class RLOOTrainer(shown.Shown):
                 "on (train_dataset, dataset)"
             )
         self._notes += setup.check_evaluation(self.args, self._eval_prompts, trains=trains)
+        self._notes += never_due(self.args) if trains else []
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = setup.make_state(self._source, self.args, self.batches)
