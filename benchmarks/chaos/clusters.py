@@ -145,12 +145,16 @@ def by_slurm(trials: Trials, slurm: LocalSlurm, kind: str, name: str) -> str:
             lost = rng.choice(["n0", "n1"])
             slurm.kill_node(lost)
             slurm.wait(job, "PENDING")
-            slurm.start_node(lost)
+            slurm.mend()
     if kind != "cancelled":  # for which it was submitted again
         slurm.wait(job, "PENDING")
         slurm.begin(job)
     state = slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=PATIENCE)
-    return f"the job has {state}" if state != "COMPLETED" else trials.differences("native", run)
+    if state == "COMPLETED":
+        return trials.differences("native", run)
+    log, daemon = run / "logs" / f"slurm-{job}.log", slurm.folder / "slurmctld.log"
+    said = [line for line in daemon.read_text().splitlines() if f"JobId={job}" in line]
+    return f"the job has {state}: {said[-5:]}, {log.read_text()[-1000:]}"
 
 
 def _submit(trials: Trials, run: Path, *arguments: str) -> str:

@@ -81,33 +81,29 @@ class LocalSlurm:
                 f"--log-file={folder}/munged.log", f"--seed-file={folder}/munge.seed",
             )
         }  # fmt: skip
-        self._wait_for(lambda: (folder / "munge" / "socket").exists())
-        self.processes["slurmctld"] = self._start("slurmctld", "-D")
-        for node in ("n0", "n1"):
-            self.start_node(node)
-        self._wait_for(lambda: self.run("sinfo", "-h", "-o", "%D %t").strip() == "2 idle")
-
-    def start_node(self, node: str) -> None:
-        """Have a node up."""
-        self.processes[node] = self._start("slurmd", "-D", "-N", node)
+        try:
+            self._wait_for(lambda: (folder / "munge" / "socket").exists())
+            self.processes["slurmctld"] = self._start("slurmctld", "-D")
+            self.mend()
+        except BaseException:
+            self.close()
+            raise
 
     def mend(self) -> None:
-        """Have nodes up again whose daemon has crashed, which Slurm's does rarely."""
+        """Have both nodes up, which may have been killed, or crashed, as slurmd rarely does."""
         for node in ("n0", "n1"):
-            if self.processes[node].poll() is not None:
-                self.start_node(node)
+            if not self._processes("slurmd", node):
+                self.processes[node] = self._start("slurmd", "-D", "-N", node)
         self._wait_for(lambda: self.run("sinfo", "-h", "-o", "%D %t").strip() == "2 idle", 90.0)
 
     def kill_node(self, node: str) -> None:
         """As a machine that loses its power: the node, and all that runs on it. All of it stops
         first, so that nothing is left that could tell Slurm of another's end."""
-        daemon = self.processes.pop(node)
-        lost = [psutil.Process(daemon.pid), *_lost_with(node)]
+        lost = [*self._processes("slurmd", node), *_lost_with(node)]
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in lost:
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
-        daemon.wait()
 
     def run(self, *command: str, check: bool = True) -> str:
         """What a command of Slurm's prints."""
@@ -129,7 +125,9 @@ class LocalSlurm:
 
     def begin(self, job: str) -> None:
         """Have a job that was queued again begin now: Slurm sets a time in two minutes, at some
-        moment after it is pending."""
+        moment after it is pending. Within the second in which it ended its new credential would
+        count as revoked, too."""
+        time.sleep(2.0)
         self._wait_for(lambda: self._released(job))
 
     def _released(self, job: str) -> bool:
@@ -146,11 +144,23 @@ class LocalSlurm:
         for process in reversed(self.processes.values()):
             process.terminate()
         for process in self.processes.values():
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for process in self._processes():
+            process.kill()
+        for process in self.processes.values():
+            process.wait()
+
+    def _processes(self, *words: str) -> list[psutil.Process]:
+        """What runs of this Slurm, with these words in its command line, whoever has started it: a
+        fork of this process may have."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                conf = process.environ().get("SLURM_CONF")
+                if conf == self.environment["SLURM_CONF"] and {*words} <= {*process.cmdline()}:
+                    found.append(process)
+        return found
 
     def _start(self, *command: str) -> subprocess.Popen:
         with (self.folder / f"{command[0]}.out").open("ab") as log:
