@@ -147,7 +147,8 @@ class LocalSlurm:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
         for process in self._processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         for process in self.processes.values():
             process.wait()
 

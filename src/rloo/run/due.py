@@ -7,7 +7,6 @@ import hashlib
 import os
 import tempfile
 import time
-from dataclasses import fields
 from pathlib import Path
 
 from transformers import TrainerControl, TrainerState
@@ -59,10 +58,10 @@ def count_due(
 
 def never_due(config: RLOOConfig) -> list[str]:
     """A note for each interval that is given and, by its strategy, of no use."""
-    notes, usual = [], {field.name: field.default for field in fields(RLOOConfig)}
+    notes = []
     for name in ("eval", "save"):
         steps, strategy = getattr(config, f"{name}_steps"), getattr(config, f"{name}_strategy")
-        if strategy != "steps" and steps not in (None, usual[f"{name}_steps"]):
+        if strategy != "steps" and steps not in (None, getattr(RLOOConfig, f"{name}_steps")):
             notes.append(
                 f"{name}_steps is {steps:g} and counts only where {name}_strategy is steps; it is "
                 f"{strategy}"
