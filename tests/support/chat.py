@@ -1,5 +1,8 @@
-"""A tokenizer of single characters that calls tools as Qwen2.5 does, and a tool."""
+"""Tokenizers of single characters: one that calls tools as Qwen2.5 does, and one whose calls random
+letters are; a model that says such letters; a tool."""
 
+import torch
+import transformers
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -37,6 +40,57 @@ def make_chat_tokenizer(
     fast.pad_token = special[-1]
     fast.chat_template = template
     return fast
+
+
+# Whatever stands behind "{" is a call: the name of a tool, and then key=value; for each argument.
+BRACES = (
+    CHAT_ML[: CHAT_ML.index("{%- for call")]
+    + (
+        "{%- for call in m.tool_calls or [] %}{{ '{' }}{{ call.function.name }} "
+        "{%- for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}"
+    )
+    + CHAT_ML[CHAT_ML.index("{% endfor %}<|im_end|>\n{%- elif") :]
+)
+_READS_BRACES = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"\{(?P<name>\w*)",
+            "close_pattern": r"(?=<\|im_end\|>)",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"(?P<key>\w+)=(?P<value>[^;]*);"},
+            "transform": {
+                "type": "function", "function": {"name": "{name}", "arguments": "{content}"}
+            },
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*"},
+    },
+}  # fmt: skip
+
+
+def make_brace_tokenizer() -> PreTrainedTokenizerFast:
+    """Whose calls random letters can be."""
+    tokenizer = make_chat_tokenizer(BRACES)
+    tokenizer.response_template = _READS_BRACES
+    return tokenizer
+
+
+def make_talkative_model(tokenizer, boost: float = 4.0) -> transformers.PreTrainedModel:
+    """Of random weights; it ends a turn, or begins a call with a brace, every few tokens."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    often = tokenizer.convert_tokens_to_ids(["{", "<|im_end|>"])
+    with torch.no_grad():
+        model.get_input_embeddings().weight += 1.0  # so that all hidden states point one way
+        model.lm_head.weight[often] += boost / 32
+    return model
 
 
 def add(a: int, b: int) -> int:

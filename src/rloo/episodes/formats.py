@@ -11,6 +11,7 @@ from typing import Any
 
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _CHAT_ML = ("<|im_start|>assistant\n", r"<\|im_end\|>")
+_QUOTE = '<|"|>'
 _THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*"}
 
 
@@ -47,7 +48,7 @@ FORMATS: dict[str, dict[str, Any]] = {
             "transform": {"type": "function", "function": "{content}"},
         },
     ),
-    "Qwen3.5": _format(
+    "Qwen3.5 (Nemotron 3)": _format(
         *_CHAT_ML,
         thinks=True,
         call=_tagged(
@@ -71,6 +72,54 @@ FORMATS: dict[str, dict[str, Any]] = {
             "open_pattern": r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*',
             "close_pattern": r"\}\s*(?:<\|eot_id\|>|<\|eom_id\|>)\s*",
             "content": "json",
+        },
+    ),
+    "GPT-OSS": {
+        "start_anchor": "<|start|>assistant",
+        "defaults": {"role": "assistant"},
+        "fields": {
+            "thinking": {
+                "open": "<|channel|>analysis<|message|>",
+                "close_pattern": r"<\|end\|>\s*",
+            },
+            "tool_calls": {
+                "open_pattern": r"to=functions\.(?P<name>[^\s<]+)[^{]*<\|message\|>",
+                "close_pattern": r"<\|call\|>\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": _CALL,
+            },
+            "content": {
+                "open": "<|channel|>final<|message|>",
+                "close_pattern": r"<\|return\|>\s*",
+            },
+        },
+    },
+    "Gemma 4": _format(
+        "<|turn>model\n",
+        r"<turn\|>|<\|tool_response>",
+        call={
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+            "close_pattern": r"<tool_call\|>\s*",
+            "content": "json",
+            "content_args": {"string_delims": [[_QUOTE, _QUOTE]], "unquoted_keys": True},
+        },
+    ),
+    "LFM2.5": _format(
+        *_CHAT_ML,
+        thinks=True,
+        call={
+            "open_pattern": r"(?:<\|tool_call_start\|>\[|(?<=\)),\s*)(?P<name>\w+)\(",
+            "close_pattern": r"\)(?=,\s*\w+\(|\]<\|tool_call_end)(?:\]<\|tool_call_end\|>\s*)?",
+            "content": "xml-inline",
+            "content_args": {
+                # Of lists and objects only flat ones: an expression cannot count brackets.
+                "tag_pattern": r"(?P<key>\w+)=(?P<value>'[^']*'|\[[^]]*\]|\{[^}]*\}|[^,]*)",
+                "value_parser": {
+                    "name": "json",
+                    "args": {"string_delims": [["'", "'"]], "allow_non_json": True},
+                },
+            },
         },
     ),
 }

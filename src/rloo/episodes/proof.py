@@ -35,7 +35,11 @@ def find_dialect(
             f"{template.name} has no chat template, and what tools say reaches a model by that "
             "(chat_template)"
         )
-    seen = _seen(template)
+    try:
+        seen = _seen(template)
+    except _Rewritten:
+        # Where every turn begins with a thought, one without any is no turn of the model's.
+        seen = _seen(template, reasoning_content="So.")
     turns = [_turn(template, *both, stop_token_ids) for both in pairwise(seen)]
     end = template.encode(turns[0])[-1]
     opening = seen[0].removeprefix(template.text([ASKED], opens=False))
@@ -51,13 +55,17 @@ def find_dialect(
     )
 
 
-def _seen(template: Template) -> list[str]:
+class _Rewritten(ValueError):
+    """A template renders what was said in another way later on."""
+
+
+def _seen(template: Template, **thought: str) -> list[str]:
     """What the model sees at three turns, the first two of which call a tool."""
     conversation: list[Message] = [ASKED]
     seen = [template.text(conversation)]
     for call, answer in zip(_CALLS, _ANSWERS, strict=True):
         wrapped = {"name": call.name, "arguments": call.arguments}
-        turn = {"role": "assistant", "content": "", "tool_calls": [_function(wrapped)]}
+        turn = {"role": "assistant", "content": "", "tool_calls": [_function(wrapped)], **thought}
         conversation += [turn, {"role": "tool", "name": call.name, "content": answer}]
         try:
             seen.append(template.text(conversation))
@@ -76,7 +84,7 @@ def _seen(template: Template) -> list[str]:
         if not after.startswith(before):
             both = enumerate(zip(before, after, strict=False))
             place = next((n for n, (a, b) in both if a != b), len(after))
-            raise ValueError(
+            raise _Rewritten(
                 f"the chat template of {template.name} renders what was said in another way once "
                 f"more was said: {before[place:][:40]!r} becomes {after[place:][:40]!r}; what a "
                 f"model is trained on would not be what it sees later {_CHAT_TEMPLATE}"

@@ -89,6 +89,11 @@ def make_plan(config: RLOOConfig) -> Plan:
             "divides what zero3 divides; zero2 does not divide weights, zero1 neither weights nor "
             "gradients (parallel)"
         )
+    if config.tools:
+        raise ValueError(
+            "there are tools, and a plan calls no tools: what they take, and how long episodes "
+            "are, it could not tell (tools)"
+        )
     began, processes = time.perf_counter(), config.num_processes or 1
     trainer = RLOOTrainer(args=in_one_process(config))
     trainer.policy.notes += [_BESIDE] if config.samples_beside else []

@@ -64,6 +64,7 @@ class Turns:
         options = self.shown(args).chat_template_kwargs or {}
         ends = stop_tokens(args.generation_kwargs, policy.stop_token_ids)
         dialect = find_dialect(policy.tokenizer, ends, options)
+        policy.notes.append(f"the model may call {', '.join(self.tools.functions)} (tools)")
         limits = Limits(args.max_tool_calling_iterations, args.episode_timeout)
         return EpisodeEngine(engine, dialect, self.tools, limits)
 
