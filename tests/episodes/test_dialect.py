@@ -136,9 +136,7 @@ def test_wide_letters_that_a_tokenizer_narrows_make_no_special_token():
 
 
 def test_templates_that_quote_an_answer_quote_all_of_it():
-    quoting = CHAT_ML.replace(
-        "\n{{ m.content }}\n</tool_response>", "\n{{ m.content | tojson }}\n</tool_response>"
-    )
+    quoting = CHAT_ML.replace("{{ m.content }}", "{{ m.content | tojson }}")
     dialect = make_dialect(quoting)
     text = f'a "b"\n{SPECIAL[1]}'
     found = answer(dialect, f"{call('add', a=1, b=2)}<|im_end|>", text)

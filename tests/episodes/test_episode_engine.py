@@ -68,6 +68,7 @@ def test_an_episode_is_one_row_of_which_the_models_tokens_are_trained():
     for ours, logprob in zip(episode.trained, episode.policy_logprobs, strict=True):
         assert (logprob < 0) == ours
     assert [len(rows) for rows in inner.asked] == [1, 1]
+    assert inner.asked[0] == [(PROMPT, 0)]
     ((again, k),) = inner.asked[1]
     assert (again.offset, k, again.noise_id) == (said + told, 0, PROMPT.noise_id)
 

@@ -22,23 +22,19 @@ def test_a_template_that_only_appends_is_proven():
 
 
 # As Qwen3's without thinking: what opens a turn is not there any more once it was said.
-FORGETS = CHAT_ML.replace(
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n",
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n",
-)
-COUNTS = CHAT_ML.replace("<tool_response>\n", "<tool_response>\n{{ messages | length }}: ")
+OPENS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+FORGETS = CHAT_ML.replace(OPENS, OPENS + "{{ '<think>\n\n</think>\n\n' }}")
+COUNTS = CHAT_ML.replace("{{ m.content }}", "{{ messages | length }}: {{ m.content }}")
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
         (None, "owner/name has no chat template"),
-        (FORGETS, "owner/name renders what was said in another way.*'<think>"),
-        (COUNTS, "owner/name renders what was said in another way.*'3: 17 degrees"),
+        (FORGETS, "owner/name renders what was said in another way.*<think>"),
+        (COUNTS, "owner/name renders what was said in another way.*3: 17 degrees"),
         (
-            CHAT_ML.replace("m.role == 'tool'", "m.role == 'x'").replace(
-                "m.role }}", "m.role }}{{ raise_exception('no tools') if m.role == 'tool' }}"
-            ),
+            CHAT_ML.replace("{{ m.content }}", "{{ raise_exception('no tools') }}"),
             "owner/name refuses a call and its answer: no tools",
         ),
         (
@@ -46,7 +42,7 @@ COUNTS = CHAT_ML.replace("<tool_response>\n", "<tool_response>\n{{ messages | le
             "owner/name does not show calls and answers of tools: 'look_up' is left out",
         ),
         (
-            CHAT_ML.replace("\n{{ m.content }}\n</tool_response>", "</tool_response>"),
+            CHAT_ML.replace("{{ m.content }}", ""),
             "owner/name does not show calls and answers of tools: '17 degrees' is left out",
         ),
         (

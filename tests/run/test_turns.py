@@ -107,7 +107,9 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
         log_extra("messages", [len(c) for c in completions])
         return [float(len(str(c))) for c in completions]
 
-    trainer = make_trainer(tmp_path, reward=reward, max_steps=1, log_completions=True)
+    trainer = make_trainer(
+        tmp_path, reward=reward, max_steps=1, log_completions=True, logging_steps=1
+    )
     trainer.train()
 
     assert sizes == [10]

@@ -8,21 +8,24 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 # As Qwen2.5's, in short.
+_CALLS = (
+    '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson + '}\n</tool_call>' }}"
+)
 CHAT_ML = (
-    "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    "<|im_end|>\n{% endif %}"
-    "{%- for m in messages %}"
-    "{%- if m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content }}"
-    "{%- for call in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first }}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>{% endfor %}<|im_end|>\n"
-    "{%- elif m.role == 'tool' %}"
-    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
-    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
-    "{%- else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\n' }}"
+    "{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first }}"
+    f"{_CALLS}{{% endfor %}}{{{{ '<|im_end|>\n' }}}}"
+    "{% elif m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' }}{{ m.content }}{{ '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
@@ -43,13 +46,10 @@ def make_chat_tokenizer(
 
 
 # Whatever stands behind "{" is a call: the name of a tool, and then key=value; for each argument.
-BRACES = (
-    CHAT_ML[: CHAT_ML.index("{%- for call")]
-    + (
-        "{%- for call in m.tool_calls or [] %}{{ '{' }}{{ call.function.name }} "
-        "{%- for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}"
-    )
-    + CHAT_ML[CHAT_ML.index("{% endfor %}<|im_end|>\n{%- elif") :]
+BRACES = CHAT_ML.replace(
+    _CALLS,
+    "{{ '{' + call.function.name + ' ' }}{% for key, value in call.function.arguments.items() %}"
+    "{{ key + '=' + value + ';' }}{% endfor %}",
 )
 _READS_BRACES = {
     "start_anchor": "<|im_start|>assistant\n",

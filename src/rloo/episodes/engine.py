@@ -64,14 +64,12 @@ class EpisodeEngine:
             [_Episode(prompt, number) for number in own]
             for prompt, own in zip(prompts, numbers, strict=True)
         ]
-        drawn = self._inner.sample(prompts, numbers, sampling, noise)
         going = [episode for group in groups for episode in group]
-        turns = [turn for group in drawn for turn in group]
         while going:
-            going = list(self._answered(going, turns, sampling.max_tokens))
             rows = [episode.row() for episode in going]
             own = [range(episode.number, episode.number + 1) for episode in going]
             turns = [turn for (turn,) in self._inner.sample(rows, own, sampling, noise)]
+            going = list(self._answered(going, turns, sampling.max_tokens))
         return [[episode.completion() for episode in group] for group in groups]
 
     def _answered(
@@ -144,7 +142,10 @@ class _Episode:
     failed: str | None = None
 
     def row(self) -> Prompt:
-        """What the model sees at its next turn."""
+        """What the model sees at its next turn: at the first one the prompt itself, which the
+        engine computes once for the whole group."""
+        if not self.token_ids:
+            return self.prompt
         tokens = self.prompt.token_ids + self.token_ids
         return replace(self.prompt, token_ids=tokens, offset=len(self.token_ids))
 

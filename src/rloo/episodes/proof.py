@@ -83,7 +83,7 @@ def _seen(template: Template, **thought: str) -> list[str]:
     for before, after in pairwise(seen):
         if not after.startswith(before):
             both = enumerate(zip(before, after, strict=False))
-            place = next((n for n, (a, b) in both if a != b), len(after))
+            place = next((n for n, (a, b) in both if a != b), len(after)) - 8
             raise _Rewritten(
                 f"the chat template of {template.name} renders what was said in another way once "
                 f"more was said: {before[place:][:40]!r} becomes {after[place:][:40]!r}; what a "
