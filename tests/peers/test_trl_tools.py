@@ -74,7 +74,8 @@ def test_calls_are_read_as_trl_reads_them(name):
     theirs = tokenizer.parse_response(tokens, prefix=before, tools=template.options["tools"])
     assert [(c.name, c.arguments, c.fault) for c in ours.calls] == [("add", {"a": 1, "b": 2}, None)]
     assert ours.message["tool_calls"] == theirs["tool_calls"]
-    assert ours.message["content"] == theirs.get("content", "")
+    # TRL's schema of GLM knows one of the two tokens that end a turn there.
+    assert ours.message["content"] == theirs.get("content", "").removesuffix(KNOWN[name])
 
     rest = template.encode(after[len(before) + len(said) :])
     assert dialect.answer(tokens, [answer]) == rest
