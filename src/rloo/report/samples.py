@@ -105,7 +105,7 @@ def record_of(step: int, group: Group, index: int, *, images: Path | None) -> di
         "extras": {name: values[index] for name, values in group.extras.items()},
     }
     if (episode := group.completions[index].episode) is not None:
-        names = ("turns", "calls", "errors", "seconds", "failed")
+        names = ("turns", "calls", "errors", "seconds", "failed", "start")
         record["episode"] = {name: getattr(episode, name) for name in names}
     if images is not None and images_of(content):
         record["images"] = save_images(content, images)
