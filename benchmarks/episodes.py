@@ -145,6 +145,7 @@ def main(number: int) -> None:
     """Play `number` episodes, close the stage, and print what is left."""
     server, tokenizer = Server(), make_tokenizer()
     Room.address = server.address
+    files = len(os.listdir("/proc/self/fd"))
     stage = Stage({None: Room})
     tools = Tools(
         [], characters=1000, example=stage.examples[None], methods=tools_of(stage.examples[None])
@@ -156,27 +157,28 @@ def main(number: int) -> None:
     content = [{"role": "user", "content": "Look around."}]
     ids = dialect.template.encode(dialect.template.text(content))
     prompts = [Prompt(n, ids, content) for n in range(PROMPTS)]
-    files, began, played, failed, errors = len(os.listdir("/proc/self/fd")), time.time(), 0, 0, 0
+    began, played, failed, errors = time.time(), 0, 0, 0
     rounds = -(-number // (PROMPTS * SAMPLES))
     for noise in range(rounds):
         for group in engine.sample(
             prompts, SAMPLES, Sampling(2000, (tokenizer.eos_token_id,)), noise
         ):
-            played += len(group)
-            failed += sum(c.episode.failed is not None for c in group)
-            errors += sum(c.episode.errors for c in group)
+            told = [c.episode for c in group if c.episode is not None]
+            played += len(told)
+            failed += sum(episode.failed is not None for episode in told)
+            errors += sum(episode.errors for episode in told)
         if noise == rounds // 2:
             half = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = time.time() - began
     stage.close()
     time.sleep(0.5)
-    more = len(os.listdir("/proc/self/fd")) - files + 1
+    more = len(os.listdir("/proc/self/fd")) - files
     memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - half) / 1024
     print(
         f"{played} episodes, {failed} failed, {errors} errors of tools, in {seconds:.0f} s "
         f"({1000 * seconds / played:.2f} ms each)\n"
         f"sessions: at most {server.most} at once, {server.open} at the end\n"
-        f"files: {more} more than before the first episode\n"
+        f"files: {more} more than before the first session\n"
         f"memory: {memory:.1f} MiB more than after half of them"
     )
 

@@ -56,7 +56,7 @@ class Guessing:
 
     def close(self) -> None:
         """Leave."""
-        self.alive.remove(self)
+        self.alive[:] = [other for other in self.alive if other is not self]
 
     def _secret(self) -> int:
         return self.number

@@ -96,7 +96,7 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
 
     def completion(self):
         if next(count) % 12 in failing:
-            self.failed = "the tool has gone"
+            self.lease.failed = "the tool has gone"
         return original(self)
 
     monkeypatch.setattr(engine._Episode, "completion", completion)

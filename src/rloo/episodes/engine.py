@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rloo.data.prompts import encode_prompt
 from rloo.engines.sampling import numbers_of
@@ -120,8 +119,9 @@ class EpisodeEngine:
     def _told(self, prompt: Prompt, said: str, dialect: Dialect, max_tokens: int) -> Prompt:
         """The prompt with what an environment says behind its last message. Raises ValueError for
         one that is too long then."""
+        assert isinstance(prompt.content, list)  # check_prompts
         *before, last = prompt.content
-        content: Any = [*before, {**last, "content": last["content"] + said}]
+        content: list[Message] = [*before, {**last, "content": last["content"] + said}]
         template, limits = dialect.template, self._limits
         tokens = encode_prompt(content, template.tokenizer, chat_template_kwargs=template.options)
         room = None if limits.context is None else limits.context - max_tokens

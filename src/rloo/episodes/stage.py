@@ -147,9 +147,9 @@ def _reward_of(kind: Any) -> Callable[..., Any]:
     def now(environments: Sequence[Any], **_: Any) -> list[Any]:
         return [e.get_reward() if type(e) is kind else None for e in environments]
 
-    chosen: Any = later if inspect.iscoroutinefunction(kind.get_reward) else now
+    chosen: Callable[..., Any] = later if inspect.iscoroutinefunction(kind.get_reward) else now
     chosen.__name__ = kind.__name__
-    return chosen  # type: ignore[no-any-return]
+    return chosen
 
 
 def _reset(environment: Any, prompt: Prompt, noise: int) -> Callable[[], Any]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a run without tools does not load them
 
 Factory = Callable[[], Any]
 # A factory, the spec of one, or one of either by the name that the column `environment` has.
-Factories = Factory | str | Mapping[str, Factory] | None
+Factories = Factory | str | Mapping[str, Factory | str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +136,8 @@ def turns_of(
     characters = args.max_tool_response_length
     if factories is None:
         return Turns({None: Tools(functions, characters=characters)})
-    if isinstance(factories, str):
-        factories = load_function(factories, "environment")
-    by_name = factories if isinstance(factories, Mapping) else {None: factories}
-    stage = Stage(by_name)
+    by_name = dict(factories) if isinstance(factories, Mapping) else {None: factories}
+    stage = Stage({name: _factory(factory) for name, factory in by_name.items()})
     return Turns(
         {
             name: Tools(functions, characters=characters, example=e, methods=tools_of(e))
@@ -147,3 +145,7 @@ def turns_of(
         },
         stage,
     )
+
+
+def _factory(given: Factory | str) -> Factory:
+    return load_function(given, "environment") if isinstance(given, str) else given
