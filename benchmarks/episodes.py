@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import suppress
 
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -59,11 +60,14 @@ class Server:
         with self._lock:
             self.open += 1
             self.most = max(self.most, self.open)
-        with session:
-            while told := session.recv(1024):
-                session.sendall(told)
-        with self._lock:
-            self.open -= 1
+        try:
+            # One that leaves in the middle of an answer resets the connection.
+            with session, suppress(ConnectionError):
+                while told := session.recv(1024):
+                    session.sendall(told)
+        finally:
+            with self._lock:
+                self.open -= 1
 
 
 class Room:

@@ -164,7 +164,7 @@ def test_engines_go_on_behind_answers_as_the_model_itself_would(name):
     model = make_talkative_model(make_brace_tokenizer()).double()
     begin = len(prompt.token_ids)
 
-    groups = engine.sample(prompts, 4, sampling, 3)
+    groups = engine.sample(prompts, 8, sampling, 3)
     alone = engine.sample([prompts[1]], [range(2, 3)], sampling, 3)
 
     episodes = [episode for group in groups for episode in group]
