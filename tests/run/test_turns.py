@@ -67,6 +67,17 @@ def test_a_run_trains_on_episodes_and_writes_them_down(tmp_path, engine):
     longest = max(rows, key=lambda row: row["episode"]["turns"])
     assert [m["role"] for m in longest["completion"]][:3] == ["assistant", "tool", "assistant"]
     assert longest["episode"]["calls"] >= 1
+    groups = Path(trainer.args.output_dir, "groups.jsonl").read_text().splitlines()
+    for completion in json.loads(groups[0])["completions"]:
+        told = [
+            token
+            for token, ours in zip(completion["tokens"], completion["trained"], strict=True)
+            if not ours
+        ]
+        assert bool(told) == (completion["episode"]["turns"] > 1)
+        if completion.get("mismatch"):
+            known = [value is not None for value in completion["mismatch"]]
+            assert known == [ours == 1 for ours in completion["trained"]]
     evaluation = json.loads(
         Path(trainer.args.output_dir, "evaluations.jsonl").read_text().splitlines()[0]
     )
