@@ -66,9 +66,10 @@ class Episode:
     often the model spoke and called tools, how many of these calls went wrong, and the seconds that
     they took. `failed` is the reason why it could not go on, which is no fault of the model's: such
     an episode has no reward, and perhaps no token. With an environment, `prompt` is that to which
-    its first words were added, and `start` a hash of the state in which it began."""
+    its first words were added, and `start` a hash of the state in which it began. A function that
+    makes rollouts knows no `messages`, and may give reward functions `columns`."""
 
-    messages: list[Message]
+    messages: list[Message] | None
     turns: int
     calls: int
     errors: int
@@ -77,6 +78,7 @@ class Episode:
     prompt: Prompt | None = None
     environment: Any = None
     start: str | None = None
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,10 +195,13 @@ def arguments_of(
     flat = [completion for _, completions in groups for completion in completions]
     decoded = tokenizer.batch_decode([c.token_ids for c in flat], skip_special_tokens=True)
     texts: list[Text] = [
-        _as_text(p, text) if c.episode is None else c.episode.messages
+        (c.episode and c.episode.messages) or _as_text(p, text)
         for p, c, text in zip(repeated, flat, decoded, strict=True)
     ]
     columns = {name: [p.columns.get(name) for p in repeated] for name in names}
+    given = dict.fromkeys(name for c in flat if c.episode for name in c.episode.columns)
+    for name in given:
+        columns[name] = [c.episode.columns.get(name) if c.episode else None for c in flat]
     environments = [c.episode and c.episode.environment for c in flat]
     if any(environment is not None for environment in environments):
         columns["environments"] = environments

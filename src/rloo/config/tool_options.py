@@ -44,25 +44,27 @@ def refuse_in_vain(options: ToolOptions) -> None:
             )
 
 
-def check_tools(options: ToolOptions) -> None:
-    """Raise ValueError for the first thing that runs with tools cannot do in this version."""
-    for fault in _faults(options):
-        raise ValueError(f"{fault} (tools)")
+def check_tools(options: ToolOptions, *, own: bool = False) -> None:
+    """Raise ValueError for the first thing that runs with tools cannot do in this version, or with
+    a function of the user's `own` that makes rollouts."""
+    for fault in _faults(options, own):
+        raise ValueError(f"{fault} ({'rollout_func' if own else 'tools'})")
 
 
-def _faults(options: ToolOptions) -> Iterator[str]:
-    if options.rollout_engine.startswith("vllm"):
+def _faults(options: ToolOptions, own: bool) -> Iterator[str]:
+    what = "there is a rollout_func" if own else "there are tools"
+    if options.rollout_engine.startswith("vllm") and not own:
         yield (
-            f"there are tools and rollout_engine is {options.rollout_engine}, whose turns cannot "
+            f"{what} and rollout_engine is {options.rollout_engine}, whose turns cannot "
             "go on in this version; the native engine's and those of hf can (rollout_engine)"
         )
     if options.samples_beside:
         yield (
-            "there are tools and completions are sampled beside training, by processes that have "
-            "no tools in this version (max_staleness 0 and no sampler_processes)"
+            f"{what} and completions are sampled beside training, by processes that "
+            "cannot call them in this version (max_staleness 0 and no sampler_processes)"
         )
     if (options.num_processes or 1) > 1:
         yield (
-            f"there are tools and num_processes is {options.num_processes}; episodes are not "
+            f"{what} and num_processes is {options.num_processes}; episodes are not "
             "divided among processes in this version (num_processes 1)"
         )

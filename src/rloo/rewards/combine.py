@@ -121,6 +121,11 @@ class RewardSet:
         """The functions as they were given."""
         return [reward.function for reward in self._rewards]
 
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The names of all parameters that some function cannot do without."""
+        return tuple(dict.fromkeys(name for reward in self._rewards for name in reward.requires))
+
     def check(self, columns: Iterable[str]) -> None:
         """Raise ValueError for what would fail at the first call: required parameters that are no
         columns, columns with reserved names, and a function's own `check_columns(columns)`."""

@@ -48,7 +48,7 @@ from rloo.run.presence import present
 from rloo.run.session import Session
 from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
 from rloo.run.together import require_same_start, together
-from rloo.run.turns import Factories, turns_of
+from rloo.run.turns import Factories, RolloutFunc, turns_of
 from rloo.types import Prompt
 
 Rewards = RewardFunction | Sequence[RewardFunction]
@@ -63,7 +63,7 @@ class RLOOTrainer(shown.Shown):
     `eval_dataset` may be a dict of named sets. `eval_reward_funcs`, rewards or TRL's pairwise
     judges, only judge in evaluations. With `peft_config` (a LoraConfig) a new adapter is trained.
     The model may call `tools`, functions, and those of environments that `environment_factory`
-    makes, as in TRL's GRPOTrainer (docs/tools.md).
+    makes, or `rollout_func` makes rollouts, as in TRL's GRPOTrainer (docs/tools.md).
     Raises ValueError for every error that can be found before sampling.
     """
 
@@ -100,6 +100,7 @@ class RLOOTrainer(shown.Shown):
         reward_model: Rewards | None = None,
         eval_reward_funcs: Rewards | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunc | None = None,
         environment_factory: Factories = None,
     ) -> None:
         refuse_overrides(type(self), _OWN, _SHOWN)  # a class can be changed after it was made
@@ -113,7 +114,7 @@ class RLOOTrainer(shown.Shown):
             chosen_estimator(self.args)
             setup.seed_all(self.args)
             loggers = make_loggers(self.args)
-            self.turns = turns_of(tools, environment_factory, self.args, self.world)
+            self.turns = turns_of(tools, environment_factory, rollout_func, self.args, self.world)
             self.tools = self.turns.functions
             given = reward_model if reward_funcs is None else reward_funcs
             given, weighed = self.turns.with_rewards(given, self.args)
@@ -311,9 +312,8 @@ class RLOOTrainer(shown.Shown):
         self.ref_model = self.policy.reference.model
         if self.policy.device.type == "cpu":
             keep_freed_memory()
-        self.engine = self.turns.around(
-            setup.make_engine(self.policy, self.args, self), self.policy
-        )
+        engine = setup.make_engine(self.policy, self.args, self)
+        self.engine = self.turns.around(engine, self.policy, self)
         self.policy.notes += self._notes
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control

@@ -3,6 +3,7 @@ them called."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from rloo.config.tool_options import check_tools, refuse_in_vain
 from rloo.data.prompts import PromptSource
 from rloo.data.stream import Prompts
 from rloo.dist import World
+from rloo.model.loading import num_embedded
 from rloo.model.policy import Policy
 from rloo.rewards import RewardSet
 from rloo.types import Engine
@@ -23,6 +25,7 @@ if TYPE_CHECKING:  # a run without tools does not load them
     from rloo.episodes.tools import Tools
 
 Factory = Callable[[], Any]
+RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 # A factory, the spec of one, or one of either by the name that the column `environment` has.
 Factories = Factory | str | Mapping[str, Factory | str] | None
 
@@ -30,10 +33,12 @@ Factories = Factory | str | Mapping[str, Factory | str] | None
 @dataclass(frozen=True, slots=True)
 class Turns:
     """Tools by the name of an environment, None where there is one for all, or none at all; and the
-    environments. Empty: completions are single turns, and nothing here does anything."""
+    environments; or a function that makes rollouts. Empty: completions are single turns, and
+    nothing here does anything."""
 
     tools: Mapping[str | None, Tools] = field(default_factory=dict)
     stage: Stage | None = None
+    own: RolloutFunc | None = None
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
@@ -73,11 +78,18 @@ class Turns:
         """The same, with what its functions may ask for besides columns."""
         if self.stage is not None:
             rewards.offered = ("environments",)
+        if self.own is not None:  # whatever it returns
+            rewards.offered = rewards.required
         return rewards
 
-    def around(self, engine: Engine, policy: Policy) -> Engine:
+    def around(self, engine: Engine, policy: Policy, trainer: Any) -> Engine:
         """An engine whose completions are episodes. Raises ValueError for a model whose chat
         template is not fit for that."""
+        if self.own is not None:
+            from rloo.episodes.own import OwnRollouts
+
+            policy.notes.append(f"{_named(self.own)} makes the rollouts (rollout_func)")
+            return OwnRollouts(engine, self.own, weakref.ref(trainer), num_embedded(policy.model))
         if not self.tools:
             return engine
         from rloo.episodes.engine import Cast, EpisodeEngine, Limits
@@ -108,6 +120,7 @@ class Turns:
 def turns_of(
     given: Sequence[Callable[..., Any] | str] | None,
     factories: Factories,
+    own: RolloutFunc | None,
     args: RLOOConfig,
     world: World,
 ) -> Turns:
@@ -115,15 +128,23 @@ def turns_of(
     ValueError for what is no tool, and for what cannot be combined with tools."""
     specs = args.tools if given is None else given
     factories = args.environment_factory if factories is None else factories
+    if own is not None and (specs or factories is not None):
+        raise ValueError(
+            "rollout_func makes the rollouts, so that nothing else would call tools; give either "
+            "(rollout_func, tools, environment_factory)"
+        )
     if not specs and factories is None:
         refuse_in_vain(args)
-        return Turns()
-    check_tools(args)
+        if own is None:
+            return Turns()
+    check_tools(args, own=own is not None)
     if world.size > 1:
         raise ValueError(
-            f"there are tools and {world.size} processes; episodes are not divided among "
-            "processes in this version (num_processes 1, tools)"
+            f"there are {world.size} processes, and episodes are not divided among processes in "
+            "this version (num_processes 1; tools, environment_factory, rollout_func)"
         )
+    if own is not None:
+        return Turns(own=own)
     if "tools" in (args.chat_template_kwargs or {}):
         raise ValueError(
             "chat_template_kwargs has tools, which are told of by themselves; leave them out there "
@@ -145,6 +166,10 @@ def turns_of(
         },
         stage,
     )
+
+
+def _named(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _factory(given: Factory | str) -> Factory:

@@ -1,0 +1,134 @@
+"""Rollouts made by a function of the user's: what it gets, what it returns, what is trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.models import VOCAB_SIZE, make_model
+from support.training import ROWS, make_config, make_trainer, metrics_of, weights
+
+TOLD = [5, 6, 7]
+
+
+def two_turns(prompts, trainer):
+    """The model speaks, is told three tokens, and speaks again."""
+    ids = [trainer.processing_class(text)["input_ids"] for text in prompts]
+    first = trainer.engine.turn(ids, 4)
+    rows = [i + f.token_ids + TOLD for i, f in zip(ids, first, strict=True)]
+    second = trainer.engine.turn(rows, 1)
+    both = list(zip(first, second, strict=True))
+    return {
+        "prompt_ids": ids,
+        "completion_ids": [a.token_ids + TOLD + b.token_ids for a, b in both],
+        "logprobs": [a.policy_logprobs + [-9.0] * 3 + b.policy_logprobs for a, b in both],
+        "env_mask": [[1] * len(a.token_ids) + [0] * 3 + [1] for a, b in both],
+        "first_length": [len(a.token_ids) for a, _ in both],
+        "everywhere": 7,
+    }
+
+
+def lengths(completions, first_length, everywhere, **_):
+    assert set(everywhere) == {7}
+    return [float(n) for n in first_length]
+
+
+def make(folder: Path, function=two_turns, reward=lengths, **options):
+    return make_trainer(make_config(folder, **options), reward, rollout_func=function)
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_a_function_makes_the_rollouts_of_a_run(tmp_path, engine):
+    trainer = make(
+        tmp_path, rollout_engine=engine, max_steps=2, logging_steps=1, log_completions=True,
+        eval_on_start=True, eval_split="train", eval_size=2,
+    )  # fmt: skip
+    before = weights(trainer)
+    trainer.train()
+    assert any(not torch.equal(weights(trainer)[n], before[n]) for n in before)
+    for row in metrics_of(trainer.args):
+        assert row["episodes/turns"] == 2.0
+        assert row["mismatch/max"] < 1e-4  # what was told is not among the compared
+        assert row["completions/max_length"] <= 5
+    lines = Path(trainer.args.output_dir, "completions.jsonl").read_text().splitlines()
+    assert all("w2 w3 w4" in json.loads(line)["completion"] for line in lines)
+
+
+def test_prompts_come_once_for_each_completion(tmp_path):
+    seen = []
+
+    def watch(prompts, trainer):
+        seen.append(prompts)
+        return two_turns(prompts, trainer)
+
+    make(tmp_path, watch, max_steps=1).train()
+    (prompts,) = seen
+    assert len(prompts) == 12
+    assert all(prompts[k] == prompts[k - k % 4] for k in range(12))
+    assert set(prompts) <= set(ROWS["prompt"])
+
+
+def test_turn_is_for_the_function_alone(tmp_path):
+    trainer = make(tmp_path)
+    with pytest.raises(RuntimeError, match="while it is called"):
+        trainer.engine.turn([[5]])
+
+
+def changed(**fields):
+    def function(prompts, trainer):
+        given = two_turns(prompts, trainer)
+        for name, change in fields.items():
+            given[name] = change(given[name])
+            if given[name] is None:
+                del given[name]
+        return given
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda prompts, trainer: [], "returned a <class 'list'>"),
+        (changed(logprobs=lambda values: None), "returned no logprobs"),
+        (changed(completion_ids=lambda values: values[:-1]), "returned 11 completion_ids for 12"),
+        (changed(env_mask=lambda values: [v[:-1] for v in values]), "completion 0 has . tokens, ."),
+        (changed(env_mask=lambda v: [[0] * len(x) for x in v]), "a token that the model said"),
+        (changed(completion_ids=lambda v: [[VOCAB_SIZE] * len(x) for x in v]), "tokens below 97"),
+        (changed(logprobs=lambda v: [[1.0] * len(x) for x in v]), "logprobs that are none"),
+        (
+            changed(prompt_ids=lambda v: [[3 + n] for n in range(len(v))]),
+            "have different prompt_ids",
+        ),
+    ],
+)
+def test_what_is_no_rollout_ends_the_run_with_the_reason(tmp_path, function, reason):
+    with pytest.raises(ValueError, match=reason):
+        make(tmp_path, function).train()
+
+
+def test_longer_completions_than_asked_for_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has . tokens; it may have 3 \(max_completion_length\)"):
+        make(tmp_path, max_completion_length=3).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_staleness": 1}, "there is a rollout_func and completions are sampled beside"),
+        ({"num_processes": 2, "num_prompts": 4}, "there is a rollout_func and num_processes is 2"),
+        ({"episode_timeout": 5.0}, "episode_timeout is 5.0 and there are no tools"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        make(tmp_path, **options)
+
+
+def test_tools_beside_it_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="rollout_func makes the rollouts"):
+        make_trainer(
+            make_config(tmp_path), lengths, model=make_model("qwen3"), rollout_func=two_turns,
+            tools=[print],
+        )  # fmt: skip
