@@ -96,7 +96,9 @@ class _Given:
 
     @classmethod
     def of(cls, given: Any, count: int) -> _Given:
-        if not isinstance(given, Mapping) or (missing := [n for n in NEEDED if n not in given]):
+        if not isinstance(given, Mapping) or (
+            missing := [n for n in NEEDED if given.get(n) is None]
+        ):
             what = f"no {', '.join(missing)}" if isinstance(given, Mapping) else f"a {type(given)}"
             raise ValueError(
                 f"rollout_func returned {what}; it returns a dict with {', '.join(NEEDED)}, and "
