@@ -31,8 +31,9 @@ _FACTORIES = {
 # What other systems call rewards like these.
 _ELSEWHERE = {
     "accuracy": "math", "accuracy_reward": "math", "reasoning_accuracy_reward": "math",
-    "binary_code": "code", "math_verify": "math", "math_reward": "math", "think_format_reward": "format",
-    "format_reward": "format", "soft_overlong_punishment": "soft_overlong",
+    "math_verify": "math", "math_reward": "math", "think_format_reward": "format",
+    "binary_code": "code", "code_reward": "code", "format_reward": "format",
+    "soft_overlong_punishment": "soft_overlong",
     "get_soft_overlong_punishment": "soft_overlong", "repetition_penalty": "repetition",
 }  # fmt: skip
 # Rewards of open-r1 that there are none like here -> why.

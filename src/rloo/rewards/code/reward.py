@@ -18,7 +18,10 @@ from rloo.rewards.code.walls import WALLS
 from rloo.rewards.text import text_of
 from rloo.types import Text
 
-_FENCE = re.compile(r"^ {0,3}```+ *([\w+#.-]*)[^\n]*\n(.*?)(?:^ {0,3}```+ *$|\Z)", re.M | re.S)
+# As in Markdown: what closes a block is at least as long as what has opened it.
+_FENCE = re.compile(
+    r"^ {0,3}(```+) *([\w+#.-]*)[^\n]*\n(.*?)(?:^ {0,3}\1`*[ \t]*$|\Z)", re.M | re.S
+)
 _PYTHON = ("python", "py", "python3")
 _KINDS = (("inputs", "outputs"), ("function", "cases"), ("tests",))
 _NEEDS = (
@@ -101,7 +104,7 @@ class CodeReward:
         """The rewards. Workers judge side by side, in processes of their own."""
         staff = self._begin_staff()
         begun: dict[str, Future[dict[str, Any]]] = {}
-        keys = []
+        keys: list[str | None] = []
         for row, text in enumerate(completions):
             given = {name: column[row] for kind in _KINDS for name in kind
                      if (column := columns.get(name)) is not None}  # fmt: skip
@@ -142,7 +145,7 @@ class CodeReward:
 
     def _program(self, text: str) -> str:
         blocks = [
-            block for language, block in _FENCE.findall(text)
+            block for _, language, block in _FENCE.findall(text)
             if "command" in self._request or language.lower() in _PYTHON
         ]  # fmt: skip
         return blocks[-1] if blocks else text

@@ -49,7 +49,7 @@ class Limits:
             value, least = getattr(self, known.name), 1 << 26 if known.name == "memory" else 0
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > least:
                 raise ValueError(
-                    f"{known.name} is {value!r}; a limit is a number above {least} (options of code)"
+                    f"{known.name} is {value!r}; it is a number above {least} (option of code)"
                 )
         if not self.seconds <= self.total_seconds <= 3600:
             raise ValueError(

@@ -12,9 +12,9 @@ from rloo.rewards.code.inside.tests import run_tests
 
 
 def answer(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
-    """Of the request's `kind`: `run` gives `output` and `status` of a program with the input
-    `given`, the others `passed` of `count`, or the reason why the tests cannot tell (`missing`).
-    With `all_or_nothing`, what follows a failure is not run."""
+    """Of the request's `kind`: `run` gives `output` (of both sorts) and `status` of a program that
+    is `given` something to read, the others `passed` of `count`, or why the tests cannot tell
+    (`missing`). With `all_or_nothing`, what follows a failure is not run."""
     kinds = {"run": _run, "inputs": _judge_inputs, "function": _judge_function, "tests": run_tests}
     return kinds[request["kind"]](request, stage)
 
@@ -45,10 +45,10 @@ class _Whole:
 
     def _run(self, arguments: list[str] | None, given: bytes) -> tuple[bytes, int | None]:
         source = self._request["program"]
-        if arguments is None:
-            return self._stage.run({"mode": "run", "source": source}, given)
-        file = self._request["file"]
-        how = {"mode": "execute", "arguments": arguments, "file": file, "source": source}
+        how = {"mode": "run", "source": source, "errors": self._request["kind"] == "run"}
+        if arguments is not None:
+            file = self._request["file"]
+            how.update(mode="execute", arguments=arguments, file=file)
         return self._stage.run(how, given)
 
 

@@ -99,7 +99,7 @@ def restrict_files(
     """From now on, this process and its children read and execute what lies under `read`, read
     and write the files `use`, and do everything under the folders `write`: no other file, no TCP,
     no socket or signal of others. What does not exist is left out."""
-    rights = {path: _READ for path in read}
+    rights = dict.fromkeys(read, _READ)
     rights.update(dict.fromkeys(use, _READ | _WRITE_FILE))
     rights.update(dict.fromkeys(write, _EVERYTHING))
     scoped = _ABSTRACT_SOCKETS | _SIGNALS

@@ -47,19 +47,26 @@ class Objects:
             if "do" not in message:
                 return self._decoded(message["value"])
             try:
-                said = {"value": self._encoded(self._do(message))}
+                said = self._do(message)
             except Exception as error:
                 kinds = [kind.__name__ for kind in type(error).__mro__]
                 said = {"raise": [kinds, str(error)]}
             self._send(said)
         os._exit(0)
 
-    def _do(self, message: dict[str, Any]) -> Any:
-        name, given = message["do"], [self._decoded(item) for item in message["args"]]
+    def _do(self, message: dict[str, Any]) -> dict[str, Any]:
+        what, given = message["do"], [self._decoded(item) for item in message["args"]]
         named = {key: self._decoded(item) for key, item in message["named"].items()}
-        if name == "name":
-            return self._find(given[0])
-        return (_DOES.get(name) or getattr(operator, name))(*given, **named)
+        if what == "name":
+            return {"value": self._encoded(self._find(given[0]))}
+        found = (_DOES.get(what) or getattr(operator, what))(*given, **named)
+        said = {"value": self._encoded(found)}
+        if what == "call" and found is None:  # it may have changed what it was given
+            said["args"] = [
+                self._encoded(item) if isinstance(item, values.CHANGING) else None
+                for item in given[1:]
+            ]
+        return said
 
     def _find(self, name: str) -> Any:
         """What a name stands for; `Class.method` is the method of a new object."""

@@ -43,7 +43,7 @@ def begin(request: dict[str, Any], files: list[int], here: dict[str, Any]) -> No
     try:
         mode = request["mode"]
         serving = mode == "serve"
-        _take(files, serving)
+        _take(files, serving, bool(request.get("errors")))
         os.chdir(here["folder"])
         os.environ.update(HOME=here["folder"], TMPDIR=here["folder"])
         if "file" in request:
@@ -62,16 +62,17 @@ def begin(request: dict[str, Any], files: list[int], here: dict[str, Any]) -> No
         os._exit(status)
 
 
-def _take(files: list[int], serving: bool) -> None:
-    """Have no files but those that are given."""
+def _take(files: list[int], serving: bool, errors: bool) -> None:
+    """Have no files but those that are given; what is said of errors goes where output goes, or
+    nowhere."""
+    silence = os.open(os.devnull, os.O_RDWR)
     if serving:
-        silence = os.open(os.devnull, os.O_RDWR)
         files = [silence, silence, *files]
-    for file, number in zip(files, (0, 1, _CALLS, _RESULTS)):
+    for file, number in zip(files, (0, 1, _CALLS, _RESULTS), strict=False):
         os.dup2(file, number)
-    os.dup2(1, 2)
+    os.dup2(1 if errors else silence, 2)
     os.closerange(3, _CALLS)
-    os.closerange(_CALLS if not serving else _RESULTS + 1, 4096)
+    os.closerange(_RESULTS + 1 if serving else _CALLS, 4096)
 
 
 def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import os
 import select
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -72,17 +73,22 @@ class Program:
             by_name = {key: self._encoded(item) for key, item in named.items()}
             given = [self._encoded(item) for item in args]
             self._say({"do": what, "args": given, "named": by_name})
-            return self._listen()
+            # A function that returns something, and could say what it was given, is not believed.
+            return self._listen(args[1:] if what == "call" else ())
         except Gone:
             self.end()
             raise
 
-    def _listen(self) -> Any:
+    def _listen(self, given_to: tuple[Any, ...] = ()) -> Any:
         while True:
             try:
                 said = json.loads(self._hear(struct.unpack("!I", self._hear(4))[0]))
                 if "value" in said:
-                    return self._decoded(said["value"])
+                    found = self._decoded(said["value"])
+                    if found is None:
+                        for item, changed in zip(given_to, said.get("args", ()), strict=False):
+                            _change(item, self._decoded(changed))
+                    return found
                 if "raise" in said:
                     kinds, text = said["raise"]
                     kinds, text = [str(kind) for kind in kinds], str(text)
@@ -167,6 +173,13 @@ class Program:
             self._local.append(value)
             return {"callback": len(self._local) - 1}
         raise CannotSend(f"a {type(value).__name__} cannot be given to a program")
+
+
+def _change(item: Any, into: Any) -> None:
+    """Let a function of the program have changed what it was given."""
+    if type(item) in values.CHANGING and type(into) is type(item) and item != into:
+        item.clear()
+        (item.extend if isinstance(item, (list, deque)) else item.update)(into)
 
 
 class StandIn:
@@ -276,7 +289,7 @@ def _contains(self: StandIn, item: Any) -> bool:
     return any(item is other or item == other for other in items)
 
 
-StandIn.__contains__ = _contains  # type: ignore[attr-defined]
+setattr(StandIn, "__contains__", _contains)  # noqa: B010  # as all others below
 for _what in ("lt", "le", "gt", "ge"):
     setattr(StandIn, f"__{_what}__", _order(_what))
 for _what in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_",

@@ -245,7 +245,7 @@ def _serve(control: socket.socket, here: dict[str, Any]) -> NoReturn:
                 os.close(file)
             control.sendall(struct.pack("!i", pid))
             ended = os.pidfd_open(pid)
-            ready = select.select([ended, control], [], [])[0]
+            ready = select.select([ended, control.fileno()], [], [])[0]
             if ended not in ready:
                 control.recv(1)
                 os.kill(pid, signal.SIGKILL)
@@ -254,6 +254,8 @@ def _serve(control: socket.socket, here: dict[str, Any]) -> NoReturn:
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
+    except ConnectionError:  # nobody waits for it any more
+        pass
     except BaseException as error:
         print(f"the stage has failed: {error!r}", file=sys.__stderr__, flush=True)
     os._exit(1)

@@ -22,8 +22,30 @@ from rloo.rewards.code.inside.stage import Ended, Stage
 
 # What tests may take from it by a name that they do not import themselves.
 _LIBRARY = frozenset(
-    "array bisect cmath collections copy dataclasses datetime decimal enum fractions functools "
-    "heapq itertools json math numbers operator random re statistics string typing".split()
+    [
+        "array",
+        "bisect",
+        "cmath",
+        "collections",
+        "copy",
+        "dataclasses",
+        "datetime",
+        "decimal",
+        "enum",
+        "fractions",
+        "functools",
+        "heapq",
+        "itertools",
+        "json",
+        "math",
+        "numbers",
+        "operator",
+        "random",
+        "re",
+        "statistics",
+        "string",
+        "typing",
+    ]
 )
 _FROM = re.compile(r"^from ([\w.]+) import ([^\n(]+|\([^)]*\))", re.MULTILINE)
 

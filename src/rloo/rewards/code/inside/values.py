@@ -15,6 +15,8 @@ from typing import Any
 
 _SMALL = 1 << 60  # Python's own reading and writing of decimals takes quadratic time
 
+CHANGING = (list, dict, set, deque)
+
 
 class NotPlain(TypeError):
     """A value that cannot be sent."""
