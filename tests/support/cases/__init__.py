@@ -37,15 +37,12 @@ class Attack:
     before: str | None = None
 
 
-# What all attacks begin with. A process is known to the host by its name, which forks inherit.
-PRELUDE = '''
-import ctypes, errno, os, signal, sys, time
-
-CALLS = {  # x86_64, aarch64
+CALLS: dict[str, tuple[int, int]] = {  # numbers of x86_64 and aarch64
     "acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171), "bpf": (321, 280),
     "chroot": (161, 51), "delete_module": (176, 106), "fanotify_init": (300, 262),
     "fsopen": (430, 430), "io_uring_setup": (425, 425), "kexec_load": (246, 104),
     "keyctl": (250, 219), "memfd_create": (319, 279), "mount": (165, 40), "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     "msgget": (68, 186), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
     "open_tree": (428, 428), "perf_event_open": (298, 241), "personality": (135, 92),
     "pidfd_getfd": (438, 438), "pidfd_open": (434, 434), "pivot_root": (155, 41),
@@ -53,7 +50,13 @@ CALLS = {  # x86_64, aarch64
     "reboot": (169, 142), "request_key": (249, 218), "semget": (64, 190), "setns": (308, 268),
     "sethostname": (170, 161), "shmat": (30, 196), "shmget": (29, 194), "swapon": (167, 224),
     "syslog": (103, 116), "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282),
-}
+}  # fmt: skip
+
+# What all attacks begin with. A process is known to the host by its name, which forks inherit.
+PRELUDE = '''
+import ctypes, errno, os, signal, sys, time
+
+CALLS = {calls}
 
 
 def call(name, *arguments):
@@ -135,4 +138,4 @@ name_process()
 
 def attack(name: str, kind: str, note: str, body: str, before: str | None = None) -> Attack:
     """An attack whose program is the common beginning and `body`."""
-    return Attack(name, kind, note, PRELUDE + dedent(body), before)
+    return Attack(name, kind, note, PRELUDE.replace("{calls}", repr(CALLS)) + dedent(body), before)

@@ -74,14 +74,14 @@ KERNEL: list[Attack] = [
         "kernel",
         "mounts, by the old calls and by the new ones",
         """
-        kind = b"no_such_file_system"
+        kind, here = b"no_such_file_system", os.__file__.encode()
         refused("mount", call, "mount", b"none", b".", kind, 0, None)
         refused("bind", call, "mount", b"/no/such/path", b".", None, 4096, None)
-        refused("remount", call, "mount", None, b"/no/such/path", None, 32, None)
+        refused("remount", call, "mount", None, here, None, 32, None)
         refused("fsopen", call, "fsopen", kind, 0)
         refused("a copy of a mount", call, "open_tree", -100, b"/", 0x1)
         refused("pivot_root", call, "pivot_root", b".", b".")
-        refused("unmount", call, "umount2", b"/no/such/path", 0)
+        refused("unmount", call, "umount2", here, 0)
         refused("swapon", call, "swapon", b"/no/such/path", 0)
         """,
     ),
@@ -129,7 +129,8 @@ KERNEL: list[Attack] = [
                 if int(lines[name], 16):
                     escaped("has capabilities", name, lines[name].strip())
         try:
-            if subprocess.run(["sudo", "-n", "true"], capture_output=True, timeout=2).returncode == 0:
+            done = subprocess.run(["sudo", "-n", "true"], capture_output=True, timeout=2)
+            if done.returncode == 0:
                 escaped("sudo works")
         except (OSError, subprocess.SubprocessError) as error:
             print("blocked:", repr(error))
@@ -197,8 +198,9 @@ KERNEL: list[Attack] = [
         "kernel",
         "its own limits of memory and processes changed, groups left or made",
         """
+        files = ("cgroup.procs", "memory.max", "pids.max", "release_agent", "cgroup.kill")
         for folder, _, names in os.walk("/sys/fs/cgroup"):
-            for name in ("cgroup.procs", "memory.max", "pids.max", "release_agent", "notify_on_release"):
+            for name in files:
                 if name in names:
                     path = os.path.join(folder, name)
                     attempt("open " + path, lambda: os.close(os.open(path, os.O_WRONLY)))

@@ -273,8 +273,8 @@ WRITES: list[Attack] = [
         """
         import itertools
         outside = "{outside}"
-        names = ["result", "result.json", "results.json", "output", "output.txt", "stdout", "stderr"]
-        names += ["out", "err", "verdict", "verdict.json", "report.json", "exit_code", "status"]
+        names = ["result", "result.json", "results.json", "output", "output.txt", "stdout"]
+        names += ["out", "err", "stderr", "verdict", "verdict.json", "report.json", "exit_code"]
         folders = [".", os.path.dirname(os.path.abspath(sys.argv[0] or "x")), "/tmp"]
         for folder, name in itertools.product(folders, names):
             path = os.path.join(folder, name)
@@ -471,7 +471,7 @@ NETWORKS: list[Attack] = [
         import glob, socket
         paths = ["/run/dbus/system_bus_socket", "/run/docker.sock", "/run/systemd/private"]
         paths += ["/run/systemd/notify", "/run/nscd/socket", "/run/containerd/containerd.sock"]
-        paths += glob.glob("/run/user/*/bus") + glob.glob("/tmp/.X11-unix/*")
+        paths += glob.glob("/run/user/*/bus") + glob.glob("/tmp" + "/.X11-unix/*")
         for path in paths:
             for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
                 attempt("connect to " + path, lambda: socket.socket(

@@ -32,7 +32,7 @@ RESOURCES: list[Attack] = [
         "processes that fork processes, each with none left to wait for it",
         """
         signal.alarm(4)
-        for _ in range(int("{processes}").bit_length() + 1):
+        for _ in range(int("{processes}").bit_length()):
             try:
                 if os.fork() == 0:
                     signal.alarm(4)
@@ -363,7 +363,7 @@ RESOURCES: list[Attack] = [
         "one operation of C that no signal handler interrupts",
         """
         signal.alarm(int(2 * float("{seconds}")) + 12)
-        len(str(7 ** (7 ** 12)) if hasattr(sys, "none") else bin(7 ** (7 ** 12)))
+        len(bin(7 ** (7 ** 10)))
         """,
     ),
     attack(

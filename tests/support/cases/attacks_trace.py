@@ -4,9 +4,10 @@ from support.cases import Attack, attack
 
 FOLDERS = """
 import tempfile
-folders = {os.getcwd(), tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm", "/run", "/run/lock"}
+folders = {os.getcwd(), tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm", "/run"}
 folders |= {os.path.expanduser("~"), "/", "/dev", "/dev/mqueue", "/var/lock", "/mnt", "/usr/tmp"}
-folders |= {os.environ.get("XDG_RUNTIME_DIR", "/run"), os.path.dirname(os.path.abspath(sys.argv[0]))}
+folders |= {os.environ.get("XDG_RUNTIME_DIR", "/run"), "/run/lock"}
+folders |= {os.path.dirname(os.path.abspath(sys.argv[0]))}
 folders |= {os.path.join(sys.prefix, "lib"), "..", os.path.dirname(os.__file__)}
 """
 
@@ -120,7 +121,8 @@ attempt("found a message queue", call, "msgget", KEY, 0)
         "changed modules, builtins, environment, limits and handlers of the process",
         """
         import builtins, json, resource, types
-        builtins.trace_{tag} = json.trace_{tag} = True
+        for module in (builtins, json):
+            setattr(module, "trace_{tag}", True)
         sys.modules["trace_{tag}"] = types.ModuleType("trace_{tag}")
         os.environ["TRACE_{tag}"] = "x"
         ctypes.CDLL(None).setenv(b"TRACE_{tag}", b"x", 1)
