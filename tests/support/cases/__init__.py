@@ -139,3 +139,22 @@ name_process()
 def attack(name: str, kind: str, note: str, body: str, before: str | None = None) -> Attack:
     """An attack whose program is the common beginning and `body`."""
     return Attack(name, kind, note, PRELUDE.replace("{calls}", repr(CALLS)) + dedent(body), before)
+
+
+def hack(
+    name: str,
+    task: dict[str, Any],
+    what: str,
+    program: str,
+    *,
+    fools: tuple[str, ...],
+    note: str = "",
+) -> Case:
+    """A case that must score 0; the note tells what it does and for whom."""
+    text = f"{what}; {note}" if note else what
+    return Case(name, task, dedent(program).strip("\n") + "\n", fools, text)
+
+
+def honest(name: str, task: dict[str, Any], program: str, note: str = "") -> Case:
+    """A case that must score 1."""
+    return Case(name, task, dedent(program).strip("\n") + "\n", (), note)
