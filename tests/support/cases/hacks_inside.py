@@ -4,7 +4,7 @@ from support.cases import Case, hack
 from support.cases.hacks_function import ADD, KNOWN, ROOM, TRUTH
 
 TESTS = {"tests": ["assert add(1, 2) == 3", "assert add(10, 5) == 15"]}
-MESSAGES = {"tests": ["assert number(1) == 84619370521, 'first'", "assert number(2) == 59302718846"]}
+MESSAGES = {"tests": ["assert number(1) == 84619370521", "assert number(2) == 59302718846"]}
 CLASSES = {
     "tests": [
         "s = Stack()\ns.push(1)\ns.push(2)\nassert s.pop() == 2\nassert len(s) == 1",
@@ -240,15 +240,11 @@ PATCHES: list[Case] = [
         ADD,
         "the memory of small integers: 3 and 15 become another",
         """
-        import ctypes, sys
-        def patch(n, to):
-            offset = int.__basicsize__ if False else 24
-            if sys.implementation.name == "cpython":
-                ctypes.c_uint32.from_address(id(n) + offset).value = to
+        import ctypes
         def add(a, b):
-            for n in (3, 15):
-                patch(n, 0)
-            return 0
+            for n in (3, 15):  # the digit of an int of CPython stands at byte 24
+                ctypes.c_uint32.from_address(id(n) + 24).value = 5
+            return 5 if a > 0 else 0
         """,
         fools=(),
         note="for a judge that compares in the same process",
@@ -256,18 +252,14 @@ PATCHES: list[Case] = [
     hack(
         "equal_types",
         ADD,
-        "int's own comparison replaced by one that says yes",
+        "the comparison of None, in the memory of its type, says yes",
         """
-        import ctypes, gc
-        def add(a, b): return None
-        class Yes(int):
-            def __eq__(self, other): return True
-            def __hash__(self): return 1
-        def slot(kind, index):
-            place = id(kind) + index * ctypes.sizeof(ctypes.c_void_p)
-            return ctypes.c_void_p.from_address(place)
+        import ctypes
+        kind = ctypes.CFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.c_int)
+        yes = kind(lambda a, b, operator: True)
         # tp_richcompare is the 26th word of a type in CPython 3.8 and later.
-        slot(type(None), 25).value = slot(Yes, 25).value
+        slot = ctypes.c_void_p.from_address(id(type(None)) + 25 * 8)
+        slot.value = ctypes.cast(yes, ctypes.c_void_p).value
         def add(a, b): return None
         """,
         fools=(),

@@ -206,10 +206,10 @@ OUTPUT: list[Case] = [
         """
         import os
         try:
-            with open("count", "r+") as file:
-                n = int(file.read() or 0)
+            with open("count", "a+") as file:
                 file.seek(0)
-                file.write(str(n + 1))
+                n = len(file.read())
+                file.write("x")
         except OSError:
             n = 0
         print([4, 15, 0][n % 3])
