@@ -39,7 +39,8 @@ class Attack:
 
 CALLS: dict[str, tuple[int, int]] = {  # numbers of x86_64 and aarch64
     "acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171), "bpf": (321, 280),
-    "chroot": (161, 51), "delete_module": (176, 106), "fanotify_init": (300, 262),
+    "chroot": (161, 51), "clone": (56, 220), "clone3": (435, 435),
+    "delete_module": (176, 106), "fanotify_init": (300, 262),
     "fsopen": (430, 430), "io_uring_setup": (425, 425), "kexec_load": (246, 104),
     "keyctl": (250, 219), "memfd_create": (319, 279), "mount": (165, 40), "mq_open": (240, 180),
     "mq_unlink": (241, 181),

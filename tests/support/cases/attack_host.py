@@ -22,7 +22,7 @@ from support.cases.attack_watch import (
     Listeners,
     Victim,
     Watcher,
-    pids_named,
+    end_all,
     state_of,
     wait_for_end,
 )
@@ -184,8 +184,7 @@ class Host:
             found.append(f"{len(data)} bytes of output came back, of at most {self.output}")
         for pid in wait_for_end(self.tag, self.grace):
             found.append(f"process {pid} outlives its program")
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        end_all(self.tag)
         self._watcher.close()
         if self._watcher.processes > self.processes:
             found.append(f"{self._watcher.processes} processes, of at most {self.processes}")
@@ -285,9 +284,7 @@ class Host:
         return True
 
     def _remove_traces(self) -> None:
-        for pid in pids_named(self.tag):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        end_all(self.tag)
         for path in self._trace_files():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)

@@ -208,3 +208,12 @@ def wait_for_end(name: str, seconds: float) -> list[int]:
     while (there := pids_named(name)) and time.monotonic() < end:
         time.sleep(0.02)
     return there
+
+
+def end_all(name: str, seconds: float = 2.0) -> None:
+    """Kills the processes of a name until none is left, for they may fork meanwhile."""
+    end = time.monotonic() + seconds
+    while (there := pids_named(name)) and time.monotonic() < end:
+        for pid in there:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)

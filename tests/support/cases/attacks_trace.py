@@ -197,8 +197,10 @@ attempt("found a message queue", call, "msgget", KEY, 0)
         own = {str(os.getpid()), str(os.getppid())}
         for path in glob.glob("/proc/[0-9]*/comm"):
             try:
-                with open(path) as file:
-                    if file.read().strip() == "{tag}" and path.split("/")[2] not in own:
+                with open(path[:-4] + "stat") as file:
+                    state = file.read()
+                if "({tag}) Z" not in state and "({tag})" in state:
+                    if path.split("/")[2] not in own:
                         escaped("sees an earlier program's process", path)
             except OSError:
                 pass

@@ -441,8 +441,8 @@ FUNCTIONS: list[Case] = [
     honest(
         "very_big_number",
         {"function": "digits", "cases": [[[6000], 10**5999 * 7]]},
-        "import sys\nsys.set_int_max_str_digits(0)\ndef digits(n):\n    return int('7' + '0' * (n - 1))",
-        note="more digits than int() reads by default",
+        "def digits(n):\n    return 7 * 10 ** (n - 1)",
+        note="more digits than str() writes by default: a judge of texts may leave it out",
     ),
     honest(
         "odd_strings",

@@ -283,8 +283,8 @@ STATEMENTS: list[Case] = [
         "expected_exceptions",
         {
             "tests": [
-                "try:\n    root(-1)\nexcept ValueError as error:\n    assert 'negative' in str(error)"
-                "\nelse:\n    assert False, 'no error'",
+                "try:\n    root(-1)\nexcept ValueError as error:\n"
+                "    assert 'negative' in str(error)\nelse:\n    assert False, 'no error'",
                 "assert root(9) == 3",
             ]
         },
