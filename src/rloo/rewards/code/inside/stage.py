@@ -218,7 +218,10 @@ class Stage:
         """End the program where its processes together have too much."""
         if os.getppid() != self._worker:
             raise SandboxFailed("the worker has ended")
-        memory = _resident(self._pid)
+        family = _family(self._pid)
+        memory = sum(family.values())
+        if memory > self.limits["memory"]:
+            memory = sum(_own(pid, resident) for pid, resident in family.items())
         if memory > self.limits["memory"]:
             self._stop(f"its processes have {memory >> 20} MiB of memory")
         if not self._isolated and _too_much(self._folder, self.limits):
@@ -285,18 +288,27 @@ def _processes() -> dict[int, list[str]]:
     return found
 
 
-def _resident(root: int) -> int:
-    """Bytes of memory of a process and all that descend from it."""
+def _family(root: int) -> dict[int, int]:
+    """Bytes of memory of a process and all that descend from it. What they share counts in each."""
     processes = _processes()
     children: dict[int, list[int]] = {}
     for pid, fields in processes.items():
         children.setdefault(int(fields[1]), []).append(pid)
-    pages, waiting = 0, [root]
+    found, waiting = {}, [root]
     while waiting:
         pid = waiting.pop()
-        pages += int(processes[pid][21]) if pid in processes else 0
+        if pid in processes:
+            found[pid] = int(processes[pid][21]) * os.sysconf("SC_PAGE_SIZE")
         waiting += children.get(pid, ())
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return found
+
+
+def _own(pid: int, resident: int) -> int:
+    """Bytes of a process, of what it shares its part. It takes longer, and a process may forbid
+    it."""
+    with suppress(OSError, StopIteration), open(f"/proc/{pid}/smaps_rollup") as file:
+        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+    return resident
 
 
 def _tasks_of(user: int) -> int:

@@ -123,7 +123,7 @@ def _limit(limits: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (_CLERK_MEMORY, _CLERK_MEMORY))
     kernel.drop_capabilities()
-    kernel.filter_calls(calls.program(os.uname().machine, by_path=False))
+    kernel.filter_calls(calls.program(os.uname().machine, shared_user=False))
 
 
 def _handled(
