@@ -73,8 +73,9 @@ _NUMBER, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data
 
 
 def program(machine: str, *, shared_user: bool) -> bytes:
-    """The filter as `struct sock_filter[]`, 8 bytes an instruction. `shared_user`: files of
-    the same user are hidden by Landlock alone. Raises ValueError for a machine whose numbers are not known."""
+    """The filter as `struct sock_filter[]`, 8 bytes an instruction. `shared_user`: files of the
+    same user are hidden by Landlock alone. Raises ValueError for a machine whose numbers are not
+    known."""
     if machine not in MACHINES:
         known = " and ".join(MACHINES)
         raise ValueError(f"the numbers of system calls are known for {known}, not for {machine}")

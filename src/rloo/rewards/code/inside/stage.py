@@ -61,6 +61,7 @@ class Stage:
         self._wall, self.limits, self._worker = wall, limits, os.getppid()
         self._isolated = wall["kind"] == "bwrap"
         self._over: str | None = None
+        self.closed = False
         self._running: int | None = None
         self._end: float | None = None
         self._watched = 0.0
@@ -192,9 +193,10 @@ class Stage:
                 os.kill(self._pid, signal.SIGKILL)  # the first of its namespace: all end with it
             with suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
-            return
-        kill_all(self._worker)
-        _remove(self._folder)
+        else:
+            kill_all(self._worker)
+            _remove(self._folder)
+        self.closed = True
 
     def _hear(self) -> bytes:
         said = b""

@@ -18,6 +18,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from rloo.rewards.code.inside import filter as calls
@@ -90,8 +91,9 @@ def _answer_one(
         stage: Stage | None = None
 
         def stop(*_: Any) -> None:
-            if stage is not None:
-                stage.close()
+            if stage is not None and not stage.closed:
+                with suppress(SandboxFailed):
+                    stage.close()
             os._exit(_FAILED)
 
         signal.signal(signal.SIGTERM, stop)
