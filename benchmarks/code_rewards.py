@@ -72,12 +72,11 @@ def count_programs(wall: str, request: dict[str, Any], seconds: float) -> float:
 
 def count_corpora(wall: str) -> None:
     """Print how many programs of each corpus are judged, or contained, as they are meant to be."""
+    from rloo.rewards.code.reward import make_code
     from support.cases.attacks import ATTACKS
     from support.cases.hacks import HACKS
     from support.cases.honest import HONEST
     from support.code_rewards import escapes, score
-
-    from rloo.rewards.code.reward import make_code
 
     reward = make_code(wall=wall, seconds=2, total_seconds=10)
     for name, cases, wanted in (("honest", HONEST, 1.0), ("hacks", HACKS, 0.0)):

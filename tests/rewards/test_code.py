@@ -8,16 +8,19 @@ import threading
 import time
 
 import pytest
+import torch
 
 from rloo.rewards import load_reward
 from rloo.rewards.code.reward import make_code
 from rloo.rewards.code.staff import why_not
 from rloo.rewards.code.walls import WALLS
 from rloo.rewards.combine import RewardSet
+from rloo.rewards.workers import Scorers
 from support.cases.attacks import by_name, with_before
 from support.cases.hacks import HACKS
 from support.cases.honest import HONEST
 from support.code_rewards import escapes, score
+from support.models import make_model
 
 ADD = {"function": ["add"], "cases": [[[[1, 2], 3], [[2, 2], 4]]]}
 RIGHT, WRONG = "def add(a, b):\n    return a + b", "def add(a, b):\n    return a * b"
@@ -126,6 +129,7 @@ def test_rows_that_are_no_tests_are_refused(row, told):
         ("file='../main.py'", "the name of a file"),
         ("seconds=0", "seconds is 0"),
         ("memory=1", "memory is 1"),
+        ("processes=1.5", "an integer above 0"),
         ("seconds=9, total_seconds=3", "seconds <= total_seconds"),
         ("second=3", "do not fit"),
     ],
@@ -261,6 +265,27 @@ def test_equal_programs_are_judged_once(reward, monkeypatch):
     columns = {name: values * 3 for name, values in ADD.items()}
     assert reward([RIGHT, WRONG, RIGHT], **columns) == [1.0, 0.0, 1.0]
     assert len(begun) == 2
+
+
+def test_sampling_goes_on_while_programs_run(wall):
+    spec = f"code(wall={wall!r}, workers=1)"
+    rewards = RewardSet([load_reward(spec)], sources=[spec])
+    scorers = Scorers(rewards, 1)
+    model, ids = make_model("qwen3"), torch.ones(2, 3, dtype=torch.long)
+    sleeps = "import time\ntime.sleep(0.7)\nprint(input())"
+    columns = {"inputs": [["7"]] * 2, "outputs": [["7"], ["8"]]}
+    try:
+        texts = [sleeps, sleeps]
+        begun = scorers.begin(0, lambda: (["p"] * 2, texts, [[1]] * 2, columns))
+        sampled = 0
+        while not begun.done():
+            model.generate(ids, max_new_tokens=4, do_sample=True, pad_token_id=0)
+            sampled += 1
+        # Of 1.4 s and the start of a process, in which it waits for nothing.
+        assert sampled >= 5
+        assert begun.result()[1].by_function == {"code_reward": [1.0, 0.0]}
+    finally:
+        scorers.close()
 
 
 # -- some of the corpora; test_code_corpora.py has all ---------------------------------------------

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -44,7 +45,7 @@ def make_code(
     program's text is `file`: `command="node main.js", file="main.js"`. `wall`: `bwrap` or
     `landlock`; else the first that holds. `workers` is how many work side by side, one a processor
     if it is not given. `limits` are those of `rloo.rewards.code.staff.Limits`."""
-    if not hasattr(os, "fork"):
+    if not sys.platform.startswith("linux"):
         raise ValueError("the reward 'code' needs Linux")
     if wall not in (None, *WALLS):
         raise ValueError(f"wall is {wall!r}; it is {' or '.join(WALLS)} (option of code)")

@@ -44,9 +44,11 @@ class Limits:
     def __post_init__(self) -> None:
         for known in fields(self):
             value, least = getattr(self, known.name), 1 << 26 if known.name == "memory" else 0
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > least:
+            kinds = (int, float) if known.type == "float" else (int,)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not value > least:
+                kind = "a number" if known.type == "float" else "an integer"
                 raise ValueError(
-                    f"{known.name} is {value!r}; it is a number above {least} (option of code)"
+                    f"{known.name} is {value!r}; it is {kind} above {least} (option of code)"
                 )
         if not self.seconds <= self.total_seconds <= 3600:
             raise ValueError(
