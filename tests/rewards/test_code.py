@@ -1,6 +1,5 @@
 """The reward of code: what a row asks, what a program is worth, and what is nobody's fault."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from rloo.rewards import load_reward
+from rloo.rewards.code import staff
 from rloo.rewards.code.reward import make_code
 from rloo.rewards.code.staff import why_not
 from rloo.rewards.code.walls import WALLS
@@ -213,24 +213,25 @@ def test_a_worker_that_is_killed_loses_nothing(wall):
         reward.close()
 
 
-def test_a_sandbox_that_fails_again_and_again_is_missing_not_zero(wall):
-    reward = make_code(wall=wall, workers=1)
-    slow = "import time\ntime.sleep(3)\nprint(1)"
-    found, logged = [], {}
+FAILS = """
+from rloo.rewards.code.inside.stage import SandboxFailed
 
-    def call():
-        columns = {"inputs": [["7"]], "outputs": [["7"]]}
-        found.append(reward([slow], log_metric=logged.__setitem__, **columns))
+def answer(request, stage):
+    raise SandboxFailed("for once")
+"""
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    while thread.is_alive():
-        for pid in reward.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    reward.close()
-    assert found == [[None]] and logged == {"rewards/code_reward/unjudged": 1.0}
+
+def test_a_sandbox_that_fails_again_and_again_is_missing_not_zero(wall, monkeypatch, capfd):
+    text = staff._text
+    monkeypatch.setattr(staff, "_text", lambda name: FAILS if name == "judge" else text(name))
+    reward, logged = make_code(wall=wall, workers=1), {}
+    try:
+        assert reward([RIGHT], log_metric=logged.__setitem__, **ADD) == [None]
+        assert reward._staff.lost == 3
+    finally:
+        reward.close()
+    assert logged == {"rewards/code_reward/unjudged": 1.0}
+    assert capfd.readouterr().err.count("SandboxFailed: for once") == 3
 
 
 @pytest.mark.parametrize(
@@ -259,9 +260,9 @@ def test_other_languages_by_command(wall, needs, options, program):
 
 
 def test_equal_programs_are_judged_once(reward, monkeypatch):
-    staff, begun = reward._begin_staff(), []
-    begin = staff.begin
-    monkeypatch.setattr(staff, "begin", lambda asked: begun.append(asked) or begin(asked))
+    workers, begun = reward._begin_staff(), []
+    begin = workers.begin
+    monkeypatch.setattr(workers, "begin", lambda asked: begun.append(asked) or begin(asked))
     columns = {name: values * 3 for name, values in ADD.items()}
     assert reward([RIGHT, WRONG, RIGHT], **columns) == [1.0, 0.0, 1.0]
     assert len(begun) == 2

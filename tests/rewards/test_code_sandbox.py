@@ -1,12 +1,15 @@
 """What the reward of code rests on: values that are data, the filter of calls, stand-ins, and that
 nothing is left of a program."""
 
+import ctypes
 import glob
 import json
 import math
 import os
 import random
+import shutil
 import struct
+import subprocess
 import tempfile
 import time
 from collections import Counter, OrderedDict, deque, namedtuple
@@ -130,12 +133,24 @@ def test_the_filter_looks_at_tables_and_arguments():
     for flag in (0x10000000, 0x20000000, 0x40000000, 0x20000, 0x8000000, 0x4000000, 0x2000000):
         assert decide(program, 56, X86, flag | 0x11) == EPERM  # clone into new namespaces
     assert [decide(program, 302, X86, pid) for pid in (0, 1)] == [ALLOW, EPERM]
+    assert [decide(program, 157, X86, what) for what in (15, 4)] == [ALLOW, EPERM]
     assert [decide(program, 16, X86, 0, ask) for ask in (0x5401, 0x5412)] == [ALLOW, EPERM]
 
 
 def test_a_machine_whose_numbers_are_unknown_is_refused():
     with pytest.raises(ValueError, match="not for riscv64"):
         calls.program("riscv64", shared_user=False)
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are of x86_64")
+def test_a_wall_that_finds_what_it_needs_holds():
+    """Else all that is tested behind it would be skipped."""
+    landlock = ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1)
+    if landlock >= 6:
+        assert why_not("landlock") is None
+    bubblewrap = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+    if shutil.which("bwrap") and subprocess.run(bubblewrap, capture_output=True).returncode == 0:
+        assert why_not("bwrap") is None
 
 
 # -- programs --------------------------------------------------------------------------------------

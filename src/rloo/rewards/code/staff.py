@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import socket
 import tempfile
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,7 +22,7 @@ from rloo.rewards.code import walls
 from rloo.rewards.code.walls import NoWall
 
 _INSIDE = "rloo.rewards.code.inside"
-_BASE = ("values", "filter", "kernel", "objects", "program", "stage")
+_BASE = ("values", "filter", "kernel", "objects", "program", "watch", "stage")
 JUDGE = ("remote", "tests", "judge")
 _START_SECONDS = 60.0
 
@@ -105,8 +106,14 @@ class Staff:
     ) -> None:
         modules = (*_BASE, *modules)
         self._seconds = _START_SECONDS + 3 * limits.total_seconds
-        self._crew = Crew(size, lambda: WalledWorker(wall, limits, modules))
-        self.close = self._crew.close
+        made: list[Worker] = []
+
+        def make() -> Worker:
+            made.append(WalledWorker(wall, limits, modules))
+            return made[-1]
+
+        self._crew = Crew(size, make)
+        self.close = weakref.finalize(self, _end, self._crew, made)
 
     def begin(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
         """Have a request answered. The future raises WorkerLost where the sandbox failed, again
@@ -132,6 +139,12 @@ class Staff:
     def forget(self) -> None:
         """Give up what was begun and waits."""
         self._crew.forget()
+
+
+def _end(crew: Crew, made: list[Worker]) -> None:
+    crew.close()
+    for worker in made:  # the crew's threads end them, too, but nobody waits for these
+        worker.end()
 
 
 @cache

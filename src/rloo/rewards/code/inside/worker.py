@@ -40,9 +40,9 @@ def main(channel: int, setup: dict[str, Any]) -> None:
     """Answer requests over the file `channel` until the other end closes it."""
     wall = setup["wall"]
     if wall["kind"] == "landlock":
-        kernel.restrict_files(
-            [*wall["read"], "/proc"], [*wall["use"], "/dev/null"], [wall["folder"]]
-        )
+        folder = wall["folder"]
+        read, use = [*wall["read"], "/proc"], [*wall["use"], "/dev/null"]
+        kernel.restrict_files(read, use, [folder], [os.path.dirname(folder)])
     importlib.import_module("builtins").__dict__.update(_exits())
     for name in _WARM.split():
         importlib.import_module(name)
@@ -88,17 +88,20 @@ def _answer_one(
     """Read one request, answer it, and leave nothing behind. Never returns."""
     status = _FAILED
     try:
-        stage: Stage | None = None
+        worker = os.getppid()
+        stage = Stage(setup["wall"], setup["limits"], channel)
 
         def stop(*_: Any) -> None:
-            if stage is not None and not stage.closed:
+            if not stage.closed:
                 with suppress(SandboxFailed):
                     stage.close()
+            _remove_folder(setup["wall"])
             os._exit(_FAILED)
 
         signal.signal(signal.SIGTERM, stop)
         kernel.be_told_of_the_parents_end(signal.SIGTERM)
-        stage = Stage(setup["wall"], setup["limits"], channel)
+        if os.getppid() != worker:
+            stop()
         _limit(setup["limits"])
         message = _receive(channel)
         said = None
@@ -107,6 +110,7 @@ def _answer_one(
             said = _handled(message, stage, handler)
         stage.close()
         if message is None:
+            _remove_folder(setup["wall"])
             status = _CLOSED
         elif said is not None:
             _send(channel, said)
@@ -117,6 +121,12 @@ def _answer_one(
         traceback.print_exc()
     finally:  # nothing of this process may go on as if it were the worker
         os._exit(status)
+
+
+def _remove_folder(wall: dict[str, Any]) -> None:
+    """Nobody else may be there to do it."""
+    with suppress(OSError):
+        os.rmdir(wall.get("folder", ""))
 
 
 def _limit(limits: dict[str, Any]) -> None:
