@@ -51,6 +51,13 @@ def shares(wall):
     reward.close()
 
 
+@pytest.fixture(scope="module")
+def hasty(wall):
+    reward = make_code(wall=wall, workers=1, seconds=0.3, total_seconds=1)
+    yield reward
+    reward.close()
+
+
 def one(reward, text, **row):
     """The reward of one completion for one row."""
     (found,) = reward([text], **{name: [value] for name, value in row.items()})
@@ -168,9 +175,9 @@ def test_a_wall_with_a_hole_is_not_used(wall, monkeypatch):
         "print('3' * (1 << 23))",
     ],
 )
-def test_limits_end_a_program_and_it_is_worth_nothing(reward, program):
+def test_limits_end_a_program_and_it_is_worth_nothing(hasty, program):
     begun = time.monotonic()
-    assert one(reward, program, inputs=[""], outputs=["3"]) == 0.0
+    assert one(hasty, program, inputs=[""], outputs=["3"]) == 0.0
     assert time.monotonic() - begun < 4.0
 
 
@@ -195,7 +202,7 @@ print("all had it")
 
 def test_a_worker_that_is_killed_loses_nothing(wall):
     reward = make_code(wall=wall, workers=2, seconds=3)
-    slow = "import time\ntime.sleep(0.6)\nprint(input())"
+    slow = "import time\ntime.sleep(0.4)\nprint(input())"
     found = []
     texts = [f"{slow}  # {number}" for number in range(4)]
     rows = {"inputs": [["7"]] * 4, "outputs": [["7"]] * 4}
@@ -204,7 +211,7 @@ def test_a_worker_that_is_killed_loses_nothing(wall):
         thread.start()
         while len(reward.pids) < 2:
             time.sleep(0.02)
-        time.sleep(0.5)
+        time.sleep(0.3)
         for pid in reward.pids:
             os.kill(pid, signal.SIGKILL)
         thread.join(30)

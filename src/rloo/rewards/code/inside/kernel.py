@@ -101,7 +101,7 @@ def restrict_files(
     and write the files `use`, remove empty folders under `clear`, and do everything under the
     folders `write`: no other file, no TCP, no socket or signal of others. What does not exist is
     left out."""
-    rights = {path: _READ for path in read}
+    rights = dict.fromkeys(read, _READ)
     rights.update(dict.fromkeys(clear, _REMOVE_FOLDER))
     rights.update(dict.fromkeys(use, _READ | _WRITE_FILE))
     rights.update(dict.fromkeys(write, _EVERYTHING))
