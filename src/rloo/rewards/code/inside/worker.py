@@ -31,8 +31,8 @@ _CLERK_MEMORY = 1 << 30
 _SPENT = b'a{"spent": true}'
 # What most programs import; loaded once, here.
 _WARM = (
-    "bisect collections copy decimal fractions functools heapq itertools json math operator random "
-    "re statistics string threading typing"
+    "array bisect collections copy decimal fractions functools heapq itertools json math operator "
+    "random re statistics string threading typing"
 )
 
 
