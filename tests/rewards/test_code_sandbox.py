@@ -357,3 +357,41 @@ def test_objects_that_agree_with_everything_are_worth_nothing(staff, returned):
         "assert not f(1) != 3",
     ]
     assert judge(staff, program, *tests) == 0
+
+
+FORGED = """
+import os, struct
+os.write(251, struct.pack("!I", len({0!r})) + {0!r})
+def f(x): return 3
+"""
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"", b"[", b"3", b"null", b'"value"', b"{}", b'{"value": {"set": [[1]]}}', b"\xff",
+        b'{"raise": 3}', b'{"raise": [["UnicodeDecodeError"], "x"]}', b'{"raise": [[], 3]}',
+        b'{"raise": [["ExceptionGroup"], "x"]}', b'{"callback": 0, "args": [], "named": []}',
+        b'{"value": {"object": [0, "A", ["SystemExit"]]}}', b"[" * 100_000,
+        b'{"value": null, "args": 3}', b'{"value": {"named": ["A", ["a", "a"], [1, 2]]}}',
+    ],
+    ids=range(17),
+)  # fmt: skip
+def test_what_a_program_says_in_place_of_our_code_never_counts_for_it(staff, message):
+    """It is as good as no answer, and no error of ours."""
+    program = FORGED.format(message)
+    assert judge(staff, program, "assert f(1) == 4") == 0
+    asked = {"kind": "function", "function": "f", "cases": [[[1], 4]], "program": program}
+    assert staff.begin(asked | {"all_or_nothing": True}).result(60)["passed"] == 0
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["", "def g(x): return 3", "def f(x): return b'\xff'.decode()", "f = None", "f = 3", "1 / 0",
+     "def f(x): raise ExceptionGroup('a', [ValueError()])", "def f(x): raise SystemExit(0)"],
+)  # fmt: skip
+def test_programs_that_fail_fail_every_case(staff, program):
+    asked = {"kind": "function", "function": "f", "cases": [[[1], 3]] * 2, "program": program}
+    answer = staff.begin(asked | {"all_or_nothing": False}).result(60)
+    assert answer == {"passed": 0, "count": 2}
+    assert judge(staff, program, "assert f(1) == 3", "assert f(1) == 3") == 0

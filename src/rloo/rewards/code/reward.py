@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -177,6 +178,11 @@ class CodeReward:
         try:
             answer = result_of(future)
         except WorkerLost:  # again and again
+            return None
+        except Exception as error:  # the judge's own: no fault of the program's
+            if not any("in another process" in note for note in getattr(error, "__notes__", ())):
+                raise
+            warnings.warn(f"a program could not be judged: {error!r}", stacklevel=3)
             return None
         if answer.get("spent"):
             return 0.0
