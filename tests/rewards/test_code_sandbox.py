@@ -395,3 +395,35 @@ def test_programs_that_fail_fail_every_case(staff, program):
     answer = staff.begin(asked | {"all_or_nothing": False}).result(60)
     assert answer == {"passed": 0, "count": 2}
     assert judge(staff, program, "assert f(1) == 3", "assert f(1) == 3") == 0
+
+
+def test_what_a_program_returns_cannot_have_the_judge_take_all_memory(staff):
+    program = "def f(x): return 3 << 30"
+    assert judge(staff, program, "assert len(b'x' * f(1)) == 3 << 30") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wall", WALLS)
+def test_what_a_program_returns_cannot_have_the_judge_go_on_for_ever(wall):
+    if why_not(wall) is not None:
+        pytest.skip(f"the wall {wall} does not hold here")
+    staff = Staff(wall, 1, Limits(seconds=0.5, total_seconds=1))
+    try:
+        for _ in range(2):  # the worker goes on
+            program, test = "def f(x): return range(10**14)", "assert sum(f(1)) == 3"
+            assert judge(staff, program, test) == {"spent": True}
+        assert judge(staff, "def f(x): return 3", "assert f(1) == 3") == 1 and staff.lost == 0
+    finally:
+        staff.close()
+
+
+def test_objects_of_a_program_that_say_they_are_equal_are_compared_by_what_they_have(staff):
+    program = """
+class Point:
+    def __init__(self, x): self.x = x
+    def __eq__(self, other): return True
+    def __add__(self, other): return Point(0)
+"""
+    assert judge(staff, program, "assert Point(1) + Point(2) == Point(3)") == 0
+    right = program.replace("Point(0)", "Point(self.x + other.x)")
+    assert judge(staff, right, "assert Point(1) + Point(2) == Point(3)") == 1

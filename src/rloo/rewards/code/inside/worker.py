@@ -86,9 +86,8 @@ def _answer_one(
     channel: int, setup: dict[str, Any], handler: Callable[[dict[str, Any], Stage], Any]
 ) -> None:
     """Read one request, answer it, and leave nothing behind. Never returns."""
-    status = _FAILED
+    status, worker = _FAILED, os.getppid()
     try:
-        worker = os.getppid()
         stage = Stage(setup["wall"], setup["limits"], channel)
 
         def stop(*_: Any) -> None:
@@ -118,7 +117,8 @@ def _answer_one(
     except ConnectionError:  # nobody waits for it any more
         status = _CLOSED
     except BaseException:
-        traceback.print_exc()
+        if os.getppid() == worker:  # else its folder may have gone with it
+            traceback.print_exc()
     finally:  # nothing of this process may go on as if it were the worker
         os._exit(status)
 
