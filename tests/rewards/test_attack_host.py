@@ -17,12 +17,11 @@ SEEN = {
     "run_folder_read": "the secret of its run came out",
     "inherited_descriptors": "held was changed",
     "loopback": "TCP on loopback was connected to",
-    "fast_open": "UDP heard b'hi'",
     "unix_sockets": "a datagram socket with a path heard b'hello'",
     "abstract_socket": "an abstract socket was connected to",
     "signals": "the victim is dead",
     "priorities": "the victim's priority was",
-    "daemon": "outlives its program",
+    "look_for_daemon": "heard from an earlier program",
     "look_for_sysv": "found semaphores",
     "look_for_posix": "shm_",
 }
@@ -54,7 +53,7 @@ WRITTEN = {
 def host():
     limits = {"memory": 1 << 25, "processes": 8, "output": 1 << 16}
     with Host(seconds=0.2, slack=0.25, **limits) as host:
-        host.grace = 0.3
+        host.grace = 0.1
         yield host
 
 

@@ -230,6 +230,7 @@ OUTPUT: list[Case] = [
             os._exit(0)
         """,
         fools=(),
+        note="for a judge that takes what comes late for the next program's output",
     ),
     hack(
         "unicode_digits",
