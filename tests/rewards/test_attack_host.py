@@ -21,6 +21,8 @@ SEEN = {
     "abstract_socket": "an abstract socket was connected to",
     "signals": "the victim is dead",
     "priorities": "the victim's priority was",
+    "leave_sysv": "an object of System V was left",
+    "leave_daemon": "outlives its program",
     "look_for_daemon": "heard from an earlier program",
     "look_for_sysv": "found semaphores",
     "look_for_posix": "shm_",
@@ -90,6 +92,7 @@ def test_a_program_that_does_nothing_has_not_escaped_even_after_one_that_has(hos
     assert host.escapes("writes", run(host, writes, tmp_path))
     idle = attack("idle", "write", "", "print('nothing')")
     assert host.escapes("idle", run(host, idle, tmp_path)) == []
+    assert not (host.outside / "x").exists()
 
 
 def test_a_secret_is_seen_in_disguise():
