@@ -1,4 +1,4 @@
-"""The programs that a code reward is tested with are well-formed; what they do is in others."""
+"""The programs that a code reward is tested with are well-formed."""
 
 import warnings
 
