@@ -39,6 +39,7 @@ ROWS = [
     "rewards",
     "model",
     "engines report",
+    "episodes",
     "algorithm",
     "run",
     "launch",

@@ -27,6 +27,8 @@ class Prompt:
     drawn twice in one rollout it gets different samples. `content` is the prompt as the reward
     functions see it, `columns` every other column. `pixels()` computes the tensors that a forward
     pass needs for the prompt's images, by argument name; it is None for a prompt without images.
+    The last `offset` of its tokens are of a completion that goes on: they count in its length, and
+    noise goes on behind them.
     """
 
     id: int
@@ -35,6 +37,7 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
     pixels: Callable[[], dict[str, Any]] | None = None
+    offset: int = 0
 
     @property
     def noise_id(self) -> int:
@@ -58,6 +61,21 @@ class Elsewhere(Sequence[Any]):
 
 
 @dataclass(frozen=True, slots=True)
+class Episode:
+    """What happened in a completion of several turns: the messages that follow the prompt, how
+    often the model spoke and called tools, how many of these calls went wrong, and the seconds that
+    they took. `failed` is the reason why it could not go on, which is no fault of the model's: such
+    an episode has no reward."""
+
+    messages: list[Message]
+    turns: int
+    calls: int
+    errors: int
+    seconds: float
+    failed: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What an engine returns for one sample.
 
@@ -67,7 +85,8 @@ class Completion:
     was sampled from. Both are natural logarithms, one per token. `home` is the process that alone
     has them, None where all do; the others have `Elsewhere` in place of each list. `versions` are
     those of the weights that sampled its tokens, in order, each with how many; empty where all are
-    of the rollout's.
+    of the rollout's. An `episode` has tokens that no engine sampled, what tools said: `trained` is
+    False for these, and their log-probs are 0.
     """
 
     token_ids: list[int]
@@ -76,12 +95,20 @@ class Completion:
     behavior_logprobs: list[float]
     home: int | None = None
     versions: Spans = ()
+    trained: tuple[bool, ...] | None = None
+    episode: Episode | None = None
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that an engine sampled."""
+        return len(self.token_ids) if self.trained is None else sum(self.trained)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to draw tokens. Order, as in transformers: penalty, temperature, top-k, top-p, min-p.
 
+    A completion has at most `max_tokens`, those before a prompt's `offset` included.
     `greedy` takes the most likely token and ignores temperature and filters; `policy_logprobs` are
     then those at temperature 1, and `behavior_logprobs` are 0. `stop_token_ids` and `stop_strings`
     end a completion; the strings are searched for in the text that `decode` returns for the
@@ -159,9 +186,14 @@ class Sample:
 
     def of_trained(self, values: Sequence[T]) -> Sequence[T]:
         """Those of `values`, one a token, whose tokens the policy learns from."""
-        if self.trained is None:
-            return values
-        return [value for value, kept in zip(values, self.trained, strict=True) if kept]
+        return of_trained(values, self.trained)
+
+
+def of_trained(values: Sequence[T], trained: tuple[bool, ...] | None) -> Sequence[T]:
+    """Those of `values`, one a token, where `trained` is true; None: all."""
+    if trained is None:
+        return values
+    return [value for value, kept in zip(values, trained, strict=True) if kept]
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:

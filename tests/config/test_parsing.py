@@ -250,10 +250,10 @@ def test_a_bad_command_line_is_refused(arguments, expected):
 
 def test_all_faults_of_a_command_line_and_its_file_are_told_at_once(write):
     path = write("seed: first\nbeeta: 1\n")
-    arguments = ["--learnin_rate", "1", "--bf16", "maybe", "loose", "--epsilom", "0.1", "0.2"]
+    arguments = ["--learnin_rate", "1", "--bf16", "maybe", "stray", "--epsilom", "0.1", "0.2"]
     assert command_error(*arguments, path, "--num_prompts", "1", "--steps") == (
         "unknown option --learnin_rate; did you mean learning_rate?; "
-        "loose is not an option; write --option value, option=value or the path of a .yaml file; "
+        "stray is not an option; write --option value, option=value or the path of a .yaml file; "
         "unknown option --epsilom; did you mean epsilon?; --max_steps needs a value; "
         f"{path}, line 1: seed is 'first'; it must be a whole number; "
         f"{path}, line 2: unknown option beeta; did you mean beta?; "

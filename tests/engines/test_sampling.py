@@ -237,7 +237,7 @@ def test_completions_end_at_the_first_stop_token():
     logprobs = -torch.arange(16.0).view(4, 4)
 
     never = torch.full((4,), 5)
-    completions = collect_completions((tokens, logprobs, logprobs * 2, never), (2, 3))
+    completions = collect_completions((tokens, logprobs, logprobs * 2, never), (2, 3), [4] * 4)
 
     assert completions == [
         Completion([5, 2], "stop", [0.0, -1.0], [0.0, -2.0]),
@@ -251,7 +251,9 @@ def test_completions_end_where_a_stop_string_or_a_stop_token_comes_first():
     tokens = torch.tensor([[5, 6, 2, 9], [5, 2, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
     zeros = torch.zeros(4, 4)
 
-    completions = collect_completions((tokens, zeros, zeros, torch.tensor([2, 3, 4, 5])), (2,))
+    completions = collect_completions(
+        (tokens, zeros, zeros, torch.tensor([2, 3, 4, 5])), (2,), [4] * 4
+    )
 
     assert [c.token_ids for c in completions] == [[5, 6], [5, 2], [5, 6, 7, 8], [5, 6, 7, 8]]
     assert [c.finish for c in completions] == ["stop", "stop", "stop", "length"]
@@ -268,7 +270,7 @@ def test_logits_that_are_not_numbers_are_reported():
     )
 
     with pytest.raises(FloatingPointError, match="not finite"):
-        collect_completions(record, ())
+        collect_completions(record, (), [1])
 
 
 def test_requests_that_no_engine_can_serve_are_refused():

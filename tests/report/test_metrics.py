@@ -22,6 +22,8 @@ NOT_LOGGED_HERE = {
     "rank/gathered_bytes", "rank/imbalance", "rank/wait_time", "engine/lost", "engine/returned",
     "engine/repeated", "groups/first", "idle/rewards", "idle/sampler", "idle/trainer",
     "queue/done", "queue/in_flight", "scorers/lost", "staleness/max", "staleness/mean",
+    "episodes/turns", "episodes/failed", "tools/call_frequency", "tools/failure_frequency",
+    "tools/time",
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def detailed(
     """One row for each of the first two groups, of those with signal if there are any: the prompt,
     and its first 16 completions with reward, advantage and tokens. `mismatch` is the trainer's
     log-prob of each token minus the engine's, in nats. What only another process knows is left
-    out; an advantage is one number, or one for each token."""
+    out; an advantage is one number, or one for each token, None for those that are not trained."""
     groups = hand.rollout.groups
     first = sorted(range(len(groups)), key=lambda n: not has_signal(groups[n], config))
     samples = {sample.key: sample for sample in hand.samples}
@@ -60,15 +60,24 @@ def _seen(
     found: dict[str, Any] = {}
     if (known := hand.credit.known.get(sample.key)) is not None:
         values = known.tolist()
-        found["advantage"] = values[0] if len(values) == 1 else _ends(values)
+        found["advantage"] = values[0] if len(values) == 1 else _of_all(values, sample)
     if isinstance(sample.token_ids, Elsewhere):
         return found
     found["tokens"] = _ends(pieces(sample.token_ids, tokenizer))
     now = hand.credit.old_logprobs.get(sample.key)
-    if now is not None and len(now) == len(sample.policy_logprobs):
-        both = zip(now.tolist(), sample.policy_logprobs, strict=True)
-        found["mismatch"] = _ends([float(f"{ours - theirs:.2g}") for ours, theirs in both])
+    if now is not None and len(now) == sample.num_trained:
+        both = zip(now.tolist(), sample.of_trained(sample.policy_logprobs), strict=True)
+        found["mismatch"] = _of_all(
+            [float(f"{ours - theirs:.2g}") for ours, theirs in both], sample
+        )
     return found
+
+
+def _of_all(values: Sequence[Any], sample: Sample) -> list[Any]:
+    """The ends of what is known of each trained token, None for the others."""
+    known = iter(values)
+    trained = sample.trained or [True] * len(sample.token_ids)
+    return _ends([next(known) if kept else None for kept in trained])
 
 
 def _ends(values: Sequence[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ from rloo.report.metrics import (
 )
 from rloo.report.profiling import Clock
 from rloo.rewards import RewardSet
-from rloo.types import Engine, Group, Rollout, Sampling
+from rloo.types import Engine, Group, Rollout, Sampling, of_trained
 
 
 @dataclass(slots=True)
@@ -90,15 +90,19 @@ class SyncRollouts:
             groups = chosen + flat[: wanted - len(chosen)]
             drawn = len(everything) / wanted
             logged = mean_of_parts(parts) | {"dynamic_sampling/drawn_share": drawn}
-        sampled = sum(len(c.token_ids) for g in everything for c in g.completions)
-        read = sum(len(g.prompt.token_ids) * len(g.completions) for g in everything)
+        completions = [c for g in everything for c in g.completions]
+        sampled = sum(c.num_trained for c in completions)
+        told = sum(len(c.token_ids) for c in completions) - sampled
+        read = sum(len(g.prompt.token_ids) * len(g.completions) for g in everything) + told
         speed = {"tokens_per_second/sample": sampled / max(self._seconds(), 1e-9)}
         self.step += self.batches.steps_per_rollout
         metrics = rollout_metrics(everything)
         require_free(own, metrics)
         metrics |= logged | speed | self._stats()
         if not self.sampling.filtered:  # else of what an update computes
-            metrics |= sampled_entropy(c.policy_logprobs for g in everything for c in g.completions)
+            metrics |= sampled_entropy(
+                of_trained(c.policy_logprobs, c.trained) for c in completions
+            )
         return Rollout(
             groups,
             metrics,

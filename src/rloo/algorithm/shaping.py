@@ -59,6 +59,7 @@ def _samples(
             behavior_logprobs=completion.behavior_logprobs,
             home=completion.home,
             pixels=group.prompt.pixels,
+            trained=completion.trained,
         )
         yield sample, completion
 

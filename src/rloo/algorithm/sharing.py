@@ -151,11 +151,24 @@ class Judge:
         return range(count if rank == 0 else 0)
 
     def _call(self, groups: Sequence[Sampled], names: Sequence[str]) -> list[Called]:
-        """The texts of some groups, and what the reward functions say, in one call for all."""
+        """The texts of some groups, and what the reward functions say, in one call for all but
+        failed episodes, which they do not see."""
         if not groups:
             return []
-        arguments = arguments_of(groups, names, self.tokenizer)
-        return [(arguments[1], self.rewards.call(*arguments, self.trainer_state))]
+        prompts, texts, ids, columns = arguments_of(groups, names, self.tokenizer)
+        flat = [completion for _, completions in groups for completion in completions]
+        places = [n for n, c in enumerate(flat) if c.episode is None or c.episode.failed is None]
+        if len(places) == len(flat):
+            return [(texts, self.rewards.call(prompts, texts, ids, columns, self.trainer_state))]
+        if not places:
+            return [(texts, Raw(len(flat), dict.fromkeys(self.rewards.names), {}))]
+
+        def some(values: list[Any]) -> list[Any]:
+            return [values[place] for place in places]
+
+        named = {name: some(values) for name, values in columns.items()}
+        raw = self.rewards.call(some(prompts), some(texts), some(ids), named, self.trainer_state)
+        return [(texts, raw.among(places, len(flat)))]
 
 
 # A prompt with its completions; the texts of some, and what the reward functions say of them.
@@ -178,9 +191,13 @@ def arguments_of(
     repeated = [prompt for prompt, completions in groups for _ in completions]
     flat = [completion for _, completions in groups for completion in completions]
     decoded = tokenizer.batch_decode([c.token_ids for c in flat], skip_special_tokens=True)
+    texts: list[Text] = [
+        _as_text(p, text) if c.episode is None else c.episode.messages
+        for p, c, text in zip(repeated, flat, decoded, strict=True)
+    ]
     return (
         [p.content for p in repeated],
-        [_as_text(p, text) for p, text in zip(repeated, decoded, strict=True)],
+        texts,
         [c.token_ids for c in flat],
         {name: [p.columns.get(name) for p in repeated] for name in names},
     )

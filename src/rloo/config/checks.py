@@ -14,6 +14,7 @@ from rloo.config.beside import check_beside
 from rloo.config.objective_checks import check_objective
 from rloo.config.options import LORA, Options
 from rloo.config.reading import Faults
+from rloo.config.tool_options import check_tools
 from rloo.config.vllm_checks import check_vllm
 from rloo.config.vllm_options import VLLMOptions
 from rloo.dist import process_count
@@ -35,6 +36,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "max_tokens_per_micro_batch", "num_threads", "eval_size", "num_generations_eval",
         "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha", "num_processes",
         "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length", "reward_workers",
+        "max_tool_calling_iterations", "max_tool_response_length",
     )),
     # A rank beyond the widest layer adds nothing; the others only ever wait.
     ("must be at most 16,384", lambda x: x <= 16_384, ("lora_r",)),
@@ -57,14 +59,14 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "repetition_penalty", "adam_epsilon", "advantage_epsilon", "loss_constant",
         "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
         "kl_clip", "kl_target", "rollout_importance_sampling_threshold", "vllm_tolerance",
-        "vllm_server_timeout", "vllm_request_timeout",
+        "vllm_server_timeout", "vllm_request_timeout", "episode_timeout",
     )),
     ("must be above 0, and at least 0.000001 so that no score overflows", lambda x: x >= 1e-6,
      ("temperature", "eval_temperature")),
     ("must be at most 315,360,000 (ten years), or null for no deadline",
      lambda x: x <= 315_360_000, ("reward_timeout",)),
     ("must be at most 1,000,000 seconds", lambda x: x <= 1_000_000,
-     ("vllm_server_timeout", "vllm_request_timeout")),
+     ("vllm_server_timeout", "vllm_request_timeout", "episode_timeout")),
     ("must be at least 0", lambda x: x >= 0, (
         "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
         "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
@@ -116,6 +118,8 @@ def check(config: VLLMOptions) -> None:
     _check_parallel(config)
     check_vllm(config)
     check_beside(config)
+    if config.tools:
+        check_tools(config)
 
 
 def _check_rewards(config: Options) -> None:

@@ -16,7 +16,7 @@ from rloo.config.reading import FALSE_WORDS, NULL_WORDS, coerce
 # Of TRL's GRPO: as in the tables below.
 _GRPO_REFUSED: dict[str, Any] = {
     "multi_objective_aggregation": "sum_then_normalize", "top_entropy_quantile": 1.0,
-    "use_adaptive_entropy": False, "max_tool_calling_iterations": None,
+    "use_adaptive_entropy": False,
     "off_policy_mask_threshold": None, "log_completions_hub_repo": None,
     "vllm_importance_sampling_correction": False, "vllm_device": ("auto", None),
 }  # fmt: skip

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from typing import Any, Literal
 
-from rloo.config.options import Options
 from rloo.config.reading import Subject
+from rloo.config.tool_options import ToolOptions
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
 
@@ -16,7 +16,7 @@ VLLM = Subject("Sampling with vLLM")
 
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
-class VLLMOptions(Options):
+class VLLMOptions(ToolOptions):
     """All options, those of vLLM last."""
 
     # fmt: off

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from rloo.data.images import image_token_ids
 from rloo.data.pixels import join_inputs
-from rloo.engines.in_process import Drawn, InProcessEngine, Row, pad_left
+from rloo.engines.in_process import Drawn, InProcessEngine, Row, limits_of, pad_left
 from rloo.engines.noise import uniforms
 from rloo.engines.sampling import StopText, draw, gather_logprobs, invert_cdf
 from rloo.types import Sampling, Weights
@@ -38,7 +38,9 @@ class HFEngine(InProcessEngine):
         input_ids, pads = pad_left([p.token_ids for p, _ in rows], self._pad_token_id, device)
         width = input_ids.shape[1]
         pixels = [(prompt.noise_id, prompt.pixels) for prompt, _ in rows]
-        drawing = _Drawing(sampling, keys, pads, width, image_token_ids(self._model.config))
+        limits = limits_of(rows, sampling)
+        never = image_token_ids(self._model.config)
+        drawing = _Drawing(sampling, keys, pads, input_ids.shape[1], limits, never)
         stopping: Any = [drawing.stop]
         with _no_defaults(self._model):
             self._model.generate(  # type: ignore[operator]
@@ -46,7 +48,7 @@ class HFEngine(InProcessEngine):
                 **join_inputs(pixels, pads.tolist(), width, device),
                 attention_mask=(torch.arange(width, device=device) >= pads[:, None]).long(),
                 generation_config=GenerationConfig(
-                    max_new_tokens=sampling.max_tokens,
+                    max_new_tokens=max(limits),
                     do_sample=False,
                     num_beams=1,
                     use_cache=True,
@@ -75,14 +77,21 @@ class _Drawing(LogitsProcessor):
     """Chooses each token with our noise: it leaves the greedy `generate` no other."""
 
     def __init__(
-        self, sampling: Sampling, keys: Tensor, pads: Tensor, width: int, never: Sequence[int]
+        self,
+        sampling: Sampling,
+        keys: Tensor,
+        pads: Tensor,
+        width: int,
+        limits: Sequence[int],
+        never: Sequence[int],
     ) -> None:
         self._sampling = sampling
         self._never = torch.tensor(never, dtype=torch.long, device=keys.device)
         self._width = width
-        self._noise = uniforms(keys, 0, sampling.max_tokens)
+        self._limits = torch.tensor(limits, device=keys.device)
+        self._noise = uniforms(keys, 0, max(limits))
         self._filters = _make_filters(sampling, pads)
-        self.tokens = torch.full((len(keys), sampling.max_tokens), -1, device=keys.device)
+        self.tokens = torch.full((len(keys), max(limits)), -1, device=keys.device)
         self.policy_logprobs = torch.zeros(self.tokens.shape, device=keys.device)
         self.behavior_logprobs = torch.zeros(self.tokens.shape, device=keys.device)
         self.stop_text = StopText(sampling, len(keys), keys.device)
@@ -106,11 +115,14 @@ class _Drawing(LogitsProcessor):
         self.policy_logprobs[:, position] = policy
         self.behavior_logprobs[:, position] = behavior
         ended = self.stop_text.see(self.tokens, self._rows, position)
-        self.ended = self.ended if ended is None else ended
+        self.ended = self._limits <= position + 1
+        if ended is not None:
+            self.ended |= ended
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
     def stop(self, *_: Any, **__: Any) -> Tensor:
-        """The rows whose last token completed a stop string: a stopping criterion."""
+        """The rows that are as long as they may be, or whose last token completed a stop string: a
+        stopping criterion."""
         return self.ended
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rloo.engines.noise import row_keys
+from rloo.engines.noise import behind, row_keys
 from rloo.engines.sampling import check_request, collect_completions, numbers_of
 from rloo.model.division import is_divided
 from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
 
 # One row: a prompt and the sample's number k in its group.
 Row = tuple[Prompt, int]
-# Tokens, policy and behavior log-probs, each (R, max_tokens), and the lengths (R,) at which a stop
-# string was complete.
+# Tokens, policy and behavior log-probs, each (R, as many as the longest row may have), and the
+# lengths (R,) at which a stop string was complete.
 Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -78,6 +78,11 @@ def pad_left(
     padding = [width - len(ids) for ids in rows]
     padded = [[pad_token_id] * pad + ids for pad, ids in zip(padding, rows, strict=True)]
     return torch.tensor(padded, device=device), torch.tensor(padding, device=device)
+
+
+def limits_of(rows: Sequence[Row], sampling: Sampling) -> list[int]:
+    """How many tokens may be drawn in each row."""
+    return [sampling.max_tokens - prompt.offset for prompt, _ in rows]
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> int:
@@ -164,14 +169,16 @@ class InProcessEngine(ABC):
                 part = rows[start : start + wave]
                 wave_rows = [(prompts[index], k) for index, k in part]
                 drawn = self._draw(wave_rows, self._keys(wave_rows, noise), sampling)
-                finished = collect_completions(drawn, sampling.stop_token_ids)
+                limits = limits_of(wave_rows, sampling)
+                finished = collect_completions(drawn, sampling.stop_token_ids, limits)
                 completions.update(zip(part, finished, strict=True))
         return [[completions[i, k] for k in own] for i, own in enumerate(numbers)]
 
     def _keys(self, rows: list[Row], noise: int) -> Tensor:
         device = self._model.device
         ids = torch.tensor([prompt.noise_id for prompt, _ in rows], device=device)
-        return row_keys(noise, ids, torch.tensor([k for _, k in rows], device=device))
+        keys = row_keys(noise, ids, torch.tensor([k for _, k in rows], device=device))
+        return behind(keys, torch.tensor([prompt.offset for prompt, _ in rows], device=device))
 
     @abstractmethod
     def _draw(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:

@@ -33,6 +33,11 @@ def row_keys(noise: int, prompt_ids: Tensor, samples: Tensor) -> Tensor:
     return _mix(_mix(start + prompt_ids * _GOLDEN) + samples * _GOLDEN)
 
 
+def behind(keys: Tensor, offsets: Tensor) -> Tensor:
+    """The keys (R,) of which the noise of position p is that of position p + offset of `keys`."""
+    return keys + offsets * _GOLDEN
+
+
 def uniforms(keys: Tensor, start: int, count: int) -> Tensor:
     """The noise of positions start .. start + count - 1 of each row: float64 (R, count) in [0, 1),
     the output of SplitMix64 (Steele, Lea, Flood 2014) of key + position * golden ratio."""

@@ -132,6 +132,11 @@ def check_request(prompts: Sequence[Prompt], num_samples: int, sampling: Samplin
     for prompt in prompts:
         if not prompt.token_ids:
             raise ValueError(f"prompt {prompt.id} has no tokens; a completion needs at least 1")
+        if prompt.offset >= sampling.max_tokens:
+            raise ValueError(
+                f"prompt {prompt.id} has {prompt.offset} tokens of a completion that may have "
+                f"{sampling.max_tokens}; there is none left to draw"
+            )
 
 
 def numbers_of(samples: Samples, prompts: Sequence[Prompt]) -> Sequence[range]:
@@ -174,18 +179,21 @@ class StopText:
 
 
 def collect_completions(
-    drawn: tuple[Tensor, Tensor, Tensor, Tensor], stop_token_ids: Sequence[int]
+    drawn: tuple[Tensor, Tensor, Tensor, Tensor],
+    stop_token_ids: Sequence[int],
+    limits: Sequence[int],
 ) -> list[Completion]:
-    """Cut each row after its first stop token or at the end of its first stop string.
+    """Cut each row after its first stop token, at the end of its first stop string, or at its
+    limit.
 
-    drawn: tokens, policy and behavior log-probs, each (R, max_tokens), arbitrary after a row's end;
-    and `StopText`'s lengths (R,). Raises FloatingPointError if the model's logits were NaN.
+    drawn: tokens, policy and behavior log-probs, each (R, W), arbitrary after a row's end; and
+    `StopText`'s lengths (R,). Raises FloatingPointError if the model's logits were NaN.
     """
     tokens, policy, behavior, stop_lengths = drawn
     stops = torch.tensor(stop_token_ids, dtype=tokens.dtype, device=tokens.device)
     stopped = torch.isin(tokens, stops)
-    limit = tokens.shape[-1]
-    by_token = torch.where(stopped.any(dim=-1), stopped.int().argmax(dim=-1) + 1, limit + 1)
+    width, limit = tokens.shape[-1], torch.tensor(limits, device=tokens.device)
+    by_token = torch.where(stopped.any(dim=-1), stopped.int().argmax(dim=-1) + 1, width + 1)
     whole = torch.minimum(by_token, stop_lengths)
     ended = (whole <= limit).tolist()
     lengths = whole.clamp(max=limit).tolist()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from rloo.report.table import of_steps
-from rloo.types import Elsewhere, Group
+from rloo.types import Elsewhere, Episode, Group
 
 # 97.5 % point of the normal distribution: half the width of a 95 % interval, in standard errors.
 Z = 1.959963984540054
@@ -45,8 +45,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rewards = [[r for r in group.rewards if r is not None] for group in groups]
     flat = [r for group in rewards for r in group]
     scored = [group for group in rewards if len(group) >= 2]
-    lengths = [len(c.token_ids) for g in groups for c in g.completions]
-    ended = [len(c.token_ids) for g in groups for c in g.completions if c.finish == "stop"]
+    lengths = [c.num_trained for g in groups for c in g.completions]
+    ended = [c.num_trained for g in groups for c in g.completions if c.finish == "stop"]
     metrics = {
         "reward": _mean(flat),
         "reward_std": deviation(flat),
@@ -67,7 +67,23 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         values = [s for g in groups for s in g.scores[name] if s is not None]
         metrics[f"rewards/{name}/mean"] = _mean(values)
         metrics[f"rewards/{name}/std"] = deviation(values)
-    return metrics
+    return metrics | _episode_metrics(
+        [c.episode for g in groups for c in g.completions if c.episode]
+    )
+
+
+def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Those of completions of several turns; none without them."""
+    if not episodes:
+        return {}
+    calls = sum(episode.calls for episode in episodes)
+    return {
+        "episodes/turns": _mean([episode.turns for episode in episodes]),
+        "episodes/failed": float(sum(episode.failed is not None for episode in episodes)),
+        "tools/call_frequency": calls / len(episodes),
+        "tools/failure_frequency": sum(e.errors for e in episodes) / calls if calls else 0.0,
+        "tools/time": math.fsum(episode.seconds for episode in episodes),
+    }
 
 
 def standard_error(rewards: Sequence[Sequence[float]]) -> float:

@@ -104,6 +104,9 @@ def record_of(step: int, group: Group, index: int, *, images: Path | None) -> di
         "finish": group.completions[index].finish,
         "extras": {name: values[index] for name, values in group.extras.items()},
     }
+    if (episode := group.completions[index].episode) is not None:
+        names = ("turns", "calls", "errors", "seconds", "failed")
+        record["episode"] = {name: getattr(episode, name) for name in names}
     if images is not None and images_of(content):
         record["images"] = save_images(content, images)
     return record

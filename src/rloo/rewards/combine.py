@@ -32,6 +32,23 @@ class Raw:
     by_function: dict[str, list[float | None] | None]
     logs: dict[str, Log]
 
+    def among(self, places: Sequence[int], count: int) -> Raw:
+        """The same as of `count` completions, of which those at `places` were scored: of the others
+        nothing is known."""
+
+        def spread(values: list[Any]) -> list[Any]:
+            known = dict(zip(places, values, strict=True))
+            return [known.get(place) for place in range(count)]
+
+        return Raw(
+            count,
+            {n: values and spread(values) for n, values in self.by_function.items()},
+            {
+                name: Log({c: spread(values) for c, values in log.extras.items()}, log.metrics)
+                for name, log in self.logs.items()
+            },
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:

@@ -81,14 +81,7 @@ class Plan:
 
 def make_plan(config: RLOOConfig) -> Plan:
     """Build the run of `config`, measure, and predict. Raises ValueError as training would."""
-    if config.dataset is None:
-        raise ValueError("there is no dataset to train on (dataset)")
-    if config.parallel not in ("replicate", "fsdp2"):
-        raise ValueError(
-            f"parallel is {config.parallel}; a plan measures without DeepSpeed: give fsdp2, which "
-            "divides what zero3 divides; zero2 does not divide weights, zero1 neither weights nor "
-            "gradients (parallel)"
-        )
+    _refuse(config)
     began, processes = time.perf_counter(), config.num_processes or 1
     trainer = RLOOTrainer(args=in_one_process(config))
     trainer.policy.notes += [_BESIDE] if config.samples_beside else []
@@ -135,6 +128,23 @@ def make_plan(config: RLOOConfig) -> Plan:
         times=times,
         notes=list(policy.notes),
     )
+
+
+def _refuse(config: RLOOConfig) -> None:
+    """Raise ValueError for what a plan cannot tell."""
+    if config.dataset is None:
+        raise ValueError("there is no dataset to train on (dataset)")
+    if config.parallel not in ("replicate", "fsdp2"):
+        raise ValueError(
+            f"parallel is {config.parallel}; a plan measures without DeepSpeed: give fsdp2, which "
+            "divides what zero3 divides; zero2 does not divide weights, zero1 neither weights nor "
+            "gradients (parallel)"
+        )
+    if config.tools:
+        raise ValueError(
+            "there are tools, and a plan calls no tools: what they take, and how long episodes "
+            "are, it could not tell (tools)"
+        )
 
 
 def _check_forward(parts: Parts, state: RunState, prompts: PromptSource) -> None:

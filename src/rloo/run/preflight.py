@@ -52,6 +52,9 @@ def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
     for spec in config.reward:
         with _noting(faults):
             _check_reward(spec)
+    for spec in config.tools:
+        with _noting(faults):
+            check_function(spec, "tool")
     if ":" in config.estimator:
         with _noting(faults):
             check_function(config.estimator, "estimator")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -35,13 +32,11 @@ from rloo.model.quantization import quantised_layers
 from rloo.rewards import RewardSet
 from rloo.rewards.model import RewardModel, as_reward
 from rloo.rewards.normalizer import Normalized
-from rloo.run.preflight import check_threads
-from rloo.types import Engine, Sampling
+from rloo.run.machine import set_threads
+from rloo.types import Engine, Prompt, Sampling
 
 Rows: TypeAlias = Given | str
 RowSets: TypeAlias = Rows | Mapping[str, Rows]
-# Parameters of glibc's mallopt(3).
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 # A function, a reward model's module, an object with get_rewards, or the spec of such a reward.
 RewardFunction: TypeAlias = Callable[..., Any] | str | Mapping[str, Any]
@@ -150,6 +145,25 @@ def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
         if isinstance(rows, IterableDataset):
             named[name] = as_table(list(islice(rows, args.eval_size)), rows)
     return named
+
+
+def prompts_of_sets(
+    given: RowSets | None, args: RLOOConfig, read: Callable[[Rows, str], Prompts]
+) -> tuple[dict[str, list[Prompt]], list[str]]:
+    """The prompts of all evaluation sets, by their names, and notes about them. `read` makes the
+    prompts of one."""
+    prompts, notes = {}, []
+    for name, rows in eval_sets(given, args).items():
+        split = args.eval_split if isinstance(rows, str) else None
+        where = name or "the evaluation set"
+        try:
+            source = read(rows, split or "train")
+        except ValueError as error:
+            raise ValueError(f"in {where}: {error}") from error
+        notes += length_notes(source, where)
+        assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
+        prompts[name] = source.all_prompts(args.eval_size)
+    return prompts, notes
 
 
 def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False) -> Limit:
@@ -358,39 +372,3 @@ def _require_room(policy: Policy) -> None:
             "part; a model of this size needs vLLM on devices of its own (rollout_engine vllm, "
             "vllm_devices, parallel)"
         )
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep large freed blocks, since a CPU update allocates and frees the same ones
-    repeatedly, and the system clears every page that it gives out. Peak memory stays the same."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 2**30)
-        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
-    """Use `num_threads` CPU threads, or the number with which decoding is fastest in a short test:
-    with small matrices a second one can cost more in waiting than it gains, especially if something
-    else runs on the machine. Returns why there are as many."""
-    if args.num_threads is not None:
-        check_threads(args.num_threads)
-        torch.set_num_threads(args.num_threads)
-        return "num_threads"
-    available = torch.get_num_threads()
-    if available == 1 or model.device.type != "cpu":
-        return "all that torch may use"
-    tokens = torch.zeros(64, 4, dtype=torch.long)
-    seconds = {}
-    for threads in (1, available):
-        torch.set_num_threads(threads)
-        with torch.no_grad():
-            model(tokens, use_cache=False)
-            start = time.perf_counter()
-            for _ in range(3):
-                model(tokens, use_cache=False)
-        seconds[threads] = time.perf_counter() - start
-    chosen, other = sorted(seconds, key=seconds.__getitem__)
-    torch.set_num_threads(chosen)
-    saved = 100 * (1 - seconds[chosen] / seconds[other])
-    return f"decoding took {saved:.0f} % less time than with {other} in a short test; num_threads"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.launchers import check_launch
 from rloo.config.presets import remarks
-from rloo.data.prompts import PromptSource
 from rloo.data.stream import Prompts, StreamSource
 from rloo.dist import make_world
 from rloo.model.budget import workload_of
@@ -38,6 +38,7 @@ from rloo.run.due import never_due
 from rloo.run.evaluate import Evaluator, Results, flatten
 from rloo.run.folder import AUTO, claimed_by_main
 from rloo.run.judging import Judging
+from rloo.run.machine import keep_freed_memory
 from rloo.run.overrides import (
     own_optimizers,
     refuse_assignment,
@@ -48,6 +49,7 @@ from rloo.run.presence import present
 from rloo.run.session import Session
 from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
 from rloo.run.together import require_same_start, together
+from rloo.run.turns import turns_of
 from rloo.types import Prompt
 
 Rewards = RewardFunction | Sequence[RewardFunction]
@@ -61,6 +63,7 @@ class RLOOTrainer(shown.Shown):
     list: functions, reward models, built-in names, `module:function` or `file.py:function`.
     `eval_dataset` may be a dict of named sets. `eval_reward_funcs`, rewards or TRL's pairwise
     judges, only judge in evaluations. With `peft_config` (a LoraConfig) a new adapter is trained.
+    The model may call `tools`, functions as in TRL's GRPOTrainer (docs/tools.md).
     Raises ValueError for every error that can be found before sampling.
     """
 
@@ -96,6 +99,7 @@ class RLOOTrainer(shown.Shown):
         *,
         reward_model: Rewards | None = None,
         eval_reward_funcs: Rewards | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
     ) -> None:
         refuse_overrides(type(self), _OWN, _SHOWN)  # a class can be changed after it was made
         if reward_funcs is not None and reward_model is not None:
@@ -114,6 +118,8 @@ class RLOOTrainer(shown.Shown):
             chosen_estimator(self.args)
             setup.seed_all(self.args)
             loggers = make_loggers(self.args)
+            self.turns = turns_of(tools, self.args, self.world)
+            self.tools = self.turns.functions
             given = reward_model if reward_funcs is None else reward_funcs
             self.rewards = setup.make_rewards(
                 given, self.args, reward_processing_classes, device=self.world.device
@@ -306,8 +312,10 @@ class RLOOTrainer(shown.Shown):
         # None without `beta`, and with an adapter, whose model it shares.
         self.ref_model = self.policy.reference.model
         if self.policy.device.type == "cpu":
-            setup.keep_freed_memory()
-        self.engine = setup.make_engine(self.policy, self.args, self)
+            keep_freed_memory()
+        self.engine = self.turns.around(
+            setup.make_engine(self.policy, self.args, self), self.policy
+        )
         self.policy.notes += self._notes
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
@@ -347,29 +355,23 @@ class RLOOTrainer(shown.Shown):
         return resume
 
     def _prompts(self, rows: Rows, split: str, *, evaluation: bool = False) -> Prompts:
-        return setup.make_source(
+        source = setup.make_source(
             rows,
             split,
             tokenizer=self.processing_class,
             rewards=self.rewards,
-            args=self.args,
+            args=self.turns.shown(self.args),
             limit=setup.prompt_limit(self.model, self.args, evaluation=evaluation),
         )
+        return self.turns.checked(source)
 
     def _prompts_of_sets(self, given: RowSets | None) -> dict[str, list[Prompt]]:
-        prompts = {}
-        for name, rows in setup.eval_sets(given, self.args).items():
-            split = self.args.eval_split if isinstance(rows, str) else None
-            where = name or "the evaluation set"
-            try:
-                source = self._prompts(rows, split or "train", evaluation=True)
-            except ValueError as error:
-                raise ValueError(f"in {where}: {error}") from error
-            self._notes += setup.length_notes(source, where)
-            assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
-            prompts[name] = source.all_prompts(self.args.eval_size)
-            self.judging.check(prompts[name])
-        return prompts
+        read = partial(self._prompts, evaluation=True)
+        sets, notes = setup.prompts_of_sets(given, self.args, read)
+        self._notes += notes
+        for prompts in sets.values():
+            self.judging.check(prompts)
+        return sets
 
     def make_parts(self) -> tuple[Parts, RunState]:
         """What `rloo.algorithm.train.train_on_rollout` works with, before the first step."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rloo.engines.in_process import Drawn, InProcessEngine, Row, pad_left
+from rloo.engines.in_process import Drawn, InProcessEngine, Row, limits_of, pad_left
 from rloo.engines.native.cache import DecodeCache, PromptCache, fill_holes
 from rloo.engines.native.fused import FusedDecoder, can_fuse
 from rloo.engines.noise import uniforms
@@ -74,18 +74,19 @@ class NativeEngine(InProcessEngine):
         prompt_of_row = torch.tensor([number[id(prompt)] for prompt, _ in rows], device=device)
         cache, logits = self._prefill(prompts)
         logits = logits[prompt_of_row]
-        decode = DecodeCache(cache, prompt_of_row, max_tokens=sampling.max_tokens)
+        width = max(limits_of(rows, sampling))
+        decode = DecodeCache(cache, prompt_of_row, max_tokens=width)
         active = _ActiveRows(rows, keys, sampling, vocabulary=logits.shape[-1])
-        tokens = torch.full((len(rows), sampling.max_tokens), -1, device=device)
+        tokens = torch.full((len(rows), width), -1, device=device)
         policy, behavior = torch.zeros(2, *tokens.shape, device=device)
         stop_text = StopText(sampling, len(rows), device)
-        for position in range(sampling.max_tokens):
+        for position in range(width):
             drawn = draw(logits, active.noise_at(position), sampling, active.seen)
             tokens[active.index, position] = drawn.tokens
             policy[active.index, position] = drawn.policy_logprobs
             behavior[active.index, position] = drawn.behavior_logprobs
             ended = stop_text.see(tokens, active.index, position)
-            if position + 1 == sampling.max_tokens:
+            if position + 1 == width:
                 break
             active.advance(drawn.tokens, ended)
             left = active.count_unfinished()
@@ -153,7 +154,11 @@ class _ActiveRows:
         self._keys = keys
         self._noise = uniforms(keys, 0, _NOISE_BLOCK)
         self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
-        self._can_end = len(sampling.stop_token_ids) + len(sampling.stop_strings) > 0
+        # The positions at which rows end, where these have limits of their own.
+        limits = torch.tensor(limits_of(rows, sampling), device=device)
+        differ = bool((limits != limits[0]).any())
+        self._ends = self.positions + limits if differ else None
+        self._can_end = differ or bool(sampling.stop_token_ids or sampling.stop_strings)
 
     def noise_at(self, position: int) -> Tensor:
         if position and position % _NOISE_BLOCK == 0:
@@ -169,12 +174,14 @@ class _ActiveRows:
             self.alive &= (tokens[:, None] != self._stops).all(dim=-1)
         if ended is not None:
             self.alive &= ~ended
+        if self._ends is not None:
+            self.alive &= self.positions < self._ends
 
     def count_unfinished(self) -> int:
         # Without stop strings, a step waits for the device only here.
         return int(self.alive.sum()) if self._can_end else len(self.alive)
 
     def keep(self, order: Tensor) -> None:
-        for name in ("index", "alive", "positions", "tokens", "seen", "_keys", "_noise"):
+        for name in ("index", "alive", "positions", "tokens", "seen", "_keys", "_noise", "_ends"):
             if (rows := getattr(self, name)) is not None:
                 setattr(self, name, rows[order])

@@ -1,0 +1,65 @@
+"""The options of tools, and what these cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from rloo.config.options import Options
+from rloo.config.reading import Subject, default_of
+
+# ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
+
+TOOLS = Subject("Tools")
+
+
+@dataclass(init=False, repr=False, eq=False, kw_only=True)
+class ToolOptions(Options):
+    """Those of `Options`, and these."""
+
+    # fmt: off
+    tools: list[str] = TOOLS.own([],
+        "Functions that the model may call: file.py:function or package.module:function.")
+    max_tool_calling_iterations: int | None = TOOLS.own(None,
+        "How often an episode may go on after calls of tools; null: while there is room.")
+    max_tool_response_length: int = TOOLS.own(20_000,
+        "Characters of what one call returns that the model sees: its head and its tail.")
+    episode_timeout: float = TOOLS.own(300.0,
+        "Seconds that the tools of an episode may take in all; one that takes longer has no "
+        "reward.")
+    # fmt: on
+
+
+def refuse_in_vain(options: ToolOptions) -> None:
+    """Raise ValueError for an option about tools where there are none."""
+    for option in fields(ToolOptions):
+        value = getattr(options, option.name)
+        if option.metadata["subject"] == TOOLS.name and value != default_of(option):
+            raise ValueError(
+                f"{option.name} is {value} and there are no tools, without which it has no effect "
+                "(tools)"
+            )
+
+
+def check_tools(options: ToolOptions) -> None:
+    """Raise ValueError for the first thing that runs with tools cannot do in this version."""
+    for fault in _faults(options):
+        raise ValueError(f"{fault} (tools)")
+
+
+def _faults(options: ToolOptions) -> Iterator[str]:
+    if options.rollout_engine.startswith("vllm"):
+        yield (
+            f"there are tools and rollout_engine is {options.rollout_engine}, whose turns cannot "
+            "go on in this version; the native engine's and those of hf can (rollout_engine)"
+        )
+    if options.samples_beside:
+        yield (
+            "there are tools and completions are sampled beside training, by processes that have "
+            "no tools in this version (max_staleness 0 and no sampler_processes)"
+        )
+    if (options.num_processes or 1) > 1:
+        yield (
+            f"there are tools and num_processes is {options.num_processes}; episodes are not "
+            "divided among processes in this version (num_processes 1)"
+        )

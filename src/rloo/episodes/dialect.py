@@ -1,0 +1,159 @@
+"""What a model and its tools say to each other, in tokens: calls are read from a turn's tokens, and
+answers become tokens to append.
+
+Tokens that are there are never rendered again. What is appended is what the chat template puts
+behind a turn; `proof.py` shows at the start that both come to the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rloo.types import Message
+
+# What parsing hostile text may raise: json's errors, a placeholder that is not there, a value of
+# another shape than the template expects, brackets nested too deep.
+_NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+# Put inside of a special token's name it makes text of it. No text has this character: Unicode
+# says that it is none.
+_MARK = "\ufdd0"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call as the model has written it; `fault` is why it cannot be made."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One turn of the model: a message, and the calls in it."""
+
+    message: Message
+    calls: list[Call]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The chat template of a tokenizer with the arguments of a run: `options` has the tools."""
+
+    tokenizer: PreTrainedTokenizerBase
+    options: dict[str, Any]
+
+    def text(self, messages: Sequence[Message], *, opens: bool = True) -> str:
+        """The conversation as text; `opens` the model's next turn."""
+        rendered = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=opens, tokenize=False, **self.options
+        )
+        return str(rendered)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a part of such a text, in which special tokens are written out."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, special tokens written out."""
+        return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.tokenizer.name_or_path or type(self.tokenizer).__name__
+
+
+# What comes before a turn whose answer is asked for: it does not show in the answer.
+ASKED: Message = {"role": "user", "content": "x"}
+
+
+class Dialect:
+    """How one model speaks. `schema` is its response template; `opening` the text with which the
+    chat template opens a turn, `end` the token that ends one."""
+
+    def __init__(
+        self, template: Template, schema: dict[str, Any], *, opening: str, end: int
+    ) -> None:
+        self.template, self.schema, self.opening, self.end = template, schema, opening, end
+        self._end_text = template.decode([end])
+        added = template.tokenizer.get_added_vocab()
+        # Blank ones, as for runs of spaces, are the text that they stand for.
+        names = {name: token for name, token in added.items() if len(name) > 1 and name.strip()}
+        self._special = frozenset(names.values())
+        # Longest first: one name may begin with another.
+        longest = sorted(map(re.escape, names), key=len, reverse=True)
+        self._names = re.compile("|".join(longest) or r"(?!)")
+        self._before = len(template.text([ASKED]))
+        self._specials_of: dict[int, int] = {}
+
+    def read(self, token_ids: Sequence[int]) -> Said:
+        """The message and the calls of one turn. A turn that is not as the schema wants it is a
+        message without calls, and one call that cannot be made."""
+        text = self.template.decode(token_ids)
+        try:
+            message = self.template.tokenizer.parse_response(
+                text, self.schema, prefix=self.opening, tools=self.template.options["tools"]
+            )
+            calls = [_read_call(given) for given in message.pop("tool_calls", ())]
+        except _NO_CALL as error:
+            said = {"role": "assistant", "content": text.removesuffix(self._end_text)}
+            return Said(said, [Call("unknown", fault=f"the call cannot be read: {error}")])
+        message.setdefault("content", "")
+        made = [_wrapped(call.name, call.arguments) for call in calls if call.fault is None]
+        return Said(message | ({"tool_calls": made} if made else {}), calls)
+
+    def answer(self, said: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """The tokens that follow a turn of the tokens `said` once tools have answered: the rest of
+        that turn, their `messages`, and the opening of the next turn. Special tokens are the
+        template's own: those in a message are text."""
+        tokens = self._behind(messages)
+        if len(messages) not in self._specials_of:
+            plain = self._behind([message | {"content": "x"} for message in messages])
+            self._specials_of[len(messages)] = self._count_special(plain)
+        if self._count_special(tokens) != self._specials_of[len(messages)]:
+            # A tokenizer may make them of other characters, such as wide ones.
+            tokens = self._behind([m | {"content": "(no text)"} for m in messages])
+        return tokens[1:] if said[-1] == self.end else tokens
+
+    def _behind(self, messages: Sequence[Message]) -> list[int]:
+        """What the template puts behind a turn that these messages follow, from its end on."""
+        turn = {"role": "assistant", "content": "", "tool_calls": [_wrapped(messages[0]["name"])]}
+        inert = [message | {"content": self._inert(message["content"])} for message in messages]
+        text = self.template.text([ASKED, turn, *inert])
+        text = text[text.index(self._end_text, self._before) :]
+        return [token for part in text.split(_MARK) for token in self.template.encode(part)]
+
+    def _inert(self, text: str) -> str:
+        """`text` with a mark inside the name of every special token."""
+        text, parts, begin = text.replace(_MARK, ""), [], 0
+        while match := self._names.search(text, begin):
+            # Not behind it: another name may begin inside of this one.
+            parts.append(text[begin : match.start() + 1])
+            begin = match.start() + 1
+        return _MARK.join([*parts, text[begin:]])
+
+    def _count_special(self, token_ids: Sequence[int]) -> int:
+        return sum(token in self._special for token in token_ids)
+
+
+def _read_call(given: Any) -> Call:
+    function = given.get("function") if isinstance(given, dict) else None
+    function = function if isinstance(function, dict) else {}
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        return Call("unknown", fault="a call needs a name and arguments")
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, dict):
+        kind = type(arguments).__name__
+        return Call(name, fault=f"the arguments of a call are an object, not a {kind}")
+    return Call(name, arguments)
+
+
+def _wrapped(name: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments or {}}}

@@ -1,0 +1,229 @@
+"""Runs with tools: what is trained, written down and refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from rloo import RLOOConfig, RLOOTrainer
+from rloo.cli import main
+from rloo.run.plan import make_plan
+from support.chat import (
+    add,
+    make_brace_tokenizer,
+    make_talkative_model,
+)
+from support.training import make_config, metrics_of, weights
+
+ROWS = Dataset.from_dict(
+    {"prompt": [[{"role": "user", "content": f"{n} + 1"}] for n in range(6)], "n": list(range(6))}
+)
+
+
+def reward_of(completions, n, **_):
+    """Sees messages: half a point for each of the model's, by its length."""
+    assert all(m["role"] in ("assistant", "tool") for c in completions for m in c)
+    return [
+        sum(0.5 + 0.01 * len(m["content"]) for m in c if m["role"] == "assistant")
+        for c in completions
+    ]
+
+
+def make_trainer(folder: Path, tools=(add,), rows=ROWS, reward=reward_of, **options):
+    defaults = {"max_completion_length": 400, "max_steps": 2, "max_tool_calling_iterations": 2}
+    tokenizer = make_brace_tokenizer()
+    return RLOOTrainer(
+        model=make_talkative_model(tokenizer),
+        reward_funcs=reward,
+        args=make_config(folder, **{**defaults, **options}),
+        train_dataset=rows,
+        processing_class=tokenizer,
+        tools=list(tools),
+    )
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_a_run_trains_on_episodes_and_writes_them_down(tmp_path, engine):
+    trainer = make_trainer(
+        tmp_path, rollout_engine=engine, log_completions=True, logging_steps=1, eval_on_start=True,
+        eval_split="train", eval_size=2, num_generations_eval=2,
+    )  # fmt: skip
+    assert trainer.tools == [add]
+    before = weights(trainer)
+    trainer.train()
+
+    assert any((weights(trainer)[name] != before[name]).any() for name in before)
+    for row in metrics_of(trainer.args):
+        assert 1.0 < row["episodes/turns"] <= 3.0
+        assert 0.0 < row["tools/call_frequency"] <= 4.0
+        assert 0.9 < row["tools/failure_frequency"] <= 1.0  # random letters are no tool's name
+        assert row["episodes/failed"] == 0.0
+        assert row["tools/time"] >= 0.0
+        assert row["mismatch/max"] < 1e-4
+    lines = Path(trainer.args.output_dir, "completions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    longest = max(rows, key=lambda row: row["episode"]["turns"])
+    assert [m["role"] for m in longest["completion"]][:3] == ["assistant", "tool", "assistant"]
+    assert longest["episode"]["calls"] >= 1
+    evaluation = json.loads(
+        Path(trainer.args.output_dir, "evaluations.jsonl").read_text().splitlines()[0]
+    )
+    assert evaluation["episodes/turns"] > 1.0
+
+
+def test_prompts_tell_of_the_tools(tmp_path):
+    seen = []
+
+    def reward(prompts, completions, **_):
+        seen.extend(prompts)
+        return [float(len(c)) for c in completions]
+
+    trainer = make_trainer(tmp_path, reward=reward, max_steps=1)
+    (prompt,) = trainer._source.all_prompts(1)
+    assert '"name": "add"' in trainer.processing_class.decode(prompt.token_ids)
+    trainer.train()
+    assert all(prompt in list(ROWS["prompt"]) for prompt in seen)
+
+
+def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_path, monkeypatch):
+    from rloo.episodes import engine
+
+    failing = {2, 5}
+    original = engine._Episode.completion
+    count = iter(range(10_000))
+
+    def completion(self):
+        if next(count) % 12 in failing:
+            self.failed = "the tool has gone"
+        return original(self)
+
+    monkeypatch.setattr(engine._Episode, "completion", completion)
+    sizes = []
+
+    def reward(completions, log_extra, **_):
+        sizes.append(len(completions))
+        log_extra("messages", [len(c) for c in completions])
+        return [float(len(str(c))) for c in completions]
+
+    trainer = make_trainer(
+        tmp_path, reward=reward, max_steps=1, log_completions=True, logging_steps=1
+    )
+    trainer.train()
+
+    assert sizes == [10]
+    (row,) = metrics_of(trainer.args)
+    assert (row["episodes/failed"], row["reward/unscored"]) == (2.0, 2.0)
+    lines = Path(trainer.args.output_dir, "completions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    lost = [row for row in rows if row["reward"] is None]
+    assert len(lost) == 2
+    for row in rows:
+        assert (row["episode"]["failed"] is None) == (row["reward"] is not None)
+        assert (row["extras"]["messages"] is None) == (row["reward"] is None)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"rollout_engine": "vllm"}, "rollout_engine is vllm"),
+        ({"max_staleness": 1}, "sampled beside training"),
+        ({"sampler_processes": 1}, "sampled beside training"),
+        ({"num_processes": 2, "num_prompts": 4}, "num_processes is 2"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has tools"),
+        ({"tools": ()}, "max_tool_calling_iterations is 2 and there are no tools"),
+        ({"rows": Dataset.from_dict({"prompt": ["a", "b"], "n": [1, 2]})}, "prompt 0 is a text"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        make_trainer(tmp_path, **options)
+
+
+def test_options_about_tools_without_tools_are_refused(tmp_path):
+    for name, value in (
+        ("max_tool_calling_iterations", 2),
+        ("max_tool_response_length", 5),
+        ("episode_timeout", 1.0),
+    ):
+        options = {"max_tool_calling_iterations": None, name: value}
+        with pytest.raises(ValueError, match=f"{name} is {value} and there are no tools"):
+            make_trainer(tmp_path, tools=(), **options)
+
+
+def test_options_have_ranges():
+    for name in ("max_tool_calling_iterations", "max_tool_response_length", "episode_timeout"):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
+            RLOOConfig(**{name: 0})
+
+
+def test_a_template_that_is_not_fit_is_refused_before_the_first_sample(tmp_path):
+    tokenizer = make_brace_tokenizer()
+    tokenizer.response_template = None
+    with pytest.raises(ValueError, match="none of the known formats"):
+        RLOOTrainer(
+            model=make_talkative_model(tokenizer),
+            reward_funcs=reward_of,
+            args=make_config(tmp_path),
+            train_dataset=ROWS,
+            processing_class=tokenizer,
+            tools=[add],
+        )
+
+
+def test_a_run_without_tools_does_not_load_them(tmp_path):
+    for name in [name for name in sys.modules if name.startswith("rloo.episodes")]:
+        del sys.modules[name]
+    trainer = make_trainer(tmp_path, tools=(), max_tool_calling_iterations=None, max_steps=1)
+    trainer.train()
+    assert not [name for name in sys.modules if name.startswith("rloo.episodes")]
+    assert "episodes/turns" not in metrics_of(trainer.args)[0]
+
+
+TOOL_FILE = '''
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first one.
+        b: The second one.
+    """
+    return a + b
+
+
+def count(completions, **_):
+    return [float(sum(m["role"] == "assistant" for m in c)) for c in completions]
+'''
+
+
+def test_the_command_takes_tools_by_name(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(TOOL_FILE)
+    tokenizer = make_brace_tokenizer()
+    make_talkative_model(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": row["prompt"]} for row in ROWS]
+    lines = "\n".join(json.dumps(row) for row in rows)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    options = [
+        "--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "rows.jsonl"),
+        "--reward", f"{tmp_path / 'mine.py'}:count", "--tools", f"{tmp_path / 'mine.py'}:add",
+        "--max_steps", "1", "--num_generations", "2", "--num_prompts", "2", "--use_cpu", "true",
+        "--max_completion_length", "300", "--output_dir", str(tmp_path / "run"), "--bf16", "false",
+        "--max_tool_calling_iterations", "1", "--num_threads", "1",
+    ]  # fmt: skip
+    assert main(["train", *options]) == 0
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["episodes/turns"] > 1.0
+    assert "the model may call add" in capsys.readouterr().out
+
+    assert main(["train", *options, "--tools", f"{tmp_path / 'mine.py'}:sub"]) == 2
+    assert "has no function 'sub'" in capsys.readouterr().err
+
+
+def test_a_plan_does_not_call_tools(tmp_path):
+    config = make_config(
+        tmp_path, model="countdown", dataset="countdown", reward=["countdown"], tools=["a.py:f"]
+    )
+    with pytest.raises(ValueError, match="a plan calls no tools"):
+        make_plan(config)

@@ -1,0 +1,94 @@
+"""Episodes without a model: engines that say what they are told, and a language of three tokens."""
+
+from collections.abc import Callable, Sequence
+
+from rloo.engines.sampling import numbers_of
+from rloo.episodes.dialect import Call, Said
+from rloo.episodes.engine import EpisodeEngine, Limits
+from rloo.episodes.tools import Tools
+from rloo.types import Completion, EngineFacts, Prompt, Sampling
+
+FACTS = EngineFacts(
+    "told", copies_weights=False, shares_memory=True, exact_noise=True, filters=True
+)
+END, CALL, ANSWER = 0, 1, 2
+
+
+class Told:
+    """An engine that draws what `say(prompt, k)` returns: the tokens of one turn."""
+
+    facts, version = FACTS, 0
+
+    def __init__(self, say: Callable[[Prompt, int], Sequence[int]], ends: Sequence[int]) -> None:
+        self._say, self._ends = say, ends
+        self.asked: list[list[tuple[Prompt, int]]] = []
+
+    def load(self, weights, version) -> None:
+        self.version = version
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def sample(self, prompts, samples, sampling, noise):
+        numbers = numbers_of(samples, prompts)
+        rows = zip(prompts, numbers, strict=True)
+        self.asked.append([(prompt, k) for prompt, own in rows for k in own])
+        drawn = []
+        for prompt, own in zip(prompts, numbers, strict=True):
+            assert prompt.offset < sampling.max_tokens
+            drawn.append([self._turn(prompt, k, sampling.max_tokens) for k in own])
+        return drawn
+
+    def _turn(self, prompt: Prompt, k: int, max_tokens: int) -> Completion:
+        tokens = list(self._say(prompt, k))[: max_tokens - prompt.offset]
+        finish = "stop" if tokens[-1] in self._ends else "length"
+        logprobs = [-0.5 - 0.001 * token for token in tokens]
+        return Completion(tokens, finish, logprobs, logprobs)
+
+
+class ThreeTokens:
+    """A language of the tokens END, CALL and ANSWER: a turn with a CALL in it calls a tool, whose
+    answer is one ANSWER."""
+
+    def read(self, token_ids):
+        calls = [Call("ask")] if CALL in token_ids else []
+        return Said({"role": "assistant", "content": str(token_ids)}, calls)
+
+    def answer(self, said, messages):
+        return [ANSWER] * len(messages)
+
+
+def ask() -> str:
+    """Ask."""
+    return "yes"
+
+
+def every_episode(max_tokens: int) -> list[Completion]:
+    """All episodes of three tokens that a policy may sample, of at most so many tokens."""
+
+    class More(Exception):
+        pass
+
+    found: list[Completion] = []
+    open_ends: list[tuple[int, ...]] = [()]
+    prompt = Prompt(0, [1, 2], [{"role": "user", "content": "x"}])
+    tools = Tools([ask], characters=100)
+    while open_ends:
+        tape = open_ends.pop(0)
+        left = iter(tape)
+
+        def say(prompt, k, left=left):
+            turn: list[int] = []
+            while len(turn) < max_tokens - prompt.offset and turn[-1:] != [END]:
+                if (token := next(left, None)) is None:
+                    raise More
+                turn.append(token)
+            return turn
+
+        engine = EpisodeEngine(Told(say, (END,)), ThreeTokens(), tools, Limits())
+        try:
+            ((episode,),) = engine.sample([prompt], 1, Sampling(max_tokens, (END,)), 0)
+            found.append(episode)
+        except More:
+            open_ends += [(*tape, token) for token in (END, CALL, ANSWER)]
+    return found
