@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from typing import Any, Literal
 
-from rloo.config.options import Options
+from rloo.config.gym_options import GymOptions
 from rloo.config.reading import Subject
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
@@ -16,7 +16,7 @@ VLLM = Subject("Sampling with vLLM")
 
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
-class VLLMOptions(Options):
+class VLLMOptions(GymOptions):
     """All options, those of vLLM last."""
 
     # fmt: off

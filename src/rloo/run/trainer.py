@@ -20,6 +20,7 @@ from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.launchers import check_launch
 from rloo.config.presets import remarks
+from rloo.data.gym.curriculum import with_curriculum
 from rloo.data.prompts import PromptSource
 from rloo.data.stream import Prompts, StreamSource
 from rloo.dist import make_world
@@ -268,7 +269,8 @@ class RLOOTrainer(shown.Shown):
         self._source: Prompts | None = None
         trains = self.train_dataset is not None
         if trains:
-            self._source = self._prompts(self.train_dataset, self.args.dataset_split)
+            source = self._prompts(self.train_dataset, self.args.dataset_split)
+            self._source = with_curriculum(source, self.args)
             stream = isinstance(self._source, StreamSource)
             if stream:
                 self.args = shown.with_stream(self.args)
