@@ -80,10 +80,15 @@ def task_options(options: GymOptions) -> dict[str, dict[str, Any]]:
     return found
 
 
-def reward_of(options: Options) -> dict[str, Any]:
-    """The reward of problems that come with their own scorers, where none is named."""
-    given = options.reward or not is_gym(options.dataset or options.eval_dataset)
-    return {} if given else {"reward": [REWARD]}
+def follows_from_gym(options: Options) -> dict[str, Any]:
+    """Of problems that come with their own scorers, the reward, where none is named, and of those
+    that are evaluated on the split, where none is named: what is held out."""
+    found: dict[str, Any] = {}
+    if not options.reward and is_gym(options.dataset or options.eval_dataset):
+        found["reward"] = [REWARD]
+    if options.eval_split is None and is_gym(options.eval_dataset):
+        found["eval_split"] = "heldout"
+    return found
 
 
 def check_gym(options: GymOptions) -> None:

@@ -15,8 +15,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -77,10 +77,12 @@ class Python:
     folders: list[str] = field(default_factory=list)
 
 
-def start(wall: str, channel: socket.socket) -> Started:
-    """Begin a process behind a wall, with its end of a channel. Raises NoWall, OSError."""
+def start(wall: str, channel: socket.socket, library: Sequence[str] = ()) -> Started:
+    """Begin a process behind a wall, with its end of a channel; it can read the folders `library`.
+    Raises NoWall, OSError."""
     user = _user()
     python = find_python(user)
+    python = replace(python, folders=[*python.folders, *library])
     inner = [python.path, *_FLAGS, "-c", _BOOT, str(channel.fileno())]
     given: dict[str, Any] = {
         "stdin": subprocess.DEVNULL,
