@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # When memory did not suffice: tests/model/test_memory.py; of one reward: tests/rewards/; of several
 # processes: tests/test_processes.py; beside training: tests/run/test_beside_runs.py.
 NOT_LOGGED_HERE = {
-    "update/max_tokens", "rewards/math_reward/unjudged", "rank/gathered_bytes", "rank/imbalance",
-    "rank/wait_time", "engine/lost", "engine/returned", "engine/repeated", "groups/first",
+    "update/max_tokens", "rewards/math_reward/unjudged", "rewards/code_reward/unjudged",
+    "rank/gathered_bytes", "rank/imbalance", "rank/wait_time", "engine/lost", "engine/returned", "engine/repeated", "groups/first",
     "idle/rewards", "idle/sampler", "idle/trainer", "queue/done", "queue/in_flight",
     "scorers/lost", "staleness/max", "staleness/mean",
 }  # fmt: skip

@@ -210,9 +210,9 @@ def _texts(row: dict[str, Any], name: str) -> list[str]:
 
 def _case(case: Any) -> Any:
     """A case as workers read it."""
-    if isinstance(case, dict):
-        case = [case.get("args", case.get("input")), case.get("expected", case.get("output"))]
-    if isinstance(case, str) or len(case) != 2 or not isinstance(case[0], (list, tuple)):
+    if not (
+        isinstance(case, (list, tuple)) and len(case) == 2 and isinstance(case[0], (list, tuple))
+    ):
         raise ValueError(
             f"a case is {case!r:.80}; it is the list of arguments and the value (reward code)"
         )

@@ -4,11 +4,8 @@ of `inside` with a function `answer(request, stage)`, which is sent to them with
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -101,10 +98,7 @@ class WalledWorker(Worker):
         self._started.process.wait()
         with suppress(OSError):
             self._connection.close()
-        if self._started.folder is not None:
-            end = time.monotonic() + 5.0
-            while os.path.exists(self._started.folder) and time.monotonic() < end:
-                shutil.rmtree(self._started.folder, ignore_errors=True)
+        self._started.remove_folder()
 
     def _status(self) -> int:
         return self._started.process.wait()

@@ -15,7 +15,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -67,6 +69,23 @@ class Started:
     process: subprocess.Popen[bytes]
     told: dict[str, Any]
     folder: str | None = None
+    user: int | None = None
+
+    def remove_folder(self, seconds: float = 5.0) -> None:
+        """Remove the folder, which the worker's forks empty when it has ended; after so long, by
+        force, with no more rights than theirs."""
+        if self.folder is None:
+            return
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with suppress(OSError):
+                os.rmdir(self.folder)
+            if not os.path.exists(self.folder):
+                return
+            time.sleep(0.02)
+        given: dict[str, Any] = {} if self.user is None else {"user": self.user}
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, self.folder], stderr=subprocess.DEVNULL, **given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +124,8 @@ def start(wall: str, channel: socket.socket, library: Sequence[str] = ()) -> Sta
         "read": [*_SYSTEM, *_SETTINGS, *python.folders],
         "use": _DEVICES,
     }
-    return Started(subprocess.Popen(inner, env=_environment(folder), **given), told, folder)
+    process = subprocess.Popen(inner, env=_environment(folder), **given)
+    return Started(process, told, folder, user)
 
 
 def _environment(folder: str) -> dict[str, str]:

@@ -47,7 +47,7 @@ DENIED = {
     "modify_ldt": (154, None), "uselib": (134, None), "_sysctl": (156, None),
 }  # fmt: skip
 # Landlock does not know these: they would change files of the same user that it only hides.
-DENIED_BY_PATH = {
+DENIED_TO_A_SHARED_USER = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None),
@@ -72,9 +72,9 @@ _EPERM, _ENOSYS = _ERROR | 1, _ERROR | 38
 _NUMBER, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data
 
 
-def program(machine: str, *, by_path: bool) -> bytes:
-    """The filter as `struct sock_filter[]`, 8 bytes an instruction. `by_path`: files of others are
-    hidden by Landlock alone. Raises ValueError for a machine whose numbers are not known."""
+def program(machine: str, *, shared_user: bool) -> bytes:
+    """The filter as `struct sock_filter[]`, 8 bytes an instruction. `shared_user`: files of
+    the same user are hidden by Landlock alone. Raises ValueError for a machine whose numbers are not known."""
     if machine not in MACHINES:
         known = " and ".join(MACHINES)
         raise ValueError(f"the numbers of system calls are known for {known}, not for {machine}")
@@ -92,7 +92,7 @@ def program(machine: str, *, by_path: bool) -> bytes:
         (_EQUAL, 1, 0, _TERMINAL_INPUT[0]), (_EQUAL, 0, 1, _TERMINAL_INPUT[1]),
         (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW),
     ]  # fmt: skip
-    names = DENIED | (DENIED_BY_PATH if by_path else {})
+    names = DENIED | (DENIED_TO_A_SHARED_USER if shared_user else {})
     for numbers in names.values():
         if (number := numbers[column]) is not None:
             steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _EPERM)]

@@ -20,7 +20,7 @@ LANDLOCK_VERSION = 6
 _EVERYTHING = (1 << 16) - 1
 _READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, list folders
 _OF_A_FILE = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
-_WRITE_FILE = 1 << 1
+_WRITE_FILE, _MOVE = 1 << 1, 1 << 13
 _TCP, _ABSTRACT_SOCKETS, _SIGNALS = 0b11, 1, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -88,9 +88,10 @@ def landlock_version() -> int:
         return 0
 
 
-def restrict_signals() -> None:
-    """From now on, this process and its children signal each other alone."""
-    _restrict(struct.pack("QQQ", 0, 0, _SIGNALS), {})
+def restrict_signals(folder: str) -> None:
+    """From now on, this process and its children signal each other alone. Under `folder` files may
+    go on to be moved from one folder to another, which no rule of Landlock's leaves as it is."""
+    _restrict(struct.pack("QQQ", _MOVE, 0, _SIGNALS), {folder: _MOVE})
 
 
 def restrict_files(

@@ -102,7 +102,7 @@ def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
     if by_path:
         kernel.restrict_files(wall["read"], wall["use"], [here["folder"]])
     kernel.drop_capabilities()
-    kernel.filter_calls(calls.program(os.uname().machine, by_path=by_path))
+    kernel.filter_calls(calls.program(os.uname().machine, shared_user=wall["shared_user"]))
 
 
 def _python(source: str, serving: bool) -> int:

@@ -6,11 +6,9 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,12 +35,18 @@ def kill_all(outsider: int) -> None:
     """Kill every process that descends from this one, which has restricted its signals. Linux does
     it in one step, so that no fork escapes. Raises SandboxFailed where a process outside could be
     signalled: then nothing is."""
-    try:
-        os.kill(outsider, 0)
-    except PermissionError:
-        pass
-    else:
-        raise SandboxFailed(f"the process {outsider}, outside, could be signalled")
+    refused = False
+    for pid in {outsider, os.getppid(), 1}:
+        try:
+            os.kill(pid, 0)
+        except PermissionError:
+            refused = True
+        except ProcessLookupError:
+            continue
+        else:
+            raise SandboxFailed(f"the process {pid}, outside, could be signalled")
+    if not refused:
+        raise SandboxFailed("no process outside is known")
     with suppress(ProcessLookupError, PermissionError):
         os.kill(-1, signal.SIGKILL)
     with suppress(ChildProcessError):
@@ -64,7 +68,7 @@ class Stage:
             self._folder = program.PRIVATE
             kernel.unshare(kernel.NEW_PROCESSES)  # of the next child
         else:
-            kernel.restrict_signals()
+            kernel.restrict_signals(wall["folder"])
             kernel.take_orphans()
             self._folder = tempfile.mkdtemp(dir=wall["folder"])
         processes = limits["processes"] + (_tasks_of(os.getuid()) if wall["shared_user"] else 8)
@@ -214,7 +218,10 @@ class Stage:
         """End the program where its processes together have too much."""
         if os.getppid() != self._worker:
             raise SandboxFailed("the worker has ended")
-        memory = _resident(self._pid)
+        family = _family(self._pid)
+        memory = sum(family.values())
+        if memory > self.limits["memory"]:
+            memory = sum(_own(pid, resident) for pid, resident in family.items())
         if memory > self.limits["memory"]:
             self._stop(f"its processes have {memory >> 20} MiB of memory")
         if not self._isolated and _too_much(self._folder, self.limits):
@@ -281,18 +288,27 @@ def _processes() -> dict[int, list[str]]:
     return found
 
 
-def _resident(root: int) -> int:
-    """Bytes of memory of a process and all that descend from it."""
+def _family(root: int) -> dict[int, int]:
+    """Bytes of memory of a process and all that descend from it. What they share counts in each."""
     processes = _processes()
     children: dict[int, list[int]] = {}
     for pid, fields in processes.items():
         children.setdefault(int(fields[1]), []).append(pid)
-    pages, waiting = 0, [root]
+    found, waiting = {}, [root]
     while waiting:
         pid = waiting.pop()
-        pages += int(processes[pid][21]) if pid in processes else 0
+        if pid in processes:
+            found[pid] = int(processes[pid][21]) * os.sysconf("SC_PAGE_SIZE")
         waiting += children.get(pid, ())
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return found
+
+
+def _own(pid: int, resident: int) -> int:
+    """Bytes of a process, of what it shares its part. It takes longer, and a process may forbid
+    it."""
+    with suppress(OSError, StopIteration), open(f"/proc/{pid}/smaps_rollup") as file:
+        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+    return resident
 
 
 def _tasks_of(user: int) -> int:
@@ -318,20 +334,26 @@ def _too_much(folder: str, limits: dict[str, Any]) -> bool:
 
 def empty(folder: str) -> None:
     """Remove what is in a folder. Raises SandboxFailed."""
-    for name in os.listdir(folder):
-        _remove(os.path.join(folder, name))
+    for entry in list(os.scandir(folder)):
+        _remove(entry.path)
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder whatever is in it. Raises SandboxFailed."""
-    with suppress(OSError, RecursionError):
-        shutil.rmtree(folder)
-        return
-    for place, folders, _ in os.walk(folder):  # nobody changes it any more
-        for name in folders:
-            path = os.path.join(place, name)
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)
-    subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL)
-    if os.path.exists(folder):
-        raise SandboxFailed(f"{folder} could not be removed")
+    """Remove a folder whatever is in it, once nobody changes it any more. Raises SandboxFailed."""
+    beside, waiting, count = f"{folder}-", [folder], 0
+    try:
+        while waiting:
+            place = waiting.pop()
+            os.chmod(place, 0o700)
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                        continue
+                    os.chmod(entry.path, 0o700)
+                    # However deep they are, no path becomes long.
+                    waiting.append(f"{beside}{(count := count + 1)}")
+                    os.rename(entry.path, waiting[-1])
+            os.rmdir(place)
+    except OSError as error:
+        raise SandboxFailed(f"{folder} could not be removed") from error

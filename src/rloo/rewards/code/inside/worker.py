@@ -102,7 +102,7 @@ def _answer_one(
 ) -> None:
     """Read one request, answer it, and leave nothing behind. Never returns."""
     status = _FAILED
-    with suppress(BaseException):  # nothing of this process may go on as if it were the worker
+    try:
         stage: Stage | None = None
 
         def stop(*_: Any) -> None:
@@ -115,16 +115,22 @@ def _answer_one(
         stage = Stage(setup["wall"], setup["limits"], channel)
         _limit(setup["limits"])
         message = _receive(channel)
-        if message is None:
-            status = _CLOSED
-        else:
+        said = None
+        if message is not None:
             signal.alarm(2 * int(setup["limits"]["total_seconds"]) + 10)
             said = _handled(message, stage, handler)
-            stage.close()
-            if said is not None:
-                _send(channel, said)
-                status = 0
-    os._exit(status)
+        stage.close()
+        if message is None:
+            status = _CLOSED
+        elif said is not None:
+            _send(channel, said)
+            status = 0
+    except ConnectionError:  # nobody waits for it any more
+        status = _CLOSED
+    except BaseException:
+        traceback.print_exc()
+    finally:  # nothing of this process may go on as if it were the worker
+        os._exit(status)
 
 
 def _limit(limits: dict[str, Any]) -> None:
@@ -133,7 +139,7 @@ def _limit(limits: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (_CLERK_MEMORY, _CLERK_MEMORY))
     kernel.drop_capabilities()
-    kernel.filter_calls(calls.program(os.uname().machine, by_path=False))
+    kernel.filter_calls(calls.program(os.uname().machine, shared_user=False))
 
 
 def _handled(
@@ -142,6 +148,7 @@ def _handled(
     try:
         return b"a" + json.dumps(handler(json.loads(message), stage)).encode()
     except SandboxFailed:
+        traceback.print_exc()
         return None
     except Exception as error:
         kind = type(error)
