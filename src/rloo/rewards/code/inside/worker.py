@@ -73,9 +73,14 @@ def _load(library: dict[str, Any], limits: dict[str, Any], *, isolated: bool) ->
     # Threads would not be there after a fork.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
     sys.path += library["folders"]
+    said, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # where something is missed that nobody needs
     for name in library["modules"]:
         with suppress(Exception):
             importlib.import_module(name)
+    os.dup2(said, 2)
+    os.close(said)
+    os.close(nowhere)
 
 
 def _exits() -> dict[str, Any]:
