@@ -33,7 +33,7 @@ def filled(page: str) -> str:
 
 def embedded_tokenizer() -> PreTrainedTokenizerBase:
     """That of the embedded model."""
-    return AutoTokenizer.from_pretrained(resolve_model(EMBEDDED))
+    return AutoTokenizer.from_pretrained(resolve_model(EMBEDDED), model_max_length=10**6)
 
 
 def line(task: str, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,15 +1,19 @@
 """Rows of `gym:NAME`: which they are, which are held out, and what is refused."""
 
 import json
+import random
 import subprocess
 import sys
 from collections import Counter
+from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
 from rloo import RLOOConfig
 from rloo.config.gym_options import weights_of
 from rloo.data.gym import library
+from rloo.data.gym import names as names_module
 from rloo.data.gym.names import check_names
 from rloo.data.tasks import load_task_rows
 
@@ -37,7 +41,7 @@ def test_weights_are_read_and_faults_named():
         "gym:gcd:inf",
         "gym:a:b",
     ):
-        with pytest.raises(ValueError, match="a task with a weight above 0"):
+        with pytest.raises(ValueError, match="no task with a weight above 0"):
             weights_of(name)
     with pytest.raises(ValueError, match="names gcd twice"):
         weights_of("gym:gcd,lcm,gcd:2")
@@ -64,6 +68,17 @@ def test_rows_are_a_function_of_the_seed_the_task_and_the_number():
     assert rows(gym_size=20)[:8] == first
 
 
+def run(code, hash_seed):
+    environment = {"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
 def test_another_process_makes_the_same_rows():
     """Hashes of texts differ there, and so does the order of sets."""
     code = (
@@ -71,14 +86,7 @@ def test_another_process_makes_the_same_rows():
         "c = RLOOConfig(dataset='gym:gcd', gym_size=8); "
         "print(json.dumps(load_task_rows('gym:gcd', 'train', c).to_list()))"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONHASHSEED": "77", "PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(said.stdout) == rows()
+    assert json.loads(run(code, "77").stdout) == rows()
 
 
 def test_tasks_have_rows_by_weight_and_levels_alike_from_the_first_row_on():
@@ -147,6 +155,45 @@ def test_what_the_library_does_not_have_is_refused():
         rows("gym:gcd,lcm,chain_sum", gym_size=2)
 
 
+def test_tasks_whose_problems_follow_the_order_of_sets_need_a_fixed_one(monkeypatch):
+    task = "gym:word_ladder"
+    for random_order in (1, 0):
+        monkeypatch.setattr(
+            names_module,
+            "sys",
+            SimpleNamespace(flags=SimpleNamespace(hash_randomization=random_order)),
+        )
+        if random_order:
+            with pytest.raises(ValueError, match="set PYTHONHASHSEED=0"):
+                check_names(task, options(task))
+        else:
+            check_names(task, options(task))
+
+
+def test_shared_generators_are_left_as_they_were_and_problems_do_not_depend_on_them():
+    """decimal_chain_sum draws from `random` itself."""
+    random.seed(1)
+    first, after = rows("gym:decimal_chain_sum"), random.random()
+    random.seed(1)
+    assert random.random() == after
+    random.seed(2)
+    assert rows("gym:decimal_chain_sum") == first
+
+
+@pytest.mark.slow
+def test_all_other_tasks_make_the_same_problems_in_every_process():
+    code = (
+        "from rloo.data.gym import library as l; import hashlib, json, sys\n"
+        "slow = {'knight_swap', 'rearc', 'sokoban', 'jugs', 'zebra_puzzles', 'rush_hour'}\n"
+        "def told(task):\n"
+        "    made = l.problems(task, None, {}, seed=1, size=2 if task in slow else 20)\n"
+        "    return hashlib.sha256(repr([p for p in made]).encode()).hexdigest()\n"
+        "print(json.dumps({task: told(task) for task in l.task_names()}))"
+    )
+    one, other = (json.loads(run(code, seed).stdout) for seed in ("1", "2"))
+    assert {task for task in one if one[task] != other[task]} == library.BY_HASH
+
+
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"needs reasoning-gym.*pip install 'rloo\[gym\]'"):
@@ -168,7 +215,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
         ),
         ({"dataset": "gym:gcd", "gym_levels": [1, 0]}, "each one once and in rising order"),
         ({"dataset": "gym:gcd", "gym_levels": []}, "each one once and in rising order"),
-        ({"dataset": "gym:gcd,", "gym_size": 9}, "a task with a weight above 0"),
+        ({"dataset": "gym:gcd,", "gym_size": 9}, "no task with a weight above 0"),
         (
             {"dataset": "gym:gcd", "gym_curriculum": True, "max_staleness": 1},
             "drawn before the pass rates",
@@ -197,7 +244,12 @@ def test_problems_bring_their_reward_and_are_evaluated_on_what_is_held_out():
 
 
 def test_what_json_lacks_comes_back_as_it_was():
-    entry = {"a": ((1, 2), [3, (4,)]), "b": {1: "x", (2, 3): {"y": ()}}, "c": None, "d": {"e": 1.5}}
+    entry = {
+        "a": ((1, 2), [3, (4,)]),
+        "b": {1: "x", (2, 3): {"y": ()}},
+        "c": None,
+        "d": {"e": Fraction(-3, 4)},
+    }
     written = json.dumps(library._plain(entry))
     read = library._made(json.loads(written))
     assert read == entry and type(read["a"]) is tuple and type(read["b"][2, 3]["y"]) is tuple

@@ -8,20 +8,28 @@ is imported here.
 from __future__ import annotations
 
 import ast
+import io
 import json
+import random
 import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 # Made of other tasks, which a dataset's own list of names is for.
 _NO_TASK = "composite"
-# In what is written as JSON: of a tuple, and of a mapping whose keys are no texts.
-_TUPLE, _PAIRS = "__tuple__", "__pairs__"
+# Tasks whose problems follow the order of a set of texts, which differs between processes.
+BY_HASH = frozenset(
+    ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
+)
+# In what is written as JSON: of a tuple, a mapping whose keys are no texts, a fraction.
+_TUPLE, _PAIRS, _FRACTION = "__tuple__", "__pairs__", "__fraction__"
 # Tasks whose scorers have Python evaluate an answer as a list, and of what a formula may consist
 # that others have sympy evaluate, which evaluates Python as well: else an answer could be a program
 # that prints a score of its own.
@@ -78,21 +86,35 @@ def problems_of(
     except (AssertionError, TypeError, ValueError) as error:
         at = "" if level is None else f" at level {level}"
         raise ValueError(
-            f"the task {task}{at} does not take the options {dict(options)}: {error} (gym_config)"
+            f"the task {task}{at} does not take the options {dict(options)}: {error} (gym_levels, "
+            "gym_config)"
         ) from error
 
 
 def problems(
     task: str, level: int | None, options: Mapping[str, Any], *, seed: int, size: int
 ) -> Iterator[Problem]:
-    """The problems of `problems_of`, one after the other. Raises as it does."""
+    """The problems of `problems_of`, one after the other, but for those that the library fails to
+    make. Raises as it does, and ValueError where it makes none."""
     given = problems_of(task, level, options, seed=seed, size=size)
     head = {"task": task, "level": level, "options": dict(options)}
+    made, failed = 0, None
     for index in range(size):
-        entry = given[index]
+        try:
+            with _seeded(f"{seed} {index}"):
+                entry = given[index]
+        except Exception as error:  # whatever a task raises where it gives up
+            failed = error
+            continue
+        made += 1
         text = json.dumps({**head, "entry": _plain(entry)}, sort_keys=True)
         answer = entry["answer"]
         yield Problem(entry["question"], None if answer is None else str(answer), text)
+    if failed is not None and not made:
+        raise ValueError(
+            f"reasoning-gym made none of {size} problems of {json.dumps(head)}: {failed!r} "
+            "(gym_levels, gym_config)"
+        ) from failed
 
 
 def score(entry: str, answer: str) -> float:
@@ -120,6 +142,23 @@ def score_all(pairs: list[tuple[str, str]], seconds: float, tell: Callable[[str]
         tell(json.dumps(found) + "\n")
         if time.monotonic() >= end:
             return
+
+
+@contextmanager
+def _seeded(seed: str) -> Iterator[None]:
+    """Seed the generators that all of a process share, which some tasks draw from, put them back
+    afterwards, and print nothing."""
+    import numpy
+
+    before, numpys = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(random.getrandbits(32))
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        random.setstate(before)
+        numpy.random.set_state(numpys)
 
 
 @lru_cache(maxsize=64)
@@ -176,6 +215,8 @@ def _plain(value: Any) -> Any:
         if all(isinstance(key, str) for key in value):
             return {key: _plain(item) for key, item in value.items()}
         return {_PAIRS: [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if isinstance(value, Fraction):
+        return {_FRACTION: [value.numerator, value.denominator]}
     return value.item() if hasattr(value, "item") else value
 
 
@@ -186,6 +227,8 @@ def _made(value: Any) -> Any:
         return value
     if value.keys() == {_TUPLE}:
         return tuple(_made(item) for item in value[_TUPLE])
+    if value.keys() == {_FRACTION}:
+        return Fraction(*value[_FRACTION])
     if value.keys() == {_PAIRS}:
         return {_made(key): _made(item) for key, item in value[_PAIRS]}
     return {key: _made(item) for key, item in value.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rloo.config.gym_options import GymOptions, task_options, weights_of
 from rloo.config.reading import suggest
 from rloo.data.gym import library
@@ -23,6 +25,11 @@ def check_names(name: str, options: GymOptions) -> None:
             raise ValueError(
                 f"dataset {name}: reasoning-gym has no task {task}{suggest(task, known)} (it has "
                 f"{len(known)}, see docs/gym-tasks.md) (dataset)"
+            )
+        if task in library.BY_HASH and sys.flags.hash_randomization:
+            raise ValueError(
+                f"dataset {name}: problems of {task} follow the order of Python's sets, which is "
+                "another one in every process; set PYTHONHASHSEED=0 in the environment (dataset)"
             )
         names = library.option_names(task)
         for option in configs.get(task, {}):
