@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from datasets import Dataset
@@ -10,6 +11,7 @@ from rloo import RLOOConfig
 from rloo.data.gym.curriculum import Curriculum, with_curriculum
 from rloo.data.gym.rows import Cell
 from rloo.data.prompts import Limit, PromptSource
+from rloo.report.metrics import task_metrics
 from rloo.types import Group, Prompt
 
 EASY, HARD, OTHER = Cell("a", 0), Cell("a", 3), Cell("b", None)
@@ -33,7 +35,7 @@ def seen(order, cell, passed, failed):
 
 def test_only_the_lowest_level_is_open_and_weights_are_the_chances():
     assert curriculum().chances() == pytest.approx({EASY: 1 / 3, OTHER: 2 / 3})
-    drawn = Counter(CELLS[place.index] for place in curriculum().next(3000))
+    drawn = Counter(CELLS[place.number] for place in curriculum().next(3000))
     assert drawn[EASY] == pytest.approx(1000, abs=80)  # three standard deviations
     assert drawn.keys() == {EASY, OTHER}
 
@@ -79,10 +81,10 @@ def test_within_a_task_every_prompt_comes_once_a_pass():
     order = curriculum([EASY] * 5 + [OTHER] * 3, {"a": 1.0, "b": 1.0})
     places = order.next(60)
     assert len(set(places)) == 60  # no prompt twice in one pass
-    easy = [place for place in places if place.index < 5]
+    easy = [place for place in places if place.number < 5]
     turns = [easy[first : first + 5] for first in range(0, len(easy) - 4, 5)]
-    assert all({place.index for place in turn} == set(range(5)) for turn in turns)
-    assert len({tuple(place.index for place in turn) for turn in turns}) > 1
+    assert all({place.number for place in turn} == set(range(5)) for turn in turns)
+    assert len({tuple(place.number for place in turn) for turn in turns}) > 1
 
 
 def test_draws_do_not_depend_on_how_many_are_asked_for_at_once_but_on_the_seed():
@@ -103,6 +105,21 @@ def test_a_saved_position_goes_on_as_if_nothing_had_been():
         seen(order, HARD, 2, 9)
     assert after.next(40) == whole.next(40)
     assert after.state_dict() == whole.state_dict()
+
+
+def test_metrics_of_each_task_are_of_its_prompts_alone():
+    """By hand: of a 2 of 3 scored completions pass, at levels 0 and 3; b has no level."""
+    groups = [group(EASY, 1.0, 0.5), group(HARD, 1.0, None), group(OTHER, 0.0), group(OTHER, None)]
+    groups = [
+        replace(g, prompt=replace(g.prompt, columns={**g.prompt.columns, "entry": ""}))
+        for g in groups
+    ]
+    assert task_metrics(groups, 1.0) == {
+        "gym/a/pass_rate": 2 / 3, "gym/a/share": 0.5, "gym/a/level": 1.5,
+        "gym/b/pass_rate": 0.0, "gym/b/share": 0.5,
+    }  # fmt: skip
+    assert task_metrics(groups, 0.5)["gym/a/pass_rate"] == 1.0
+    assert task_metrics([group(EASY, 1.0)], 1.0) == {}  # a column `task` of somebody else's
 
 
 def test_another_position_is_refused():
@@ -131,7 +148,7 @@ def test_prompts_are_drawn_by_it_where_that_is_asked_for():
     assert prompts.state_dict()["cells"] == order.state_dict()["cells"]
     again = with_curriculum(source(**columns), config)
     again.load_state_dict(prompts.state_dict())
-    assert [p.id for p in again.next(9)] == [place.index for place in order.next(9)]
+    assert [p.id for p in again.next(9)] == [place.number for place in order.next(9)]
     plain = RLOOConfig(dataset="gym:gcd,lcm")
     assert "cells" not in with_curriculum(source(**columns), plain).state_dict()
 

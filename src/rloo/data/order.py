@@ -11,10 +11,10 @@ from rloo.types import Group
 
 
 class Place(NamedTuple):
-    """A prompt by its index among those that may be drawn, and the pass over them it is drawn in:
-    an index is drawn at most once in a pass."""
+    """A prompt by its number among those that may be drawn, and the pass over them it is drawn in:
+    none is drawn twice in a pass."""
 
-    index: int
+    number: int
     turn: int
 
 

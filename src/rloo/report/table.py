@@ -99,6 +99,11 @@ ROLLOUT = (
         "Share of completions that `code` could not judge through no fault of theirs.",
         band=Band(high=0.05), better="lower",
         note="The sandbox failed three times in a row, or the row's tests cannot be run."),
+    Metric("rewards/gym_reward/unjudged", "share",
+        "Share of completions that a scorer of reasoning-gym has failed on.",
+        band=Band(high=0.05), better="lower",
+        note="It raised, took too long or too much memory, or the sandbox failed three times in a "
+        "row."),
     Metric("groups/signal", "share",
         "Share of prompts whose completions differ in reward, so that there is something to learn.",
         band=Band(low=0.25), better="higher",

@@ -94,7 +94,7 @@ class Curriculum:
             number = bisect_right(bounds, _uniform(self.seed, position) * bounds[-1])
             cell = opened[min(number, len(opened) - 1)]
             (place,) = cell.order.next(1)
-            places.append(Place(cell.indices[place.index], place.turn))
+            places.append(Place(cell.indices[place.number], place.turn))
         self.drawn += num
         return places
 
