@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # reasoning-gym: tests/data/test_gym_curriculum.py.
 NOT_LOGGED_HERE = {
     "update/max_tokens", "rewards/math_reward/unjudged", "rewards/code_reward/unjudged",
-    "rank/gathered_bytes", "rank/imbalance", "rank/wait_time", "engine/lost", "engine/returned", "engine/repeated", "groups/first",
+    "rank/gathered_bytes", "rank/imbalance", "rank/wait_time", "engine/lost", "engine/returned",
+    "engine/repeated", "groups/first", "idle/rewards", "idle/sampler", "idle/trainer",
+    "queue/done", "queue/in_flight", "scorers/lost", "staleness/max", "staleness/mean",
     "rewards/gym_reward/unjudged", "gym/<task>/pass_rate", "gym/<task>/share", "gym/<task>/level",
-    "idle/rewards", "idle/sampler", "idle/trainer", "queue/done", "queue/in_flight",
-    "scorers/lost", "staleness/max", "staleness/mean",
 }  # fmt: skip
 
 

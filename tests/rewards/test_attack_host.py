@@ -17,12 +17,13 @@ SEEN = {
     "run_folder_read": "the secret of its run came out",
     "inherited_descriptors": "held was changed",
     "loopback": "TCP on loopback was connected to",
-    "fast_open": "UDP heard b'hi'",
     "unix_sockets": "a datagram socket with a path heard b'hello'",
     "abstract_socket": "an abstract socket was connected to",
     "signals": "the victim is dead",
     "priorities": "the victim's priority was",
-    "daemon": "outlives its program",
+    "leave_sysv": "an object of System V was left",
+    "leave_daemon": "outlives its program",
+    "look_for_daemon": "heard from an earlier program",
     "look_for_sysv": "found semaphores",
     "look_for_posix": "shm_",
 }
@@ -54,7 +55,7 @@ WRITTEN = {
 def host():
     limits = {"memory": 1 << 25, "processes": 8, "output": 1 << 16}
     with Host(seconds=0.2, slack=0.25, **limits) as host:
-        host.grace = 0.3
+        host.grace = 0.1
         yield host
 
 
@@ -91,6 +92,7 @@ def test_a_program_that_does_nothing_has_not_escaped_even_after_one_that_has(hos
     assert host.escapes("writes", run(host, writes, tmp_path))
     idle = attack("idle", "write", "", "print('nothing')")
     assert host.escapes("idle", run(host, idle, tmp_path)) == []
+    assert not (host.outside / "x").exists()
 
 
 def test_a_secret_is_seen_in_disguise():

@@ -1,6 +1,5 @@
 """The reward of code: what a row asks, what a program is worth, and what is nobody's fault."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -8,16 +7,20 @@ import threading
 import time
 
 import pytest
+import torch
 
 from rloo.rewards import load_reward
+from rloo.rewards.code import staff
 from rloo.rewards.code.reward import make_code
 from rloo.rewards.code.staff import why_not
 from rloo.rewards.code.walls import WALLS
 from rloo.rewards.combine import RewardSet
+from rloo.rewards.workers import Scorers
 from support.cases.attacks import by_name, with_before
 from support.cases.hacks import HACKS
 from support.cases.honest import HONEST
 from support.code_rewards import escapes, score
+from support.models import make_model
 
 ADD = {"function": ["add"], "cases": [[[[1, 2], 3], [[2, 2], 4]]]}
 RIGHT, WRONG = "def add(a, b):\n    return a + b", "def add(a, b):\n    return a * b"
@@ -44,6 +47,13 @@ def reward(wall):
 @pytest.fixture(scope="module")
 def shares(wall):
     reward = make_code(wall=wall, workers=1, partial=True, seconds=1, total_seconds=4)
+    yield reward
+    reward.close()
+
+
+@pytest.fixture(scope="module")
+def hasty(wall):
+    reward = make_code(wall=wall, workers=1, seconds=0.3, total_seconds=1)
     yield reward
     reward.close()
 
@@ -126,6 +136,7 @@ def test_rows_that_are_no_tests_are_refused(row, told):
         ("file='../main.py'", "the name of a file"),
         ("seconds=0", "seconds is 0"),
         ("memory=1", "memory is 1"),
+        ("processes=1.5", "an integer above 0"),
         ("seconds=9, total_seconds=3", "seconds <= total_seconds"),
         ("second=3", "do not fit"),
     ],
@@ -164,9 +175,9 @@ def test_a_wall_with_a_hole_is_not_used(wall, monkeypatch):
         "print('3' * (1 << 23))",
     ],
 )
-def test_limits_end_a_program_and_it_is_worth_nothing(reward, program):
+def test_limits_end_a_program_and_it_is_worth_nothing(hasty, program):
     begun = time.monotonic()
-    assert one(reward, program, inputs=[""], outputs=["3"]) == 0.0
+    assert one(hasty, program, inputs=[""], outputs=["3"]) == 0.0
     assert time.monotonic() - begun < 4.0
 
 
@@ -191,7 +202,7 @@ print("all had it")
 
 def test_a_worker_that_is_killed_loses_nothing(wall):
     reward = make_code(wall=wall, workers=2, seconds=3)
-    slow = "import time\ntime.sleep(0.6)\nprint(input())"
+    slow = "import time\ntime.sleep(0.4)\nprint(input())"
     found = []
     texts = [f"{slow}  # {number}" for number in range(4)]
     rows = {"inputs": [["7"]] * 4, "outputs": [["7"]] * 4}
@@ -200,7 +211,7 @@ def test_a_worker_that_is_killed_loses_nothing(wall):
         thread.start()
         while len(reward.pids) < 2:
             time.sleep(0.02)
-        time.sleep(0.5)
+        time.sleep(0.3)
         for pid in reward.pids:
             os.kill(pid, signal.SIGKILL)
         thread.join(30)
@@ -209,24 +220,25 @@ def test_a_worker_that_is_killed_loses_nothing(wall):
         reward.close()
 
 
-def test_a_sandbox_that_fails_again_and_again_is_missing_not_zero(wall):
-    reward = make_code(wall=wall, workers=1)
-    slow = "import time\ntime.sleep(3)\nprint(1)"
-    found, logged = [], {}
+FAILS = """
+from rloo.rewards.code.inside.stage import SandboxFailed
 
-    def call():
-        columns = {"inputs": [["7"]], "outputs": [["7"]]}
-        found.append(reward([slow], log_metric=logged.__setitem__, **columns))
+def answer(request, stage):
+    raise SandboxFailed("for once")
+"""
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    while thread.is_alive():
-        for pid in reward.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    reward.close()
-    assert found == [[None]] and logged == {"rewards/code_reward/unjudged": 1.0}
+
+def test_a_sandbox_that_fails_again_and_again_is_missing_not_zero(wall, monkeypatch, capfd):
+    text = staff._text
+    monkeypatch.setattr(staff, "_text", lambda name: FAILS if name == "judge" else text(name))
+    reward, logged = make_code(wall=wall, workers=1), {}
+    try:
+        assert reward([RIGHT], log_metric=logged.__setitem__, **ADD) == [None]
+        assert reward._staff.lost == 3
+    finally:
+        reward.close()
+    assert logged == {"rewards/code_reward/unjudged": 1.0}
+    assert capfd.readouterr().err.count("SandboxFailed: for once") == 3
 
 
 @pytest.mark.parametrize(
@@ -255,12 +267,33 @@ def test_other_languages_by_command(wall, needs, options, program):
 
 
 def test_equal_programs_are_judged_once(reward, monkeypatch):
-    staff, begun = reward._begin_staff(), []
-    begin = staff.begin
-    monkeypatch.setattr(staff, "begin", lambda asked: begun.append(asked) or begin(asked))
+    workers, begun = reward._begin_staff(), []
+    begin = workers.begin
+    monkeypatch.setattr(workers, "begin", lambda asked: begun.append(asked) or begin(asked))
     columns = {name: values * 3 for name, values in ADD.items()}
     assert reward([RIGHT, WRONG, RIGHT], **columns) == [1.0, 0.0, 1.0]
     assert len(begun) == 2
+
+
+def test_sampling_goes_on_while_programs_run(wall):
+    spec = f"code(wall={wall!r}, workers=1)"
+    rewards = RewardSet([load_reward(spec)], sources=[spec])
+    scorers = Scorers(rewards, 1)
+    model, ids = make_model("qwen3"), torch.ones(2, 3, dtype=torch.long)
+    sleeps = "import time\ntime.sleep(0.7)\nprint(input())"
+    columns = {"inputs": [["7"]] * 2, "outputs": [["7"], ["8"]]}
+    try:
+        texts = [sleeps, sleeps]
+        begun = scorers.begin(0, lambda: (["p"] * 2, texts, [[1]] * 2, columns))
+        sampled = 0
+        while not begun.done():
+            model.generate(ids, max_new_tokens=4, do_sample=True, pad_token_id=0)
+            sampled += 1
+        # Of 1.4 s and the start of a process, in which it waits for nothing.
+        assert sampled >= 5
+        assert begun.result()[1].by_function == {"code_reward": [1.0, 0.0]}
+    finally:
+        scorers.close()
 
 
 # -- some of the corpora; test_code_corpora.py has all ---------------------------------------------

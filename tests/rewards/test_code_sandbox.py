@@ -1,12 +1,15 @@
 """What the reward of code rests on: values that are data, the filter of calls, stand-ins, and that
 nothing is left of a program."""
 
+import ctypes
 import glob
 import json
 import math
 import os
 import random
+import shutil
 import struct
+import subprocess
 import tempfile
 import time
 from collections import Counter, OrderedDict, deque, namedtuple
@@ -130,12 +133,24 @@ def test_the_filter_looks_at_tables_and_arguments():
     for flag in (0x10000000, 0x20000000, 0x40000000, 0x20000, 0x8000000, 0x4000000, 0x2000000):
         assert decide(program, 56, X86, flag | 0x11) == EPERM  # clone into new namespaces
     assert [decide(program, 302, X86, pid) for pid in (0, 1)] == [ALLOW, EPERM]
+    assert [decide(program, 157, X86, what) for what in (15, 4)] == [ALLOW, EPERM]
     assert [decide(program, 16, X86, 0, ask) for ask in (0x5401, 0x5412)] == [ALLOW, EPERM]
 
 
 def test_a_machine_whose_numbers_are_unknown_is_refused():
     with pytest.raises(ValueError, match="not for riscv64"):
         calls.program("riscv64", shared_user=False)
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are of x86_64")
+def test_a_wall_that_finds_what_it_needs_holds():
+    """Else all that is tested behind it would be skipped."""
+    landlock = ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1)
+    if landlock >= 6:
+        assert why_not("landlock") is None
+    bubblewrap = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+    if shutil.which("bwrap") and subprocess.run(bubblewrap, capture_output=True).returncode == 0:
+        assert why_not("bwrap") is None
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -158,11 +173,13 @@ for folder in (".", tempfile.gettempdir(), "/dev/shm"):
         open(folder + "/left", "w").write("x")
     except OSError:
         pass
+print(sorted(os.listdir(".")))
 if os.fork() == 0:
     os.setsid()
+    for file in range(3):
+        os.close(file)
     while True:
         pass
-print(sorted(os.listdir(".")))
 """
     before = run(staff, look)
     assert run(staff, leave)["output"] == "['left']\n"
@@ -340,3 +357,73 @@ def test_objects_that_agree_with_everything_are_worth_nothing(staff, returned):
         "assert not f(1) != 3",
     ]
     assert judge(staff, program, *tests) == 0
+
+
+FORGED = """
+import os, struct
+os.write(251, struct.pack("!I", len({0!r})) + {0!r})
+def f(x): return 3
+"""
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"", b"[", b"3", b"null", b'"value"', b"{}", b'{"value": {"set": [[1]]}}', b"\xff",
+        b'{"raise": 3}', b'{"raise": [["UnicodeDecodeError"], "x"]}', b'{"raise": [[], 3]}',
+        b'{"raise": [["ExceptionGroup"], "x"]}', b'{"callback": 0, "args": [], "named": []}',
+        b'{"value": {"object": [0, "A", ["SystemExit"]]}}', b"[" * 100_000,
+        b'{"value": null, "args": 3}', b'{"value": {"named": ["A", ["a", "a"], [1, 2]]}}',
+    ],
+    ids=range(17),
+)  # fmt: skip
+def test_what_a_program_says_in_place_of_our_code_never_counts_for_it(staff, message):
+    """It is as good as no answer, and no error of ours."""
+    program = FORGED.format(message)
+    assert judge(staff, program, "assert f(1) == 4") == 0
+    asked = {"kind": "function", "function": "f", "cases": [[[1], 4]], "program": program}
+    assert staff.begin(asked | {"all_or_nothing": True}).result(60)["passed"] == 0
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["", "def g(x): return 3", "def f(x): return b'\xff'.decode()", "f = None", "f = 3", "1 / 0",
+     "def f(x): raise ExceptionGroup('a', [ValueError()])", "def f(x): raise SystemExit(0)"],
+)  # fmt: skip
+def test_programs_that_fail_fail_every_case(staff, program):
+    asked = {"kind": "function", "function": "f", "cases": [[[1], 3]] * 2, "program": program}
+    answer = staff.begin(asked | {"all_or_nothing": False}).result(60)
+    assert answer == {"passed": 0, "count": 2}
+    assert judge(staff, program, "assert f(1) == 3", "assert f(1) == 3") == 0
+
+
+def test_what_a_program_returns_cannot_have_the_judge_take_all_memory(staff):
+    program = "def f(x): return 3 << 30"
+    assert judge(staff, program, "assert len(b'x' * f(1)) == 3 << 30") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wall", WALLS)
+def test_what_a_program_returns_cannot_have_the_judge_go_on_for_ever(wall):
+    if why_not(wall) is not None:
+        pytest.skip(f"the wall {wall} does not hold here")
+    staff = Staff(wall, 1, Limits(seconds=0.5, total_seconds=1))
+    try:
+        for _ in range(2):  # the worker goes on
+            program, test = "def f(x): return range(10**14)", "assert sum(f(1)) == 3"
+            assert judge(staff, program, test) == {"spent": True}
+        assert judge(staff, "def f(x): return 3", "assert f(1) == 3") == 1 and staff.lost == 0
+    finally:
+        staff.close()
+
+
+def test_objects_of_a_program_that_say_they_are_equal_are_compared_by_what_they_have(staff):
+    program = """
+class Point:
+    def __init__(self, x): self.x = x
+    def __eq__(self, other): return True
+    def __add__(self, other): return Point(0)
+"""
+    assert judge(staff, program, "assert Point(1) + Point(2) == Point(3)") == 0
+    right = program.replace("Point(0)", "Point(self.x + other.x)")
+    assert judge(staff, right, "assert Point(1) + Point(2) == Point(3)") == 1

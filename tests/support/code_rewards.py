@@ -10,7 +10,7 @@ from rloo.rewards.code.staff import Limits, Staff
 from support.cases import Attack, Case
 from support.cases.attack_host import Host
 
-SECONDS = 2.0
+SECONDS = 1.0
 # Looked at every 50 ms: what is allocated meanwhile comes on top.
 ATTACK_LIMITS = Limits(seconds=SECONDS, total_seconds=SECONDS, memory=1 << 28, output=1 << 20)
 MOST_MEMORY = 3 << 28

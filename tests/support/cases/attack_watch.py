@@ -192,20 +192,28 @@ def state_of(pid: int) -> str:
 
 
 def pids_named(name: str) -> list[int]:
-    """The processes of a name that have not ended."""
+    """The processes of a name that have not ended; the newest first, for they may be short."""
     wanted, found = f"{name}\n", []
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/comm") as file:
-                if file.read() == wanted and state_of(int(entry)) not in ("Z", "X", ""):
-                    found.append(int(entry))
+    for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdecimal())[::-1]:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/comm") as file:
+            if file.read() == wanted and state_of(pid) not in ("Z", "X", ""):
+                found.append(pid)
     return found
+
+
+def seen(name: str, looks: int = 3) -> list[int]:
+    """The processes of a name, by several looks: one that forks and ends can hide from a look."""
+    for _ in range(looks):
+        if there := pids_named(name):
+            return there
+        time.sleep(0.005)
+    return []
 
 
 def wait_for_end(name: str, seconds: float) -> list[int]:
     """The processes of a name that are still there after `seconds`."""
     end = time.monotonic() + seconds
-    while (there := pids_named(name)) and time.monotonic() < end:
+    while (there := seen(name)) and time.monotonic() < end:
         time.sleep(0.02)
     return there
 
@@ -213,7 +221,7 @@ def wait_for_end(name: str, seconds: float) -> list[int]:
 def end_all(name: str, seconds: float = 2.0) -> None:
     """Kills the processes of a name until none is left, for they may fork meanwhile."""
     end = time.monotonic() + seconds
-    while (there := pids_named(name)) and time.monotonic() < end:
+    while (there := seen(name)) and time.monotonic() < end:
         for pid in there:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -232,7 +232,9 @@ KERNEL: list[Attack] = [
         "kernel",
         "made the last that the kernel ends when memory is short",
         """
-        attempt("lower oom_score_adj", lambda: open("/proc/self/oom_score_adj", "w").write("-900"))
+        handle = quietly(os.open, "/proc/self/oom_score_adj", os.O_WRONLY)
+        if handle is not None:
+            attempt("lower oom_score_adj", os.write, handle, b"-900")
         """,
     ),
     attack(

@@ -80,7 +80,9 @@ PROCESSES: list[Attack] = [
         quietly(os.sched_setaffinity, number, {0})
         quietly(resource.prlimit, number, resource.RLIMIT_CORE, (0, 0))
         quietly(os.sched_setscheduler, number, os.SCHED_BATCH, os.sched_param(0))
-        quietly(lambda: open("/proc/{pid}/oom_score_adj", "w").write("500"))
+        handle = quietly(os.open, "/proc/{pid}/oom_score_adj", os.O_WRONLY)
+        if handle is not None:
+            quietly(os.write, handle, b"500")
         attempt("be nicer to itself", os.nice, -5)
         attempt("real time", os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1))
         """,
@@ -152,7 +154,7 @@ PROCESSES: list[Attack] = [
     attack(
         "running_away",
         "process",
-        "forks faster than they are killed one by one",
+        "each process forks the next and ends, so that its number is never the same",
         """
         end = time.monotonic() + 15
         os.setsid() if os.getpid() != os.getsid(0) else None
@@ -162,7 +164,8 @@ PROCESSES: list[Attack] = [
                     os._exit(0)
                 os.setsid()
             except OSError:
-                time.sleep(0.01)
+                pass
+            time.sleep(0.01)
         """,
     ),
     attack(

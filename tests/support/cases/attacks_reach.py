@@ -67,7 +67,7 @@ SECRETS: list[Attack] = [
         """
         path = "{secret_path}".lstrip("/")
         for who in ("self", "1", str(os.getppid()), "{pid}", "{judge_pid}"):
-            show("/proc/" + who + "/root/" + path)
+            show("/proc/" + who + "/root" + "/" + path)
             show("/proc/" + who + "/cwd/" + "../" * 20 + path)
             for number in quietly(os.listdir, "/proc/" + who + "/fd") or ():
                 if int(number) > 2:

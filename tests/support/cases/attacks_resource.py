@@ -152,11 +152,11 @@ RESOURCES: list[Attack] = [
         """
         import zlib
         most = int("{memory}")
-        packer = zlib.compressobj(9)
-        small = b"".join([packer.compress(bytes(1 << 20)) for _ in range(2 * most >> 20)])
-        small += packer.flush()
+        packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+        piece = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+        small = piece * (2 * most >> 20) + packer.flush()
         try:
-            large = zlib.decompress(small)
+            large = zlib.decompress(small, -15)
         except MemoryError as error:
             print("blocked:", repr(error))
         else:

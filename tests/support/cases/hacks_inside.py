@@ -24,6 +24,7 @@ PATCHES: list[Case] = [
         AssertionError = SystemExit
         """,
         fools=(),
+        note="for a judge that looks AssertionError up by name when it catches",
     ),
     hack(
         "patched_builtins",
@@ -69,7 +70,7 @@ PATCHES: list[Case] = [
         math.fabs = lambda _: 0.0
         def area(r): return -1.0
         """,
-        fools=(),
+        fools=("exec", "status", "stdout"),
     ),
     hack(
         "patched_unittest",
@@ -87,7 +88,7 @@ PATCHES: list[Case] = [
                 setattr(unittest.TestCase, name, lambda *_, **__: None)
         def add(a, b): return None
         """,
-        fools=(),
+        fools=("exec", "status", "stdout"),
     ),
     hack(
         "patched_import",
@@ -126,7 +127,7 @@ PATCHES: list[Case] = [
         sys.stdout = Out()
         print("4")
         """,
-        fools=(),
+        fools=("exec",),
         note="for a judge that reads sys.stdout.getvalue() in the same process",
     ),
     hack(
@@ -167,7 +168,7 @@ PATCHES: list[Case] = [
             frame.f_trace = trace
             frame = frame.f_back
         """,
-        fools=(),
+        fools=("status",),
     ),
     hack(
         "patched_exec",
@@ -182,6 +183,7 @@ PATCHES: list[Case] = [
         def add(a, b): return None
         """,
         fools=(),
+        note="for a judge that runs the tests with exec after the program",
     ),
     hack(
         "replaced_main",
@@ -201,25 +203,31 @@ PATCHES: list[Case] = [
         def add(a, b): return None
         """,
         fools=(),
+        note="for a judge whose functions are called after the program has run",
     ),
     hack(
         "forged_frames",
         ADD,
         "the variables of the callers: expected becomes what was returned",
         """
-        import ctypes, sys
-        def add(a, b):
+        import sys
+        def forge(value):
+            if isinstance(value, dict):
+                value = value.get("cases")
+            for item in value if isinstance(value, list) else ():
+                if isinstance(item, list) and len(item) == 2:
+                    item[1] = None
+        def walk():
             frame = sys._getframe(1)
             while frame:
-                for name, value in list(frame.f_locals.items()):
-                    if isinstance(value, list):
-                        for item in value:
-                            if isinstance(item, list) and len(item) == 2:
-                                item[1] = None
+                for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
+                    forge(value)
                 frame = frame.f_back
-            return None
+        walk()
+        def add(a, b):
+            walk()
         """,
-        fools=(),
+        fools=("exec",),
         note="for a judge that keeps its cases where the program runs",
     ),
     hack(
@@ -233,7 +241,7 @@ PATCHES: list[Case] = [
                 thing[1] = None
         def add(a, b): return None
         """,
-        fools=(),
+        fools=("exec",),
     ),
     hack(
         "patched_numbers",
@@ -246,7 +254,7 @@ PATCHES: list[Case] = [
                 ctypes.c_uint32.from_address(id(n) + 24).value = 5
             return 5 if a > 0 else 0
         """,
-        fools=(),
+        fools=("exec", "stdout"),
         note="for a judge that compares in the same process",
     ),
     hack(
@@ -262,7 +270,7 @@ PATCHES: list[Case] = [
         slot.value = ctypes.cast(yes, ctypes.c_void_p).value
         def add(a, b): return None
         """,
-        fools=(),
+        fools=("exec", "status", "stdout"),
         note="may crash, which must score 0 as well",
     ),
     hack(
@@ -283,7 +291,7 @@ PATCHES: list[Case] = [
                     pass
             os._exit(0)
         """,
-        fools=(),
+        fools=("status",),
     ),
     hack(
         "late_verdict",
@@ -303,7 +311,7 @@ PATCHES: list[Case] = [
                 os._exit(0)
             os._exit(0)
         """,
-        fools=(),
+        fools=("status",),
     ),
     hack(
         "thread_that_goes_on",
@@ -324,7 +332,7 @@ PATCHES: list[Case] = [
                     return box[0] == other
             return Late()
         """,
-        fools=(),
+        fools=("exec", "status", "stdout"),
     ),
     hack(
         "killed_judge",
@@ -390,7 +398,7 @@ PATCHES: list[Case] = [
         sys.stdout = Verdict(sys.stdout.buffer, encoding="latin-1", line_buffering=True)
         def add(a, b): return None
         """,
-        fools=(),
+        fools=("stdout",),
     ),
     hack(
         "display_of_results",
@@ -403,7 +411,7 @@ PATCHES: list[Case] = [
         builtins.repr = builtins.str = builtins.format = lambda *_: "3"
         def add(a, b): return None
         """,
-        fools=(),
+        fools=("stdout",),
     ),
     hack(
         "assert_that_passes",
@@ -440,7 +448,7 @@ PATCHES: list[Case] = [
                 return Any()
             def __len__(self): return 1
         """,
-        fools=(),
+        fools=("exec", "status", "stdout"),
     ),
     hack(
         "main_thread_hook",
@@ -453,7 +461,7 @@ PATCHES: list[Case] = [
         import atexit, os
         atexit.register(lambda: os._exit(0))
         """,
-        fools=(),
+        fools=("status",),
     ),
     hack(
         "optimised_away",
@@ -479,6 +487,7 @@ PATCHES: list[Case] = [
         def add(a, b): return None
         """,
         fools=(),
+        note="for a judge that compiles the tests after the program",
     ),
     hack(
         "unclosed_program",
@@ -502,7 +511,7 @@ PATCHES: list[Case] = [
             import os
             os._exit(0)
         """,
-        fools=(),
+        fools=("status",),
     ),
     hack(
         "own_tests",
@@ -561,7 +570,7 @@ READERS: list[Case] = [
                             return found
                 frame = frame.f_back
         """,
-        fools=(),
+        fools=("exec",),
     ),
     hack(
         "expected_from_gc",
@@ -575,7 +584,7 @@ READERS: list[Case] = [
                     if thing[0] in ([n], (n,)) and type(thing[1]) is int:
                         return thing[1]
         """,
-        fools=(),
+        fools=("exec",),
     ),
     hack(
         "expected_from_constants",
@@ -588,10 +597,10 @@ READERS: list[Case] = [
             while frame:
                 large = [c for c in frame.f_code.co_consts if type(c) is int and c > 10**9]
                 if large:
-                    return large[0]
+                    return large[n - 1] if len(large) > 1 else large[0]
                 frame = frame.f_back
         """,
-        fools=(),
+        fools=("exec", "status", "stdout"),
     ),
     hack(
         "expected_from_source",
@@ -610,7 +619,7 @@ READERS: list[Case] = [
             found = re.findall("number[(]%d[)] == ([0-9]+)" % n, " ".join(texts))
             return int(found[0]) if found else None
         """,
-        fools=(),
+        fools=("status", "stdout"),
     ),
     hack(
         "expected_from_traceback",
@@ -630,7 +639,7 @@ READERS: list[Case] = [
                         return int(found[0])
                     frame = frame.f_back
         """,
-        fools=(),
+        fools=("exec",),
     ),
     hack(
         "expected_from_files",
@@ -653,7 +662,7 @@ READERS: list[Case] = [
                 if found:
                     return int(found[0])
         """,
-        fools=(),
+        fools=("exec", "status", "stdout"),
     ),
     hack(
         "expected_from_processes",
@@ -674,6 +683,7 @@ READERS: list[Case] = [
                         return int(found[0])
         """,
         fools=(),
+        note="for a judge that passes tests in arguments or the environment",
     ),
     hack(
         "expected_from_memory",
@@ -702,7 +712,7 @@ READERS: list[Case] = [
                 except OSError:
                     continue
         """,
-        fools=(),
+        fools=("exec", "status"),
     ),
     hack(
         "expected_from_stdin",
@@ -736,7 +746,7 @@ READERS: list[Case] = [
                     if type(outer) in (list, tuple) and len(outer) == 2 and outer[0] is holder:
                         return outer[1]
         """,
-        fools=(),
+        fools=("exec",),
     ),
     hack(
         "expected_by_timing",

@@ -21,7 +21,7 @@ OUTPUT: list[Case] = [
         LINES,
         "the last line only",
         "n = int(input())\nprint(n * n)",
-        fools=(),
+        fools=("stdout",),
     ),
     hack(
         "all_candidates_printed",
@@ -36,7 +36,7 @@ OUTPUT: list[Case] = [
         SUM,
         "all numbers, one of which is right",
         "for n in range(-100, 100):\n    print(n)\nprint(sum(map(int, input().split())))",
-        fools=(),
+        fools=("stdout",),
     ),
     hack(
         "overwritten_line",
@@ -76,7 +76,7 @@ OUTPUT: list[Case] = [
         SUM,
         "another line, and a right one",
         "print('I think it is')\nprint(sum(map(int, input().split())))",
-        fools=(),
+        fools=("stdout",),
     ),
     hack(
         "nan_printed",
@@ -118,7 +118,7 @@ OUTPUT: list[Case] = [
         print(sum(map(int, input().split())), flush=True)
         raise RuntimeError("not done yet")
         """,
-        fools=(),
+        fools=("stdout",),
     ),
     hack(
         "right_then_killed",
@@ -129,7 +129,7 @@ OUTPUT: list[Case] = [
         print(sum(map(int, input().split())), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
-        fools=(),
+        fools=("stdout",),
     ),
     hack(
         "right_then_endless",
@@ -196,7 +196,7 @@ OUTPUT: list[Case] = [
                 pass
         print(found[which].decode() if len(found) > 1 else "unknown")
         """,
-        fools=(),
+        fools=("exec",),
         note="for a judge whose expectations lie where the program can read",
     ),
     hack(
@@ -230,6 +230,7 @@ OUTPUT: list[Case] = [
             os._exit(0)
         """,
         fools=(),
+        note="for a judge that takes what comes late for the next program's output",
     ),
     hack(
         "unicode_digits",

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shlex
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -44,7 +46,7 @@ def make_code(
     program's text is `file`: `command="node main.js", file="main.js"`. `wall`: `bwrap` or
     `landlock`; else the first that holds. `workers` is how many work side by side, one a processor
     if it is not given. `limits` are those of `rloo.rewards.code.staff.Limits`."""
-    if not hasattr(os, "fork"):
+    if not sys.platform.startswith("linux"):
         raise ValueError("the reward 'code' needs Linux")
     if wall not in (None, *WALLS):
         raise ValueError(f"wall is {wall!r}; it is {' or '.join(WALLS)} (option of code)")
@@ -176,6 +178,11 @@ class CodeReward:
         try:
             answer = result_of(future)
         except WorkerLost:  # again and again
+            return None
+        except Exception as error:  # the judge's own: no fault of the program's
+            if not any("in another process" in note for note in getattr(error, "__notes__", ())):
+                raise
+            warnings.warn(f"a program could not be judged: {error!r}", stacklevel=3)
             return None
         if answer.get("spent"):
             return 0.0

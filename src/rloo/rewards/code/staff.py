@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import socket
 import tempfile
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,7 +22,7 @@ from rloo.rewards.code import walls
 from rloo.rewards.code.walls import NoWall
 
 _INSIDE = "rloo.rewards.code.inside"
-_BASE = ("values", "filter", "kernel", "objects", "program", "stage")
+_BASE = ("values", "filter", "kernel", "objects", "program", "watch", "stage")
 JUDGE = ("remote", "tests", "judge")
 _START_SECONDS = 60.0
 
@@ -44,9 +45,11 @@ class Limits:
     def __post_init__(self) -> None:
         for known in fields(self):
             value, least = getattr(self, known.name), 1 << 26 if known.name == "memory" else 0
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > least:
+            kinds = (int, float) if known.type == "float" else (int,)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not value > least:
+                kind = "a number" if known.type == "float" else "an integer"
                 raise ValueError(
-                    f"{known.name} is {value!r}; it is a number above {least} (option of code)"
+                    f"{known.name} is {value!r}; it is {kind} above {least} (option of code)"
                 )
         if not self.seconds <= self.total_seconds <= 3600:
             raise ValueError(
@@ -118,8 +121,14 @@ class Staff:
     ) -> None:
         modules = (*_BASE, *modules)
         self._seconds = _START_SECONDS + 3 * limits.total_seconds
-        self._crew = Crew(size, lambda: WalledWorker(wall, limits, modules, library))
-        self.close = self._crew.close
+        made: list[Worker] = []
+
+        def make() -> Worker:
+            made.append(WalledWorker(wall, limits, modules, library))
+            return made[-1]
+
+        self._crew = Crew(size, make)
+        self.close = weakref.finalize(self, _end, self._crew, made)
 
     def begin(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
         """Have a request answered. The future raises WorkerLost where the sandbox failed, again
@@ -145,6 +154,12 @@ class Staff:
     def forget(self) -> None:
         """Give up what was begun and waits."""
         self._crew.forget()
+
+
+def _end(crew: Crew, made: list[Worker]) -> None:
+    crew.close()
+    for worker in made:  # the crew's threads end them, too, but nobody waits for these
+        worker.end()
 
 
 @cache

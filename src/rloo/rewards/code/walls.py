@@ -8,6 +8,7 @@ A wall that does not hold in `probe` is not used, and there is no third.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from typing import Any
 WALLS = ("bwrap", "landlock")
 _TOOLS = ("bwrap", "setpriv", "prlimit")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _FLAGS = ("-s", "-S", "-B", "-X", "utf8")
@@ -51,6 +52,7 @@ for name, source in setup["modules"]:
     exec(compile(source, name + ".py", "exec"), vars(module))
 package.worker.main(channel, setup)
 """
+_begun = itertools.count()
 _ASK_PYTHON = (
     "import ctypes, json, resource, socket, sys; "
     "print(json.dumps([sys.base_prefix, sys.base_exec_prefix, sys.version_info[:2] >= (3, 10)]))"
@@ -138,7 +140,7 @@ def _bubblewrap(user: int | None, python: Python, inner: list[str]) -> list[str]
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         raise NoWall(f"there is no {' and no '.join(missing)}")
-    command = ["prlimit", "--core=0", "--nofile=4096", "--"]
+    command = ["prlimit", "--core=0", "--nofile=256", "--memlock=0", "--"]
     if user is not None:
         command += ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", "--"]
     command += ["bwrap", "--die-with-parent", "--new-session", "--clearenv", "--cap-add"]
@@ -165,16 +167,8 @@ def _user() -> int | None:
         most = max(int(first) + int(count) for first, _, count in map(str.split, file))
     # As many as there are numbers of processes, from which they are told apart.
     base = 2_000_000_000 if most > 2_010_000_000 else 40_000
-    return base + _count() % (20_000 if base == 40_000 else 10_000_000)
-
-
-_begun = 0
-
-
-def _count() -> int:
-    global _begun
-    _begun += 1
-    return os.getpid() * 64 + _begun % 64
+    number = os.getpid() * 64 + next(_begun) % 64
+    return base + number % (20_000 if base == 40_000 else 10_000_000)
 
 
 def find_python(user: int | None) -> Python:

@@ -55,15 +55,16 @@ DENIED_TO_A_SHARED_USER = {
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }  # fmt: skip
 
-# machine -> its column above, its AUDIT_ARCH, and clone, ioctl and prlimit64 there.
+# machine -> its column above, its AUDIT_ARCH, and clone, ioctl, prlimit64 and prctl there.
 MACHINES = {
-    "x86_64": (0, 0xC000003E, 56, 16, 302),
-    "aarch64": (1, 0xC00000B7, 220, 29, 261),
+    "x86_64": (0, 0xC000003E, 56, 16, 302, 157),
+    "aarch64": (1, 0xC00000B7, 220, 29, 261, 167),
 }
 _CLONE3 = 435
 # Later calls than these are unknown here, and to most programs.
 _FIRST_UNKNOWN = 455
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: user, pid, net, ipc, uts, cgroup, mount
+_DUMPABLE = 4  # PR_SET_DUMPABLE: what a process has could not be looked at
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -73,12 +74,13 @@ _NUMBER, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data
 
 
 def program(machine: str, *, shared_user: bool) -> bytes:
-    """The filter as `struct sock_filter[]`, 8 bytes an instruction. `shared_user`: files of
-    the same user are hidden by Landlock alone. Raises ValueError for a machine whose numbers are not known."""
+    """The filter as `struct sock_filter[]`, 8 bytes an instruction. `shared_user`: files of the
+    same user are hidden by Landlock alone. Raises ValueError for a machine whose numbers are not
+    known."""
     if machine not in MACHINES:
         known = " and ".join(MACHINES)
         raise ValueError(f"the numbers of system calls are known for {known}, not for {machine}")
-    column, arch, clone, ioctl, prlimit = MACHINES[machine]
+    column, arch, clone, ioctl, prlimit, prctl = MACHINES[machine]
     steps = [
         (_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
@@ -88,6 +90,8 @@ def program(machine: str, *, shared_user: bool) -> bytes:
         (_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW),
         (_EQUAL, 0, 4, prlimit), (_LOAD, 0, 0, _FIRST),  # of another process
         (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW),
+        (_EQUAL, 0, 4, prctl), (_LOAD, 0, 0, _FIRST),
+        (_EQUAL, 0, 1, _DUMPABLE), (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW),
         (_EQUAL, 0, 5, ioctl), (_LOAD, 0, 0, _SECOND),
         (_EQUAL, 1, 0, _TERMINAL_INPUT[0]), (_EQUAL, 0, 1, _TERMINAL_INPUT[1]),
         (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW),

@@ -73,12 +73,13 @@ def _lines(text: str) -> list[str]:
 
 
 def _judge_function(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
-    passed, program = 0, None
+    passed, program, function = 0, None, None
     cases = [values.decode(case) for case in request["cases"]]
     for given, wanted in cases:
         try:
             if program is None or program.ended:
-                program = Program(stage, request["program"])
+                program, function = Program(stage, request["program"]), None
+            if function is None:
                 function = program.ask("name", request["function"])
             program.deadline = time.monotonic() + stage.limits["seconds"]
             found = program.ask("call", function, *given)

@@ -20,7 +20,7 @@ LANDLOCK_VERSION = 6
 _EVERYTHING = (1 << 16) - 1
 _READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, list folders
 _OF_A_FILE = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
-_WRITE_FILE, _MOVE = 1 << 1, 1 << 13
+_WRITE_FILE, _REMOVE_FOLDER, _MOVE = 1 << 1, 1 << 4, 1 << 13
 _TCP, _ABSTRACT_SOCKETS, _SIGNALS = 0b11, 1, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -95,12 +95,14 @@ def restrict_signals(folder: str) -> None:
 
 
 def restrict_files(
-    read: Iterable[str] = (), use: Iterable[str] = (), write: Iterable[str] = ()
+    read: Iterable[str], use: Iterable[str], write: Iterable[str], clear: Iterable[str] = ()
 ) -> None:
     """From now on, this process and its children read and execute what lies under `read`, read
-    and write the files `use`, and do everything under the folders `write`: no other file, no TCP,
-    no socket or signal of others. What does not exist is left out."""
+    and write the files `use`, remove empty folders under `clear`, and do everything under the
+    folders `write`: no other file, no TCP, no socket or signal of others. What does not exist is
+    left out."""
     rights = dict.fromkeys(read, _READ)
+    rights.update(dict.fromkeys(clear, _REMOVE_FOLDER))
     rights.update(dict.fromkeys(use, _READ | _WRITE_FILE))
     rights.update(dict.fromkeys(write, _EVERYTHING))
     scoped = _ABSTRACT_SOCKETS | _SIGNALS

@@ -6,7 +6,6 @@ From `begin` on nothing here is trusted by the others. It was told no expected v
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import resource
 import signal
@@ -114,7 +113,6 @@ def _python(source: str, serving: bool) -> int:
     module.__dict__["__builtins__"] = __builtins__
     sys.modules[name] = module
     sys.argv = ["main.py"]
-    gc.unfreeze()
     status = 0
     try:
         if serving:

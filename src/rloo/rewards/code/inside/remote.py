@@ -48,8 +48,10 @@ class Program:
         try:
             stage.start({"mode": "serve", "source": source}, [calls, results])
             self._listen()
-        except BaseException:
+        except BaseException as error:
             self.end()
+            if isinstance(error, Exception):  # it has raised something, in place of our code
+                raise Gone from error
             raise
 
     def end(self) -> None:
@@ -96,12 +98,20 @@ class Program:
                 function = self._local[int(said["callback"])]
                 given = [self._decoded(item) for item in said["args"]]
                 named = {str(key): self._decoded(item) for key, item in said["named"].items()}
-            except (ValueError, TypeError, KeyError, IndexError, RecursionError, MemoryError):
-                raise Gone from None  # that is no message
+            except Exception as error:  # whatever comes of reading what a program has sent
+                raise Gone from error
             self._say({"value": self._encoded(function(*given, **named))})
-        error = self.error_class(kinds)(text)
+        raise self._error(kinds, text)
+
+    def _error(self, kinds: list[str], text: str) -> Exception:
+        kind = self.error_class(kinds)
+        try:
+            error = kind(text)
+        except TypeError:  # UnicodeDecodeError and the like take more
+            base = ValueError if issubclass(kind, ValueError) else Exception
+            error = base(f"{kinds[:1]}: {text}")
         error.from_program = True  # type: ignore[attr-defined]
-        raise error
+        return error
 
     def error_class(self, kinds: list[str]) -> type[Exception]:
         """Python's own class of the first of these names that has one; of the program's names, a

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from rloo.rewards.code.inside import kernel, program
+from rloo.rewards.code.inside import kernel, program, watch
 
 _TICK = 0.05
 _PATIENCE = 10.0  # for our own processes
@@ -61,6 +61,7 @@ class Stage:
         self._wall, self.limits, self._worker = wall, limits, os.getppid()
         self._isolated = wall["kind"] == "bwrap"
         self._over: str | None = None
+        self.closed = False
         self._running: int | None = None
         self._end: float | None = None
         self._watched = 0.0
@@ -71,7 +72,9 @@ class Stage:
             kernel.restrict_signals(wall["folder"])
             kernel.take_orphans()
             self._folder = tempfile.mkdtemp(dir=wall["folder"])
-        processes = limits["processes"] + (_tasks_of(os.getuid()) if wall["shared_user"] else 8)
+        processes = limits["processes"] + (
+            watch.tasks_of(os.getuid()) if wall["shared_user"] else 8
+        )
         here = {"folder": self._folder, "wall": wall, "limits": {**limits, "processes": processes}}
         ours, theirs = socket.socketpair()
         self._pid = os.fork()
@@ -192,9 +195,10 @@ class Stage:
                 os.kill(self._pid, signal.SIGKILL)  # the first of its namespace: all end with it
             with suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
-            return
-        kill_all(self._worker)
-        _remove(self._folder)
+        else:
+            kill_all(self._worker)
+            _remove(self._folder)
+        self.closed = True
 
     def _hear(self) -> bytes:
         said = b""
@@ -218,14 +222,9 @@ class Stage:
         """End the program where its processes together have too much."""
         if os.getppid() != self._worker:
             raise SandboxFailed("the worker has ended")
-        family = _family(self._pid)
-        memory = sum(family.values())
-        if memory > self.limits["memory"]:
-            memory = sum(_own(pid, resident) for pid, resident in family.items())
-        if memory > self.limits["memory"]:
-            self._stop(f"its processes have {memory >> 20} MiB of memory")
-        if not self._isolated and _too_much(self._folder, self.limits):
-            self._stop("its files are too many or too large")
+        where = None if self._isolated else self._folder
+        if (why := watch.too_much(self._pid, self.limits, where)) is not None:
+            self._stop(why)
 
 
 def _serve(control: socket.socket, here: dict[str, Any]) -> NoReturn:
@@ -276,60 +275,6 @@ def _exactly(control: socket.socket, size: int) -> bytes:
             os._exit(1)
         parts += part
     return parts
-
-
-def _processes() -> dict[int, list[str]]:
-    """The fields of /proc/PID/stat after the name, of every process that can be seen."""
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError), open(f"/proc/{name}/stat") as file:
-                found[int(name)] = file.read().rpartition(")")[2].split()
-    return found
-
-
-def _family(root: int) -> dict[int, int]:
-    """Bytes of memory of a process and all that descend from it. What they share counts in each."""
-    processes = _processes()
-    children: dict[int, list[int]] = {}
-    for pid, fields in processes.items():
-        children.setdefault(int(fields[1]), []).append(pid)
-    found, waiting = {}, [root]
-    while waiting:
-        pid = waiting.pop()
-        if pid in processes:
-            found[pid] = int(processes[pid][21]) * os.sysconf("SC_PAGE_SIZE")
-        waiting += children.get(pid, ())
-    return found
-
-
-def _own(pid: int, resident: int) -> int:
-    """Bytes of a process, of what it shares its part. It takes longer, and a process may forbid
-    it."""
-    with suppress(OSError, StopIteration), open(f"/proc/{pid}/smaps_rollup") as file:
-        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
-    return resident
-
-
-def _tasks_of(user: int) -> int:
-    """How many threads this user has: Linux counts them all against a limit of processes."""
-    count = 0
-    for pid, fields in _processes().items():
-        with suppress(OSError):
-            count += int(fields[17]) if os.stat(f"/proc/{pid}").st_uid == user else 0
-    return count
-
-
-def _too_much(folder: str, limits: dict[str, Any]) -> bool:
-    files = size = 0
-    for place, folders, names in os.walk(folder):
-        files += len(folders) + len(names)
-        for name in names:
-            with suppress(OSError):
-                size += os.lstat(os.path.join(place, name)).st_blocks * 512
-        if files > limits["files"] or size > limits["disk"]:
-            return True
-    return False
 
 
 def empty(folder: str) -> None:

@@ -31,8 +31,8 @@ _CLERK_MEMORY = 1 << 30
 _SPENT = b'a{"spent": true}'
 # What most programs import; loaded once, here.
 _WARM = (
-    "bisect collections copy decimal fractions functools heapq itertools json math operator random "
-    "re statistics string threading typing"
+    "array bisect collections copy decimal fractions functools heapq itertools json math operator "
+    "random re statistics string threading typing"
 )
 
 
@@ -40,9 +40,9 @@ def main(channel: int, setup: dict[str, Any]) -> None:
     """Answer requests over the file `channel` until the other end closes it."""
     wall = setup["wall"]
     if wall["kind"] == "landlock":
-        kernel.restrict_files(
-            [*wall["read"], "/proc"], [*wall["use"], "/dev/null"], [wall["folder"]]
-        )
+        folder = wall["folder"]
+        read, use = [*wall["read"], "/proc"], [*wall["use"], "/dev/null"]
+        kernel.restrict_files(read, use, [folder], [os.path.dirname(folder)])
     importlib.import_module("builtins").__dict__.update(_exits())
     for name in _WARM.split():
         importlib.import_module(name)
@@ -106,18 +106,21 @@ def _answer_one(
     channel: int, setup: dict[str, Any], handler: Callable[[dict[str, Any], Stage], Any]
 ) -> None:
     """Read one request, answer it, and leave nothing behind. Never returns."""
-    status = _FAILED
+    status, worker = _FAILED, os.getppid()
     try:
-        stage: Stage | None = None
+        stage = Stage(setup["wall"], setup["limits"], channel)
 
         def stop(*_: Any) -> None:
-            if stage is not None:
-                stage.close()
+            if not stage.closed:
+                with suppress(SandboxFailed):
+                    stage.close()
+            _remove_folder(setup["wall"])
             os._exit(_FAILED)
 
         signal.signal(signal.SIGTERM, stop)
         kernel.be_told_of_the_parents_end(signal.SIGTERM)
-        stage = Stage(setup["wall"], setup["limits"], channel)
+        if os.getppid() != worker:
+            stop()
         _limit(setup["limits"])
         message = _receive(channel)
         said = None
@@ -126,6 +129,7 @@ def _answer_one(
             said = _handled(message, stage, handler)
         stage.close()
         if message is None:
+            _remove_folder(setup["wall"])
             status = _CLOSED
         elif said is not None:
             _send(channel, said)
@@ -133,9 +137,16 @@ def _answer_one(
     except ConnectionError:  # nobody waits for it any more
         status = _CLOSED
     except BaseException:
-        traceback.print_exc()
+        if os.getppid() == worker:  # else its folder may have gone with it
+            traceback.print_exc()
     finally:  # nothing of this process may go on as if it were the worker
         os._exit(status)
+
+
+def _remove_folder(wall: dict[str, Any]) -> None:
+    """Nobody else may be there to do it."""
+    with suppress(OSError):
+        os.rmdir(wall.get("folder", ""))
 
 
 def _limit(limits: dict[str, Any]) -> None:
