@@ -31,9 +31,9 @@ from rloo.data.tasks import load_task_rows
 RECIPE = Path(__file__).with_name("gym.yaml")
 FOLDER = Path("runs/gym/model")
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-NUM_PROBLEMS, BATCH_SIZE, CAREFUL_STEPS, CARELESS_STEPS = 60_000, 64, 1500, 200
-LEARNING_RATE = 2e-3
-CARELESS = 0.6
+NUM_PROBLEMS, BATCH_SIZE = 30_000, 64
+# Of the lessons: their number, the largest learning rate, the share of careless answers.
+LESSONS = ((1600, 2e-3, 0.0), (150, 5e-4, 0.55))
 
 
 def problems():
@@ -120,15 +120,14 @@ def batches(rows, tokenizer, share, rng):
         }
 
 
-def train(model, tokenizer, rows):
+def train(model, tokenizer, rows, lesson):
     """Supervised training in place, with a line of progress every 100 steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
-    steps = CAREFUL_STEPS + CARELESS_STEPS
-    schedule = get_cosine_schedule_with_warmup(optimizer, 50, steps)
-    rng, began = random.Random(0), time.monotonic()
-    careful, habits = (batches(rows, tokenizer, share, rng) for share in (0.0, CARELESS))
+    steps, learning_rate, share = lesson
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
+    schedule = get_cosine_schedule_with_warmup(optimizer, 20, steps)
+    given, began = batches(rows, tokenizer, share, random.Random(share)), time.monotonic()
     for step in range(1, steps + 1):
-        loss = model(**next(careful if step <= CAREFUL_STEPS else habits), use_cache=False).loss
+        loss = model(**next(given), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -144,11 +143,13 @@ def train(model, tokenizer, rows):
 def main():
     """Write the model and its tokenizer."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # of small matrices two only wait for each other
     rows = problems()
     tokenizer = make_tokenizer(rows)
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} weights, {len(tokenizer)} tokens, {len(rows):,} problems")
-    train(model.train(), tokenizer, rows)
+    for lesson in LESSONS:
+        train(model.train(), tokenizer, rows, lesson)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
