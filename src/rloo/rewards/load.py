@@ -23,6 +23,7 @@ _FACTORIES = {
     "code": "rloo.rewards.code.reward:make_code",
     "exact_match": "rloo.rewards.builtin:make_exact_match",
     "format": "rloo.rewards.builtin:make_format",
+    "gym": "rloo.rewards.gym:make_gym",
     "length": "rloo.rewards.builtin:make_length",
     "math": "rloo.rewards.math:make_math",
     "repetition": "rloo.rewards.builtin:make_repetition",

@@ -21,6 +21,7 @@ from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.launchers import check_launch
 from rloo.config.presets import remarks
+from rloo.data.gym.curriculum import with_curriculum
 from rloo.data.stream import Prompts, StreamSource
 from rloo.dist import make_world
 from rloo.model.budget import workload_of
@@ -274,7 +275,8 @@ class RLOOTrainer(shown.Shown):
         self._source: Prompts | None = None
         trains = self.train_dataset is not None
         if trains:
-            self._source = self._prompts(self.train_dataset, self.args.dataset_split)
+            source = self._prompts(self.train_dataset, self.args.dataset_split)
+            self._source = with_curriculum(source, self.args)
             stream = isinstance(self._source, StreamSource)
             if stream:
                 self.args = shown.with_stream(self.args)
@@ -313,9 +315,8 @@ class RLOOTrainer(shown.Shown):
         self.ref_model = self.policy.reference.model
         if self.policy.device.type == "cpu":
             keep_freed_memory()
-        self.engine = self.turns.around(
-            setup.make_engine(self.policy, self.args, self), self.policy
-        )
+        engine = setup.make_engine(self.policy, self.args, self)
+        self.engine = self.turns.around(engine, self.policy)
         self.policy.notes += self._notes
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control

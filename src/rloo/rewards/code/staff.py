@@ -58,21 +58,31 @@ class Limits:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What programs may import besides the standard library: the folders that it is in, and the
+    modules that a worker loads before it forks, as far as they can be loaded."""
+
+    folders: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+
 class WalledWorker(Worker):
     """A process behind a wall, with forks of its own for what it is asked. It ends with us."""
 
-    def __init__(self, wall: str, limits: Limits, modules: Sequence[str]) -> None:
+    def __init__(self, wall: str, limits: Limits, modules: Sequence[str], library: Library) -> None:
         """`modules` of `inside`, in an order in which they can be loaded; the last one answers.
         Raises NoWall."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._started = walls.start(wall, theirs)
+            self._started = walls.start(wall, theirs, library.folders)
         setup = {
             "package": _INSIDE,
             "modules": [(name, _text(name)) for name in (*modules, "worker")],
             "handler": f"{_INSIDE}.{modules[-1]}",
             "wall": self._started.told,
             "limits": asdict(limits),
+            "library": asdict(library),
         }
         super().__init__(f"behind {wall}", Connection(ours.detach()), json.dumps(setup).encode())
 
@@ -102,14 +112,19 @@ class Staff:
     request is answered by another. Close it to end them; the end of this process does the same."""
 
     def __init__(
-        self, wall: str, size: int, limits: Limits, modules: Sequence[str] = JUDGE
+        self,
+        wall: str,
+        size: int,
+        limits: Limits,
+        modules: Sequence[str] = JUDGE,
+        library: Library = Library(),
     ) -> None:
         modules = (*_BASE, *modules)
         self._seconds = _START_SECONDS + 3 * limits.total_seconds
         made: list[Worker] = []
 
         def make() -> Worker:
-            made.append(WalledWorker(wall, limits, modules))
+            made.append(WalledWorker(wall, limits, modules, library))
             return made[-1]
 
         self._crew = Crew(size, make)

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -98,10 +98,12 @@ class Python:
     folders: list[str] = field(default_factory=list)
 
 
-def start(wall: str, channel: socket.socket) -> Started:
-    """Begin a process behind a wall, with its end of a channel. Raises NoWall, OSError."""
+def start(wall: str, channel: socket.socket, library: Sequence[str] = ()) -> Started:
+    """Begin a process behind a wall, with its end of a channel; it can read the folders `library`.
+    Raises NoWall, OSError."""
     user = _user()
     python = find_python(user)
+    python = replace(python, folders=[*python.folders, *library])
     inner = [python.path, *_FLAGS, "-c", _BOOT, str(channel.fileno())]
     given: dict[str, Any] = {
         "stdin": subprocess.DEVNULL,
