@@ -65,7 +65,8 @@ class Episode:
     """What happened in a completion of several turns: the messages that follow the prompt, how
     often the model spoke and called tools, how many of these calls went wrong, and the seconds that
     they took. `failed` is the reason why it could not go on, which is no fault of the model's: such
-    an episode has no reward."""
+    an episode has no reward, and perhaps no token. With an environment, `prompt` is that to which
+    its first words were added, and `start` a hash of the state in which it began."""
 
     messages: list[Message]
     turns: int
@@ -73,6 +74,9 @@ class Episode:
     errors: int
     seconds: float
     failed: str | None = None
+    prompt: Prompt | None = None
+    environment: Any = None
+    start: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo.episodes.engine import EpisodeEngine, Limits
+from rloo.episodes.engine import Cast, EpisodeEngine, Limits
 from rloo.episodes.proof import find_dialect
 from rloo.episodes.tools import Tools
 from rloo.types import Prompt, Sampling
@@ -40,6 +40,7 @@ def slow() -> str:
 
 TOOLS = Tools([add, slow], characters=100)
 DIALECT = find_dialect(TOKENIZER, [TOKENIZER.eos_token_id], {"tools": TOOLS.schemas})
+CASTS = {None: Cast(TOOLS, DIALECT)}
 OPENED = encode(DIALECT.template.text(CONTENT))
 PROMPT = Prompt(7, OPENED, CONTENT)
 
@@ -52,7 +53,7 @@ def play(*turns: str, samples: int = 1, max_tokens: int = 1000, **limits):
         return encode(turns[spoken])
 
     inner = Told(say, (TOKENIZER.eos_token_id,))
-    engine = EpisodeEngine(inner, DIALECT, TOOLS, Limits(**limits))
+    engine = EpisodeEngine(inner, CASTS, Limits(**limits))
     sampling = Sampling(max_tokens, (TOKENIZER.eos_token_id,))
     return engine.sample([PROMPT], samples, sampling, 0)[0], inner
 
@@ -141,7 +142,7 @@ def test_an_episode_whose_tools_take_too_long_has_failed():
     ],
 )  # fmt: skip
 def test_prompts_that_no_episode_can_begin_with_are_refused(prompt, reason):
-    engine = EpisodeEngine(Told(lambda *_: [], ()), DIALECT, TOOLS, Limits())
+    engine = EpisodeEngine(Told(lambda *_: [], ()), CASTS, Limits())
     with pytest.raises(ValueError, match=reason):
         engine.sample([prompt], 1, Sampling(10, ()), 0)
 
@@ -152,7 +153,7 @@ def make_brace_engine(name: str, **limits) -> tuple[EpisodeEngine, Prompt]:
     dialect = find_dialect(tokenizer, [tokenizer.eos_token_id], {"tools": TOOLS.schemas})
     inner = ENGINES[name](make_talkative_model(tokenizer).double(), pad_token_id=0)
     prompt = replace(PROMPT, token_ids=encode(dialect.template.text(CONTENT)))
-    return EpisodeEngine(inner, dialect, TOOLS, Limits(**limits)), prompt
+    return EpisodeEngine(inner, {None: Cast(TOOLS, dialect)}, Limits(**limits)), prompt
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -163,7 +164,7 @@ def test_engines_go_on_behind_answers_as_the_model_itself_would(name):
     model = make_talkative_model(make_brace_tokenizer()).double()
     begin = len(prompt.token_ids)
 
-    groups = engine.sample(prompts, 4, sampling, 3)
+    groups = engine.sample(prompts, 8, sampling, 3)
     alone = engine.sample([prompts[1]], [range(2, 3)], sampling, 3)
 
     episodes = [episode for group in groups for episode in group]

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from rloo.episodes.dialect import Call
-from rloo.episodes.tools import Tools
+from rloo.episodes.tools import Request, Tools
 from support.chat import add
 
 
@@ -63,7 +63,8 @@ TOOLS = (add, fail, leave, hang, wait, long, odd)
 
 
 def answers(*calls: Call, seconds: float = 10.0, characters: int = 100):
-    return Tools(TOOLS, characters=characters).call([(call, seconds) for call in calls])
+    requests = [Request(call, seconds) for call in calls]
+    return Tools(TOOLS, characters=characters).call(requests)
 
 
 def test_answers_come_in_the_order_of_the_calls():

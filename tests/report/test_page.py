@@ -167,6 +167,29 @@ def test_many_tokens_are_cut_in_their_middle(tmp_path):
     assert shown["tokens"][119:121] == ["119", str(512 - 120)] and shown["mismatch"][-1] == 511
 
 
+def test_an_episode_is_shown_with_its_turns_and_what_tools_said_apart(tmp_path):
+    folder = make_run(tmp_path / "run", text="w")
+    row = json.loads((folder / "groups.jsonl").read_text().splitlines()[0])
+    counts = {"turns": 2, "calls": 1, "errors": 0, "seconds": 0.1, "failed": None, "start": None}
+    told = {
+        "tokens": ["a", "b", "c"], "trained": [1, 0, 1], "mismatch": [0.1, None, 0.2],
+        "advantage": [0.5, None, -0.25], "num_tokens": 3, "episode": counts,
+    }  # fmt: skip
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "assistant", "content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "3"},
+    ]
+    first = row["completions"][0]
+    others = {k: v for k, v in first.items() if k not in ("tokens", "mismatch")}
+    row["completions"] = [first | told, others | {"completion": messages, "episode": counts}]
+    write_rows(folder / "groups.jsonl", [row])
+    shown, text = written(folder)["runs"][0]["samples"][0]["groups"][0]["completions"]
+    assert (shown["trained"], shown["advantage"]) == ([1, 0, 1], [0.5, None, -0.25])
+    assert shown["episode"]["turns"] == 2
+    assert text["text"] == 'assistant: Hm. [calls add {"a": 1}]\ntool: 3'
+
+
 # -- what is said ---------------------------------------------------------------------------------
 
 

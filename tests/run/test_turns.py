@@ -67,6 +67,17 @@ def test_a_run_trains_on_episodes_and_writes_them_down(tmp_path, engine):
     longest = max(rows, key=lambda row: row["episode"]["turns"])
     assert [m["role"] for m in longest["completion"]][:3] == ["assistant", "tool", "assistant"]
     assert longest["episode"]["calls"] >= 1
+    groups = Path(trainer.args.output_dir, "groups.jsonl").read_text().splitlines()
+    for completion in json.loads(groups[0])["completions"]:
+        told = [
+            token
+            for token, ours in zip(completion["tokens"], completion["trained"], strict=True)
+            if not ours
+        ]
+        assert bool(told) == (completion["episode"]["turns"] > 1)
+        if completion.get("mismatch"):
+            known = [value is not None for value in completion["mismatch"]]
+            assert known == [ours == 1 for ours in completion["trained"]]
     evaluation = json.loads(
         Path(trainer.args.output_dir, "evaluations.jsonl").read_text().splitlines()[0]
     )
@@ -96,7 +107,7 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
 
     def completion(self):
         if next(count) % 12 in failing:
-            self.failed = "the tool has gone"
+            self.lease.failed = "the tool has gone"
         return original(self)
 
     monkeypatch.setattr(engine._Episode, "completion", completion)

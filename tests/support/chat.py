@@ -45,7 +45,7 @@ def make_chat_tokenizer(
     return fast
 
 
-# Whatever stands behind "{" is a call: the name of a tool, and then key=value; for each argument.
+# What stands behind "{" is a call: a name, of one letter, and then key=value; for each argument.
 BRACES = CHAT_ML.replace(
     _CALLS,
     "{{ '{' + call.function.name + ' ' }}{% for key, value in call.function.arguments.items() %}"
@@ -56,7 +56,7 @@ _READS_BRACES = {
     "defaults": {"role": "assistant"},
     "fields": {
         "tool_calls": {
-            "open_pattern": r"\{(?P<name>\w*)",
+            "open_pattern": r"\{(?P<name>look_up|\w?)",
             "close_pattern": r"(?=<\|im_end\|>)",
             "repeats": True,
             "content": "xml-inline",
@@ -78,7 +78,7 @@ def make_brace_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_talkative_model(tokenizer, boost: float = 4.0) -> transformers.PreTrainedModel:
-    """Of random weights; it ends a turn, or begins a call with a brace, every few tokens."""
+    """Of random weights; it ends a turn, or calls the tool "a", every few tokens."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -86,7 +86,7 @@ def make_talkative_model(tokenizer, boost: float = 4.0) -> transformers.PreTrain
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    often = tokenizer.convert_tokens_to_ids(["{", "<|im_end|>"])
+    often = tokenizer.convert_tokens_to_ids(["{", "a", "<|im_end|>"])
     with torch.no_grad():
         model.get_input_embeddings().weight += 1.0  # so that all hidden states point one way
         model.lm_head.weight[often] += boost / 32

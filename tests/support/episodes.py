@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from rloo.engines.sampling import numbers_of
 from rloo.episodes.dialect import Call, Said
-from rloo.episodes.engine import EpisodeEngine, Limits
+from rloo.episodes.engine import Cast, EpisodeEngine, Limits
 from rloo.episodes.tools import Tools
 from rloo.types import Completion, EngineFacts, Prompt, Sampling
 
@@ -85,7 +85,7 @@ def every_episode(max_tokens: int) -> list[Completion]:
                 turn.append(token)
             return turn
 
-        engine = EpisodeEngine(Told(say, (END,)), ThreeTokens(), tools, Limits())
+        engine = EpisodeEngine(Told(say, (END,)), {None: Cast(tools, ThreeTokens())}, Limits())
         try:
             ((episode,),) = engine.sample([prompt], 1, Sampling(max_tokens, (END,)), 0)
             found.append(episode)

@@ -11,6 +11,7 @@ from rloo.algorithm.parts import InHand
 from rloo.algorithm.shaping import has_signal
 from rloo.config.config import RLOOConfig
 from rloo.data.images import without_images
+from rloo.report.samples import counts_of
 from rloo.types import Elsewhere, Sample
 
 NUM_GROUPS = 2
@@ -24,8 +25,9 @@ def detailed(
 ) -> list[dict[str, Any]]:
     """One row for each of the first two groups, of those with signal if there are any: the prompt,
     and its first 16 completions with reward, advantage and tokens. `mismatch` is the trainer's
-    log-prob of each token minus the engine's, in nats. What only another process knows is left
-    out; an advantage is one number, or one for each token, None for those that are not trained."""
+    log-prob of each token minus the engine's, in nats; `trained` is 0 for those that a tool said,
+    which have none. What only another process knows is left out; an advantage is one number, or one
+    for each token."""
     groups = hand.rollout.groups
     first = sorted(range(len(groups)), key=lambda n: not has_signal(groups[n], config))
     samples = {sample.key: sample for sample in hand.samples}
@@ -42,6 +44,7 @@ def detailed(
                     "scores": {name: of[k] for name, of in groups[number].scores.items()},
                     "finish": groups[number].completions[k].finish,
                     "num_tokens": len(groups[number].completions[k].token_ids),
+                    **counts_of(groups[number].completions[k].episode),
                     **_seen(hand, samples.get((number, k)), tokenizer),
                 }
                 for k, text in enumerate(groups[number].texts[:NUM_COMPLETIONS])
@@ -64,6 +67,8 @@ def _seen(
     if isinstance(sample.token_ids, Elsewhere):
         return found
     found["tokens"] = _ends(pieces(sample.token_ids, tokenizer))
+    if sample.trained is not None:
+        found["trained"] = _ends([int(kept) for kept in sample.trained])
     now = hand.credit.old_logprobs.get(sample.key)
     if now is not None and len(now) == sample.num_trained:
         both = zip(now.tolist(), sample.of_trained(sample.policy_logprobs), strict=True)

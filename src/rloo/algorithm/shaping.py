@@ -28,7 +28,7 @@ def shape(rollout: Rollout, config: RLOOConfig, past: Adaptive | None = None) ->
         for sample, completion in _samples(group, number, begin, rollout.version):
             if not math.isnan(sample.reward) and enough:
                 found.append((sample, completion))
-            elif config.loss_form.all_completions:
+            elif config.loss_form.all_completions and sample.num_trained:  # else nothing was said
                 found.append((replace(sample, reward=math.nan), completion))
         begin += len(group.completions)
     rewards = [_shape(sample.reward, completion, config) for sample, completion in found]

@@ -121,6 +121,7 @@ class Judge:
         """Score all completions of a rollout, with one call of each reward function, unless the
         main process has `called` them for each group; return the groups and the metrics that
         rewards logged. `learn`: see `RewardSet.score`."""
+        prompts = [_begun(*both) for both in zip(prompts, sampled, strict=True)]
         world, names = self.world, column_names(prompts)
         shares = [self._share(len(prompts), rank) for rank in range(world.size)]
         if called is not None:
@@ -156,6 +157,8 @@ class Judge:
         if not groups:
             return []
         prompts, texts, ids, columns = arguments_of(groups, names, self.tokenizer)
+        if "environments" not in self.rewards.offered:  # the next episodes may have them by now
+            columns.pop("environments", None)
         flat = [completion for _, completions in groups for completion in completions]
         places = [n for n, c in enumerate(flat) if c.episode is None or c.episode.failed is None]
         if len(places) == len(flat):
@@ -195,12 +198,18 @@ def arguments_of(
         _as_text(p, text) if c.episode is None else c.episode.messages
         for p, c, text in zip(repeated, flat, decoded, strict=True)
     ]
-    return (
-        [p.content for p in repeated],
-        texts,
-        [c.token_ids for c in flat],
-        {name: [p.columns.get(name) for p in repeated] for name in names},
-    )
+    columns = {name: [p.columns.get(name) for p in repeated] for name in names}
+    environments = [c.episode and c.episode.environment for c in flat]
+    if any(environment is not None for environment in environments):
+        columns["environments"] = environments
+    return [p.content for p in repeated], texts, [c.token_ids for c in flat], columns
+
+
+def _begun(prompt: Prompt, completions: Sequence[Completion]) -> Prompt:
+    """The prompt as its episodes began with it: where an environment has added to it, it has done
+    so in all of them alike, but for those that have failed."""
+    begun = (c.episode.prompt for c in completions if c.episode and c.episode.prompt)
+    return next(begun, prompt)
 
 
 def _groups(

@@ -122,7 +122,7 @@ def check(config: VLLMOptions) -> None:
     _check_parallel(config)
     check_vllm(config)
     check_beside(config)
-    if config.tools:
+    if config.tools or config.environment_factory:
         check_tools(config)
     check_gym(config)
 

@@ -20,6 +20,9 @@ class ToolOptions(GymOptions):
     # fmt: off
     tools: list[str] = TOOLS.own([],
         "Functions that the model may call: file.py:function or package.module:function.")
+    environment_factory: str | None = TOOLS.own(None,
+        "Class (file.py:Class) of which each episode has an object: `reset` begins it, public "
+        "methods are tools, `get_reward` is a reward.")
     max_tool_calling_iterations: int | None = TOOLS.own(None,
         "How often an episode may go on after calls of tools; null: while there is room.")
     max_tool_response_length: int = TOOLS.own(20_000,
@@ -37,7 +40,7 @@ def refuse_in_vain(options: ToolOptions) -> None:
         if option.metadata["subject"] == TOOLS.name and value != default_of(option):
             raise ValueError(
                 f"{option.name} is {value} and there are no tools, without which it has no effect "
-                "(tools)"
+                "(tools, environment_factory)"
             )
 
 

@@ -1,21 +1,18 @@
-"""The functions that a model may call: what it is told of them, and how they are called."""
+"""What a model may call, functions and the methods of its environment: what it is told of them, and
+what they answer."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from transformers.utils import get_json_schema
 
+from rloo.episodes.calls import Asked, Caller, Outcome
 from rloo.episodes.dialect import Call
-from rloo.rewards.coroutines import LoopThread
-from rloo.rewards.deadline import DeadlinePassed, call_within_reward_timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,85 +25,79 @@ class Answer:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call that may take so many seconds, in an episode with this environment, if any."""
+
+    call: Call
+    seconds: float
+    environment: Any = None
+
+
 class Tools:
-    """Functions by name. Of a text of more than `characters` the head and the tail are kept."""
+    """Functions by name, and the `methods` of environments like this `example`. Of a text of more
+    than `characters` the head and the tail are kept."""
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], *, characters: int) -> None:
-        self._characters = characters
+    def __init__(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        *,
+        characters: int,
+        example: Any = None,
+        methods: Sequence[str] = (),
+    ) -> None:
+        self._characters, self._methods, self._caller = characters, list(methods), Caller()
         self.functions = {_name_of(function): function for function in functions}
-        if len(self.functions) < len(functions):
-            names = ", ".join(map(_name_of, functions))
-            raise ValueError(f"tools are called by name, and two have the same: {names} (tools)")
-        self.schemas = [_schema_of(function) for function in functions]
-        self._loop: LoopThread | None = None
+        names = [*map(_name_of, functions), *methods]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"tools are called by name, and two have the same: {', '.join(names)} (tools, "
+                "environment_factory)"
+            )
+        self.names = names
+        described = [*functions, *(getattr(example, name) for name in methods)]
+        self.schemas = [_schema_of(function) for function in described]
 
-    def call(self, calls: Sequence[tuple[Call, float]]) -> list[Answer]:
-        """Make each call within so many seconds: first the functions, one after another, then the
-        coroutine functions, all at the same time."""
-        answers: dict[int, Answer] = {}
-        waiting: dict[int, tuple[Callable[[], Any], float]] = {}
-        for number, (call, seconds) in enumerate(calls):
-            if (fault := self._fault_of(call)) is not None:
-                answers[number] = self._error(fault)
-                continue
-            function = partial(self.functions[call.name], **call.arguments)
-            if _is_coroutine(function.func):
-                waiting[number] = function, seconds
-            else:
-                answers[number] = self._call(function, seconds)
-        return [value for _, value in sorted((answers | self._call_together(waiting)).items())]
+    def call(self, requests: Sequence[Request]) -> list[Answer]:
+        """Make each call: the functions one after another, then coroutine functions at the same
+        time."""
+        faults = [self._fault_of(request) for request in requests]
+        asked: list[Asked] = [
+            (partial(self._function(request), **request.call.arguments), request.seconds)
+            for request, fault in zip(requests, faults, strict=True)
+            if fault is None
+        ]
+        outcomes = iter(self._caller.call(asked))
+        return [
+            self._answer(next(outcomes)) if fault is None else self._error(fault)
+            for fault in faults
+        ]
 
-    def _fault_of(self, call: Call) -> str | None:
+    def _function(self, request: Request) -> Callable[..., Any]:
+        name = request.call.name
+        found: Callable[..., Any] = self.functions.get(name) or getattr(request.environment, name)
+        return found
+
+    def _fault_of(self, request: Request) -> str | None:
         """Why a call cannot be made."""
+        call = request.call
         if call.fault is not None:
             return call.fault
-        if call.name not in self.functions:
-            return f"there is no tool {call.name!r}; there are {', '.join(self.functions)}"
+        if call.name not in self.names:
+            return f"there is no tool {call.name!r}; there are {', '.join(self.names)}"
         try:
-            inspect.signature(self.functions[call.name]).bind(**call.arguments)
+            inspect.signature(self._function(request)).bind(**call.arguments)
         except TypeError as error:
             return f"{call.name}: {error}"
         return None
 
-    def _call(self, function: Callable[[], Any], seconds: float) -> Answer:
-        began = time.perf_counter()
-        try:
-            result = call_within_reward_timeout(seconds, function)
-            text, is_error = self._cut(_text_of(result)), False
-        except DeadlinePassed:
-            return Answer(None, True, time.perf_counter() - began)
-        except (Exception, SystemExit) as error:  # whatever a tool raises, the model is told
-            text, is_error = self._cut(_describe(error)), True
-        return Answer(text, is_error, time.perf_counter() - began)
-
-    def _call_together(
-        self, waiting: Mapping[int, tuple[Callable[[], Any], float]]
-    ) -> dict[int, Answer]:
-        if not waiting:
-            return {}
-        self._loop = self._loop or LoopThread()
-        calls = {str(number): partial(self._await, *call) for number, call in waiting.items()}
-        longest = max(seconds for _, seconds in waiting.values())
-        # A coroutine that blocks the loop is given up with it.
-        done, late = self._loop.run(calls, longest + 1.0, lambda _: nullcontext())
-        if late and not self._loop.responds():
-            self._loop.close()
-            self._loop = None
-        found = {int(name): future.result() for name, future in done.items()}
-        return found | {int(name): Answer(None, True, longest) for name in late}
-
-    async def _await(self, function: Callable[[], Any], seconds: float) -> Answer:
-        began = time.perf_counter()
-        task = asyncio.ensure_future(function())
-        await asyncio.wait({task}, timeout=seconds)
-        passed = time.perf_counter() - began
-        if not task.done():
-            task.cancel()
-            return Answer(None, True, passed)
-        try:
-            return Answer(self._cut(_text_of(task.result())), False, passed)
-        except (Exception, asyncio.CancelledError) as error:
-            return Answer(self._cut(_describe(error)), True, passed)
+    def _answer(self, outcome: Outcome) -> Answer:
+        if outcome.late:
+            return Answer(None, True, outcome.seconds)
+        if outcome.error is not None:
+            kind, said = type(outcome.error).__name__, _text_of(outcome.error)
+            return Answer(self._cut(f"error: {kind}: {said}"), True, outcome.seconds)
+        return Answer(self._cut(_text_of(outcome.value)), False, outcome.seconds)
 
     def _error(self, text: str) -> Answer:
         return Answer(self._cut(f"error: {text}"), True)
@@ -136,17 +127,8 @@ def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         ) from error
 
 
-def _is_coroutine(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function)
-
-
-def _text_of(result: Any) -> str:
-    return result if isinstance(result, str) else str(result)
-
-
-def _describe(error: BaseException) -> str:
+def _text_of(value: Any) -> str:
     try:
-        said = str(error)
+        return str(value)
     except Exception:  # a user's own __str__ may raise anything
-        said = ""
-    return f"error: {type(error).__name__}: {said}"
+        return ""

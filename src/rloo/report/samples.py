@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from rich.text import Text as RichText
 
 from rloo.data.images import images_of, save_images, without_images
 from rloo.report.console import inert, shorten
-from rloo.types import Group, Text
+from rloo.types import Episode, Group, Text
 
 
 def completions_table(
@@ -81,13 +82,29 @@ def as_string(text: Text) -> str:
 
 def _content(message: Mapping[str, Any]) -> str:
     parts = message.get("content")
-    if not isinstance(parts, list):
-        return str(parts)
-    return "".join(part.get("text") or f"[{part.get('type')}]" for part in parts)
+    if isinstance(parts, list):
+        said = "".join(part.get("text") or f"[{part.get('type')}]" for part in parts)
+    else:
+        said = str(parts)
+    return " ".join(filter(None, (said, *map(_call, message.get("tool_calls") or ()))))
+
+
+def _call(given: Mapping[str, Any]) -> str:
+    function = given.get("function") or {}
+    arguments = json.dumps(function.get("arguments", {}), ensure_ascii=False, default=str)
+    return f"[calls {function.get('name')} {arguments}]"
 
 
 def _score(value: float | None) -> str:
     return "none" if value is None else f"{value:.3g}"
+
+
+def counts_of(episode: Episode | None) -> dict[str, Any]:
+    """What a row says of a completion of several turns, besides its messages."""
+    if episode is None:
+        return {}
+    names = ("turns", "calls", "errors", "seconds", "failed", "start")
+    return {"episode": {name: getattr(episode, name) for name in names}}
 
 
 def record_of(step: int, group: Group, index: int, *, images: Path | None) -> dict[str, Any]:
@@ -104,9 +121,7 @@ def record_of(step: int, group: Group, index: int, *, images: Path | None) -> di
         "finish": group.completions[index].finish,
         "extras": {name: values[index] for name, values in group.extras.items()},
     }
-    if (episode := group.completions[index].episode) is not None:
-        names = ("turns", "calls", "errors", "seconds", "failed")
-        record["episode"] = {name: getattr(episode, name) for name in names}
+    record |= counts_of(group.completions[index].episode)
     if images is not None and images_of(content):
         record["images"] = save_images(content, images)
     return record

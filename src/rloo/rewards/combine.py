@@ -107,6 +107,8 @@ class RewardSet:
         self.timeout = timeout if timeout and math.isfinite(timeout) else None
         self.on_error: Literal["raise", "missing"] = on_error
         self.sources = list(sources or [None] * len(functions))
+        # What functions may ask for besides columns, where episodes have it.
+        self.offered: tuple[str, ...] = ()
         self._loop: LoopThread | None = None
 
     @property
@@ -129,7 +131,7 @@ class RewardSet:
                     f"the dataset column {column!r} has the name of an argument that every reward "
                     "function gets; rename the column"
                 )
-        given = {*RESERVED, *columns}
+        given = {*RESERVED, *columns, *self.offered}
         for reward in self._rewards:
             missing = [name for name in reward.requires if name not in given]
             if missing:

@@ -140,7 +140,7 @@ def _refuse(config: RLOOConfig) -> None:
             "divides what zero3 divides; zero2 does not divide weights, zero1 neither weights nor "
             "gradients (parallel)"
         )
-    if config.tools:
+    if config.tools or config.environment_factory:
         raise ValueError(
             "there are tools, and a plan calls no tools: what they take, and how long episodes "
             "are, it could not tell (tools)"

@@ -49,7 +49,7 @@ def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
     for name in ("dataset", "eval_dataset"):
         with _noting(faults):
             _check_dataset(name, getattr(config, name), config)
-    if not config.reward:
+    if not config.reward and not config.environment_factory:
         faults.append("there is no reward function; at least one is needed (reward)")
     for spec in config.reward:
         with _noting(faults):
@@ -57,6 +57,9 @@ def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
     for spec in config.tools:
         with _noting(faults):
             check_function(spec, "tool")
+    if config.environment_factory is not None:
+        with _noting(faults):
+            check_function(config.environment_factory, "environment")
     if ":" in config.estimator:
         with _noting(faults):
             check_function(config.estimator, "estimator")

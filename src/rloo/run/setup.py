@@ -23,6 +23,7 @@ from rloo.data.prompts import Limit, PromptSource, encode_prompt, image_reader, 
 from rloo.data.rows import Given, load_rows
 from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows
+from rloo.dist import World, make_world
 from rloo.engines import EngineInputs, build_engine
 from rloo.model.budget import available_bytes, gigabytes
 from rloo.model.division import is_divided, shape_of
@@ -184,6 +185,17 @@ def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool =
             f"be left for the prompt ({name})"
         )
     return replace(limit, max_tokens=min(limit.max_tokens, room))
+
+
+def world_of(args: RLOOConfig) -> World:
+    """The processes that train together, as `args` want them connected."""
+    return make_world(
+        use_cpu=args.use_cpu,
+        timeout=args.ddp_timeout,
+        divides=args.parallel != "replicate",
+        gather_limit=args.gather_limit,
+        workers=args.output_dir if args.remote_workers else None,
+    )
 
 
 def seed_all(args: RLOOConfig) -> None:

@@ -23,7 +23,6 @@ from rloo.config.launchers import check_launch
 from rloo.config.presets import remarks
 from rloo.data.gym.curriculum import with_curriculum
 from rloo.data.stream import Prompts, StreamSource
-from rloo.dist import make_world
 from rloo.model.budget import workload_of
 from rloo.model.loading import obtain_config, obtain_model
 from rloo.model.optimizers import Given, Scheduler, build_optimizer, build_scheduler, decayed_names
@@ -50,7 +49,7 @@ from rloo.run.presence import present
 from rloo.run.session import Session
 from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
 from rloo.run.together import require_same_start, together
-from rloo.run.turns import turns_of
+from rloo.run.turns import Factories, turns_of
 from rloo.types import Prompt
 
 Rewards = RewardFunction | Sequence[RewardFunction]
@@ -64,7 +63,8 @@ class RLOOTrainer(shown.Shown):
     list: functions, reward models, built-in names, `module:function` or `file.py:function`.
     `eval_dataset` may be a dict of named sets. `eval_reward_funcs`, rewards or TRL's pairwise
     judges, only judge in evaluations. With `peft_config` (a LoraConfig) a new adapter is trained.
-    The model may call `tools`, functions as in TRL's GRPOTrainer (docs/tools.md).
+    The model may call `tools`, functions, and those of environments that `environment_factory`
+    makes, as in TRL's GRPOTrainer (docs/tools.md).
     Raises ValueError for every error that can be found before sampling.
     """
 
@@ -101,29 +101,27 @@ class RLOOTrainer(shown.Shown):
         reward_model: Rewards | None = None,
         eval_reward_funcs: Rewards | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Factories = None,
     ) -> None:
         refuse_overrides(type(self), _OWN, _SHOWN)  # a class can be changed after it was made
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
         self.args = obtain_config(args, model)
         check_launch(self.args)
-        self.world = make_world(
-            use_cpu=self.args.use_cpu,
-            timeout=self.args.ddp_timeout,
-            divides=self.args.parallel != "replicate",
-            gather_limit=self.args.gather_limit,
-            workers=self.args.output_dir if self.args.remote_workers else None,
-        )
+        self.world = setup.world_of(self.args)
         with self.world.telling():
             self.batches = batches_of(self.args, self.world.size)
             chosen_estimator(self.args)
             setup.seed_all(self.args)
             loggers = make_loggers(self.args)
-            self.turns = turns_of(tools, self.args, self.world)
+            self.turns = turns_of(tools, environment_factory, self.args, self.world)
             self.tools = self.turns.functions
             given = reward_model if reward_funcs is None else reward_funcs
-            self.rewards = setup.make_rewards(
-                given, self.args, reward_processing_classes, device=self.world.device
+            given, weighed = self.turns.with_rewards(given, self.args)
+            self.rewards = self.turns.offered(
+                setup.make_rewards(
+                    given, weighed, reward_processing_classes, device=self.world.device
+                )
             )
             self.reward_func_names = self.rewards.names
             self.reward_funcs = shown.functions_of(self.rewards)

@@ -1,9 +1,10 @@
-"""Several turns in a run: the tools that were asked for, and the engine that has them called."""
+"""Several turns in a run: the tools and environments that were asked for, and the engine that has
+them called."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rloo.config.config import RLOOConfig
@@ -14,45 +15,72 @@ from rloo.data.prompts import PromptSource
 from rloo.data.stream import Prompts
 from rloo.dist import World
 from rloo.model.policy import Policy
+from rloo.rewards import RewardSet
 from rloo.types import Engine
 
-if TYPE_CHECKING:  # a run without tools does not load it
+if TYPE_CHECKING:  # a run without tools does not load them
+    from rloo.episodes.stage import Stage
     from rloo.episodes.tools import Tools
+
+Factory = Callable[[], Any]
+# A factory, the spec of one, or one of either by the name that the column `environment` has.
+Factories = Factory | str | Mapping[str, Factory | str] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The tools of a run; None: completions are single turns, and nothing here does anything."""
+    """Tools by the name of an environment, None where there is one for all, or none at all; and the
+    environments. Empty: completions are single turns, and nothing here does anything."""
 
-    tools: Tools | None = None
+    tools: Mapping[str | None, Tools] = field(default_factory=dict)
+    stage: Stage | None = None
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        """The tools."""
-        return [] if self.tools is None else list(self.tools.functions.values())
+        """The tools that are functions."""
+        return [*next(iter(self.tools.values())).functions.values()] if self.tools else []
 
-    def shown(self, args: RLOOConfig) -> RLOOConfig:
+    def shown(self, args: RLOOConfig, name: str | None = None) -> RLOOConfig:
         """`args` with which prompts tell of the tools."""
-        if self.tools is None:
+        if name not in self.tools:  # each row has its own; what is read of it here is not final
             return args
         given = args.chat_template_kwargs or {}
-        return args.with_values(chat_template_kwargs={**given, "tools": self.tools.schemas})
+        return args.with_values(chat_template_kwargs={**given, "tools": self.tools[name].schemas})
 
     def checked(self, source: Prompts) -> Prompts:
-        """The same. Raises ValueError for prompts that tools cannot be called after, as far as the
+        """The same. Raises ValueError for prompts that no episode can begin with, as far as the
         first one tells."""
-        if self.tools is not None and isinstance(source, PromptSource):
+        if self.tools and isinstance(source, PromptSource):
             from rloo.episodes.engine import check_prompts
 
-            check_prompts(source.all_prompts(1))
+            check_prompts(first := source.all_prompts(1))
+            if self.stage is not None:
+                self.stage.check(first)
         return source
+
+    def with_rewards(self, given: Any, args: RLOOConfig) -> tuple[Any, RLOOConfig]:
+        """`given` rewards, or those that `args` name, and then those of environments, which weigh
+        1."""
+        if self.stage is None or not (own := self.stage.rewards()):
+            return given, args
+        specs = args.reward if given is None else given
+        specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
+        if args.reward_weights is not None:
+            args = args.with_values(reward_weights=[*args.reward_weights, *[1.0] * len(own)])
+        return [*specs, *own], args
+
+    def offered(self, rewards: RewardSet) -> RewardSet:
+        """The same, with what its functions may ask for besides columns."""
+        if self.stage is not None:
+            rewards.offered = ("environments",)
+        return rewards
 
     def around(self, engine: Engine, policy: Policy) -> Engine:
         """An engine whose completions are episodes. Raises ValueError for a model whose chat
         template is not fit for that."""
-        if self.tools is None:
+        if not self.tools:
             return engine
-        from rloo.episodes.engine import EpisodeEngine, Limits
+        from rloo.episodes.engine import Cast, EpisodeEngine, Limits
         from rloo.episodes.proof import find_dialect
 
         if policy.processing_class is not policy.tokenizer:
@@ -61,21 +89,33 @@ class Turns:
                 "version (processing_class, tools)"
             )
         args = policy.config
-        options = self.shown(args).chat_template_kwargs or {}
         ends = stop_tokens(args.generation_kwargs, policy.stop_token_ids)
-        dialect = find_dialect(policy.tokenizer, ends, options)
-        policy.notes.append(f"the model may call {', '.join(self.tools.functions)} (tools)")
-        limits = Limits(args.max_tool_calling_iterations, args.episode_timeout)
-        return EpisodeEngine(engine, dialect, self.tools, limits)
+        casts = {}
+        for name, tools in self.tools.items():
+            options = self.shown(args, name).chat_template_kwargs or {}
+            casts[name] = Cast(tools, find_dialect(policy.tokenizer, ends, options))
+            where = "" if name is None else f" in {name}"
+            policy.notes.append(f"the model may call {', '.join(tools.names)}{where} (tools)")
+        limits = Limits(
+            args.max_tool_calling_iterations,
+            args.episode_timeout,
+            args.max_prompt_length,
+            getattr(policy.model.config.get_text_config(), "max_position_embeddings", None),
+        )
+        return EpisodeEngine(engine, casts, limits, self.stage)
 
 
 def turns_of(
-    given: Sequence[Callable[..., Any] | str] | None, args: RLOOConfig, world: World
+    given: Sequence[Callable[..., Any] | str] | None,
+    factories: Factories,
+    args: RLOOConfig,
+    world: World,
 ) -> Turns:
-    """The tools that are `given`, or else named by `args.tools`. Raises ValueError for what is no
-    tool, and for what cannot be combined with tools."""
+    """The tools that are `given`, or else named by `args.tools`, and environments likewise. Raises
+    ValueError for what is no tool, and for what cannot be combined with tools."""
     specs = args.tools if given is None else given
-    if not specs:
+    factories = args.environment_factory if factories is None else factories
+    if not specs and factories is None:
         refuse_in_vain(args)
         return Turns()
     check_tools(args)
@@ -89,7 +129,23 @@ def turns_of(
             "chat_template_kwargs has tools, which are told of by themselves; leave them out there "
             "(tools, chat_template_kwargs)"
         )
+    from rloo.episodes.stage import Stage, tools_of
     from rloo.episodes.tools import Tools
 
     functions = [load_function(s, "tool") if isinstance(s, str) else s for s in specs]
-    return Turns(Tools(functions, characters=args.max_tool_response_length))
+    characters = args.max_tool_response_length
+    if factories is None:
+        return Turns({None: Tools(functions, characters=characters)})
+    by_name = dict(factories) if isinstance(factories, Mapping) else {None: factories}
+    stage = Stage({name: _factory(factory) for name, factory in by_name.items()})
+    return Turns(
+        {
+            name: Tools(functions, characters=characters, example=e, methods=tools_of(e))
+            for name, e in stage.examples.items()
+        },
+        stage,
+    )
+
+
+def _factory(given: Factory | str) -> Factory:
+    return load_function(given, "environment") if isinstance(given, str) else given

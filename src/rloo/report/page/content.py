@@ -43,6 +43,13 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
         ("Parameters that a step changed", ("update/changed_share",)),
         ("Calls of rewards that failed", ("rewards/*/failed", "rewards/*/unjudged")),
     )),
+    ("Episodes", (
+        ("Turns of the model", ("episodes/turns",)),
+        ("Calls of tools", ("tools/call_frequency",)),
+        ("Calls that went wrong", ("tools/failure_frequency",)),
+        ("Episodes that failed", ("episodes/failed",)),
+        ("Seconds in tools", ("tools/time",)),
+    )),
     ("Sampler and trainer", (
         ("Mismatch of engine and trainer", ("mismatch/mean",)),
         ("Largest mismatch of a token", ("mismatch/max",)),

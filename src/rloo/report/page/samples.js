@@ -55,9 +55,15 @@ function completion(of, shade, most) {
     of.length === null || of.length === undefined ? [] : [`${of.length.toLocaleString("en")} tokens`],
     of.finish === "length" ? ["cut off"] : [],
     apart === null ? [] : [`mismatch at most ${plain(apart)}`],
+    of.episode ? episode(of.episode) : [],
   ].flat();
   return el("li", {}, el("p", { class: "facts" }, facts.map((fact) => el("span", { class: fact === "cut off" ? "fact cut" : "fact" }, fact))),
     of.tokens ? tokens(of, shade, most) : el("pre", { class: "text" }, of.text || ""));
+}
+
+function episode(of) {
+  const counted = (number, what) => `${number.toLocaleString("en")} ${what}${number === 1 ? "" : "s"}`;
+  return [counted(of.turns, "turn"), of.calls ? counted(of.calls, "call") : [], of.errors ? counted(of.errors, "error") : [], of.failed ? `failed: ${of.failed}` : []].flat();
 }
 
 function tokens(of, shade, most) {
@@ -65,6 +71,7 @@ function tokens(of, shade, most) {
   const kind = shade === "mismatch" ? "apart" : "more";
   const parts = of.tokens.map((text, i) => {
     const value = values ? values[i] : null;
+    if (of.trained && !of.trained[i]) return el("span", { class: "told", title: "context, not trained" }, text);
     if (!value || !most) return document.createTextNode(text);
     const span = el("span", { class: `token ${value < 0 && shade === "advantage" ? "less" : kind}`, title: `${shade} ${plain(value)}` }, text);
     span.style.setProperty("--strength", `${Math.round(45 * Math.abs(value) / most)}%`);

@@ -53,6 +53,7 @@ def _completion(row: Mapping[str, Any], most: int) -> dict[str, Any]:
         "scores": row.get("scores") or {},
         "finish": row.get("finish"),
         "length": length,
+        **({"episode": row["episode"]} if row.get("episode") else {}),
     }
     if not tokens:
         return shown | {"text": _text(row.get("completion")), "advantage": row.get("advantage")}
@@ -63,12 +64,12 @@ def _completion(row: Mapping[str, Any], most: int) -> dict[str, Any]:
         return values[kept] if kept else [*values[:head], *values[tail:]]
 
     shown["tokens"] = [str(token) for token in cut(tokens)]
-    for name in ("advantage", "mismatch"):
+    for name in ("advantage", "mismatch", *(["trained"] if row.get("trained") else [])):
         values = row.get(name)
         shown[name] = cut(values) if isinstance(values, list) else values
     advantage = shown["advantage"]
     shown["advantage"] = (
-        [rounded(a) for a in advantage if a is not None]
+        [None if a is None else rounded(a) for a in advantage]
         if isinstance(advantage, list)
         else advantage and rounded(advantage)
     )

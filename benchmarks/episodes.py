@@ -1,0 +1,192 @@
+"""Whether episodes leak: 10,000 of them, whose environments hold a session of a server each and
+sometimes fail. `PYTHONPATH=src python -m benchmarks.episodes [NUMBER]`
+
+No model takes part: turns are given, so that what is measured is what tools and environments cost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import socket
+import sys
+import threading
+import time
+import warnings
+from contextlib import suppress
+
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from rloo.engines.sampling import numbers_of
+from rloo.episodes.engine import Cast, EpisodeEngine, Limits
+from rloo.episodes.proof import find_dialect
+from rloo.episodes.stage import Stage, tools_of
+from rloo.episodes.tools import Tools
+from rloo.types import Completion, EngineFacts, Prompt, Sampling
+
+NUMBER, PROMPTS, SAMPLES = 10_000, 16, 8
+# Of how many resets one fails, and of how many calls one raises, or hangs beyond its time.
+FAILS, RAISES, HANGS = 50, 20, 500
+SECONDS = 0.05
+TEMPLATE = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{%- for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Server:
+    """Counts the sessions that are open, and echoes."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.address = self._socket.getsockname()
+        self.open = self.most = 0
+        self._lock = threading.Lock()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            session, _ = self._socket.accept()
+            threading.Thread(target=self._serve, args=(session,), daemon=True).start()
+
+    def _serve(self, session: socket.socket) -> None:
+        with self._lock:
+            self.open += 1
+            self.most = max(self.most, self.open)
+        try:
+            # One that leaves in the middle of an answer resets the connection.
+            with session, suppress(ConnectionError):
+                while told := session.recv(1024):
+                    session.sendall(told)
+        finally:
+            with self._lock:
+                self.open -= 1
+
+
+class Room:
+    """An environment with a session of the server."""
+
+    address: tuple[str, int]
+    chance = random.Random(0)
+
+    def __init__(self) -> None:
+        self._session = socket.create_connection(self.address)
+
+    def reset(self, seed: int) -> None:
+        """Begin."""
+        self.seed = seed
+        if self.chance.randrange(FAILS) == 0:
+            raise ConnectionError
+
+    def look(self, where: str) -> str:
+        """Look.
+
+        Args:
+            where: Where to.
+        """
+        if self.chance.randrange(HANGS) == 0:
+            time.sleep(60)
+        if self.chance.randrange(RAISES) == 0:
+            raise RuntimeError("dark")
+        self._session.sendall(where.encode())
+        return self._session.recv(1024).decode()
+
+    def close(self) -> None:
+        """Leave."""
+        self._session.close()
+
+
+class Given:
+    """An engine that says the same turns in every episode: a call, and then a word."""
+
+    facts = EngineFacts(
+        "given", copies_weights=False, shares_memory=True, exact_noise=True, filters=True
+    )
+    version = 0
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        call = {"name": "look", "arguments": {"where": "north"}}
+        texts = [f"<tool_call>\n{json.dumps(call)}\n</tool_call><|im_end|>", "Done.<|im_end|>"]
+        self._turns = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+    def load(self, weights, version) -> None:
+        """There are no weights."""
+
+    def stats(self) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+    def sample(self, prompts, samples, sampling, noise) -> list[list[Completion]]:
+        """A call in the first two turns, then a word."""
+        drawn = []
+        for prompt, own in zip(prompts, numbers_of(samples, prompts), strict=True):
+            turn = self._turns[prompt.offset > 200]
+            drawn.append(
+                [Completion(turn, "stop", [0.0] * len(turn), [0.0] * len(turn))] * len(own)
+            )
+        return drawn
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Of single characters, with a chat template that calls tools."""
+    letters = ["\n", *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(BPE({c: i for i, c in enumerate(letters)}, [], unk_token="?"))
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def main(number: int) -> None:
+    """Play `number` episodes, close the stage, and print what is left."""
+    server, tokenizer = Server(), make_tokenizer()
+    Room.address = server.address
+    files = len(os.listdir("/proc/self/fd"))
+    stage = Stage({None: Room})
+    tools = Tools(
+        [], characters=1000, example=stage.examples[None], methods=tools_of(stage.examples[None])
+    )
+    dialect = find_dialect(tokenizer, [tokenizer.eos_token_id], {"tools": tools.schemas})
+    engine = EpisodeEngine(
+        Given(tokenizer), {None: Cast(tools, dialect)}, Limits(seconds=SECONDS), stage
+    )
+    content = [{"role": "user", "content": "Look around."}]
+    ids = dialect.template.encode(dialect.template.text(content))
+    prompts = [Prompt(n, ids, content) for n in range(PROMPTS)]
+    began, played, failed, errors = time.time(), 0, 0, 0
+    rounds = -(-number // (PROMPTS * SAMPLES))
+    for noise in range(rounds):
+        for group in engine.sample(
+            prompts, SAMPLES, Sampling(2000, (tokenizer.eos_token_id,)), noise
+        ):
+            told = [c.episode for c in group if c.episode is not None]
+            played += len(told)
+            failed += sum(episode.failed is not None for episode in told)
+            errors += sum(episode.errors for episode in told)
+        if noise == rounds // 2:
+            half = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = time.time() - began
+    stage.close()
+    time.sleep(0.5)
+    more = len(os.listdir("/proc/self/fd")) - files
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - half) / 1024
+    print(
+        f"{played} episodes, {failed} failed, {errors} errors of tools, in {seconds:.0f} s "
+        f"({1000 * seconds / played:.2f} ms each)\n"
+        f"sessions: at most {server.most} at once, {server.open} at the end\n"
+        f"files: {more} more than before the first session\n"
+        f"memory: {memory:.1f} MiB more than after half of them"
+    )
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else NUMBER)

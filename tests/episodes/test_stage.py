@@ -1,0 +1,261 @@
+"""Environments: one for each episode while it lasts, and the same beginning for a group."""
+
+import asyncio
+import random
+import time
+from typing import ClassVar
+
+import pytest
+
+from rloo.episodes.engine import Cast, EpisodeEngine, Limits
+from rloo.episodes.proof import find_dialect
+from rloo.episodes.stage import Stage, tools_of
+from rloo.episodes.tools import Tools
+from rloo.types import Prompt, Sampling
+from support.chat import make_chat_tokenizer
+from support.episodes import Told
+
+TOKENIZER = make_chat_tokenizer()
+CONTENT = [{"role": "user", "content": "Guess."}]
+
+
+class Guessing:
+    """A number is to be guessed. Counts how many of them are open."""
+
+    alive: ClassVar[list["Guessing"]] = []
+
+    def __init__(self) -> None:
+        self.alive.append(self)
+        self._episodes = 0
+
+    def reset(self, seed: int, low: int = 0, trouble: str = "") -> str:
+        """Begin."""
+        self._episodes += 1
+        if trouble == "raises" and self._episodes % 2:
+            raise ConnectionError("no server")
+        if trouble == "hangs":
+            time.sleep(60)
+        self.guesses: list[int] = []
+        self.number = random.Random(seed).randrange(100)
+        if trouble == "apart":
+            self.number = random.randrange(10**9)
+        return f" From {low}."
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: What you think.
+        """
+        self.guesses.append(number)
+        return "right" if number == self.number else "wrong"
+
+    def get_reward(self) -> float:
+        """How many guesses it took."""
+        return float(len(self.guesses))
+
+    def close(self) -> None:
+        """Leave."""
+        self.alive[:] = [other for other in self.alive if other is not self]
+
+    def _secret(self) -> int:
+        return self.number
+
+
+def prompt(number: int = 0, **columns) -> Prompt:
+    return Prompt(number, [1], CONTENT, columns)
+
+
+def begin(stage, *prompts, count=3, noise=5, seconds=5.0):
+    with stage.leased(list(prompts), [count] * len(prompts), noise, seconds) as leases:
+        return leases, [[lease.environment for lease in own] for own in leases]
+
+
+@pytest.fixture(autouse=True)
+def _none_are_left():
+    Guessing.alive.clear()
+    yield
+    Guessing.alive.clear()
+
+
+def test_public_methods_are_tools_but_for_those_that_are_ours():
+    assert tools_of(Guessing()) == ["guess"]
+
+
+def test_a_group_begins_in_one_state_and_others_in_others():
+    leases, environments = begin(Stage({None: Guessing}), prompt(0), prompt(1))
+    numbers = [[e.number for e in own] for own in environments]
+    assert len(set(numbers[0])) == len(set(numbers[1])) == 1
+    assert numbers[0] != numbers[1]
+    assert len({lease.start for lease in leases[0]}) == 1
+    assert leases[0][0].start != leases[1][0].start
+    assert len({id(e) for own in environments for e in own}) == 6
+    _, again = begin(Stage({None: Guessing}), prompt(0), prompt(1))
+    assert [[e.number for e in own] for own in again] == numbers
+    _, other = begin(Stage({None: Guessing}), prompt(0), prompt(1), noise=6)
+    assert [[e.number for e in own] for own in other] != numbers
+
+
+def test_reset_gets_what_it_takes_of_the_row():
+    leases, _ = begin(Stage({None: Guessing}), prompt(low=7, color="red"))
+    assert leases[0][0].said == " From 7."
+
+
+def test_states_that_differ_are_refused_with_the_attribute():
+    with pytest.raises(
+        ValueError, match=r"prompt 0 begin in different states: number is \d+ in one"
+    ):
+        begin(Stage({None: Guessing}), prompt(trouble="apart"))
+
+
+def test_environments_are_used_again_and_closed_in_the_end():
+    stage = Stage({None: Guessing})
+    for noise in range(4):
+        begin(stage, prompt(0), prompt(1), noise=noise)
+    assert len(Guessing.alive) == 6
+    stage.close()
+    assert Guessing.alive == []
+    begin(Stage({None: Guessing}), prompt(0))
+    assert Guessing.alive == [], "the stage is gone"
+
+
+def test_an_environment_whose_reset_fails_is_closed_and_its_episode_has_failed():
+    stage = Stage({None: Guessing})
+    leases, environments = begin(stage, prompt(trouble="raises"))
+    assert [lease.failed for lease in leases[0]] == [
+        "reset raised ConnectionError('no server')"
+    ] * 3
+    assert not set(map(id, environments[0])) & set(map(id, Guessing.alive))
+    (leases, _) = begin(stage, prompt(trouble="hangs"), count=1, seconds=0.2)
+    assert leases[0][0].failed == "reset did not end within 0.2 s (episode_timeout)"
+    assert Guessing.alive == []
+
+
+def test_an_error_in_an_episode_leaves_no_environment_in_use():
+    stage = Stage({None: Guessing})
+    with pytest.raises(RuntimeError), stage.leased([prompt()], [3], 0, 5.0):
+        raise RuntimeError
+    begin(stage, prompt())
+    assert len(Guessing.alive) == 3
+
+
+class Waiting:
+    """Whose methods are coroutine functions."""
+
+    async def reset(self) -> None:
+        await asyncio.sleep(0.2)
+
+    async def look(self) -> str:
+        """Look."""
+        return "a door"
+
+
+def test_coroutine_functions_are_awaited_together():
+    began = time.perf_counter()
+    leases, _ = begin(Stage({None: Waiting}), prompt(), count=8)
+    assert time.perf_counter() - began < 1.0
+    assert all(lease.failed is None and lease.said is None for lease in leases[0])
+
+
+class NoReset:
+    pass
+
+
+def test_what_is_no_environment_is_refused():
+    with pytest.raises(ValueError, match="environment of NoReset has no method reset"):
+        Stage({None: NoReset})
+
+    class Odd(Waiting):
+        def reset(self):
+            return 3
+
+    with pytest.raises(ValueError, match="reset of Odd returned a int"):
+        begin(Stage({None: Odd}), prompt())
+
+
+def make_engine(say, factories, **limits):
+    stage = Stage(factories)
+    casts = {}
+    for name, example in stage.examples.items():
+        tools = Tools([], characters=100, example=example, methods=tools_of(example))
+        options = {"tools": tools.schemas}
+        casts[name] = Cast(tools, find_dialect(TOKENIZER, [TOKENIZER.eos_token_id], options))
+    inner = Told(
+        lambda p, k: TOKENIZER(say(p, k), add_special_tokens=False)["input_ids"],
+        (TOKENIZER.eos_token_id,),
+    )
+    return EpisodeEngine(inner, casts, Limits(**limits), stage), inner
+
+
+def guess(number: int) -> str:
+    written = f'{{"name": "guess", "arguments": {{"number": {number}}}}}'
+    return f"<tool_call>\n{written}\n</tool_call><|im_end|>"
+
+
+def spoken(p: Prompt) -> int:
+    return TOKENIZER.decode(p.token_ids).count("<|im_start|>assistant") - 1
+
+
+SAMPLING = Sampling(2000, (TOKENIZER.eos_token_id,))
+
+
+def test_each_episode_plays_with_its_own_environment():
+    def say(p, k):
+        return guess(k) if spoken(p) <= k else "Done.<|im_end|>"
+
+    engine, inner = make_engine(say, {None: Guessing})
+    (group,) = engine.sample([prompt()], 3, SAMPLING, 0)
+    assert [e.episode.environment.guesses for e in group] == [[0], [1, 1], [2, 2, 2]]
+    assert [e.episode.turns for e in group] == [2, 3, 4]
+    begun = group[0].episode.prompt
+    assert begun.content == [{"role": "user", "content": "Guess. From 0."}]
+    text = TOKENIZER.decode(begun.token_ids)
+    assert '"name": "guess"' in text and "Guess. From 0.<|im_end|>" in text
+    assert len({id(p) for p, _ in inner.asked[0]}) == 1  # so that it is computed once
+
+
+def test_a_failed_episode_has_no_token_and_the_others_go_on():
+    engine, _ = make_engine(lambda p, k: "Done.<|im_end|>", {None: Guessing})
+    (group,) = engine.sample([prompt(trouble="raises")], 3, SAMPLING, 0)
+    assert all(e.episode.failed and not e.token_ids for e in group)
+
+    class Half(Guessing):
+        count = iter(range(100))
+
+        def reset(self, **row):
+            if next(self.count) == 1:
+                raise ConnectionError
+            return super().reset(seed=1)
+
+    engine, _ = make_engine(lambda p, k: "Done.<|im_end|>", {None: Half})
+    (group,) = engine.sample([prompt()], 3, SAMPLING, 0)
+    assert [e.episode.failed is None for e in group] == [True, False, True]
+    assert [len(e.token_ids) for e in group] == [6, 0, 6]
+
+
+class Other(Waiting):
+    """Another environment."""
+
+
+def test_rows_choose_their_environment_and_see_its_tools_alone():
+    engine, inner = make_engine(
+        lambda p, k: "Done.<|im_end|>", {"guessing": Guessing, "waiting": Other}
+    )
+    prompts = [prompt(0, environment="guessing"), prompt(1, environment="waiting")]
+    engine.sample(prompts, 1, SAMPLING, 0)
+    first, second = (TOKENIZER.decode(p.token_ids) for p, _ in inner.asked[0])
+    assert '"guess"' in first and '"look"' not in first
+    assert '"look"' in second and '"guess"' not in second
+    with pytest.raises(
+        ValueError, match="prompt 2 is for the environment 'chess'; there are guess"
+    ):
+        engine.sample([prompt(2, environment="chess")], 1, SAMPLING, 0)
+
+
+def test_a_prompt_that_an_environment_makes_too_long_is_refused():
+    engine, _ = make_engine(lambda p, k: "Done.<|im_end|>", {None: Guessing}, prompt=20)
+    with pytest.raises(ValueError, match=r"prompt 0 has \d+ tokens with what its environment says"):
+        engine.sample([prompt()], 1, SAMPLING, 0)
+    engine, _ = make_engine(lambda p, k: "Done.<|im_end|>", {None: Guessing}, context=2050)
+    with pytest.raises(ValueError, match="and 50 leave room for a completion"):
+        engine.sample([prompt()], 1, SAMPLING, 0)
