@@ -13,6 +13,7 @@ from rloo.data.gym.rows import Cell
 from rloo.data.prompts import Limit, PromptSource
 from rloo.report.metrics import task_metrics
 from rloo.types import Group, Prompt
+from support.training import ROWS, equal, make_config, make_trainer, weights
 
 EASY, HARD, OTHER = Cell("a", 0), Cell("a", 3), Cell("b", None)
 CELLS = [EASY, HARD, OTHER, EASY, HARD, OTHER, EASY, HARD]
@@ -159,3 +160,37 @@ def test_prompts_of_something_else_are_refused():
         with_curriculum(source(), config)
     with pytest.raises(ValueError, match="the prompts are of lcm, which gym:gcd does not name"):
         with_curriculum(source(task=["gcd", "lcm", "gcd"], level=[1, 1, 1]), config)
+
+
+DRAWN = ROWS.add_column("task", ["a", "b"] * 6).add_column("level", [0, 0, 3, 3] * 3)
+
+
+def drawn_run(folder, **options):
+    how = {"dataset": "gym:a,b:2", "gym_curriculum": True, "pass_threshold": 2.0}
+    config = make_config(folder, **how, **options)
+    return make_trainer(config, rows=DRAWN)
+
+
+def test_a_rollout_tells_the_order_of_its_rewards_before_its_position_is_kept(tmp_path):
+    parts, _ = drawn_run(tmp_path).make_parts()
+    rollout = parts.rollouts.next()
+    scores = [(s, g) for g in rollout.groups for s in g.rewards]
+    cells = rollout.position["prompts"]["cells"]
+    for task in ("a", "b"):
+        own = [score for score, group in scores if group.prompt.columns["task"] == task]
+        found = [sum(cell[3 + i] for cell in cells if cell[0] == task) for i in (0, 1)]
+        assert found == [sum(score >= 2.0 for score in own), len(own)]
+    assert 0 < sum(score >= 2.0 for score, _ in scores) < len(scores) == 12
+
+
+@pytest.mark.slow
+def test_where_another_process_samples_the_same_prompts_are_drawn(tmp_path):
+    runs = []
+    for name, options in (("here", {}), ("there", {"sampler_processes": 1})):
+        trainer = drawn_run(tmp_path / name, max_steps=8, save_strategy="no", **options)
+        trainer.train()
+        lines = (tmp_path / name / "run/completions.jsonl").read_text().splitlines()
+        keys = ("step", "prompt", "completion", "reward")
+        told = [[json.loads(line)[key] for key in keys] for line in lines]
+        runs.append((told, weights(trainer)))
+    assert runs[0][0] == runs[1][0] and equal(runs[0][1], runs[1][1])

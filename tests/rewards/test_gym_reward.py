@@ -140,6 +140,17 @@ def test_what_the_wall_does_not_let_through_is_said(monkeypatch):
         make_gym(workers=1).check_columns(["entry"])
 
 
+def test_folders_that_another_user_could_not_read_are_known(tmp_path, monkeypatch):
+    assert module.is_open_to_all("/usr") and not module.is_open_to_all("/nowhere")
+    (tmp_path / "inner").mkdir(mode=0o755)
+    tmp_path.chmod(0o700)
+    assert not module.is_open_to_all(str(tmp_path / "inner"))
+    monkeypatch.setattr(module.os, "getuid", lambda: 0)
+    monkeypatch.setattr(module, "is_open_to_all", lambda folder: False)
+    with pytest.raises(ValueError, match="which no user but root can read"):
+        module.library_here()
+
+
 def test_options_and_columns_are_checked():
     with pytest.raises(ValueError, match="the dataset has: answer"):
         load_reward("gym").check_columns(["answer"])

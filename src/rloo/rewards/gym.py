@@ -187,10 +187,24 @@ def library_here() -> Library:
     spec = find_spec(_MODULE)
     if spec is None or spec.origin is None:
         raise ValueError("the reward 'gym' needs reasoning-gym; pip install 'rloo[gym]' (reward)")
-    folders = [str(Path(spec.origin).parent.parent)]
-    folders += [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    own = str(Path(spec.origin).parent.parent)
+    folders = [own, *(sysconfig.get_path(name) for name in ("purelib", "platlib"))]
     folders += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    if os.getuid() == 0:  # behind a wall it is another user
+        folders = [folder for folder in folders if is_open_to_all(folder)]
+        if own not in folders:
+            raise ValueError(
+                f"reasoning-gym is in {own}, which no user but root can read, and behind the wall "
+                "of the reward 'gym' scorers run as another one; install it elsewhere (reward)"
+            )
     return Library(tuple(dict.fromkeys(folders)), (_MODULE,))
+
+
+def is_open_to_all(folder: str) -> bool:
+    """Whether every user can read a folder: itself, and those that it is in."""
+    path = Path(folder).resolve()
+    modes = [place.stat().st_mode for place in (path, *path.parents)] if path.is_dir() else [0]
+    return all(mode & 0o001 for mode in modes) and bool(modes[0] & 0o004)
 
 
 def _program() -> str:
