@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rloo.cli import main
-from rloo.rewards.code.staff import why_not
+from support.gym_wall import why_not_scored
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FEW = (
@@ -17,9 +17,10 @@ FEW = (
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("reasoning_gym")
+WHY_NOT = why_not_scored()
 
 
-@pytest.mark.skipif(all(why_not(wall) for wall in ("bwrap", "landlock")), reason="no wall holds")
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_the_recipe_trains_the_model_that_the_script_makes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = runpy.run_path(str(EXAMPLES / "gym_model.py"))

@@ -9,18 +9,19 @@ from rloo import RLOOConfig
 from rloo.data.gym import library
 from rloo.data.tasks import load_task_rows
 from rloo.rewards import gym as module
-from rloo.rewards.code.staff import why_not
+from rloo.rewards.code.staff import Library
 from rloo.rewards.gym import answer_of, make_gym
 from rloo.rewards.load import load_reward
+from support.gym_wall import why_not_scored
 
 pytest.importorskip("reasoning_gym")
-WALL = next((wall for wall in ("bwrap", "landlock") if why_not(wall) is None), None)
-needs_wall = pytest.mark.skipif(WALL is None, reason="no wall holds on this machine")
+WHY_NOT = why_not_scored()
+needs_wall = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 @pytest.fixture(scope="module")
 def reward():
-    made = make_gym(seconds=2.0, workers=1)
+    made = make_gym(seconds=1.0, workers=1)
     yield made
     made.close()
 
@@ -136,6 +137,7 @@ def test_a_score_that_is_none_is_told(monkeypatch):
 @needs_wall
 def test_what_the_wall_does_not_let_through_is_said(monkeypatch):
     monkeypatch.setattr(module, "_MAIN", "raise SystemExit('it is not here')")
+    monkeypatch.setattr(module, "library_here", Library)
     with pytest.raises(ValueError, match="which failed: it is not here"):
         make_gym(workers=1).check_columns(["entry"])
 
