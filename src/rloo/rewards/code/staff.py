@@ -75,7 +75,11 @@ class WalledWorker(Worker):
         Raises NoWall."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._started = walls.start(wall, theirs, library.folders)
+            try:
+                self._started = walls.start(wall, theirs, library.folders)
+            except BaseException:
+                ours.close()
+                raise
         setup = {
             "package": _INSIDE,
             "modules": [(name, _text(name)) for name in (*modules, "worker")],
