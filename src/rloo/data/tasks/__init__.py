@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 EMBEDDED = "countdown"
 
 
-def load_task_rows(name: str, split: str, options: GymOptions) -> Dataset | None:
-    """The "train" or "heldout" rows of the embedded task, or of `gym:NAME`; None for a name of
-    neither."""
+def load_task_rows(name: str, split: str, options: GymOptions | None = None) -> Dataset | None:
+    """The "train" or "heldout" rows of the embedded task, or of `gym:NAME`, as `options` (or
+    the defaults) want them; None for a name of neither."""
     if is_gym(name):
         from rloo.data.gym.rows import load_gym_rows
 
-        return load_gym_rows(name, split, options)
+        return load_gym_rows(name, split, options or GymOptions())
     if name != EMBEDDED:
         return None
     from datasets import Dataset  # here, so that names can be checked in no time
