@@ -9,7 +9,6 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from multiprocessing.connection import Connection
@@ -86,7 +85,7 @@ class WalledWorker(Worker):
             "handler": f"{_INSIDE}.{modules[-1]}",
             "wall": self._started.told,
             "limits": asdict(limits),
-            "library": asdict(library),
+            "library": library.modules,
         }
         super().__init__(f"behind {wall}", Connection(ours.detach()), json.dumps(setup).encode())
 
@@ -103,8 +102,8 @@ class WalledWorker(Worker):
         """See `Worker`."""
         self.kill()
         self._started.process.wait()
-        with suppress(OSError):
-            self._connection.close()
+        with self._closing:
+            self._disconnect()
         self._started.remove_folder()
 
     def _status(self) -> int:

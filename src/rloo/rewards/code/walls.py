@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -103,7 +103,6 @@ def start(wall: str, channel: socket.socket, library: Sequence[str] = ()) -> Sta
     Raises NoWall, OSError."""
     user = _user()
     python = find_python(user)
-    python = replace(python, folders=[*python.folders, *library])
     inner = [python.path, *_FLAGS, "-c", _BOOT, str(channel.fileno())]
     given: dict[str, Any] = {
         "stdin": subprocess.DEVNULL,
@@ -112,9 +111,12 @@ def start(wall: str, channel: socket.socket, library: Sequence[str] = ()) -> Sta
         "start_new_session": True,
         "cwd": "/",
     }
-    told = {"kind": wall, "shared_user": False}
+    told: dict[str, Any] = {"kind": wall, "shared_user": False, "library": [*library]}
     if wall == "bwrap":
-        return Started(subprocess.Popen(_bubblewrap(user, python, inner), **given), told)
+        # Elsewhere than here: programs have a /tmp of their own.
+        told["library"] = [f"/library/{number}" for number in range(len(library))]
+        places = dict(zip(told["library"], library, strict=True))
+        return Started(subprocess.Popen(_bubblewrap(user, python, places, inner), **given), told)
     folder = tempfile.mkdtemp(prefix="rloo-code-")
     if user is not None:
         # Its processes can be told from all others by their user alone.
@@ -123,7 +125,7 @@ def start(wall: str, channel: socket.socket, library: Sequence[str] = ()) -> Sta
     told |= {
         "shared_user": user is None,
         "folder": folder,
-        "read": [*_SYSTEM, *_SETTINGS, *python.folders],
+        "read": [*_SYSTEM, *_SETTINGS, *python.folders, *library],
         "use": _DEVICES,
     }
     process = subprocess.Popen(inner, env=_environment(folder), **given)
@@ -136,7 +138,9 @@ def _environment(folder: str) -> dict[str, str]:
     return {**home, "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}
 
 
-def _bubblewrap(user: int | None, python: Python, inner: list[str]) -> list[str]:
+def _bubblewrap(
+    user: int | None, python: Python, places: Mapping[str, str], inner: list[str]
+) -> list[str]:
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         raise NoWall(f"there is no {' and no '.join(missing)}")
@@ -153,6 +157,8 @@ def _bubblewrap(user: int | None, python: Python, inner: list[str]) -> list[str]
             command += ["--symlink", os.readlink(path), path]
         else:
             command += ["--ro-bind-try", path, path]
+    for place, path in places.items():
+        command += ["--ro-bind-try", path, place]
     for path in _DEVICES:
         command += ["--dev-bind", path, path]
     folders = [word for path in ("/dev/shm", "/tmp") for word in ("--dir", path)]
@@ -228,7 +234,7 @@ must_fail("a socket can be made", lambda: connect(socket.SOCK_STREAM))
 must_fail("a datagram can be sent", lambda: connect(socket.SOCK_DGRAM))
 if ctypes.CDLL(None).unshare(0x10000000) == 0:
     print("namespaces can be made")
-if {name!r} in os.environ:
+if {names!r} & os.environ.keys():
     print("the environment is there")
 if os.getuid() == 0:
     print("it runs as root")
@@ -247,8 +253,8 @@ def write_probe(folder: str, address: tuple[str, int]) -> str:
         file.write("secret")
     os.chmod(folder, 0o777)
     os.chmod(secret, 0o666)
-    name = next(iter(set(os.environ) - set(_environment(""))), "")
+    names = set(os.environ) - {*_environment(""), "PWD"}  # which bubblewrap sets itself
     known: Mapping[str, Any] = {
-        "secret": secret, "folder": folder, "pid": os.getpid(), "address": address, "name": name,
+        "secret": secret, "folder": folder, "pid": os.getpid(), "address": address, "names": names,
     }  # fmt: skip
     return PROBE.format(**known)

@@ -46,7 +46,7 @@ def main(channel: int, setup: dict[str, Any]) -> None:
     importlib.import_module("builtins").__dict__.update(_exits())
     for name in _WARM.split():
         importlib.import_module(name)
-    _load(setup["library"], setup["limits"], isolated=wall["kind"] == "bwrap")
+    _load(setup["library"], wall, setup["limits"])
     handler = sys.modules[setup["handler"]].answer
     gc.collect()
     gc.freeze()
@@ -64,18 +64,18 @@ def main(channel: int, setup: dict[str, Any]) -> None:
             os._exit(0 if os.waitstatus_to_exitcode(status) == _CLOSED else 1)
 
 
-def _load(library: dict[str, Any], limits: dict[str, Any], *, isolated: bool) -> None:
+def _load(modules: list[str], wall: dict[str, Any], limits: dict[str, Any]) -> None:
     """Load modules that programs may import; what cannot be loaded, they are told themselves."""
-    if not library["modules"]:
+    if not modules:
         return
-    if isolated:  # some write into a folder of the user's when they are loaded
+    if wall["kind"] == "bwrap":  # some write into a folder of the user's when they are loaded
         kernel.mount_memory(program.PRIVATE, size=limits["disk"], files=limits["files"])
     # Threads would not be there after a fork.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
-    sys.path += library["folders"]
+    sys.path += wall["library"]
     said, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)  # where something is missed that nobody needs
-    for name in library["modules"]:
+    for name in modules:
         with suppress(Exception):
             importlib.import_module(name)
     os.dup2(said, 2)
