@@ -74,7 +74,7 @@ def _meet_oneself() -> None:
     """Have the trainer form a group of this process alone, which it would do without."""
     from rloo.dist import World
     from rloo.dist.links import connect
-    from rloo.run import trainer
+    from rloo.run import setup
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -86,7 +86,7 @@ def _meet_oneself() -> None:
         device = torch.device("cpu")
         return World(device, 0, 1, connect(0, 1, options["timeout"], device))
 
-    vars(trainer)["make_world"] = make
+    vars(setup)["make_world"] = make
 
 
 def _count_exchanges(meter: Meter) -> None:

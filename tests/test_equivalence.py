@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,17 @@ FEATURES = {
     "dynamic sampling": Feature(
         {"dynamic_sample": True, "steps_per_generation": 2}, make_reward=lambda: flat_in_half
     ),
+    "problems by a curriculum": Feature(
+        {
+            "dataset": "gym:gcd,lcm",
+            "gym_size": 8,
+            "gym_levels": [0, 1],
+            "gym_curriculum": True,
+            "num_generations": 16,
+            "pass_threshold": 2.0,
+        },
+        rows=None,
+    ),
     "streaming dataset": Feature({"num_prompts": 5}, rows=STREAM),
     "streaming, two steps a rollout": Feature({"steps_per_generation": 2}, rows=STREAM),
     "checkpointing": of_options(gradient_checkpointing=True),
@@ -134,6 +146,8 @@ FEATURES = {
     "base of 4 bits": Feature({"load_in_4bit": True, "optim": "adamw_8bit"}, saved, lora={}),
     "base of 8 bits": Feature({"load_in_8bit": True, "optim": "adamw_8bit"}, saved, lora={}),
 }
+if find_spec("reasoning_gym") is None:
+    del FEATURES["problems by a curriculum"]
 # Where an evaluation could move what training goes on from: the features that carry a state of
 # their own from step to step, or change what the policy or the engine is.
 EVALUATED = [

@@ -52,6 +52,7 @@ ROW_OF["rloo"] = -1
 
 OPTIONAL = (
     "peft", "vllm", "ray", "wandb", "trackio", "math_verify", "trl", "bitsandbytes", "simpy",
+    "reasoning_gym",
 )  # fmt: skip
 FORBIDDEN_CALLS = {
     "eval",
@@ -240,7 +241,10 @@ def test_nothing_that_runs_data_as_code():
     for path in source_files():
         for node in ast.walk(parse(path)):
             where = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
+            # What is sent behind a wall and runs there alone.
+            behind = name_of(path).startswith("rloo.rewards.code.inside.")
+            runs = isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS
+            if runs and not behind:
                 found.append(f"{where} calls {ast.unparse(node.func)}")
             if isinstance(node, ast.keyword) and ast.unparse(node) in FORBIDDEN_ARGUMENTS:
                 found.append(f"{where} passes {ast.unparse(node)}")

@@ -121,7 +121,7 @@ def test_open_r1_s_rewards_are_ours_with_its_options(tmp_path):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("code", "needs a sandbox for untrusted code, and there is none yet; give a function of"),
+        ("cf_code", "it asks a server; code runs programs here"),
         ("cosine", "it grades wrong answers by their length"),
         ("reasoning_steps", "it counts words"),
     ],

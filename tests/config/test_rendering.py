@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rloo.cli import main
-from rloo.config import options, tool_options, vllm_options
+from rloo.config import gym_options, options, tool_options, vllm_options
 from rloo.config.aliases import ALIASES
 from rloo.config.reading import Subject
 from rloo.config.rendering import render_all, render_basic, render_option
@@ -15,7 +15,7 @@ from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.vllm_options import OPTIONS
 
 # Another option is another thing to know: whoever changes these numbers says why.
-NUM_OPTIONS = 200
+NUM_OPTIONS = 205
 NUM_BASIC = 25
 
 
@@ -37,7 +37,8 @@ def test_the_number_of_options_and_of_basic_ones_is_known():
 def test_every_option_has_one_subject_and_stands_under_it():
     subjects = [
         value.name
-        for value in {**vars(options), **vars(tool_options), **vars(vllm_options)}.values()
+        for module in (options, gym_options, tool_options, vllm_options)
+        for value in vars(module).values()
         if isinstance(value, Subject)
     ]
     printed = render_all()

@@ -212,7 +212,8 @@ def test_an_image_token_is_never_sampled_and_both_distributions_are_told(greedy,
     )
     rows, image = 64, 3
     keys = row_keys(1, torch.arange(rows), torch.zeros(rows, dtype=torch.long))
-    drawing = _Drawing(sampling, keys, torch.zeros(rows, dtype=torch.long), 2, [image])
+    pads = torch.zeros(rows, dtype=torch.long)
+    drawing = _Drawing(sampling, keys, pads, 2, [1] * rows, [image])
     logits = torch.tensor([[0.0, 1.0, 2.0, 9.0, 0.5, -1.0]]).repeat(rows, 1)
     drawing(torch.zeros(rows, 2, dtype=torch.long), logits.clone())
     tokens = drawing.tokens[:, 0]

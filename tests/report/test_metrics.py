@@ -16,13 +16,16 @@ from tools.metrics_page import filled
 
 ROOT = Path(__file__).resolve().parents[2]
 # When memory did not suffice: tests/model/test_memory.py; of one reward: tests/rewards/; of several
-# processes: tests/test_processes.py; beside training: tests/run/test_beside_runs.py.
+# processes: tests/test_processes.py; beside training: tests/run/test_beside_runs.py; of problems of
+# reasoning-gym: tests/data/test_gym_curriculum.py.
 NOT_LOGGED_HERE = {
-    "update/max_tokens", "rewards/math_reward/unjudged", "rank/gathered_bytes", "rank/imbalance",
-    "rank/wait_time", "engine/lost", "engine/returned", "engine/repeated", "groups/first",
-    "idle/rewards", "idle/sampler", "idle/trainer", "queue/done", "queue/in_flight",
-    "scorers/lost", "staleness/max", "staleness/mean", "episodes/turns", "episodes/failed",
-    "tools/call_frequency", "tools/failure_frequency", "tools/time",
+    "update/max_tokens", "rewards/math_reward/unjudged", "rewards/code_reward/unjudged",
+    "rank/gathered_bytes", "rank/imbalance", "rank/wait_time", "engine/lost", "engine/returned",
+    "engine/repeated", "groups/first", "idle/rewards", "idle/sampler", "idle/trainer",
+    "queue/done", "queue/in_flight", "scorers/lost", "staleness/max", "staleness/mean",
+    "episodes/turns", "episodes/failed", "tools/call_frequency", "tools/failure_frequency",
+    "tools/time",
+    "rewards/gym_reward/unjudged", "gym/<task>/pass_rate", "gym/<task>/share", "gym/<task>/level",
 }  # fmt: skip
 
 
@@ -32,7 +35,10 @@ def documented() -> dict[str, re.Pattern]:
     lines = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").splitlines()
     cells = [line.split("|")[1] for line in lines if line.startswith("| `")]
     names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-    forms = {name: name.replace("<k>", r"\d+").replace("<function>", "[^/]+") for name in names}
+    forms = {
+        name: name.replace("<k>", r"\d+").replace("<function>", "[^/]+").replace("<task>", r"\w+")
+        for name in names
+    }
     return {name: re.compile(form) for name, form in forms.items()}
 
 
@@ -48,6 +54,7 @@ def test_names_of_a_file_are_found_in_the_table():
         "kl": "kl", "rewards/a/b/mean": "rewards/<function>/mean", "eval_pass@16": "pass@<k>",
         "rewards/math_reward/unjudged": "rewards/math_reward/unjudged", "own": None,
         "pass@1_greedy_interval": "pass@1_greedy_interval", "kl/other": None,
+        "eval_gym/chain_sum/pass_rate": "gym/<task>/pass_rate", "gym/a/b/level": None,
     }  # fmt: skip
     assert {name: getattr(find(name), "name", None) for name in wanted} == wanted
 

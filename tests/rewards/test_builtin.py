@@ -179,7 +179,7 @@ def test_an_error_inside_the_users_file_is_passed_on(tmp_path):
     ("spec", "message"),
     [
         ("lenght", "unknown reward 'lenght'; did you mean 'length'?"),
-        ("zzz", "unknown reward 'zzz' (built in: countdown, exact_match, format, gsm8k, "),
+        ("zzz", "unknown reward 'zzz' (built in: code, countdown, exact_match, format, "),
         ("length", "missing 1 required keyword-only argument: 'target_max'"),
         ("length(target_max=5, max=3)", "(options: target_min, target_max)"),
         ("length(target_max='5')", "do not fit the reward 'length'"),

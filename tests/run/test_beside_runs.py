@@ -10,6 +10,7 @@ import pytest
 from transformers import TrainerCallback
 
 from rloo.algorithm.interrupts import Stopped
+from support.launched_runs import wait_until
 from support.training import equal, make_config, make_trainer, metrics_of, weights
 
 REWARD = "length(target_min=3, target_max=5)"
@@ -104,6 +105,8 @@ def test_workers_that_others_start_change_no_bit_also_where_one_is_killed(tmp_pa
                 number = 0 if state.global_step == 2 else 2
                 workers[number].kill()
                 workers.append(placed(("sample", "score")[number // 2], folder))
+            if state.global_step == 7:  # who comes when all is over waits for another run
+                wait_until(lambda: len(there.world.hub.members()) == 4)
 
     config = make_config(
         tmp_path / "there", logging_steps=1, save_strategy="no", remote_workers="both", **options

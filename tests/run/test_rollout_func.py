@@ -24,17 +24,17 @@ def two_turns(prompts, trainer):
         "completion_ids": [a.token_ids + TOLD + b.token_ids for a, b in both],
         "logprobs": [a.policy_logprobs + [-9.0] * 3 + b.policy_logprobs for a, b in both],
         "env_mask": [[1] * len(a.token_ids) + [0] * 3 + [1] for a, b in both],
-        "first_length": [len(a.token_ids) for a, _ in both],
+        "first": [a.token_ids[0] for a, _ in both],
         "everywhere": 7,
     }
 
 
-def lengths(completions, first_length, everywhere, **_):
+def odd(completions, first, everywhere, **_):
     assert set(everywhere) == {7}
-    return [float(n) for n in first_length]
+    return [float(token % 2) for token in first]
 
 
-def make(folder: Path, function=two_turns, reward=lengths, **options):
+def make(folder: Path, function=two_turns, reward=odd, **options):
     return make_trainer(make_config(folder, **options), reward, rollout_func=function)
 
 
@@ -52,7 +52,7 @@ def test_a_function_makes_the_rollouts_of_a_run(tmp_path, engine):
         assert row["mismatch/max"] < 1e-4  # what was told is not among the compared
         assert row["completions/max_length"] <= 5
     lines = Path(trainer.args.output_dir, "completions.jsonl").read_text().splitlines()
-    assert all("w2 w3 w4" in json.loads(line)["completion"] for line in lines)
+    assert all(" w1 w2 w3 " in json.loads(line)["completion"] for line in lines)
 
 
 def test_prompts_come_once_for_each_completion(tmp_path):
@@ -117,7 +117,6 @@ def test_longer_completions_than_asked_for_are_refused(tmp_path):
     ("options", "reason"),
     [
         ({"max_staleness": 1}, "there is a rollout_func and completions are sampled beside"),
-        ({"num_processes": 2, "num_prompts": 4}, "there is a rollout_func and num_processes is 2"),
         ({"episode_timeout": 5.0}, "episode_timeout is 5.0 and there are no tools"),
     ],
 )
@@ -129,6 +128,6 @@ def test_what_does_not_go_together_is_refused(tmp_path, options, reason):
 def test_tools_beside_it_are_refused(tmp_path):
     with pytest.raises(ValueError, match="rollout_func makes the rollouts"):
         make_trainer(
-            make_config(tmp_path), lengths, model=make_model("qwen3"), rollout_func=two_turns,
+            make_config(tmp_path), odd, model=make_model("qwen3"), rollout_func=two_turns,
             tools=[print],
         )  # fmt: skip

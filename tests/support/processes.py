@@ -99,6 +99,8 @@ BETWEEN = "fails in one process between the steps of a rollout, and is trained a
 GOES_ON = "goes on"
 # By the memory that its engine takes to load what is divided.
 MEASURED = "paper"
+# Of tasks and levels that reasoning-gym does not have: the rows are given.
+DRAWN = "drawn by a curriculum"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
 PACKED = "packed"
 CASES = {
@@ -122,6 +124,7 @@ CASES = {
         {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True},
     ),
     STOPPED: (mixed, {"eval_steps": 1, "num_iterations": 2}),
+    DRAWN: (mixed, {"dataset": "gym:a,b:2", "gym_curriculum": True, "pass_threshold": 5.0}),
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
     TIED: (mixed, {"beta": 0.05}),
@@ -157,6 +160,8 @@ def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RL
         } | options | changed,
     )  # fmt: skip
     rows, held_out = ROWS, ROWS.select(range(3))
+    if name == DRAWN:
+        rows = rows.add_column("task", ["a", "b"] * 6).add_column("level", [0, 0, 1, 1] * 3)
     model = make_model("qwen3")
     if name == TIED:
         model.config.tie_word_embeddings = True

@@ -152,6 +152,9 @@ class AsyncRollouts(SyncRollouts):
             groups, logged = judge.score(begun.prompts, sampled, called=called)
         self._begun.popleft()
         self._after, self._epoch = begun.position, begun.epoch
+        self.prompts.see(groups)
+        if not self._begun:  # what is drawn next may go by these rewards
+            self._after = self.prompts.state_dict()
         self._told = {
             "groups/first": float(begun.number),
             "queue/done": float(done),

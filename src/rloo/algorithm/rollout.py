@@ -19,6 +19,7 @@ from rloo.report.metrics import (
     require_free,
     rollout_metrics,
     sampled_entropy,
+    task_metrics,
 )
 from rloo.report.profiling import Clock
 from rloo.rewards import RewardSet
@@ -98,6 +99,7 @@ class SyncRollouts:
         self.step += self.batches.steps_per_rollout
         metrics = rollout_metrics(everything)
         require_free(own, metrics)
+        metrics |= task_metrics(everything, self.config.pass_threshold)
         metrics |= logged | speed | self._stats()
         if not self.sampling.filtered:  # else of what an update computes
             metrics |= sampled_entropy(
@@ -129,4 +131,6 @@ class SyncRollouts:
             sampled = sample(self.engine, prompts, count, self.sampling, noise, self.world)
         judge = Judge(self.rewards, self.tokenizer, self.world, self.trainer, noise)
         with self.clock.phase("reward"):
-            return judge.score(prompts, sampled)
+            groups, logged = judge.score(prompts, sampled)
+        self.prompts.see(groups)
+        return groups, logged

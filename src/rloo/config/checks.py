@@ -11,6 +11,7 @@ from dataclasses import fields
 from rloo.config import deepspeed
 from rloo.config.batches import batches_of
 from rloo.config.beside import check_beside
+from rloo.config.gym_options import check_gym
 from rloo.config.objective_checks import check_objective
 from rloo.config.options import LORA, Options
 from rloo.config.reading import Faults
@@ -37,6 +38,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha", "num_processes",
         "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length", "reward_workers",
         "max_tool_calling_iterations", "max_tool_response_length",
+        "gym_size",
     )),
     # A rank beyond the widest layer adds nothing; the others only ever wait.
     ("must be at most 16,384", lambda x: x <= 16_384, ("lora_r",)),
@@ -47,7 +49,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     )),
     ("must be at most 1,024; null takes as many as a launcher has started", lambda x: x <= 1_024,
      ("num_processes",)),
-    ("must be at most 1,000,000", lambda x: x <= 1_000_000, ("num_iterations",)),
+    ("must be at most 1,000,000", lambda x: x <= 1_000_000,
+     ("num_iterations", "gym_size")),
     ("must be at most 1,000,000,000", lambda x: x <= 1_000_000_000, (
         "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
         "warmup_steps", "max_completion_length", "eval_max_completion_length", "ddp_timeout",
@@ -87,7 +90,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at least 1, or -1 to go by num_train_epochs", lambda x: x >= 1 or x == -1,
      ("max_steps",)),
     ("must be from 1 to 65535", lambda x: 1 <= x < 2**16, ("vllm_server_port",)),
-    ("must be from 0 to 4294967295", lambda x: 0 <= x < 2**32, ("seed", "data_seed")),
+    ("must be from 0 to 4294967295", lambda x: 0 <= x < 2**32,
+     ("seed", "data_seed", "gym_seed")),
 )  # fmt: skip
 
 
@@ -120,6 +124,7 @@ def check(config: VLLMOptions) -> None:
     check_beside(config)
     if config.tools or config.environment_factory:
         check_tools(config)
+    check_gym(config)
 
 
 def _check_rewards(config: Options) -> None:

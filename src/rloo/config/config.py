@@ -16,6 +16,7 @@ from rloo.config.asked import Asked
 from rloo.config.beside import correction_of
 from rloo.config.checks import check
 from rloo.config.generation_kwargs import sampling_options
+from rloo.config.gym_options import follows_from_gym
 from rloo.config.options import DEFAULT_BATCH, LORA
 from rloo.config.parsed import Signature, option_types, seen_by_parsers
 from rloo.config.presets import LossForm, loss_form, over_preset
@@ -114,6 +115,7 @@ class RLOOConfig(Base):
         own = vars(self)
         own.update(engine_of(self))
         own.update(correction_of(self))
+        own.update(follows_from_gym(self))
         if self.bf16 is None:
             own["bf16"] = not self.fp16
         if self.eval_strategy == "steps" and self.eval_steps is None:

@@ -28,7 +28,7 @@ class Options:
     model: str | None = DATA.from_ms_swift(None,
         "Model to train: a hub id, a folder, or `countdown`, the embedded one.", basic=True)
     dataset: str | None = DATA.from_ms_swift(None,
-        "Prompts to train on: hub id, folder, JSONL, Parquet or CSV file, or `countdown`.",
+        "Prompts to train on: hub id, folder, JSONL, Parquet or CSV file, `countdown`, `gym:NAME`.",
         basic=True)
     dataset_config: str | None = DATA.own(None,
         "Configuration of a hub dataset that has several (GSM8K: main).")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from rloo.config.options import Options
+from rloo.config.gym_options import GymOptions
 from rloo.config.reading import Subject, default_of
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
@@ -14,8 +14,8 @@ TOOLS = Subject("Tools")
 
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
-class ToolOptions(Options):
-    """Those of `Options`, and these."""
+class ToolOptions(GymOptions):
+    """The options before, and these."""
 
     # fmt: off
     tools: list[str] = TOOLS.own([],

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 from datasets import Dataset, Image
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from rloo.data.images import ImageReader, check_parts, image_columns, in_colour, tokenizer_of
-from rloo.types import Message, Prompt, Text
+from rloo.data.order import Order, Passes
+from rloo.types import Group, Message, Prompt, Text
 
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -124,7 +124,8 @@ class Limit:
 
 
 class PromptSource:
-    """A cursor over the prompts of a dataset, in an order determined by (seed, epoch, index).
+    """A cursor over the prompts of a dataset, in an order determined by (seed, epoch, index), or in
+    another one (`follow`).
 
     The constructor tokenises all rows, so that a faulty or overlong prompt is reported before the
     first sample, by a ValueError. `dropped` and `truncated` count what the `limit` has left out and
@@ -168,9 +169,7 @@ class PromptSource:
         self._rows, self._images = rows, images
         self._tokens = [ids[-max_prompt_length:] for ids in tokens]
         self._numbers = [i for i in range(len(rows)) if not (self.dropped and i in too_long)]
-        self._seed, self._shuffle = seed, shuffle
-        self._order: tuple[int, np.ndarray] | None = None
-        self._drawn = 0
+        self._order: Order = Passes(len(self._numbers), seed=seed, shuffle=shuffle)
         self._identity = {
             "seed": seed,
             "shuffle": shuffle,
@@ -192,15 +191,28 @@ class PromptSource:
     @property
     def epoch(self) -> float:
         """The number of passes over the dataset made so far, with fractions."""
-        return self._drawn / len(self)
+        return self._order.drawn / len(self)
 
     def next(self, num: int) -> list[Prompt]:
         """The next `num` prompts. Where an epoch ends the next one begins, so no row is left out,
         and the same row can occur twice in one call."""
-        positions = range(self._drawn, self._drawn + num)
-        prompts = [self._prompt(self._number_at(p), p // len(self)) for p in positions]
-        self._drawn += num
-        return prompts
+        return [self._prompt(self._numbers[i], turn) for i, turn in self._order.next(num)]
+
+    def see(self, groups: Sequence[Group]) -> None:
+        """Take note of the rewards of prompts from here, where the order goes by them."""
+        self._order.see(groups)
+
+    def follow(self, order: Order) -> None:
+        """Draw in another order from now on, of indices that are below the number of prompts."""
+        self._order = order
+
+    def values(self, column: str) -> list[Any]:
+        """What a column has for each prompt, in the order of the dataset. Raises ValueError for one
+        that the dataset does not have."""
+        if column not in self._rows.column_names:
+            raise ValueError(f"the dataset has no column {column!r} (dataset)")
+        values = self._rows[column]
+        return [values[number] for number in self._numbers]
 
     def all_prompts(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` prompts in the order of the dataset; the cursor stays where it is."""
@@ -214,7 +226,7 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor's position and a fingerprint of its prompts, as plain JSON values."""
-        return {"drawn": self._drawn, **self._identity}
+        return {**self._order.state_dict(), **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved position. Raises ValueError if it was saved for other data or another
@@ -226,15 +238,7 @@ class PromptSource:
                     f"checkpoint and {here} now; resume with the dataset, the seed and the prompt "
                     "settings of the run (resume_from_checkpoint)"
                 )
-        self._drawn = state["drawn"]
-
-    def _number_at(self, position: int) -> int:
-        epoch, index = divmod(position, len(self))
-        if not self._shuffle:
-            return self._numbers[index]
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, _shuffled_order(len(self), self._seed, epoch))
-        return self._numbers[self._order[1][index]]
+        self._order.load_state_dict(state)
 
     def _prompt(self, number: int, epoch: int = 0) -> Prompt:
         columns = dict(self._rows[number])
@@ -248,12 +252,6 @@ class PromptSource:
             epoch=epoch,
             pixels=self._images.pixels(content),
         )
-
-
-def _shuffled_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    # NumPy keeps the raw output of a bit generator stable across versions, but not `permutation`.
-    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
 
 
 def _tokenise(

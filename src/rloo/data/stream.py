@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from datasets import Dataset, IterableDataset
 
 from rloo.data.prompts import PromptSource
-from rloo.types import Prompt
+from rloo.types import Group, Prompt
 
 # The number of rows that are read, checked, tokenised and shuffled together.
 BLOCK = 1000
@@ -60,6 +60,9 @@ class StreamSource:
             self._taken += len(drawn)
             prompts += [replace(p, id=self._first_row + p.id, epoch=self._pass) for p in drawn]
         return prompts
+
+    def see(self, groups: Sequence[Group]) -> None:
+        """Nothing follows from rewards: a stream has an order of its own."""
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor's position, as plain JSON values."""

@@ -41,6 +41,7 @@ class Worker(ABC):
         self.name = name
         self._connection = connection
         self._setup: bytes | None = setup
+        self._closing = threading.Lock()
 
     @property
     @abstractmethod
@@ -54,6 +55,12 @@ class Worker(ABC):
     @abstractmethod
     def end(self) -> None:
         """Kill the process, if it lives, and close what led to it. For any thread, also twice."""
+
+    def _disconnect(self) -> None:
+        """Close the connection, under the lock `_closing`: two threads at once would close its file
+        twice, and the second time it may be another one's."""
+        with suppress(OSError):
+            self._connection.close()
 
     @abstractmethod
     def _status(self) -> int | None:
@@ -118,9 +125,9 @@ class OwnWorker(Worker):
         """See `Worker`."""
         self._process.kill()
         self._process.wait()
-        with suppress(OSError):
-            self._connection.close()
-        self._lifeline.close()
+        with self._closing:
+            self._disconnect()
+            self._lifeline.close()
 
     def _status(self) -> int:
         with suppress(subprocess.TimeoutExpired):

@@ -86,6 +86,25 @@ def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     }
 
 
+def task_metrics(groups: Sequence[Group], threshold: float) -> dict[str, float]:
+    """What the prompts of a dataset gym:NAME have come to, by their tasks: how many of the
+    completions with a first reward passed, which share of the prompts was of the task, and at which
+    level they were, on average, if they have one. Empty for other datasets."""
+    by_task: dict[str, list[Group]] = {}
+    for group in groups:
+        if {"task", "level", "entry"} <= group.prompt.columns.keys():
+            by_task.setdefault(group.prompt.columns["task"], []).append(group)
+    metrics = {}
+    for task, own in sorted(by_task.items()):
+        scores = [s for g in own for s in next(iter(g.scores.values())) if s is not None]
+        levels = [g.prompt.columns["level"] for g in own]
+        metrics[f"gym/{task}/pass_rate"] = _mean([float(s >= threshold) for s in scores])
+        metrics[f"gym/{task}/share"] = len(own) / len(groups)
+        if None not in levels:
+            metrics[f"gym/{task}/level"] = _mean(levels)
+    return metrics
+
+
 def standard_error(rewards: Sequence[Sequence[float]]) -> float:
     """That of the mean reward, by the prompts' means: completions of one are not independent."""
     means = [fmean(group) for group in rewards if group]

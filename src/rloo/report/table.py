@@ -57,8 +57,9 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row. `name` may have `<function>`, a reward function's name, or `<k>`, a number. `unit`
-    is empty for a pure number. `note` is what a page adds to `meaning`, a plain sentence."""
+    """One row. `name` may have `<function>`, a reward function's name, `<task>`, the name of one of
+    reasoning-gym's, or `<k>`, a number. `unit` is empty for a pure number. `note` is what a page
+    adds to `meaning`, a plain sentence."""
 
     name: str
     unit: str
@@ -94,6 +95,15 @@ ROLLOUT = (
         "Share of completions that `math` could not judge through no fault of theirs.",
         band=Band(high=0.05), better="lower",
         note="A judge was killed or stopped, or the time of the call was over."),
+    Metric("rewards/code_reward/unjudged", "share",
+        "Share of completions that `code` could not judge through no fault of theirs.",
+        band=Band(high=0.05), better="lower",
+        note="The sandbox failed three times in a row, or the row's tests cannot be run."),
+    Metric("rewards/gym_reward/unjudged", "share",
+        "Share of completions that a scorer of reasoning-gym has failed on.",
+        band=Band(high=0.05), better="lower",
+        note="It raised, took too long or too much memory, or the sandbox failed three times in a "
+        "row."),
     Metric("groups/signal", "share",
         "Share of prompts whose completions differ in reward, so that there is something to learn.",
         band=Band(low=0.25), better="higher",
@@ -131,6 +141,12 @@ ROLLOUT = (
         better="higher", ranks="main",
         note="All processes' tokens over the main one's `time/sample`; beside training, where "
         "`time/sample` is what the trainer waits, over the time in which something was sampled."),
+    Metric("gym/<task>/pass_rate", "share",
+        "Share of the completions that pass, of the prompts of one task of `gym:NAME`.",
+        better="higher", note="As in an evaluation: the first reward is at least `pass_threshold`. "
+        "Those without a reward do not count."),
+    Metric("gym/<task>/share", "share", "Share of the prompts that are of this task."),
+    Metric("gym/<task>/level", "", "Mean level of this task's prompts.", note="With `gym_levels`."),
     Metric("dynamic_sampling/drawn_share", "ratio", "Prompts drawn for each prompt used.",
         better="lower", note="With `dynamic_sample`."),
     Metric("staleness/mean", "rollouts",
@@ -298,6 +314,7 @@ def find(name: str) -> Metric | None:
     rows = [row for part in PARTS.values() for row in part]
     for row in sorted(rows, key=lambda row: row.name.count("<")):  # exact names first
         pattern = re.escape(row.name).replace("<function>", ".+").replace("<k>", r"\d+")
+        pattern = pattern.replace("<task>", r"\w+")
         if re.fullmatch(pattern, name.removeprefix("eval_")):
             return row
     return None

@@ -20,8 +20,10 @@ _FUNCTIONS = {
     "countdown": "rloo.data.tasks.countdown:countdown_reward",
 }
 _FACTORIES = {
+    "code": "rloo.rewards.code.reward:make_code",
     "exact_match": "rloo.rewards.builtin:make_exact_match",
     "format": "rloo.rewards.builtin:make_format",
+    "gym": "rloo.rewards.gym:make_gym",
     "length": "rloo.rewards.builtin:make_length",
     "math": "rloo.rewards.math:make_math",
     "repetition": "rloo.rewards.builtin:make_repetition",
@@ -31,15 +33,15 @@ _FACTORIES = {
 _ELSEWHERE = {
     "accuracy": "math", "accuracy_reward": "math", "reasoning_accuracy_reward": "math",
     "math_verify": "math", "math_reward": "math", "think_format_reward": "format",
-    "format_reward": "format", "soft_overlong_punishment": "soft_overlong",
+    "binary_code": "code", "code_reward": "code", "format_reward": "format",
+    "soft_overlong_punishment": "soft_overlong",
     "get_soft_overlong_punishment": "soft_overlong", "repetition_penalty": "repetition",
 }  # fmt: skip
 # Rewards of open-r1 that there are none like here -> why.
 _NOT_HERE = {
     **dict.fromkeys(
-        ("code", "binary_code", "ioi_code", "cf_code"),
-        "it runs what the model wrote, which needs a sandbox for untrusted code, and there is none "
-        "yet",
+        ("ioi_code", "cf_code"),
+        "it asks a server; code runs programs here, in columns of its own",
     ),
     "code_format": "its language changes with the row",
     "cosine": "it grades wrong answers by their length; math and soft_overlong are verdict and "

@@ -21,7 +21,7 @@ from rloo.config.config import RLOOConfig
 from rloo.engines.noise import noise_key
 from rloo.model.policy import Policy
 from rloo.model.state import capture_rng, restore_rng
-from rloo.report.metrics import interval, mean_intervals, rollout_metrics
+from rloo.report.metrics import interval, mean_intervals, rollout_metrics, task_metrics
 from rloo.report.verdict import GRADED
 from rloo.rewards import RewardSet
 from rloo.run.judging import Judging
@@ -81,6 +81,7 @@ def evaluate(
     for name, chances in passes.items():
         report |= {name: fmean(chances), f"{name}_interval": interval(chances)}
     report["reward_kind"] = kind_of(groups, threshold)
+    report |= task_metrics(groups, threshold)
     return report | rollout_metrics(groups) | mean_intervals(groups) | logged, groups
 
 

@@ -15,8 +15,10 @@ from typing import Any
 
 from rloo.config.config import RLOOConfig
 from rloo.config.functions import check_function
+from rloo.config.gym_options import is_gym
 from rloo.config.launchers import is_launched
 from rloo.config.reading import Faults, faults_of
+from rloo.data.gym.names import check_names
 from rloo.data.tasks import EMBEDDED
 from rloo.rewards.load import check_reward, is_reward_model
 from rloo.run.lock import refuse_if_owned
@@ -46,7 +48,7 @@ def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
             faults.append("there is no dataset; name a file, a folder or a hub id (dataset)")
     for name in ("dataset", "eval_dataset"):
         with _noting(faults):
-            _check_dataset(name, getattr(config, name))
+            _check_dataset(name, getattr(config, name), config)
     if not config.reward and not config.environment_factory:
         faults.append("there is no reward function; at least one is needed (reward)")
     for spec in config.reward:
@@ -144,7 +146,10 @@ def check_model(name: str | None, how: Mapping[str, Any] | None = None) -> None:
         )
 
 
-def _check_dataset(option: str, name: str | None) -> None:
+def _check_dataset(option: str, name: str | None, config: RLOOConfig) -> None:
+    if is_gym(name):
+        check_names(str(name), config)
+        return
     if name in (None, EMBEDDED) or os.path.exists(Path(str(name)).expanduser()):
         return
     _check_hub_id("dataset", str(name), _cached_dataset, option)

@@ -123,7 +123,7 @@ def make_source(
 
 def load_given(spec: Rows | None, split: str, args: RLOOConfig) -> Dataset | IterableDataset:
     """The rows of a dataset in any of its forms."""
-    rows = load_task_rows(spec, split) if isinstance(spec, str) else None
+    rows = load_task_rows(spec, split, args) if isinstance(spec, str) else None
     if rows is not None:
         return rows
     # A configuration name belongs to the dataset with which it was given.

@@ -21,6 +21,7 @@ from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.launchers import check_launch
 from rloo.config.presets import remarks
+from rloo.data.gym.curriculum import with_curriculum
 from rloo.data.stream import Prompts, StreamSource
 from rloo.model.budget import workload_of
 from rloo.model.loading import obtain_config, obtain_model
@@ -273,7 +274,8 @@ class RLOOTrainer(shown.Shown):
         self._source: Prompts | None = None
         trains = self.train_dataset is not None
         if trains:
-            self._source = self._prompts(self.train_dataset, self.args.dataset_split)
+            source = self._prompts(self.train_dataset, self.args.dataset_split)
+            self._source = with_curriculum(source, self.args)
             stream = isinstance(self._source, StreamSource)
             if stream:
                 self.args = shown.with_stream(self.args)

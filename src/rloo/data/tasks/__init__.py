@@ -1,9 +1,11 @@
-"""Tasks that ship with the package; their names work as dataset and model."""
+"""Problems that have names as datasets: the embedded task, whose name works as a model too, and
+those that reasoning-gym makes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rloo.config.gym_options import GymOptions, is_gym
 from rloo.data.tasks.countdown import base_model_path, make_problems
 
 if TYPE_CHECKING:
@@ -12,8 +14,13 @@ if TYPE_CHECKING:
 EMBEDDED = "countdown"
 
 
-def load_task_rows(name: str, split: str) -> Dataset | None:
-    """The "train" or "heldout" rows of the embedded task; None if `name` is not that task."""
+def load_task_rows(name: str, split: str, options: GymOptions | None = None) -> Dataset | None:
+    """The "train" or "heldout" rows of the embedded task, or of `gym:NAME`, as `options` (or
+    the defaults) want them; None for a name of neither."""
+    if is_gym(name):
+        from rloo.data.gym.rows import load_gym_rows
+
+        return load_gym_rows(name, split, options or GymOptions())
     if name != EMBEDDED:
         return None
     from datasets import Dataset  # here, so that names can be checked in no time

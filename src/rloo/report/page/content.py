@@ -41,7 +41,7 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
         ("Norm of the gradient", ("grad_norm",)),
         ("Learning rate", ("learning_rate",)),
         ("Parameters that a step changed", ("update/changed_share",)),
-        ("Calls of rewards that failed", ("rewards/*/failed", "rewards/math_reward/unjudged")),
+        ("Calls of rewards that failed", ("rewards/*/failed", "rewards/*/unjudged")),
     )),
     ("Episodes", (
         ("Turns of the model", ("episodes/turns",)),

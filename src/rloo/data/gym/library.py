@@ -1,0 +1,234 @@
+"""reasoning-gym (the extra `gym`): the one file that imports it, when a function of it is called.
+
+It knows the library's tasks, levels and scorers, and nothing of rows, prompts or completions.
+`score_all` is for a process behind a wall, which is sent this file as text: nothing of the package
+is imported here.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import random
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+# Made of other tasks, which a dataset's own list of names is for.
+_NO_TASK = "composite"
+# Tasks whose problems follow the order of a set of texts, which differs between processes.
+BY_HASH = frozenset(
+    ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
+)
+# In what is written as JSON: of a tuple, a mapping whose keys are no texts, a fraction.
+_TUPLE, _PAIRS, _FRACTION = "__tuple__", "__pairs__", "__fraction__"
+# Tasks whose scorers have Python evaluate an answer as a list, and of what a formula may consist
+# that others have sympy evaluate, which evaluates Python as well: else an answer could be a program
+# that prints a score of its own.
+_EVALUATE = ("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion")
+_FORMULAS = ("countdown", "puzzle24")
+_FORMULA = re.compile(r"(?:[^\W\d_](?!\w)|\d+(?:\.\d+)?(?!\w)|[a-z]+(?=\()|pi\b|[\s+\-*/^(),])*")
+_FUNCTIONS = re.compile(r"a?(?:sin|cos|tan)h?|cot|csc|sec|exp|ln|log|sqrt|abs")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem: its text, the library's own answer where it has one, and what scores answers to
+    it, as JSON."""
+
+    question: str
+    answer: str | None
+    entry: str
+
+
+def task_names() -> list[str]:
+    """The names of all tasks, sorted."""
+    return sorted(_factory().DATASETS.keys() - {_NO_TASK})
+
+
+def option_names(task: str) -> list[str]:
+    """The names of the options that a task has."""
+    names = [field.name for field in fields(_factory().DATASETS[task][1])]
+    return [name for name in names if name not in ("seed", "size")]
+
+
+def num_levels(task: str) -> int:
+    """How many levels the task's curriculum has; 0 for a task without one."""
+    curricula = _factory().CURRICULA
+    if task not in curricula:
+        return 0
+    attributes = curricula[task]().attributes.values()
+    return max((len(attribute.levels) for attribute in attributes), default=0)
+
+
+def problems_of(
+    task: str, level: int | None, options: Mapping[str, Any], *, seed: int, size: int
+) -> Any:
+    """The library's dataset of a task at a level, with `size` problems. At level n every attribute
+    of the task's curriculum is at its own level n, or its last; without a level the task has its
+    default options. `options` are set in either case. Raises ValueError for options that the task
+    does not take."""
+    kind, config_kind = _factory().DATASETS[task]
+    try:
+        config = config_kind() if level is None else _config_at(task, level)
+        config = replace(config, **{**options, "seed": seed, "size": size})
+        if hasattr(config, "validate"):
+            config.validate()
+        return kind(config=config)
+    except (AssertionError, TypeError, ValueError) as error:
+        at = "" if level is None else f" at level {level}"
+        raise ValueError(
+            f"the task {task}{at} does not take the options {dict(options)}: {error} (gym_levels, "
+            "gym_config)"
+        ) from error
+
+
+def problems(
+    task: str, level: int | None, options: Mapping[str, Any], *, seed: int, size: int
+) -> Iterator[Problem]:
+    """The problems of `problems_of`, one after the other, but for those that the library fails to
+    make. Raises as it does, and ValueError where it makes none."""
+    given = problems_of(task, level, options, seed=seed, size=size)
+    head = {"task": task, "level": level, "options": dict(options)}
+    made, failed = 0, None
+    for index in range(size):
+        try:
+            with _seeded(f"{seed} {index}"):
+                entry = given[index]
+        except Exception as error:  # whatever a task raises where it gives up
+            failed = error
+            continue
+        made += 1
+        text = json.dumps({**head, "entry": _plain(entry)}, sort_keys=True)
+        answer = entry["answer"]
+        yield Problem(entry["question"], None if answer is None else str(answer), text)
+    if failed is not None and not made:
+        raise ValueError(
+            f"reasoning-gym made none of {size} problems of {json.dumps(head)}: {failed!r} "
+            "(gym_levels, gym_config)"
+        ) from failed
+
+
+def score(entry: str, answer: str) -> float:
+    """What the task's own scorer gives an answer to the problem of `entry` (`Problem.entry`), from
+    0 to 1. It may take any time and raise anything; ValueError is raised for a score that is no
+    such number. It has `_harden` to thank that an answer is no program."""
+    _harden()
+    known = json.loads(entry)
+    scorer = _scorer(known["task"], known["level"], json.dumps(known["options"]))
+    found = float(scorer.score_answer(answer, _made(known["entry"])))
+    if not 0 <= found <= 1:
+        raise ValueError(f"the scorer of {known['task']} gave {found}, not a number from 0 to 1")
+    return found
+
+
+def score_all(pairs: list[tuple[str, str]], seconds: float, tell: Callable[[str], Any]) -> None:
+    """`score` each pair of entry and answer, and `tell` it in a line of JSON, null where that
+    raised something; after `seconds` none is begun."""
+    end = time.monotonic() + seconds
+    for entry, answer in pairs:
+        try:
+            found = score(entry, answer)
+        except Exception:
+            found = None
+        tell(json.dumps(found) + "\n")
+        if time.monotonic() >= end:
+            return
+
+
+@contextmanager
+def _seeded(seed: str) -> Iterator[None]:
+    """Seed the generators that all of a process share, which some tasks draw from, put them back
+    afterwards, and print nothing."""
+    import numpy
+
+    before, numpys = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(random.getrandbits(32))
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        random.setstate(before)
+        numpy.random.set_state(numpys)
+
+
+@lru_cache(maxsize=64)
+def _scorer(task: str, level: int | None, options: str) -> Any:
+    return problems_of(task, level, json.loads(options), seed=0, size=1)
+
+
+def _config_at(task: str, level: int) -> Any:
+    curriculum = _factory().CURRICULA[task]()
+    for name, attribute in curriculum.attributes.items():
+        curriculum.set_attr_level(name, min(level, len(attribute.levels) - 1))
+    return curriculum.generate_configuration()
+
+
+def _factory() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import reasoning_gym  # noqa: F401 - it registers the tasks
+        from reasoning_gym import factory
+    return factory
+
+
+@lru_cache(maxsize=1)
+def _harden() -> None:
+    """Have scorers read an answer, where they would run it. For a process that scores, since it
+    changes the library's modules."""
+    import sys
+
+    import sympy
+
+    datasets = _factory().DATASETS
+    for task in _EVALUATE:
+        vars(sys.modules[datasets[task][0].__module__])["eval"] = ast.literal_eval
+    parse = sympy.parse_expr
+
+    def parse_formula(text: str, *given: Any, **options: Any) -> Any:
+        calls = re.findall(r"([a-z]+)\(", text)
+        if not _FORMULA.fullmatch(text) or not all(map(_FUNCTIONS.fullmatch, calls)):
+            raise ValueError("this is no formula")
+        return parse(text, *given, **options)
+
+    vars(sympy)["parse_expr"] = parse_formula
+    for task in _FORMULAS:
+        vars(sys.modules[datasets[task][0].__module__])["parse_expr"] = parse_formula
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can write it, such that `_made` returns an equal one."""
+    if isinstance(value, tuple):
+        return {_TUPLE: [_plain(item) for item in value]}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value):
+            return {key: _plain(item) for key, item in value.items()}
+        return {_PAIRS: [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if isinstance(value, Fraction):
+        return {_FRACTION: [value.numerator, value.denominator]}
+    return value.item() if hasattr(value, "item") else value
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_made(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_TUPLE}:
+        return tuple(_made(item) for item in value[_TUPLE])
+    if value.keys() == {_FRACTION}:
+        return Fraction(*value[_FRACTION])
+    if value.keys() == {_PAIRS}:
+        return {_made(key): _made(item) for key, item in value[_PAIRS]}
+    return {key: _made(item) for key, item in value.items()}

@@ -1,0 +1,107 @@
+"""Decides about a program: the process that knows what is expected, and never runs the program."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rloo.rewards.code.inside import values
+from rloo.rewards.code.inside.remote import Gone, Program
+from rloo.rewards.code.inside.stage import Ended, Stage
+from rloo.rewards.code.inside.tests import run_tests
+
+
+def answer(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    """Of the request's `kind`: `run` gives `output` (of both sorts) and `status` of a program that
+    is `given` something to read, the others `passed` of `count`, or why the tests cannot tell
+    (`missing`). With `all_or_nothing`, what follows a failure is not run."""
+    kinds = {"run": _run, "inputs": _judge_inputs, "function": _judge_function, "tests": run_tests}
+    return kinds[request["kind"]](request, stage)
+
+
+def _run(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    try:
+        output, status = _Whole(request, stage).run(request["given"])
+    except Ended as ended:
+        return {"output": "", "status": None, "ended": str(ended)}
+    return {"output": output.decode(errors="replace"), "status": status}
+
+
+class _Whole:
+    """A whole program, which is built before it is first run, where `build` says how."""
+
+    def __init__(self, request: dict[str, Any], stage: Stage) -> None:
+        self._request, self._stage = request, stage
+        self._build = request.get("build")
+
+    def run(self, given: str) -> tuple[bytes, int | None]:
+        """What it writes when it is given this to read, and its exit status."""
+        if self._build:
+            output, status = self._run(self._build, b"")
+            if status != 0:
+                return output, status
+            self._build = None
+        return self._run(self._request.get("command"), given.encode(errors="surrogatepass"))
+
+    def _run(self, arguments: list[str] | None, given: bytes) -> tuple[bytes, int | None]:
+        source = self._request["program"]
+        how = {"mode": "run", "source": source, "errors": self._request["kind"] == "run"}
+        if arguments is not None:
+            file = self._request["file"]
+            how.update(mode="execute", arguments=arguments, file=file)
+        return self._stage.run(how, given)
+
+
+def _judge_inputs(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    passed, whole = 0, _Whole(request, stage)
+    cases = list(zip(request["inputs"], request["outputs"], strict=True))
+    for given, wanted in cases:
+        try:
+            output, status = whole.run(given)
+        except Ended:
+            break
+        if status == 0 and _lines(output.decode(errors="replace")) == _lines(wanted):
+            passed += 1
+        elif request["all_or_nothing"]:
+            break
+    return {"passed": passed, "count": len(cases)}
+
+
+def _lines(text: str) -> list[str]:
+    """The lines without the white space at their ends, and without empty ones at the end."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _judge_function(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    passed, program, function = 0, None, None
+    cases = [values.decode(case) for case in request["cases"]]
+    for given, wanted in cases:
+        try:
+            if program is None or program.ended:
+                program, function = Program(stage, request["program"]), None
+            if function is None:
+                function = program.ask("name", request["function"])
+            program.deadline = time.monotonic() + stage.limits["seconds"]
+            found = program.ask("call", function, *given)
+            right = _is_plain(found) and values.as_lists(found) == values.as_lists(wanted)
+        except Ended:
+            break
+        except (Gone, RecursionError, MemoryError):
+            right = False
+        except Exception as error:
+            if not hasattr(error, "from_program"):
+                raise
+            right = False
+        if right is True:
+            passed += 1
+        elif request["all_or_nothing"]:
+            break
+    return {"passed": passed, "count": len(cases)}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        values.encode(value)
+    except values.NotPlain:
+        return False
+    return True

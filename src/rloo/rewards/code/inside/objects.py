@@ -1,0 +1,123 @@
+"""The program's end of the calls that tests make: its objects, by number.
+
+It runs in the program's process, so whatever it says is what the program says.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import operator
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from rloo.rewards.code.inside import values
+
+# What tests may have done with objects, beside what `operator` does.
+_DOES: dict[str, Callable[..., Any]] = {
+    "call": lambda function, *args, **named: function(*args, **named),
+    "getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "iter": iter,
+    "next": next, "str": str, "repr": repr, "bool": bool, "isinstance": isinstance,
+    "issubclass": issubclass, "hash": hash, "float": float, "int": int, "state": vars,
+    "enter": lambda manager: manager.__enter__(),
+    "exit": lambda manager: manager.__exit__(None, None, None),
+}  # fmt: skip
+
+
+class Objects:
+    """Defines what a program defines in `names`, and does what it is asked to do with it."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+        self._held: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def serve(self, source: str, calls: int, results: int) -> None:
+        """Run the program's text, then answer calls until there are no more."""
+        self._calls, self._results = calls, results
+        exec(compile(source, "main.py", "exec"), self._names)
+        self._send({"value": None})
+        self._until_told()
+
+    def _until_told(self) -> Any:
+        """Do what is asked for, until a value comes: what a function of the tests has returned."""
+        while (message := self._receive()) is not None:
+            if "do" not in message:
+                return self._decoded(message["value"])
+            try:
+                said = self._do(message)
+            except Exception as error:
+                kinds = [kind.__name__ for kind in type(error).__mro__]
+                said = {"raise": [kinds, str(error)]}
+            self._send(said)
+        os._exit(0)
+
+    def _do(self, message: dict[str, Any]) -> dict[str, Any]:
+        what, given = message["do"], [self._decoded(item) for item in message["args"]]
+        named = {key: self._decoded(item) for key, item in message["named"].items()}
+        if what == "name":
+            return {"value": self._encoded(self._find(given[0]))}
+        found = (_DOES.get(what) or getattr(operator, what))(*given, **named)
+        said = {"value": self._encoded(found)}
+        if what == "call" and found is None:  # it may have changed what it was given
+            said["args"] = [
+                self._encoded(item) if isinstance(item, values.CHANGING) else None
+                for item in given[1:]
+            ]
+        return said
+
+    def _find(self, name: str) -> Any:
+        """What a name stands for; `Class.method` is the method of a new object."""
+        first, _, rest = name.partition(".")
+        found = self._names[first]
+        for attribute in rest.split(".") if rest else ():
+            found = getattr(found() if isinstance(found, type) else found, attribute)
+        return found
+
+    def _encoded(self, value: Any) -> Any:
+        return values.encode(value, self._hold)
+
+    def _hold(self, thing: Any) -> Any:
+        if id(thing) not in self._numbers:
+            self._numbers[id(thing)] = len(self._held)
+            self._held.append(thing)
+        is_error = isinstance(thing, type) and issubclass(thing, BaseException)
+        kinds = [kind.__name__ for kind in thing.__mro__] if is_error else []
+        return {"object": [self._numbers[id(thing)], type(thing).__name__, kinds]}
+
+    def _decoded(self, data: Any) -> Any:
+        return values.decode(data, self._other)
+
+    def _other(self, tag: str, content: Any) -> Any:
+        if tag == "object":
+            return self._held[content]
+        if tag == "builtin":
+            return getattr(builtins, content)
+        if tag == "iterator":
+            return iter([self._decoded(item) for item in content])
+
+        def back(*args: Any, **named: Any) -> Any:
+            encoded = [self._encoded(item) for item in args]
+            by_name = {key: self._encoded(item) for key, item in named.items()}
+            self._send({"callback": content, "args": encoded, "named": by_name})
+            return self._until_told()
+
+        return back
+
+    def _send(self, message: Any) -> None:
+        content = values.written(message)
+        left = memoryview(struct.pack("!I", len(content)) + content)
+        while left:
+            left = left[os.write(self._results, left) :]
+
+    def _receive(self) -> Any:
+        head = self._read(4)
+        return json.loads(self._read(struct.unpack("!I", head)[0])) if head else None
+
+    def _read(self, count: int) -> bytes:
+        parts = b""
+        while len(parts) < count and (part := os.read(self._calls, count - len(parts))):
+            parts += part
+        return parts

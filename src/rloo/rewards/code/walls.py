@@ -1,0 +1,260 @@
+"""The two walls behind which programs run, how each is begun, and whether it holds here.
+
+`bwrap`: bubblewrap with setpriv and prlimit: namespaces without network and without files but the
+interpreter's, and for every program new ones within. `landlock`: Landlock, of Linux 6.12, without
+namespaces: a folder for every program. Both: a seccomp filter and limits (`inside/program.py`).
+A wall that does not hold in `probe` is not used, and there is no third.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+WALLS = ("bwrap", "landlock")
+_TOOLS = ("bwrap", "setpriv", "prlimit")
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_PATH = "/usr/local/bin:/usr/bin:/bin"
+_FLAGS = ("-s", "-S", "-B", "-X", "utf8")
+# Nothing of ours is read from files: they may be hidden from the user that the wall runs as.
+_BOOT = """
+import json, os, struct, sys, types
+def read(count):
+    parts = b""
+    while len(parts) < count:
+        part = os.read(channel, count - len(parts))
+        if not part:
+            os._exit(0)
+        parts += part
+    return parts
+channel = int(sys.argv.pop())
+sys.path = [path for path in sys.path if path]
+setup = json.loads(read(struct.unpack("!i", read(4))[0]))
+package = sys.modules[setup["package"]] = types.ModuleType(setup["package"])
+for name, source in setup["modules"]:
+    full = package.__name__ + "." + name
+    module = sys.modules[full] = types.ModuleType(full)
+    setattr(package, name, module)
+    exec(compile(source, name + ".py", "exec"), vars(module))
+package.worker.main(channel, setup)
+"""
+_begun = itertools.count()
+_ASK_PYTHON = (
+    "import ctypes, json, resource, socket, sys; "
+    "print(json.dumps([sys.base_prefix, sys.base_exec_prefix, sys.version_info[:2] >= (3, 10)]))"
+)
+
+
+class NoWall(RuntimeError):
+    """Untrusted code cannot be contained here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process behind a wall, before it was told anything. `told` is what it must be told of the
+    wall; `folder`, if any, goes when it has ended."""
+
+    process: subprocess.Popen[bytes]
+    told: dict[str, Any]
+    folder: str | None = None
+    user: int | None = None
+
+    def remove_folder(self, seconds: float = 5.0) -> None:
+        """Remove the folder, which the worker's forks empty when it has ended; after so long, by
+        force, with no more rights than theirs."""
+        if self.folder is None:
+            return
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with suppress(OSError):
+                os.rmdir(self.folder)
+            if not os.path.exists(self.folder):
+                return
+            time.sleep(0.02)
+        given: dict[str, Any] = {} if self.user is None else {"user": self.user}
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, self.folder], stderr=subprocess.DEVNULL, **given)
+
+
+@dataclass(frozen=True, slots=True)
+class Python:
+    """An interpreter that the wall's user can read."""
+
+    path: str
+    folders: list[str] = field(default_factory=list)
+
+
+def start(wall: str, channel: socket.socket, library: Sequence[str] = ()) -> Started:
+    """Begin a process behind a wall, with its end of a channel; it can read the folders `library`.
+    Raises NoWall, OSError."""
+    user = _user()
+    python = find_python(user)
+    inner = [python.path, *_FLAGS, "-c", _BOOT, str(channel.fileno())]
+    given: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.DEVNULL,
+        "pass_fds": [channel.fileno()],
+        "start_new_session": True,
+        "cwd": "/",
+    }
+    told: dict[str, Any] = {"kind": wall, "shared_user": False, "library": [*library]}
+    if wall == "bwrap":
+        # Elsewhere than here: programs have a /tmp of their own.
+        told["library"] = [f"/library/{number}" for number in range(len(library))]
+        places = dict(zip(told["library"], library, strict=True))
+        return Started(subprocess.Popen(_bubblewrap(user, python, places, inner), **given), told)
+    folder = tempfile.mkdtemp(prefix="rloo-code-")
+    if user is not None:
+        # Its processes can be told from all others by their user alone.
+        os.chown(folder, user, user)
+        given |= {"user": user, "group": user, "extra_groups": []}
+    told |= {
+        "shared_user": user is None,
+        "folder": folder,
+        "read": [*_SYSTEM, *_SETTINGS, *python.folders, *library],
+        "use": _DEVICES,
+    }
+    process = subprocess.Popen(inner, env=_environment(folder), **given)
+    return Started(process, told, folder, user)
+
+
+def _environment(folder: str) -> dict[str, str]:
+    home = {"HOME": folder, "TMPDIR": folder, "PATH": _PATH, "LANG": "C.UTF-8"}
+    # Equal programs do equal things, and threads take few addresses.
+    return {**home, "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}
+
+
+def _bubblewrap(
+    user: int | None, python: Python, places: Mapping[str, str], inner: list[str]
+) -> list[str]:
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise NoWall(f"there is no {' and no '.join(missing)}")
+    command = ["prlimit", "--core=0", "--nofile=256", "--memlock=0", "--"]
+    if user is not None:
+        command += ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", "--"]
+    command += ["bwrap", "--die-with-parent", "--new-session", "--clearenv", "--cap-add"]
+    command += ["CAP_SYS_ADMIN", "--unshare-user"]
+    command += [f"--unshare-{what}" for what in ("ipc", "pid", "net", "uts", "cgroup-try")]
+    for name, value in _environment("/tmp").items():
+        command += ["--setenv", name, value]
+    for path in (*_SYSTEM, *_SETTINGS, *python.folders):
+        if os.path.islink(path) and path in _SYSTEM:
+            command += ["--symlink", os.readlink(path), path]
+        else:
+            command += ["--ro-bind-try", path, path]
+    for place, path in places.items():
+        command += ["--ro-bind-try", path, place]
+    for path in _DEVICES:
+        command += ["--dev-bind", path, path]
+    folders = [word for path in ("/dev/shm", "/tmp") for word in ("--dir", path)]
+    return [*command, *folders, "--proc", "/proc", "--remount-ro", "/", "--chdir", "/tmp", *inner]
+
+
+def _user() -> int | None:
+    """The user that a worker becomes: one that nobody else is, where this one is root."""
+    if os.getuid() != 0:
+        return None
+    with open("/proc/self/uid_map") as file:
+        most = max(int(first) + int(count) for first, _, count in map(str.split, file))
+    # As many as there are numbers of processes, from which they are told apart.
+    base = 2_000_000_000 if most > 2_010_000_000 else 40_000
+    number = os.getpid() * 64 + next(_begun) % 64
+    return base + number % (20_000 if base == 40_000 else 10_000_000)
+
+
+def find_python(user: int | None) -> Python:
+    """This interpreter without its environment, or else the system's, as far as `user` can run it.
+    Raises NoWall."""
+    return _find_python(user is not None)
+
+
+@cache
+def _find_python(other_user: bool) -> Python:
+    given: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []}
+    for path in (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"):
+        try:
+            asked = subprocess.run(
+                [path, *_FLAGS, "-c", _ASK_PYTHON],
+                capture_output=True,
+                cwd="/",
+                env={"PATH": _PATH},
+                timeout=60,
+                **(given if other_user else {}),
+            )
+            *folders, new_enough = json.loads(asked.stdout)
+        except (OSError, ValueError, subprocess.SubprocessError):
+            continue
+        if new_enough:
+            return Python(path, sorted({f for f in folders if not f.startswith("/usr")}))
+    raise NoWall("there is no Python of version 3.10 or later that an ordinary user can run")
+
+
+# -- whether a wall holds --------------------------------------------------------------------------
+
+# Everything that must fail fails, and what programs need works. It prints what is not so.
+PROBE = """
+import ctypes, os, signal, socket, subprocess, sys, threading
+def must_fail(what, work):
+    try:
+        work()
+    except (OSError, ValueError):
+        return
+    print(what)
+def must_work(what, work):
+    try:
+        assert work()
+    except BaseException as error:
+        print(what, repr(error))
+def connect(kind):
+    with socket.socket(socket.AF_INET, kind) as one:
+        one.settimeout(1)
+        one.connect({address!r})
+        one.send(b"x")
+must_fail("a file outside can be read", lambda: open({secret!r}).read())
+must_fail("a file outside can be written", lambda: open({secret!r}, "a"))
+must_fail("a folder outside can be written", lambda: open({folder!r} + "/new", "w"))
+must_fail("processes outside can be signalled", lambda: os.kill({pid}, 0) if {pid} > 3 else 1 / 0)
+must_fail("processes can be listed", lambda: open("/proc/1/status").read())
+must_fail("a socket can be made", lambda: connect(socket.SOCK_STREAM))
+must_fail("a datagram can be sent", lambda: connect(socket.SOCK_DGRAM))
+if ctypes.CDLL(None).unshare(0x10000000) == 0:
+    print("namespaces can be made")
+if {names!r} & os.environ.keys():
+    print("the environment is there")
+if os.getuid() == 0:
+    print("it runs as root")
+must_work("no file can be written:", lambda: open("own", "w").write("x"))
+must_work("no thread can be started:", lambda: threading.Thread(target=int).start() is None)
+must_work("no process can be started:", lambda: os.waitpid(os.fork() or os._exit(0), 0))
+must_work("no program can be started:", lambda: subprocess.run(["true"]).returncode == 0)
+print("probed")
+"""
+
+
+def write_probe(folder: str, address: tuple[str, int]) -> str:
+    """The program that tries a wall: what it prints beside `probed` does not hold."""
+    secret = os.path.join(folder, "secret")
+    with open(secret, "w") as file:
+        file.write("secret")
+    os.chmod(folder, 0o777)
+    os.chmod(secret, 0o666)
+    names = set(os.environ) - {*_environment(""), "PWD"}  # which bubblewrap sets itself
+    known: Mapping[str, Any] = {
+        "secret": secret, "folder": folder, "pid": os.getpid(), "address": address, "names": names,
+    }  # fmt: skip
+    return PROBE.format(**known)

@@ -1,0 +1,41 @@
+"""The reward of code against its corpora: what each program is worth, and what attacks reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rloo.rewards.code.reward import CodeReward
+from rloo.rewards.code.staff import Limits, Staff
+from support.cases import Attack, Case
+from support.cases.attack_host import Host
+
+SECONDS = 1.0
+# Looked at every 50 ms: what is allocated meanwhile comes on top.
+ATTACK_LIMITS = Limits(seconds=SECONDS, total_seconds=SECONDS, memory=1 << 28, output=1 << 20)
+MOST_MEMORY = 3 << 28
+
+
+def score(reward: CodeReward, case: Case) -> float | None:
+    """The reward of a program for its task."""
+    columns: dict[str, list[Any]] = {name: [value] for name, value in case.task.items()}
+    (found,) = reward([f"````python\n{case.program}\n````"], **columns)
+    return found
+
+
+def escapes(wall: str, attacks: Iterable[Attack]) -> dict[str, list[str]]:
+    """What each attack has reached behind a wall, by its name; in one worker, in their order."""
+    found = {}
+    limits = ATTACK_LIMITS
+    room = {"files": limits.files + 2000, "disk": 4 * limits.disk, "output": limits.output}
+    with Host(seconds=SECONDS, memory=MOST_MEMORY, processes=limits.processes + 8, **room) as host:
+        staff = Staff(wall, 1, limits)
+        try:
+            staff.begin({"kind": "run", "program": "", "given": ""}).result(60)  # it starts
+            for attack in attacks:
+                program = host.begin(attack)
+                begun = staff.begin({"kind": "run", "program": program, "given": ""})
+                found[attack.name] = host.escapes(attack.name, begun.result(60)["output"])
+        finally:
+            staff.close()
+    return found
