@@ -2,6 +2,9 @@
 sometimes fail. `PYTHONPATH=src python -m benchmarks.episodes [NUMBER]`
 
 No model takes part: turns are given, so that what is measured is what tools and environments cost.
+
+With `turns` in place of a number: the time of episodes of several turns on the native engine, which
+goes on from its caches, and without these; a random model speaks, and nobody calls a tool.
 """
 
 from __future__ import annotations
@@ -15,14 +18,17 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 
+import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
+from rloo.engines.native.engine import NativeEngine
 from rloo.engines.sampling import numbers_of
-from rloo.episodes.engine import Cast, EpisodeEngine, Limits
+from rloo.episodes.engine import Cast, EpisodeEngine, Limits, kept
 from rloo.episodes.proof import find_dialect
 from rloo.episodes.stage import Stage, tools_of
 from rloo.episodes.tools import Tools
@@ -32,6 +38,8 @@ NUMBER, PROMPTS, SAMPLES = 10_000, 16, 8
 # Of how many resets one fails, and of how many calls one raises, or hangs beyond its time.
 FAILS, RAISES, HANGS = 50, 20, 500
 SECONDS = 0.05
+# Turns end with one of 32 tokens of 1,024, all about as likely; answers have as many as turns.
+VOCABULARY, TURN, TURNS, LENGTHS, GROUPS = 1024, 32, 4, (64, 256, 1024), 4
 TEMPLATE = (
     "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{%- for call in m.tool_calls or [] %}<tool_call>\n"
@@ -187,6 +195,66 @@ def main(number: int) -> None:
     )
 
 
+def make_speaker() -> NativeEngine:
+    """On a random model of 5 million parameters."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    return NativeEngine(AutoModelForCausalLM.from_config(config).eval(), pad_token_id=0)
+
+
+def speak(engine: NativeEngine, length: int, *, keep: bool) -> list[float]:
+    """Processor seconds of each turn of all episodes behind prompts of `length` tokens."""
+    draws, seconds = random.Random(0), []
+    sampling = Sampling(2 * TURNS * TURN * 4, tuple(range(VOCABULARY // TURN)))
+
+    def tokens(count: int) -> list[int]:
+        return [draws.randrange(VOCABULARY // TURN, VOCABULARY) for _ in range(count)]
+
+    rows = [Prompt(n, tokens(length), "") for n in range(GROUPS)]
+    numbers = [range(SAMPLES)] * GROUPS
+    with kept(engine) if keep else nullcontext():
+        for _ in range(TURNS):
+            began = time.process_time()
+            said = engine.sample(rows, numbers, sampling, 1)
+            seconds.append(time.process_time() - began)
+            every = zip(rows, numbers, said, strict=True)
+            spoken = [
+                (row, k, c.token_ids + tokens(TURN))
+                for row, own, group in every
+                for k, c in zip(own, group, strict=True)
+            ]
+            rows = [
+                replace(row, token_ids=row.token_ids + more, offset=row.offset + len(more))
+                for row, _, more in spoken
+            ]
+            numbers = [range(k, k + 1) for _, k, _ in spoken]
+    return seconds
+
+
+def turns() -> None:
+    """Time turns on one thread, from caches and without, alternating: medians of three."""
+    torch.set_num_threads(1)
+    engine = make_speaker()
+    speak(engine, LENGTHS[0], keep=True)
+    print(f"{GROUPS} prompts, {SAMPLES} episodes each; processor seconds of turn 1, 2, ...")
+    for length in LENGTHS:
+        runs: dict[bool, list[list[float]]] = {True: [], False: []}
+        for _ in range(3):
+            for keep, done in runs.items():
+                done.append(speak(engine, length, keep=keep))
+        for keep, done in runs.items():
+            middle = [sorted(turn)[1] for turn in zip(*done, strict=True)]
+            each = ", ".join(f"{seconds:.2f}" for seconds in middle)
+            what = "going on" if keep else "computed again"
+            print(f"prompts of {length} tokens, {what}: {sum(middle):.2f} ({each})")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else NUMBER)
+    if sys.argv[1:] == ["turns"]:
+        turns()
+    else:
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else NUMBER)

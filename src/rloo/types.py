@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 T = TypeVar("T")
 
@@ -274,6 +275,16 @@ class Engine(Protocol):
 
     def stats(self) -> dict[str, float]:
         """Counts of what has happened to it so far, by the names of metrics."""
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """An engine for which it is good to know that completions will go on."""
+
+    def keeping(self) -> AbstractContextManager[None]:
+        """Inside, `sample` may keep what it computes: a completion that goes on (by its prompt's
+        id and epoch, and its number) with the tokens that it had, and the same weights, is then
+        computed from where it stood. Completions do not change, but for rounding."""
 
 
 @dataclass(frozen=True, slots=True)

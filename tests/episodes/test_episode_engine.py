@@ -181,6 +181,15 @@ def test_engines_go_on_behind_answers_as_the_model_itself_would(name):
         assert not drawn[~trained].any()
 
 
+def test_the_native_engine_computes_a_prompt_once_in_an_episode(monkeypatch):
+    engine, prompt = make_brace_engine("native")
+    computed, prefill = [], engine._inner._prefill
+    monkeypatch.setattr(engine._inner, "_prefill", lambda p: computed.append(len(p)) or prefill(p))
+    (group,) = engine.sample([prompt], 8, Sampling(600, (TOKENIZER.eos_token_id,)), 3)
+    assert max(episode.episode.turns for episode in group) > 1
+    assert computed == [1]
+
+
 def test_hf_and_native_have_the_same_episodes():
     found = []
     for name in ("native", "hf"):

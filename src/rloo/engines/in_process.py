@@ -161,8 +161,7 @@ class InProcessEngine(ABC):
         # Sorted, so that prompts of similar length come together and little is padded.
         by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
         rows = [(index, k) for index in by_length for k in numbers[index]]
-        longest = len(prompts[by_length[-1]].token_ids)
-        wave = self.facts.rows_at_once(len(rows), longest, sampling.max_tokens)
+        wave = self._at_once([(prompts[index], k) for index, k in rows], sampling)
         completions: dict[tuple[int, int], Completion] = {}
         with borrowed(self._model, self._precision):
             for start in range(0, len(rows), wave):
@@ -173,6 +172,11 @@ class InProcessEngine(ABC):
                 finished = collect_completions(drawn, sampling.stop_token_ids, limits)
                 completions.update(zip(part, finished, strict=True))
         return [[completions[i, k] for k in own] for i, own in enumerate(numbers)]
+
+    def _at_once(self, rows: list[Row], sampling: Sampling) -> int:
+        """How many of these rows make one wave."""
+        longest = max(len(prompt.token_ids) for prompt, _ in rows)
+        return self.facts.rows_at_once(len(rows), longest, sampling.max_tokens)
 
     def _keys(self, rows: list[Row], noise: int) -> Tensor:
         device = self._model.device

@@ -23,6 +23,7 @@ from rloo.types import (
     EngineFacts,
     Episode,
     FinishReason,
+    Keeping,
     Message,
     Prompt,
     Samples,
@@ -81,7 +82,8 @@ class EpisodeEngine:
         """One episode for each completion."""
         check_prompts(prompts)
         numbers = numbers_of(samples, prompts)
-        with self._leased(prompts, [len(own) for own in numbers], noise) as leases:
+        counts = [len(own) for own in numbers]
+        with self._leased(prompts, counts, noise) as leases, kept(self._inner):
             groups = [
                 self._begin(prompt, own, of, sampling.max_tokens)
                 for prompt, own, of in zip(prompts, numbers, leases, strict=True)
@@ -171,6 +173,11 @@ class EpisodeEngine:
     def _last_turn(self) -> int:
         """The number of the turn whose calls are not answered any more; 0: there is none."""
         return 0 if self._limits.rounds is None else self._limits.rounds + 1
+
+
+def kept(engine: Engine) -> AbstractContextManager[None]:
+    """Within it the engine may go on from what it has computed, if it can."""
+    return engine.keeping() if isinstance(engine, Keeping) else nullcontext()
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> None:

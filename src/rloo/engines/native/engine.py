@@ -2,12 +2,14 @@
 architecture, otherwise by the Hugging Face module itself.
 
 Each prompt is prefilled once; its keys and values are stored once and read once per step for all of
-its completions. Rows are decoded in lock-step, and finished rows are removed.
+its completions. Rows are decoded in lock-step, and finished rows are removed. Rows that go on, as
+turns of an episode do, are continued from their caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel
 from rloo.engines.in_process import Drawn, InProcessEngine, Row, limits_of, pad_left
 from rloo.engines.native.cache import DecodeCache, PromptCache, fill_holes
 from rloo.engines.native.fused import FusedDecoder, can_fuse
+from rloo.engines.native.kept import Kept
 from rloo.engines.noise import uniforms
 from rloo.engines.sampling import StopText, draw
 from rloo.model import attention
@@ -24,6 +27,8 @@ from rloo.types import Completion, Prompt, Samples, Sampling, Weights
 
 # Prompt tokens of one prefill forward, padding included.
 PREFILL_TOKENS = 4096
+# Scores of one head in a forward over what rows go on with: queries times keys.
+_SCORES = 1024 * PREFILL_TOKENS
 # Finished rows are removed as soon as they are this share of the rows in computation.
 _COMPACTION_SHARE = 1 / 16
 # The number of positions for which noise is computed at once.
@@ -50,10 +55,23 @@ class NativeEngine(InProcessEngine):
             attention.install(model)
         fuses = fused and can_fuse(model)
         self._decoder = FusedDecoder(model, dtype or model.dtype) if fuses else None
+        self._keeps = False
+        self._kept: Kept | None = None
         super().__init__(model, copies_weights=self._decoder is not None, **options)
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """See `rloo.types.Keeping`. What is kept are the caches of the last wave of a call."""
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps, self._kept = False, None
 
     def load(self, weights: Weights, version: int) -> None:
         """Take the policy's weights; where the module itself is run nothing is copied."""
+        if version != self.version:
+            self._kept = None
         if self._decoder is not None and version != self.version:
             self.version = -1  # until all of them are taken
             self._decoder.load(weights())
@@ -67,15 +85,16 @@ class NativeEngine(InProcessEngine):
             self._decoder.load(self._model.named_parameters())
         return super().sample(prompts, samples, sampling, noise)
 
+    def _at_once(self, rows: list[Row], sampling: Sampling) -> int:
+        # What they go on from was counted when it was begun.
+        if self._kept is not None and self._kept.has(rows, sampling):
+            return len(rows)
+        return super()._at_once(rows, sampling)
+
     def _draw(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
         device = keys.device
-        prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
-        number = {id(prompt): index for index, prompt in enumerate(prompts)}
-        prompt_of_row = torch.tensor([number[id(prompt)] for prompt, _ in rows], device=device)
-        cache, logits = self._prefill(prompts)
-        logits = logits[prompt_of_row]
+        decode, logits, shared = self._start(rows, sampling)
         width = max(limits_of(rows, sampling))
-        decode = DecodeCache(cache, prompt_of_row, max_tokens=width)
         active = _ActiveRows(rows, keys, sampling, vocabulary=logits.shape[-1])
         tokens = torch.full((len(rows), width), -1, device=device)
         policy, behavior = torch.zeros(2, *tokens.shape, device=device)
@@ -97,9 +116,42 @@ class NativeEngine(InProcessEngine):
                 order = fill_holes(active.alive)
                 decode.keep(order)
                 active.keep(order)
+            decode.expect(1)
             logits = self._forward(active.tokens[:, None], active.positions[:, None], decode)
-            decode.length += 1
+        if self._keeps:
+            self._kept = Kept(decode, rows, tokens, shared, sampling.max_tokens)
         return tokens, policy, behavior, stop_text.lengths
+
+    def _start(self, rows: list[Row], sampling: Sampling) -> tuple[DecodeCache, Tensor, list[int]]:
+        """The cache with all tokens of the rows, the logits (R, V) that follow them, and how many
+        tokens of each are in the cache of prompts."""
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.has(rows, sampling):
+            return self._go_on(kept, rows, sampling)
+        del kept  # what it holds may be as much as is to be computed now
+        device = self._model.device
+        prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
+        number = {id(prompt): index for index, prompt in enumerate(prompts)}
+        prompt_of_row = torch.tensor([number[id(prompt)] for prompt, _ in rows], device=device)
+        cache, logits = self._prefill(prompts)
+        width = max(limits_of(rows, sampling))
+        decode = DecodeCache(cache, prompt_of_row, max_tokens=width, kept=self._keeps)
+        return decode, logits[prompt_of_row], [len(prompt.token_ids) for prompt, _ in rows]
+
+    def _go_on(
+        self, kept: Kept, rows: list[Row], sampling: Sampling
+    ) -> tuple[DecodeCache, Tensor, list[int]]:
+        """As `_start`, by computing only those tokens that are not in the cache."""
+        rest, cache = kept.go_on(rows, sampling, self._pad_token_id), kept.cache
+        count, width = rest.input_ids.shape
+        slots = max(len(prompt.token_ids) for prompt, _ in rows)
+        size = max(1, min(PREFILL_TOKENS, _SCORES // slots) // count)
+        for start in range(0, width, size):
+            part = slice(start, min(start + size, width))
+            columns = part.stop - start
+            cache.expect(columns, (rest.pads - start).clamp_(0, columns))
+            logits = self._forward(rest.input_ids[:, part], rest.positions[:, part], cache)
+        return cache, logits, rest.shared
 
     def _prefill(self, prompts: list[Prompt]) -> tuple[PromptCache, Tensor]:
         """The prompts' keys and values, and the logits (P, V) that follow each prompt."""

@@ -1,0 +1,71 @@
+"""Rows of different lengths in one forward pass: where their tokens go, and what these see.
+
+A row's own tokens begin at slot 0 of its cache, so that distances of slots are those of tokens, and
+no cache is moved when rows go on from different lengths.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rloo.model.attention import round_inputs
+
+
+class Ragged:
+    """A forward pass over the last tokens of R rows, padded on the left to `width`. `lengths` (R,)
+    are those of the rows with these tokens, `pads` (R,) how many of the columns are padding. Before
+    it the shortest row had `least` tokens; with it the longest one has `most`."""
+
+    def __init__(
+        self, lengths: Tensor, width: int, pads: Tensor | None, *, least: int, most: int
+    ) -> None:
+        self.least, self.most = least, most
+        columns = torch.arange(width, device=lengths.device)
+        self._slots = lengths[:, None] - width + columns
+        if pads is None:
+            rows = torch.arange(len(lengths), device=lengths.device)
+            self._real = rows.repeat_interleave(width), columns.repeat(len(lengths))
+        else:
+            rows, columns = (columns >= pads[:, None]).nonzero(as_tuple=True)
+            self._real = rows, columns
+        self._own: dict[int | None, Tensor] = {}
+        self._prompts: dict[int | None, Tensor | None] = {}
+
+    def store(self, buffer: Tensor, states: Tensor) -> None:
+        """Write keys or values (R, H, width, D) where they belong in a buffer (R or more, H, slots,
+        D); those of padding are left out, as other tokens are there."""
+        rows, columns = self._real
+        buffer[rows, :, self._slots[rows, columns]] = round_inputs(states)[rows, :, columns]
+
+    def own_mask(self, first: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(R, 1, width, most - first), to be added to the scores of the rows' own keys from slot
+        `first`."""
+        if window not in self._own:
+            slots = torch.arange(first, self.most, device=self._slots.device)
+            distance = self._slots[:, :, None] - slots
+            seen = distance >= 0
+            if window is not None:
+                seen &= distance < window
+            self._own[window] = _added(seen, dtype)
+        return self._own[window]
+
+    def prompt_mask(
+        self, first: int, prompt_width: int, window: int | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """(R, 1, width, prompt_width - first), to be added to the scores of the prompts' keys from
+        slot `first`; None where all of them are within the window."""
+        if window not in self._prompts:
+            mask = None
+            if window is not None and prompt_width + self.most > window:
+                slots = torch.arange(first, prompt_width, device=self._slots.device)
+                mask = _added(prompt_width + self._slots[:, :, None] - slots < window, dtype)
+            self._prompts[window] = mask
+        return self._prompts[window]
+
+
+def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    # Not minus infinity: a row that sees none of these keys would give NaN, and gets the weight 0.
+    lowest = torch.finfo(dtype).min / 2
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, lowest)[:, None]
