@@ -190,13 +190,22 @@ def _require_same(prompt: Prompt, leases: Sequence[Lease]) -> None:
             continue
         names = [*first.state, *(name for name in other.state if name not in first.state)]
         name = next(n for n in names if first.state.get(n) != other.state.get(n))
-        raise ValueError(
-            f"two environments of prompt {prompt.id} begin in different states: {name} is "
-            f"{first.state.get(name)!r:.80} in one and {other.state.get(name)!r:.80} in the other; "
-            "episodes of a group are compared with each other, so reset(seed=...) must set "
-            "everything. What may differ, such as a connection, has a name with an underscore "
-            "(environment_factory)"
-        )
+        values = (f"{lease.state.get(name)!r:.80}" for lease in (first, other))
+        one, two = zip(values, ("in one", "in the other"), strict=True)
+        raise ValueError(different_states(prompt.id, name, " ".join(one), " ".join(two)))
+    for other in leases[1:]:
+        other.state = {}  # as the first one's
+
+
+def different_states(prompt: int, name: str, one: str, other: str) -> str:
+    """What is wrong where two environments of a prompt begin with different values, `one` and
+    `other` with where they were found, of the attribute `name`."""
+    return (
+        f"two environments of prompt {prompt} begin in different states: {name} is {one} and "
+        f"{other}; episodes of a group are compared with each other, so reset(seed=...) must set "
+        "everything. What may differ, such as a connection, has a name with an underscore "
+        "(environment_factory)"
+    )
 
 
 def _state_of(environment: Any) -> dict[str, Any]:

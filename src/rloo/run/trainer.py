@@ -115,7 +115,7 @@ class RLOOTrainer(shown.Shown):
             chosen_estimator(self.args)
             setup.seed_all(self.args)
             loggers = make_loggers(self.args)
-            self.turns = turns_of(tools, environment_factory, rollout_func, self.args, self.world)
+            self.turns = turns_of(tools, environment_factory, rollout_func, self.args)
             self.tools = self.turns.functions
             given = reward_model if reward_funcs is None else reward_funcs
             given, weighed = self.turns.with_rewards(given, self.args)
@@ -327,7 +327,8 @@ class RLOOTrainer(shown.Shown):
         self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state, self.judging)
         self.hub = Hub(self.args)
         data = self._source and self._source.state_dict()
-        require_same_start(self.world, self.args, self.policy, self.rewards.functions, data)
+        called = self.turns.called(self.rewards)
+        require_same_start(self.world, self.args, self.policy, called, data)
 
     def _make_monitor(self) -> None:
         silent = not self.world.is_main

@@ -14,7 +14,7 @@ from rloo.config.generation_kwargs import stop_tokens
 from rloo.config.tool_options import check_tools, refuse_in_vain
 from rloo.data.prompts import PromptSource
 from rloo.data.stream import Prompts
-from rloo.dist import World
+from rloo.model.division import is_divided
 from rloo.model.loading import num_embedded
 from rloo.model.policy import Policy
 from rloo.rewards import RewardSet
@@ -39,6 +39,12 @@ class Turns:
     tools: Mapping[str | None, Tools] = field(default_factory=dict)
     stage: Stage | None = None
     own: RolloutFunc | None = None
+    factories: Sequence[Factory] = ()
+
+    def called(self, rewards: RewardSet) -> list[Any]:
+        """All functions of the user's that a rollout calls."""
+        own = [] if self.own is None else [self.own]
+        return [*rewards.functions, *self.functions, *self.factories, *own]
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
@@ -84,7 +90,9 @@ class Turns:
 
     def around(self, engine: Engine, policy: Policy, trainer: Any) -> Engine:
         """An engine whose completions are episodes. Raises ValueError for a model whose chat
-        template is not fit for that."""
+        template is not fit for that, and for what several processes cannot do."""
+        if self.own is not None or self.tools:
+            self._check_processes(engine, trainer)
         if self.own is not None:
             from rloo.episodes.own import OwnRollouts
 
@@ -116,13 +124,35 @@ class Turns:
         )
         return EpisodeEngine(engine, casts, limits, self.stage)
 
+    def _check_processes(self, engine: Engine, trainer: Any) -> None:
+        """Raise ValueError for what would have to be in several processes at once."""
+        world, judging = trainer.world, trainer.judging.rewards
+        divided = any(map(is_divided, trainer.policy.parameters))
+        if world.size > 1 and divided and not engine.facts.copies_weights:
+            raise ValueError(
+                f"the engine {engine.facts.name} gathers divided weights anew for each turn, for "
+                "which all processes must come together, and their episodes do not have the same "
+                "number of turns; the native engine of a model with a fused decoder has a copy "
+                "(rollout_engine, rollout_copy, parallel)"
+            )
+        there = [trainer.rewards] if self.own is not None or self.stage is not None else []
+        if self.own is not None and judging is not None:
+            there.append(judging)
+        for rewards in there:
+            if world.size > 1 and not rewards.shared:
+                what = "rollout_func returns" if self.own is not None else "environments have"
+                raise ValueError(
+                    f"one of the rewards {', '.join(rewards.names)} keeps a state (state_dict), so "
+                    "that it is called for all completions in the main process, where what "
+                    f"{what} in another process is not known (reward_funcs, num_processes)"
+                )
+
 
 def turns_of(
     given: Sequence[Callable[..., Any] | str] | None,
     factories: Factories,
     own: RolloutFunc | None,
     args: RLOOConfig,
-    world: World,
 ) -> Turns:
     """The tools that are `given`, or else named by `args.tools`, and environments likewise. Raises
     ValueError for what is no tool, and for what cannot be combined with tools."""
@@ -138,11 +168,6 @@ def turns_of(
         if own is None:
             return Turns()
     check_tools(args, own=own is not None)
-    if world.size > 1:
-        raise ValueError(
-            f"there are {world.size} processes, and episodes are not divided among processes in "
-            "this version (num_processes 1; tools, environment_factory, rollout_func)"
-        )
     if own is not None:
         return Turns(own=own)
     if "tools" in (args.chat_template_kwargs or {}):
@@ -158,13 +183,15 @@ def turns_of(
     if factories is None:
         return Turns({None: Tools(functions, characters=characters)})
     by_name = dict(factories) if isinstance(factories, Mapping) else {None: factories}
-    stage = Stage({name: _factory(factory) for name, factory in by_name.items()})
+    made = {name: _factory(factory) for name, factory in by_name.items()}
+    stage = Stage(made)
     return Turns(
         {
             name: Tools(functions, characters=characters, example=e, methods=tools_of(e))
             for name, e in stage.examples.items()
         },
         stage,
+        factories=[*made.values()],
     )
 
 
