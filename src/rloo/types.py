@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -200,9 +200,12 @@ class Sample:
 
 
 def of_trained(values: Sequence[T], trained: tuple[bool, ...] | None) -> Sequence[T]:
-    """Those of `values`, one a token, where `trained` is true; None: all."""
+    """Those of `values`, one a token, where `trained` is true; None: all. Of what another process
+    has the sum stays, since values of other tokens are 0."""
     if trained is None:
         return values
+    if isinstance(values, Elsewhere):
+        return replace(values, length=sum(trained))
     return [value for value, kept in zip(values, trained, strict=True) if kept]
 
 

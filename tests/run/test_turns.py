@@ -141,7 +141,6 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
         ({"rollout_engine": "vllm"}, "rollout_engine is vllm"),
         ({"max_staleness": 1}, "sampled beside training"),
         ({"sampler_processes": 1}, "sampled beside training"),
-        ({"num_processes": 2, "num_prompts": 4}, "num_processes is 2"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has tools"),
         ({"tools": ()}, "max_tool_calling_iterations is 2 and there are no tools"),
         ({"rows": Dataset.from_dict({"prompt": ["a", "b"], "n": [1, 2]})}, "prompt 0 is a text"),

@@ -302,9 +302,9 @@ def _as_text(prompt: Prompt, text: str) -> Text:
 def _plain(raw: Raw) -> Any:
     """As values that can be sent; of what was logged as an extra column, what files have of it."""
     logs = [(name, strict(log.extras), log.metrics) for name, log in raw.logs.items()]
-    return raw.count, raw.by_function, logs
+    return raw.count, raw.seen, raw.by_function, logs
 
 
 def _of_plain(values: Any) -> Raw:
-    count, by_function, logs = values
-    return Raw(count, by_function, {name: Log(extras, sums) for name, extras, sums in logs})
+    count, seen, by_function, logs = values
+    return Raw(count, by_function, {name: Log(extras, sums) for name, extras, sums in logs}, seen)
