@@ -7,7 +7,8 @@ from threading import Lock
 import pytest
 import torch
 
-from rloo.algorithm.sharing import Judge, sample
+from rloo.algorithm.sharing import Judge, _of_plain, _plain, sample
+from rloo.algorithm.transfer import elsewhere, heads
 from rloo.dist import World
 from rloo.dist.trees import decode, encode
 from rloo.engines.packing import pack, unpack
@@ -16,8 +17,9 @@ from rloo.episodes.own import OwnRollouts
 from rloo.episodes.proof import find_dialect
 from rloo.episodes.stage import Stage, tools_of
 from rloo.episodes.tools import Tools
+from rloo.report.metrics import sampled_entropy
 from rloo.rewards import RewardSet
-from rloo.types import Completion, EngineFacts, Episode, Prompt, Sampling
+from rloo.types import Completion, EngineFacts, Episode, Prompt, Sampling, of_trained
 from support.chat import make_chat_tokenizer
 from support.episodes import Told
 from support.lines import make_worlds, of_each
@@ -245,6 +247,30 @@ def test_episodes_travel_whole():
     plain = [replace(c, trained=None, episode=None) for c in completions]
     packed = pack(plain)
     assert packed["trained"] is None and packed["episodes"] is None and unpack(packed) == plain
+
+
+def test_what_another_process_has_of_trained_tokens_is_their_number_and_sum():
+    trained = (True, False, True)
+    here = Completion([1, 2, 3], "stop", logs := [-0.5, 0.0, -1.0], logs, trained=trained)
+    (there,) = elsewhere(decode(encode(heads([here]))), 1)
+    assert (there.trained, there.num_trained, there.home) == (trained, 2, 1)
+    of_both = [of_trained(c.policy_logprobs, c.trained) for c in (here, there)]
+    assert sampled_entropy(of_both[:1]) == sampled_entropy(of_both[1:]) == {"entropy": 0.75}
+
+
+def test_what_rewards_log_is_weighed_by_what_they_have_seen():
+    """One of three completions failed on the first process, none on the second."""
+
+    def odd(completions, log_metric, **_):
+        log_metric("odd", sum(len(c) % 2 for c in completions) / len(completions))
+        return [0.0 for _ in completions]
+
+    rewards = RewardSet([odd])
+    first = rewards.call(["p"] * 2, ["a", "bb"], [[1]] * 2, {}, None).among([0, 2], 3)
+    second = rewards.call(["p"] * 4, ["aa"] * 4, [[1]] * 4, {}, None)
+    assert rewards.combine([first, second]).metrics == {"odd": pytest.approx(1 / 6)}
+    sent = [_of_plain(decode(encode(_plain(raw)))) for raw in (first, second)]
+    assert rewards.combine(sent).metrics == {"odd": pytest.approx(1 / 6)}
 
 
 class Random:
