@@ -297,7 +297,7 @@ def own_rollouts(rank: int, change=lambda rank, prompts: None, every: bool = Tru
         ids = [[1, 2]] * len(prompts)
         said = engine.turn(ids, 2)
         rows = [i + s.token_ids for i, s in zip(ids, said, strict=True)]
-        again = engine.turn(rows if every else [*rows, [5]], 2)
+        again = engine.turn(rows if every else [[5]] * (len(rows) + 1), 2)
         both = [s.token_ids + a.token_ids for s, a in zip(said, again, strict=False)]
         return {
             "prompt_ids": [[1, 2 + rank]] * len(prompts) if change is other else ids,
