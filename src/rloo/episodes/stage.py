@@ -98,8 +98,8 @@ class Stage:
             for own, name, count in zip(leases, names, counts, strict=True):
                 own += [Lease(self._take(name)) for _ in range(count)]
             asked = [
-                (lease, _reset(lease.environment, prompt, noise), seconds)
-                for own, prompt in zip(leases, prompts, strict=True)
+                (lease, _reset(lease.environment, prompt, noise, chosen=name is not None), seconds)
+                for own, prompt, name in zip(leases, prompts, names, strict=True)
                 for lease in own
             ]
             calls: list[Asked] = [(function, limit) for _, function, limit in asked]
@@ -152,12 +152,13 @@ def _reward_of(kind: Any) -> Callable[..., Any]:
     return chosen
 
 
-def _reset(environment: Any, prompt: Prompt, noise: int) -> Callable[[], Any]:
+def _reset(environment: Any, prompt: Prompt, noise: int, *, chosen: bool) -> Callable[[], Any]:
     """The call that begins an episode: with what `reset` takes of the row, and with a `seed` that
-    is the same for all episodes of a prompt in a rollout."""
+    is the same for all episodes of a prompt in a rollout. Where the row has `chosen` among
+    environments, its column `environment` is not for these."""
     digest = hashlib.blake2b(f"{noise}/{prompt.noise_id}".encode(), digest_size=4).digest()
     offered = {"seed": int.from_bytes(digest, "little") >> 1, "prompt": prompt.content}
-    offered |= {name: v for name, v in prompt.columns.items() if name != "environment"}
+    offered |= {n: v for n, v in prompt.columns.items() if not (chosen and n == "environment")}
     parameters = inspect.signature(environment.reset).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         taken = {p.name for p in parameters}

@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from datasets import Dataset, IterableDataset
+
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.config.functions import load_function
 from rloo.config.generation_kwargs import stop_tokens
@@ -24,6 +27,8 @@ if TYPE_CHECKING:  # a run without tools does not load them
     from rloo.episodes.stage import Stage
     from rloo.episodes.tools import Tools
 
+# What is said to a model whose environment says the rest.
+_NOTHING = [{"role": "user", "content": ""}]
 Factory = Callable[[], Any]
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 # A factory, the spec of one, or one of either by the name that the column `environment` has.
@@ -45,6 +50,28 @@ class Turns:
         """All functions of the user's that a rollout calls."""
         own = [] if self.own is None else [self.own]
         return [*rewards.functions, *self.functions, *self.factories, *own]
+
+    def dataset(self, rows: Any, args: RLOOConfig, batches: Batches) -> Any:
+        """`rows` to train on: without any, as many as a rollout has that say nothing, where there
+        is one environment, which says all, and `max_steps` the length of the run, as in TRL."""
+        if rows is not None or self.stage is None or None not in self.tools or args.max_steps <= 0:
+            return rows
+        return Dataset.from_dict({"prompt": [_NOTHING] * batches.prompts_per_rollout})
+
+    def rows(self, given: Any, args: RLOOConfig) -> Any:
+        """The same, where there are environments and rows have no prompt with one that says
+        nothing. Those that are named, as files are, have what they have."""
+        if self.stage is None or args.prompt_template is not None:
+            return given
+        if isinstance(given, Mapping):
+            return {name: self.rows(rows, args) for name, rows in given.items()}
+        if "prompt" in (getattr(given, "column_names", None) or ()):
+            return given
+        if isinstance(given, Dataset):
+            return given.add_column("prompt", [_NOTHING] * len(given))
+        if isinstance(given, IterableDataset):  # its columns may be unknown
+            return given.map(lambda row: {"prompt": _NOTHING, **row})
+        return given
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
