@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from support import played
 from support.launched import HARDEST, launch, require_equal, require_loaded_in_turn
-from support.processes import BETWEEN, CASES, RESUMED, run
+from support.processes import BETWEEN, CASES, DIVIDED, ENDS, RESUMED, run
 
 # Where tokens are needed elsewhere: to score a group, to train it, in later steps and files.
-FAR = (*HARDEST, "ranked in its group", "two passes", BETWEEN)
+FAR = (*HARDEST, "ranked in its group", "two passes", BETWEEN, *played.CASES)
 SOME = (*HARDEST, "LoRA", "over the batch")
 
 
@@ -30,7 +31,8 @@ def made(tmp_path_factory) -> Path:
         2,
         [
             (folder / "replicate-2", CASES, {}),
-            (folder / "fsdp2-2", CASES, divided),
+            (folder / "ends-2", ENDS, {}),
+            (folder / "fsdp2-2", DIVIDED, divided),
             *[(folder / kind, RESUMED, {"max_steps": 2} | options) for kind, options in kinds],
             (folder / "half-2", RESUMED, {"max_steps": 4} | divided),
             (folder / "far-2", FAR, {"gather_limit": 0}),
@@ -64,6 +66,19 @@ def test_several_processes_end_as_one(made, parallel, processes):
 @pytest.mark.parametrize("where", ("far-2", "far-fsdp2-2"))
 def test_tokens_that_stay_where_they_were_sampled_change_nothing(made, where):
     require_equal(made / "alone", made / where)
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_in_an_episode_ends_all_processes_with_the_reason(made):
+    def ended(name: str, rank: int) -> str:
+        return (made / "ends-2" / name / f"ended-{rank}").read_text()
+
+    for rank in (0, 1):
+        said = ended("two states", rank)
+        assert "board is 'board 0' on rank 0 and 'board 1' on rank 1" in said
+    assert ended("a function that fails", 1) == "ConnectionError: no rollout today"
+    said = ended("a function that fails", 0)
+    assert "rank 1 has failed in sample of step 1: ConnectionError: no rollout today" in said
 
 
 @pytest.mark.slow

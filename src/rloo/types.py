@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 T = TypeVar("T")
@@ -68,7 +68,9 @@ class Episode:
     they took. `failed` is the reason why it could not go on, which is no fault of the model's: such
     an episode has no reward, and perhaps no token. With an environment, `prompt` is that to which
     its first words were added, and `start` a hash of the state in which it began. A function that
-    makes rollouts knows no `messages`, and may give reward functions `columns`."""
+    makes rollouts knows no `messages`, and may give reward functions `columns`. The environment,
+    its `state` at the start as far as that is compared, and columns stay in the process that played
+    the episode; where there are any, `rank` is that process, which judges it."""
 
     messages: list[Message] | None
     turns: int
@@ -80,6 +82,8 @@ class Episode:
     environment: Any = None
     start: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)
+    rank: int | None = None
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +201,12 @@ class Sample:
 
 
 def of_trained(values: Sequence[T], trained: tuple[bool, ...] | None) -> Sequence[T]:
-    """Those of `values`, one a token, where `trained` is true; None: all."""
+    """Those of `values`, one a token, where `trained` is true; None: all. Of what another process
+    has the sum stays, since values of other tokens are 0."""
     if trained is None:
         return values
+    if isinstance(values, Elsewhere):
+        return replace(values, length=sum(trained))
     return [value for value, kept in zip(values, trained, strict=True) if kept]
 
 
@@ -219,8 +226,9 @@ class EngineFacts:
     them, so they must not change while it samples, nor, if it copies others, between `load` and
     that. `exact_noise`: `noise` determines every draw; without it, equal calls may differ.
     `filters`: it can sample with top-k, top-p, min-p and a repetition penalty. `central`: of
-    several processes the main one alone samples, for all. `keeps_finished`: what is sampled at the
-    same time is computed until its last completion ends.
+    several processes the main one alone samples, for all. `whole_groups`: each samples all
+    completions of a prompt, unless there are more processes than prompts. `keeps_finished`: what is
+    sampled at the same time is computed until its last completion ends.
 
     The rest is the memory that a completion may occupy while it is sampled: for each token of its
     prompt, for each that may follow, and once. What needs more than `cache_bytes` is not sampled
@@ -237,6 +245,7 @@ class EngineFacts:
     row_bytes: int = 0
     cache_bytes: int | None = None
     central: bool = False
+    whole_groups: bool = False
     keeps_finished: bool = False
 
     def bytes_per_row(self, prompt_tokens: int, max_tokens: int) -> int:

@@ -101,6 +101,18 @@ def test_reset_gets_what_it_takes_of_the_row():
     assert leases[0][0].said == " From 7."
 
 
+def test_the_column_that_chooses_an_environment_is_not_for_it_and_else_is():
+    class Placed(Guessing):
+        def reset(self, **row) -> str:
+            """Begin."""
+            return ", ".join(sorted(row))
+
+    (alone,), _ = begin(Stage({None: Placed}), prompt(environment="a", low=1))
+    (chosen,), _ = begin(Stage({"a": Placed}), prompt(environment="a", low=1))
+    assert alone[0].said == "environment, low, prompt, seed"
+    assert chosen[0].said == "low, prompt, seed"
+
+
 def test_states_that_differ_are_refused_with_the_attribute():
     with pytest.raises(
         ValueError, match=r"prompt 0 begin in different states: number is \d+ in one"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.launched import HARDEST, launch, require_equal, require_loaded_in_turn
-from support.processes import CASES, RESUMED, run
+from support.processes import DIVIDED, RESUMED, run
 
 STAGES = ("zero1", "zero2", "zero3")
 IN_FLOAT32 = {"single": True}
@@ -84,7 +84,7 @@ def made(tmp_path_factory) -> Path:
     file.write_text(json.dumps(FILE), encoding="utf-8")
     second.write_text(json.dumps(FILE_2), encoding="utf-8")
     yaml.write_text(ACCELERATE, encoding="utf-8")
-    run(folder / "alone", [*CASES], **IN_FLOAT32)
+    run(folder / "alone", [*DIVIDED], **IN_FLOAT32)
     run(folder / "alone", [*RESUMED], max_steps=4, **IN_FLOAT32)
     run(folder / "half-2", [*RESUMED], max_steps=2, **IN_FLOAT32)
     stages = [(stage, {"parallel": stage} | IN_FLOAT32) for stage in STAGES]
@@ -98,7 +98,7 @@ def made(tmp_path_factory) -> Path:
     launch(
         2,
         [
-            *[(folder / f"{stage}-2", CASES, options) for stage, options in stages],
+            *[(folder / f"{stage}-2", DIVIDED, options) for stage, options in stages],
             (folder / "file-2", HARDEST, {"deepspeed": str(file)} | IN_FLOAT32),
             (folder / "second-2", HARDEST, {"deepspeed": str(second)} | IN_FLOAT32),
             (folder / "hf-2", ["paper", "LoRA"], hf),

@@ -160,6 +160,38 @@ def test_what_does_not_go_together_is_refused(tmp_path):
         make_trainer(tmp_path, {"other": Other}, add_reward)
 
 
+class Says(Letters):
+    """Says the whole prompt itself."""
+
+    def reset(self, seed: int, low: int = 0) -> str:
+        """Begin."""
+        self.called = low + seed % 3
+        return f"There are {self.called}."
+
+
+def test_an_environment_may_say_the_whole_prompt(tmp_path):
+    """As in TRL: without a dataset, and with rows that have no prompt."""
+    for name, rows in (
+        ("none", None),
+        ("rows", ROWS.remove_columns("prompt")),
+        ("stream", ROWS.remove_columns("prompt").to_iterable_dataset()),
+    ):
+        trainer = make_trainer(tmp_path / name, Says, rows=rows, max_steps=1)
+        trainer.train()
+        prompts = [row["prompt"][-1]["content"] for row in rows_of(trainer)]
+        assert all(p.startswith("There are ") for p in prompts) and len(set(prompts)) > 1
+        if rows is None:
+            assert len(trainer.train_dataset) == 3  # prompts of a rollout
+    for given in ({"max_steps": -1}, {"factory": {"one": Says}}):
+        with pytest.raises(ValueError, match="there is no dataset"):
+            make_trainer(tmp_path / "length", **{"factory": Says, "rows": None, **given})
+    with pytest.raises(ValueError, match="no column 'prompt'"):
+        RLOOTrainer(
+            make_talkative_model(make_brace_tokenizer()), add_reward, make_config(tmp_path),
+            ROWS.remove_columns("prompt"), processing_class=make_brace_tokenizer(),
+        )  # fmt: skip
+
+
 def add_reward(completions, **_):
     return [0.0 for _ in completions]
 

@@ -2,19 +2,26 @@
 
 import json
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.cli import main
+from rloo.rewards import RewardSet
 from rloo.run.plan import make_plan
+from rloo.run.turns import Turns
 from support.chat import (
     add,
     make_brace_tokenizer,
     make_talkative_model,
 )
+from support.episodes import FACTS
 from support.training import make_config, metrics_of, weights
 
 ROWS = Dataset.from_dict(
@@ -141,7 +148,6 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
         ({"rollout_engine": "vllm"}, "rollout_engine is vllm"),
         ({"max_staleness": 1}, "sampled beside training"),
         ({"sampler_processes": 1}, "sampled beside training"),
-        ({"num_processes": 2, "num_prompts": 4}, "num_processes is 2"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has tools"),
         ({"tools": ()}, "max_tool_calling_iterations is 2 and there are no tools"),
         ({"rows": Dataset.from_dict({"prompt": ["a", "b"], "n": [1, 2]})}, "prompt 0 is a text"),
@@ -150,6 +156,55 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
 def test_what_does_not_go_together_is_refused(tmp_path, options, reason):
     with pytest.raises(ValueError, match=reason):
         make_trainer(tmp_path, **options)
+
+
+class Keeping:
+    """A reward with a state."""
+
+    def __call__(self, completions, **_):
+        return [0.0 for _ in completions]
+
+    def state_dict(self):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("turns", "judging", "reason"),
+    [
+        (Turns(own=print), False, "keeps a state .* what rollout_func returns in another process"),
+        (Turns(own=print), True, "keeps a state"),
+        (Turns(stage=object()), False, "keeps a state .* what environments have in another"),
+        (Turns(), False, None),  # tools alone: what it needs is sent to the main process
+        (Turns(stage=object()), True, None),  # those have no environments in any case
+    ],
+)
+def test_what_cannot_be_in_several_processes_is_refused(turns, judging, reason):
+    stateful, other = RewardSet([Keeping()]), RewardSet([reward_of])
+    trainer = SimpleNamespace(
+        world=SimpleNamespace(size=2),
+        rewards=other if judging else stateful,
+        judging=SimpleNamespace(rewards=stateful if judging else None),
+        policy=SimpleNamespace(parameters=[torch.zeros(1)]),
+    )
+    engine = SimpleNamespace(facts=FACTS)
+    with pytest.raises(ValueError, match=reason) if reason else nullcontext():
+        turns._check_processes(engine, trainer)
+    trainer.world.size = 1
+    turns._check_processes(engine, trainer)
+
+
+def test_an_engine_that_gathers_weights_at_each_turn_is_refused():
+    part = SimpleNamespace(device_mesh=None)  # as a tensor of which others have the rest
+    trainer = SimpleNamespace(
+        world=SimpleNamespace(size=2),
+        rewards=RewardSet([reward_of]),
+        judging=SimpleNamespace(rewards=None),
+        policy=SimpleNamespace(parameters=[part]),
+    )
+    for copies in (True, False):
+        engine = SimpleNamespace(facts=replace(FACTS, copies_weights=copies))
+        with nullcontext() if copies else pytest.raises(ValueError, match="told gathers divided"):
+            Turns()._check_processes(engine, trainer)
 
 
 def test_options_about_tools_without_tools_are_refused(tmp_path):

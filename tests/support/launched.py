@@ -17,7 +17,7 @@ from support.processes import CASES, MEASURED, PACKED
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Of the machine, or of several processes alone.
-OTHERS = ("time/", "step_time", "tokens_per_second", "rank/")
+OTHERS = ("time/", "step_time", "tokens_per_second", "rank/", "tools/time", "seconds")
 HARDEST = ("one group over all", "missing", "several updates")
 
 

@@ -21,6 +21,7 @@ from rloo.model.memory import phase_peaks
 from rloo.run.plan import lasting_bytes
 from rloo.run.servers import exported
 from rloo.run.setup import make_engine
+from support import played
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -131,7 +132,11 @@ CASES = {
     FAILS: (failing, {"save_strategy": "steps", "save_steps": 1}),
     BETWEEN: (mixed, {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}),
     GOES_ON: (mixed, {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}),
+    **{name: (reward, options) for name, (reward, options, _) in played.CASES.items()},
 }
+# Whose weights may be divided: episodes do not care.
+DIVIDED = {name: case for name, case in CASES.items() if name not in played.CASES}
+ENDS = {name: (reward, options) for name, (reward, options, _) in played.ENDS.items()}
 
 
 # Saved and taken up again, perhaps by another number of processes.
@@ -147,7 +152,8 @@ HALF = {
 
 
 def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RLOOTrainer:
-    reward, options = {**CASES, **{n: (r, HALF | o) for n, (r, o) in RESUMED.items()}}[name]
+    cases = CASES | ENDS | {n: (r, HALF | o) for n, (r, o) in RESUMED.items()}
+    reward, options = cases[name]
     args = RLOOConfig(
         str(folder / name),
         **{
@@ -162,17 +168,22 @@ def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RL
     rows, held_out = ROWS, ROWS.select(range(3))
     if name == DRAWN:
         rows = rows.add_column("task", ["a", "b"] * 6).add_column("level", [0, 0, 1, 1] * 3)
-    model = make_model("qwen3")
+    model, tokenizer, given = make_model("qwen3"), make_tokenizer(), {}
+    if name in played.CASES or name in played.ENDS:
+        given = {**played.CASES, **played.ENDS}[name][2]
+        if (own := played.parts(name)) is not None:
+            model, tokenizer, rows = own
+            held_out = rows.select(range(3))
     if name == TIED:
         model.config.tie_word_embeddings = True
         model.tie_weights()
     if not single:
         model.double()
     callbacks: list = {STOPPED: [StopsTheMainOne], BETWEEN: [FailsBetween]}.get(name, [])
-    tokenizer = make_tokenizer()
     return RLOOTrainer(
-        model, reward, args, rows, held_out, processing_class=tokenizer, callbacks=callbacks
-    )
+        model, reward, args, rows, held_out, processing_class=tokenizer, callbacks=callbacks,
+        **given,
+    )  # fmt: skip
 
 
 def measure_writing(trainer: RLOOTrainer, folder: Path) -> None:
@@ -200,7 +211,11 @@ def run(folder: Path, names: list[str], **options: Any) -> None:
         trainer = make(folder, name, **options)
         try:
             output = trainer.train("auto")
-        except (ValueError, ConnectionError):
+        except (ValueError, ConnectionError) as error:
+            if name in ENDS:
+                said = f"{type(error).__name__}: {error}"
+                (folder / name / f"ended-{trainer.world.rank}").write_text(said)
+                continue
             assert name in (FAILS, BETWEEN)
             output = trainer.train("auto")
         if "vllm_server_base_url" in options:

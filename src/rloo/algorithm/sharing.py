@@ -5,11 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from rloo.algorithm.beginnings import beginnings_of, require_alike, with_prompt
 from rloo.algorithm.transfer import bring, elsewhere, heads
 from rloo.dist import World
 from rloo.engines.noise import noise_key
@@ -21,6 +23,7 @@ from rloo.rewards.combine import Raw
 from rloo.types import (
     Completion,
     Engine,
+    EngineFacts,
     Group,
     Prompt,
     Sampling,
@@ -44,9 +47,8 @@ def sample(
     Where processes are more than prompts, several sample one group."""
     if world.links is None:
         return engine.sample(prompts, count, sampling, noise)
-    mine = world.share(len(prompts) * count)
-    if engine.facts.central:
-        mine = range(len(prompts) * count if world.is_main else 0)
+    mine = _part(engine.facts, len(prompts), count, world)
+    _reseed(noise, prompts, world)  # tools may draw
     numbers = [
         range(max(mine.start - first, 0), min(mine.stop - first, count))
         for first in range(0, len(prompts) * count, count)
@@ -58,6 +60,24 @@ def sample(
     return of_all(drawn, prompts, count, sampling, world)
 
 
+def _part(facts: EngineFacts, prompts: int, count: int, world: World) -> range:
+    """Of all completions the places of those that this process samples."""
+    if facts.central:
+        return range(prompts * count if world.is_main else 0)
+    if facts.whole_groups and prompts >= world.size:
+        groups = world.share(prompts)
+        return range(groups.start * count, groups.stop * count)
+    return world.share(prompts * count)
+
+
+def _reseed(noise: int, prompts: Sequence[Prompt], world: World) -> None:
+    """Make the global generators of the other processes a function of what is done next, since
+    checkpoints have only the main one's."""
+    if not world.is_main:
+        first = prompts[0].noise_id if prompts else 0
+        transformers.set_seed(noise_key(noise, f"rank {world.rank}", first) >> 32)
+
+
 def of_all(
     drawn: list[list[Completion]],
     prompts: Sequence[Prompt],
@@ -66,43 +86,63 @@ def of_all(
     world: World,
 ) -> list[list[Completion]]:
     """The `count` completions of each prompt, where this process has drawn a part, in their order.
-    Raises ValueError where the processes have drawn for other prompts."""
+    Raises ValueError where the processes have drawn for other prompts, or where the episodes of a
+    prompt began differently."""
     if world.links is None:
         return drawn
     drew = zlib.crc32(repr([(prompt.id, prompt.token_ids) for prompt in prompts]).encode())
     own = [completion for group in drawn for completion in group]
     most = len(prompts) * count * sampling.max_tokens * _TOKEN_BYTES
-    flat = _all_completions(own, drew, world, small=most <= world.gather_limit)
-    return [flat[first : first + count] for first in range(0, len(flat), count)]
-
-
-def _all_completions(
-    own: list[Completion], drew: int, world: World, *, small: bool
-) -> list[Completion]:
-    """All completions, of which this process has drawn its `own`, with tokens where those are of
-    `gather_limit` bytes, or known to be (`small`)."""
-    parts = world.gather((drew, pack(own) if small else heads(own)))
-    for rank, (other, _) in enumerate(parts):
+    small = most <= world.gather_limit
+    began = beginnings_of(own, prompts)
+    parts = world.gather((drew, began, _stays(own), pack(own) if small else heads(own)))
+    for rank, (other, *_) in enumerate(parts):
         if other != drew:
             raise ValueError(
                 f"rank {rank} has drawn other prompts than rank {world.rank}; all must read the "
                 "same rows in the same order (train_dataset, eval_dataset, shuffle_dataset)"
             )
-    if small:
-        return [completion for _, part in parts for completion in unpack(part)]
-    known = [elsewhere(head, rank) for rank, (_, head) in enumerate(parts)]
+    begun = require_alike([began for _, began, _, _ in parts], own, prompts, world)
+    told = [part for *_, part in parts]
+    known = [unpack(p) if small else elsewhere(p, rank) for rank, p in enumerate(told)]
+    by_rank = _with_tokens(known, own, world, small=small)
+    if any(stays for _, _, stays, _ in parts):
+        by_rank = [[_of_rank(c, rank) for c in some] for rank, some in enumerate(by_rank)]
+    flat = iter([completion for some in by_rank for completion in some])
+    return [
+        [with_prompt(next(flat), begun.get(prompt.noise_id)) for _ in range(count)]
+        for prompt in prompts
+    ]
+
+
+def _with_tokens(
+    known: list[list[Completion]], own: list[Completion], world: World, *, small: bool
+) -> list[list[Completion]]:
+    """The completions of each process, this one's as they are: of the others, what is `known`, with
+    tokens where all have them (`small`), or where all tokens are of `gather_limit` bytes."""
     tokens = sum(len(c.token_ids) for part in known for c in part)
-    if tokens * _TOKEN_BYTES <= world.gather_limit:
-        return [c for part in world.gather(pack(own)) for c in unpack(part)]
-    known[world.rank] = [replace(completion, home=world.rank) for completion in own]
-    return [completion for part in known for completion in part]
+    if not small and tokens * _TOKEN_BYTES <= world.gather_limit:
+        known, small = [unpack(part) for part in world.gather(pack(own))], True
+    here = own if small else [replace(completion, home=world.rank) for completion in own]
+    return [*known[: world.rank], here, *known[world.rank + 1 :]]
+
+
+def _stays(own: Sequence[Completion]) -> bool:
+    """Whether these have what reward functions may ask for and other processes cannot be sent."""
+    episodes = [c.episode for c in own if c.episode is not None]
+    return any(e.environment is not None or e.columns for e in episodes)
+
+
+def _of_rank(completion: Completion, rank: int) -> Completion:
+    assert completion.episode is not None
+    return replace(completion, episode=replace(completion.episode, rank=rank))
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Scores completions, of which each process judges an equal part of the groups. `noise` numbers
-    what is judged: the other processes' global generators are a function of it and of the prompts,
-    since checkpoints have only the main one's."""
+    """Scores completions, of which each process judges an equal part of the groups, or the episodes
+    that it has played, where it alone has what rewards ask for. `noise` numbers what is judged: the
+    other processes' global generators are a function of it and of the prompts."""
 
     rewards: RewardSet
     tokenizer: PreTrainedTokenizerBase
@@ -123,14 +163,17 @@ class Judge:
         rewards logged. `learn`: see `RewardSet.score`."""
         prompts = [_begun(*both) for both in zip(prompts, sampled, strict=True)]
         world, names = self.world, column_names(prompts)
-        shares = [self._share(len(prompts), rank) for rank in range(world.size)]
+        flat = [completion for some in sampled for completion in some]
+        shares = self._shares(sampled)
         if called is not None:
-            shares = [range(len(prompts) if rank == 0 else 0) for rank in range(world.size)]
-        if not world.is_main:
-            first = prompts[0].noise_id if prompts else 0
-            transformers.set_seed(noise_key(self.noise, f"rank {world.rank}", first) >> 32)
-        own = iter(bring([[c for i in share for c in sampled[i]] for share in shares], world))
-        groups = [(prompts[i], [next(own) for _ in sampled[i]]) for i in shares[world.rank]]
+            shares = [range(len(flat) if rank == 0 else 0) for rank in range(world.size)]
+        _reseed(self.noise, prompts, world)
+        own = iter(bring([[flat[i] for i in share] for share in shares], world))
+        number_of = [number for number, some in enumerate(sampled) for _ in some]
+        groups = [
+            (prompts[number], [next(own) for _ in places])
+            for number, places in groupby(shares[world.rank], key=number_of.__getitem__)
+        ]
         done = self._call(groups, names) if called is None else list(called)
         texts = [text for some, _ in done for text in some]
         raws = [raw for _, raw in done]
@@ -146,10 +189,18 @@ class Judge:
         scores = self.rewards.combine(raws, learn=learn)
         return _groups(prompts, sampled, texts, scores), scores.metrics
 
-    def _share(self, count: int, rank: int) -> range:
-        if self.rewards.shared:
-            return self.world.share(count, rank)
-        return range(count if rank == 0 else 0)
+    def _shares(self, sampled: Sequence[Sequence[Completion]]) -> list[Sequence[int]]:
+        """The places of the completions that each process judges, in their order."""
+        flat = [completion for some in sampled for completion in some]
+        ranks = range(self.world.size)
+        if not self.rewards.shared:
+            return [range(len(flat) if rank == 0 else 0) for rank in ranks]
+        played = [c.episode.rank if c.episode else None for c in flat]
+        if any(rank is not None for rank in played):
+            return [[n for n, by in enumerate(played) if by == rank] for rank in ranks]
+        groups = [self.world.share(len(sampled), rank) for rank in ranks]
+        begin = [0, *accumulate(map(len, sampled))]
+        return [range(begin[some.start], begin[some.stop]) for some in groups]
 
     def _call(self, groups: Sequence[Sampled], names: Sequence[str]) -> list[Called]:
         """The texts of some groups, and what the reward functions say, in one call for all but
@@ -251,9 +302,9 @@ def _as_text(prompt: Prompt, text: str) -> Text:
 def _plain(raw: Raw) -> Any:
     """As values that can be sent; of what was logged as an extra column, what files have of it."""
     logs = [(name, strict(log.extras), log.metrics) for name, log in raw.logs.items()]
-    return raw.count, raw.by_function, logs
+    return raw.count, raw.seen, raw.by_function, logs
 
 
 def _of_plain(values: Any) -> Raw:
-    count, by_function, logs = values
-    return Raw(count, by_function, {name: Log(extras, sums) for name, extras, sums in logs})
+    count, seen, by_function, logs = values
+    return Raw(count, by_function, {name: Log(extras, sums) for name, extras, sums in logs}, seen)

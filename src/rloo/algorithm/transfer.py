@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rloo.dist import World
-from rloo.engines.packing import pack, unpack
+from rloo.engines.packing import pack, pack_episodes, unpack, unpack_episodes
 from rloo.types import Completion, Elsewhere, FinishReason, Sample
 
 C = TypeVar("C", Completion, Sample)
@@ -40,6 +40,9 @@ def bring(wanted: Sequence[Sequence[C]], world: World) -> list[C]:
                 policy_logprobs=c.policy_logprobs,
                 behavior_logprobs=c.behavior_logprobs,
             )
+            if isinstance(each, Completion) and each.episode and c.episode:
+                said = replace(each.episode, messages=c.episode.messages)
+                each = replace(each, episode=said)
         mine.append(each)
     return mine
 
@@ -83,7 +86,8 @@ def bring_seen(
 
 
 def heads(completions: Sequence[Completion]) -> dict[str, Any]:
-    """What all processes know of completions that one has: lengths, and sums of log-probs."""
+    """What all processes know of completions that one has: lengths, sums of log-probs, and what
+    happened in episodes, without what was said."""
     kinds = [(c.policy_logprobs, c.behavior_logprobs) for c in completions]
     return {
         "length": torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int32),
@@ -91,6 +95,7 @@ def heads(completions: Sequence[Completion]) -> dict[str, Any]:
         "sums": torch.tensor([[math.fsum(x) for x in pair] for pair in kinds], dtype=torch.float64),
         "same": torch.tensor([policy == behavior for policy, behavior in kinds], dtype=torch.bool),
         "versions": [c.versions for c in completions],
+        **pack_episodes(completions, messages=False),
     }
 
 
@@ -100,11 +105,13 @@ def elsewhere(heads: dict[str, Any], rank: int) -> list[Completion]:
     policy: Any
     behavior: Any
     names = ("length", "stopped", "sums", "same")
-    known = zip(*(heads[name].tolist() for name in names), heads["versions"], strict=True)
-    for length, stopped, sums, same, versions in known:
+    episodes = unpack_episodes(heads, len(heads["versions"]))
+    columns = [heads[name].tolist() for name in names]
+    known = zip(*columns, heads["versions"], episodes, strict=True)
+    for length, stopped, sums, same, versions, (trained, episode) in known:
         finish: FinishReason = "stop" if stopped else "length"
         policy = Elsewhere(length, sums[0])
         behavior = policy if same else Elsewhere(length, sums[1])
         tokens: Any = Elsewhere(length)
-        found.append(Completion(tokens, finish, policy, behavior, rank, versions))
+        found.append(Completion(tokens, finish, policy, behavior, rank, versions, trained, episode))
     return found

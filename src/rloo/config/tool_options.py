@@ -63,8 +63,3 @@ def _faults(options: ToolOptions, own: bool) -> Iterator[str]:
             f"{what} and completions are sampled beside training, by processes that "
             "cannot call them in this version (max_staleness 0 and no sampler_processes)"
         )
-    if (options.num_processes or 1) > 1:
-        yield (
-            f"{what} and num_processes is {options.num_processes}; episodes are not "
-            "divided among processes in this version (num_processes 1)"
-        )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rloo.types import Completion, FinishReason, Sample
+from rloo.types import Completion, Episode, FinishReason, Sample
 
 
 def pack(completions: Sequence[Completion] | Sequence[Sample]) -> dict[str, Any]:
     """N completions of T tokens in all as tensors (N,) and (T,), to the last bit. `behavior` is
-    None where it equals `policy`, `versions` where none is known."""
+    None where it equals `policy`, `versions` where none is known. Of an episode, what can be
+    sent."""
     known = any(c.versions for c in completions)
     same = all(c.behavior_logprobs == c.policy_logprobs for c in completions)
     behavior = [x for c in completions for x in c.behavior_logprobs or ()]
@@ -24,7 +26,33 @@ def pack(completions: Sequence[Completion] | Sequence[Sample]) -> dict[str, Any]
         "policy": _floats([x for c in completions for x in c.policy_logprobs]),
         "behavior": None if same else _floats(behavior),
         "versions": [c.versions for c in completions] if known else None,
+        **pack_episodes(completions),
     }
+
+
+def pack_episodes(
+    completions: Sequence[Completion] | Sequence[Sample], *, messages: bool = True
+) -> dict[str, Any]:
+    """Which tokens are trained, and what happened in each of N episodes, with `messages` or not;
+    None where all tokens are, and where none is an episode."""
+    trained = [None if c.trained is None else _runs(c.trained) for c in completions]
+    episodes = [_plain(getattr(c, "episode", None), messages) for c in completions]
+    return {
+        "trained": trained if any(runs is not None for runs in trained) else None,
+        "episodes": episodes if any(episode is not None for episode in episodes) else None,
+    }
+
+
+def unpack_episodes(
+    packed: dict[str, Any], count: int
+) -> list[tuple[tuple[bool, ...] | None, Episode | None]]:
+    """The inverse of `pack_episodes`, for each of `count` completions."""
+    trained = packed["trained"] or [None] * count
+    episodes = packed["episodes"] or [None] * count
+    return [
+        (None if runs is None else _of_runs(runs), None if plain is None else Episode(*plain))
+        for runs, plain in zip(trained, episodes, strict=True)
+    ]
 
 
 def unpack(packed: dict[str, Any]) -> list[Completion]:
@@ -33,13 +61,37 @@ def unpack(packed: dict[str, Any]) -> list[Completion]:
     behavior = policy if packed["behavior"] is None else packed["behavior"].tolist()
     versions = packed["versions"] or [()] * len(lengths)
     completions, end = [], 0
-    for length, stopped, of in zip(lengths, packed["stopped"].tolist(), versions, strict=True):
+    episodes = unpack_episodes(packed, len(lengths))
+    rows = zip(lengths, packed["stopped"].tolist(), versions, episodes, strict=True)
+    for length, stopped, of, (trained, episode) in rows:
         part, end = slice(end, end + length), end + length
         finish: FinishReason = "stop" if stopped else "length"
         completions.append(
-            Completion(tokens[part], finish, policy[part], behavior[part], versions=of)
-        )
+            Completion(
+                tokens[part], finish, policy[part], behavior[part],
+                versions=of, trained=trained, episode=episode,
+            )
+        )  # fmt: skip
     return completions
+
+
+def _runs(trained: Sequence[bool]) -> list[int]:
+    """How many tokens are trained, how many then are not, and so on in turn."""
+    lengths = [len(list(run)) for _, run in groupby(trained)]
+    return lengths if not trained or trained[0] else [0, *lengths]
+
+
+def _of_runs(runs: Sequence[int]) -> tuple[bool, ...]:
+    return tuple(kept for kept, length in zip(cycle((True, False)), runs) for _ in range(length))
+
+
+def _plain(episode: Episode | None, messages: bool) -> tuple[Any, ...] | None:
+    """The first fields of an episode: the others are of the process that played it."""
+    if episode is None:
+        return None
+    said = episode.messages if messages else None
+    counts = episode.turns, episode.calls, episode.errors, episode.seconds, episode.failed
+    return (said, *counts, None, None, episode.start)
 
 
 def _stopped(completion: Completion | Sample) -> bool:

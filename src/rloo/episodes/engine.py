@@ -64,7 +64,8 @@ class EpisodeEngine:
         stage: Stage | None = None,
     ) -> None:
         self._inner, self._casts, self._limits, self._stage = inner, casts, limits, stage
-        self.facts: EngineFacts = inner.facts
+        # Where environments are, reward functions are called.
+        self.facts: EngineFacts = replace(inner.facts, whole_groups=stage is not None)
         self.version = inner.version
 
     def load(self, weights: Weights, version: int) -> None:
@@ -278,6 +279,7 @@ class _Episode:
         episode = Episode(
             self.messages, self.turns, self.calls, self.errors, lease.seconds, lease.failed,
             prompt=self.prompt, environment=lease.environment, start=lease.start,
+            state=lease.state,
         )  # fmt: skip
         return Completion(
             self.token_ids,

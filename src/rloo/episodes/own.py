@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from rloo.engines.noise import noise_key
 from rloo.engines.sampling import numbers_of
 from rloo.types import (
     Completion,
@@ -26,6 +27,8 @@ NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 MASK = "env_mask"
 # What has one entry for each token, and is no reward function's.
 _OF_TOKENS = (*NEEDED, MASK, "logprob_token_ids")
+# A prompt, and the number of one of its completions.
+_Row = tuple[Prompt, int]
 
 
 class OwnRollouts:
@@ -41,9 +44,10 @@ class OwnRollouts:
     ) -> None:
         self._inner, self._function, self._trainer = inner, function, trainer
         self._vocabulary = vocabulary
-        self.facts: EngineFacts = inner.facts
+        # Where they are made, reward functions get what the function returns.
+        self.facts: EngineFacts = replace(inner.facts, whole_groups=True)
         self.version = inner.version
-        self._now: tuple[Sampling, int] | None = None
+        self._now: tuple[Sampling, int, list[_Row]] | None = None
         self._turns = 0
 
     def load(self, weights: Weights, version: int) -> None:
@@ -57,25 +61,38 @@ class OwnRollouts:
 
     def turn(self, rows: Sequence[list[int]], max_tokens: int | None = None) -> list[Completion]:
         """One completion of each row of tokens, with the present weights and sampling options, of
-        at most `max_tokens` (None: those of a whole completion). For the function, while it is
-        called; RuntimeError otherwise."""
+        at most `max_tokens` (None: those of a whole completion). Where there are as many rows as
+        the function was given prompts, noise is keyed by these, in whichever process, else by the
+        place of the row among this process's. For the function, while it is called; RuntimeError
+        otherwise."""
         if self._now is None:
             raise RuntimeError("turn is for rollout_func, while it is called")
-        sampling, noise = self._now
+        sampling, noise, own = self._now
         sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
         self._turns += 1
-        first = self._turns << 32
-        prompts = [Prompt(first + place, row, "") for place, row in enumerate(rows)]
-        return [turn for (turn,) in self._inner.sample(prompts, 1, sampling, noise)]
+        noise = noise_key(noise, "turn", self._turns)
+        if len(rows) != len(own):
+            first, number = own[0]  # which no other process has
+            noise = noise_key(noise, f"from completion {number} of", first.noise_id)
+            own = [(Prompt(place, [], ""), 0) for place in range(len(rows))]
+        prompts = [
+            Prompt(prompt.id, row, "", epoch=prompt.epoch)
+            for (prompt, _), row in zip(own, rows, strict=True)
+        ]
+        numbers = [range(number, number + 1) for _, number in own]
+        return [turn for (turn,) in self._inner.sample(prompts, numbers, sampling, noise)]
 
     def sample(
         self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """What the function makes of each prompt, which it is given once for each completion.
-        Raises ValueError for what is no completion."""
+        """What the function makes of each prompt, which it is given once for each completion; it is
+        not called for none. Raises ValueError for what is no completion."""
         numbers = numbers_of(samples, prompts)
-        rows = [p for p, own in zip(prompts, numbers, strict=True) for _ in own]
-        self._now, self._turns = (sampling, noise), 0
+        keyed = [(p, number) for p, own in zip(prompts, numbers, strict=True) for number in own]
+        if not keyed:
+            return [[] for _ in prompts]
+        rows = [prompt for prompt, _ in keyed]
+        self._now, self._turns = (sampling, noise, keyed), 0
         try:
             given = self._function([prompt.content for prompt in rows], self._trainer())
         finally:
@@ -170,7 +187,12 @@ def _of(values: Any, n: int) -> Any:
 def _require_one_prompt(prompt: Prompt, group: Sequence[Completion]) -> None:
     begun = {tuple(c.episode.prompt.token_ids) for c in group if c.episode and c.episode.prompt}
     if len(begun) > 1:
-        raise ValueError(
-            f"rollout_func: completions of prompt {prompt.id} have different prompt_ids; those of "
-            f"a group begin alike, and what differs belongs into completion_ids, with {MASK} 0"
-        )
+        raise ValueError(other_prompt(prompt.id))
+
+
+def other_prompt(number: int) -> str:
+    """What is wrong where completions of a prompt do not begin with the same tokens."""
+    return (
+        f"rollout_func: completions of prompt {number} have different prompt_ids; those of a group "
+        f"begin alike, and what differs belongs into completion_ids, with {MASK} 0"
+    )

@@ -98,8 +98,8 @@ class Stage:
             for own, name, count in zip(leases, names, counts, strict=True):
                 own += [Lease(self._take(name)) for _ in range(count)]
             asked = [
-                (lease, _reset(lease.environment, prompt, noise), seconds)
-                for own, prompt in zip(leases, prompts, strict=True)
+                (lease, _reset(lease.environment, prompt, noise, chosen=name is not None), seconds)
+                for own, prompt, name in zip(leases, prompts, names, strict=True)
                 for lease in own
             ]
             calls: list[Asked] = [(function, limit) for _, function, limit in asked]
@@ -152,12 +152,13 @@ def _reward_of(kind: Any) -> Callable[..., Any]:
     return chosen
 
 
-def _reset(environment: Any, prompt: Prompt, noise: int) -> Callable[[], Any]:
+def _reset(environment: Any, prompt: Prompt, noise: int, *, chosen: bool) -> Callable[[], Any]:
     """The call that begins an episode: with what `reset` takes of the row, and with a `seed` that
-    is the same for all episodes of a prompt in a rollout."""
+    is the same for all episodes of a prompt in a rollout. Where the row has `chosen` among
+    environments, its column `environment` is not for these."""
     digest = hashlib.blake2b(f"{noise}/{prompt.noise_id}".encode(), digest_size=4).digest()
     offered = {"seed": int.from_bytes(digest, "little") >> 1, "prompt": prompt.content}
-    offered |= {name: v for name, v in prompt.columns.items() if name != "environment"}
+    offered |= {n: v for n, v in prompt.columns.items() if not (chosen and n == "environment")}
     parameters = inspect.signature(environment.reset).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         taken = {p.name for p in parameters}
@@ -190,13 +191,22 @@ def _require_same(prompt: Prompt, leases: Sequence[Lease]) -> None:
             continue
         names = [*first.state, *(name for name in other.state if name not in first.state)]
         name = next(n for n in names if first.state.get(n) != other.state.get(n))
-        raise ValueError(
-            f"two environments of prompt {prompt.id} begin in different states: {name} is "
-            f"{first.state.get(name)!r:.80} in one and {other.state.get(name)!r:.80} in the other; "
-            "episodes of a group are compared with each other, so reset(seed=...) must set "
-            "everything. What may differ, such as a connection, has a name with an underscore "
-            "(environment_factory)"
-        )
+        values = (f"{lease.state.get(name)!r:.80}" for lease in (first, other))
+        one, two = zip(values, ("in one", "in the other"), strict=True)
+        raise ValueError(different_states(prompt.id, name, " ".join(one), " ".join(two)))
+    for other in leases[1:]:
+        other.state = {}  # as the first one's
+
+
+def different_states(prompt: int, name: str, one: str, other: str) -> str:
+    """What is wrong where two environments of a prompt begin with different values, `one` and
+    `other` with where they were found, of the attribute `name`."""
+    return (
+        f"two environments of prompt {prompt} begin in different states: {name} is {one} and "
+        f"{other}; episodes of a group are compared with each other, so reset(seed=...) must set "
+        "everything. What may differ, such as a connection, has a name with an underscore "
+        "(environment_factory)"
+    )
 
 
 def _state_of(environment: Any) -> dict[str, Any]:

@@ -26,11 +26,13 @@ from rloo.types import Text
 @dataclass(frozen=True, slots=True)
 class Raw:
     """What the functions returned and logged in one call each, by name; None for a call that
-    failed and may be missing. `count` completions were scored."""
+    failed and may be missing. `count` completions were scored, of which the functions have `seen`
+    some (None: all)."""
 
     count: int
     by_function: dict[str, list[float | None] | None]
     logs: dict[str, Log]
+    seen: int | None = None
 
     def among(self, places: Sequence[int], count: int) -> Raw:
         """The same as of `count` completions, of which those at `places` were scored: of the others
@@ -47,6 +49,7 @@ class Raw:
                 name: Log({c: spread(values) for c, values in log.extras.items()}, log.metrics)
                 for name, log in self.logs.items()
             },
+            self.count,
         )
 
 
@@ -237,7 +240,8 @@ class RewardSet:
             for column, values in _extras(part).items():
                 extras.setdefault(column, [None] * count)[before : before + part.count] = values
             for name, numbers in _metrics(part).items():
-                logged.setdefault(name, []).append((part.count, numbers))
+                seen = part.count if part.seen is None else part.seen
+                logged.setdefault(name, []).append((seen, numbers))
             before += part.count
         for name, function in self._having("normalize") if learn else ():
             if known := [raw for raw in by_function[name] if raw is not None]:

@@ -36,19 +36,19 @@ def together(parts: Parts, state: RunState) -> Iterator[None]:
 
 
 def require_same_start(
-    world: World, config: RLOOConfig, policy: Policy, rewards: Sequence[Any], data: Any
+    world: World, config: RLOOConfig, policy: Policy, called: Sequence[Any], data: Any
 ) -> None:
     """Raise ValueError, with both values and ranks, if a process has other options, weights,
-    rewards, prompts or versions than the main one."""
+    functions that are `called` (rewards, tools), prompts or versions than the main one."""
     if world.links is None:
         return
-    sources = [_source_of(reward) for reward in rewards]
+    sources = [_source_of(function) for function in called]
     mine = {
         **{f"the option {name}": repr(value) for name, value in config.to_dict().items()},
         **{f"the version of {name}": value for name, value in versions().items()},
         "the weights": policy.start,
         "the dataset": repr(data),
-        "the rewards": _short(repr(sources)),
+        "the rewards and tools": _short(repr(sources)),
     }
     main, *others = world.gather(mine)
     for rank, facts in enumerate(others, start=1):
@@ -79,11 +79,11 @@ def require_same_weights(parts: Parts, state: RunState) -> bool:
     return any(wanted for wanted, _ in wants)
 
 
-def _source_of(reward: Any) -> str:
+def _source_of(function: Any) -> str:
     try:
-        return inspect.getsource(reward)
+        return inspect.getsource(function)
     except (OSError, TypeError):  # an object, or typed in by hand
-        return getattr(reward, "__name__", type(reward).__name__)
+        return getattr(function, "__name__", type(function).__name__)
 
 
 def _short(text: str) -> str:

@@ -115,7 +115,7 @@ class RLOOTrainer(shown.Shown):
             chosen_estimator(self.args)
             setup.seed_all(self.args)
             loggers = make_loggers(self.args)
-            self.turns = turns_of(tools, environment_factory, rollout_func, self.args, self.world)
+            self.turns = turns_of(tools, environment_factory, rollout_func, self.args)
             self.tools = self.turns.functions
             given = reward_model if reward_funcs is None else reward_funcs
             given, weighed = self.turns.with_rewards(given, self.args)
@@ -138,7 +138,8 @@ class RLOOTrainer(shown.Shown):
                 quantization_config=quantization_config,
                 peft_config=peft_config,
             )
-            self.train_dataset = self.args.dataset if train_dataset is None else train_dataset
+            rows = self.args.dataset if train_dataset is None else train_dataset
+            self.train_dataset = self.turns.dataset(rows, self.args, self.batches)
             self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
             self._load_prompts()
             self._set_up(optimizers, [*loggers, *(callbacks or [])])
@@ -326,8 +327,8 @@ class RLOOTrainer(shown.Shown):
         self.callback_handler = self.events.handler
         self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state, self.judging)
         self.hub = Hub(self.args)
-        data = self._source and self._source.state_dict()
-        require_same_start(self.world, self.args, self.policy, self.rewards.functions, data)
+        called, data = self.turns.called(self.rewards), self._source and self._source.state_dict()
+        require_same_start(self.world, self.args, self.policy, called, data)
 
     def _make_monitor(self) -> None:
         silent = not self.world.is_main
@@ -356,7 +357,7 @@ class RLOOTrainer(shown.Shown):
 
     def _prompts(self, rows: Rows, split: str, *, evaluation: bool = False) -> Prompts:
         source = setup.make_source(
-            rows,
+            self.turns.rows(rows, self.args),
             split,
             tokenizer=self.processing_class,
             rewards=self.rewards,

@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from datasets import Dataset, IterableDataset
+
+from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.config.functions import load_function
 from rloo.config.generation_kwargs import stop_tokens
 from rloo.config.tool_options import check_tools, refuse_in_vain
 from rloo.data.prompts import PromptSource
 from rloo.data.stream import Prompts
-from rloo.dist import World
+from rloo.model.division import is_divided
 from rloo.model.loading import num_embedded
 from rloo.model.policy import Policy
 from rloo.rewards import RewardSet
@@ -24,6 +27,8 @@ if TYPE_CHECKING:  # a run without tools does not load them
     from rloo.episodes.stage import Stage
     from rloo.episodes.tools import Tools
 
+# What is said to a model whose environment says the rest.
+_NOTHING = [{"role": "user", "content": ""}]
 Factory = Callable[[], Any]
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 # A factory, the spec of one, or one of either by the name that the column `environment` has.
@@ -39,6 +44,34 @@ class Turns:
     tools: Mapping[str | None, Tools] = field(default_factory=dict)
     stage: Stage | None = None
     own: RolloutFunc | None = None
+    factories: Sequence[Factory] = ()
+
+    def called(self, rewards: RewardSet) -> list[Any]:
+        """All functions of the user's that a rollout calls."""
+        own = [] if self.own is None else [self.own]
+        return [*rewards.functions, *self.functions, *self.factories, *own]
+
+    def dataset(self, rows: Any, args: RLOOConfig, batches: Batches) -> Any:
+        """`rows` to train on: without any, as many as a rollout has that say nothing, where there
+        is one environment, which says all, and `max_steps` the length of the run, as in TRL."""
+        if rows is not None or self.stage is None or None not in self.tools or args.max_steps <= 0:
+            return rows
+        return Dataset.from_dict({"prompt": [_NOTHING] * batches.prompts_per_rollout})
+
+    def rows(self, given: Any, args: RLOOConfig) -> Any:
+        """The same, where there are environments and rows have no prompt with one that says
+        nothing. Those that are named, as files are, have what they have."""
+        if self.stage is None or args.prompt_template is not None:
+            return given
+        if isinstance(given, Mapping):
+            return {name: self.rows(rows, args) for name, rows in given.items()}
+        if "prompt" in (getattr(given, "column_names", None) or ()):
+            return given
+        if isinstance(given, Dataset):
+            return given.add_column("prompt", [_NOTHING] * len(given))
+        if isinstance(given, IterableDataset):  # its columns may be unknown
+            return given.map(lambda row: {"prompt": _NOTHING, **row})
+        return given
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
@@ -84,7 +117,9 @@ class Turns:
 
     def around(self, engine: Engine, policy: Policy, trainer: Any) -> Engine:
         """An engine whose completions are episodes. Raises ValueError for a model whose chat
-        template is not fit for that."""
+        template is not fit for that, and for what several processes cannot do."""
+        if self.own is not None or self.tools:
+            self._check_processes(engine, trainer)
         if self.own is not None:
             from rloo.episodes.own import OwnRollouts
 
@@ -116,13 +151,35 @@ class Turns:
         )
         return EpisodeEngine(engine, casts, limits, self.stage)
 
+    def _check_processes(self, engine: Engine, trainer: Any) -> None:
+        """Raise ValueError for what would have to be in several processes at once."""
+        world, judging = trainer.world, trainer.judging.rewards
+        divided = any(map(is_divided, trainer.policy.parameters))
+        if world.size > 1 and divided and not engine.facts.copies_weights:
+            raise ValueError(
+                f"the engine {engine.facts.name} gathers divided weights anew for each turn, for "
+                "which all processes must come together, and their episodes do not have the same "
+                "number of turns; the native engine of a model with a fused decoder has a copy "
+                "(rollout_engine, rollout_copy, parallel)"
+            )
+        there = [trainer.rewards] if self.own is not None or self.stage is not None else []
+        if self.own is not None and judging is not None:
+            there.append(judging)
+        for rewards in there:
+            if world.size > 1 and not rewards.shared:
+                what = "rollout_func returns" if self.own is not None else "environments have"
+                raise ValueError(
+                    f"one of the rewards {', '.join(rewards.names)} keeps a state (state_dict), so "
+                    "that it is called for all completions in the main process, where what "
+                    f"{what} in another process is not known (reward_funcs, num_processes)"
+                )
+
 
 def turns_of(
     given: Sequence[Callable[..., Any] | str] | None,
     factories: Factories,
     own: RolloutFunc | None,
     args: RLOOConfig,
-    world: World,
 ) -> Turns:
     """The tools that are `given`, or else named by `args.tools`, and environments likewise. Raises
     ValueError for what is no tool, and for what cannot be combined with tools."""
@@ -138,11 +195,6 @@ def turns_of(
         if own is None:
             return Turns()
     check_tools(args, own=own is not None)
-    if world.size > 1:
-        raise ValueError(
-            f"there are {world.size} processes, and episodes are not divided among processes in "
-            "this version (num_processes 1; tools, environment_factory, rollout_func)"
-        )
     if own is not None:
         return Turns(own=own)
     if "tools" in (args.chat_template_kwargs or {}):
@@ -158,13 +210,15 @@ def turns_of(
     if factories is None:
         return Turns({None: Tools(functions, characters=characters)})
     by_name = dict(factories) if isinstance(factories, Mapping) else {None: factories}
-    stage = Stage({name: _factory(factory) for name, factory in by_name.items()})
+    made = {name: _factory(factory) for name, factory in by_name.items()}
+    stage = Stage(made)
     return Turns(
         {
             name: Tools(functions, characters=characters, example=e, methods=tools_of(e))
             for name, e in stage.examples.items()
         },
         stage,
+        factories=[*made.values()],
     )
 
 
