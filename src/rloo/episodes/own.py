@@ -24,13 +24,15 @@ from rloo.types import (
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 MASK = "env_mask"
+FAILED = "failed"
 # What has one entry for each token, and is no reward function's.
-_OF_TOKENS = (*NEEDED, MASK, "logprob_token_ids")
+_OF_TOKENS = (*NEEDED, MASK, FAILED, "logprob_token_ids")
 
 
 class OwnRollouts:
     """Has `function(prompts, trainer)` make completions; `trainer()` gives the trainer. Within the
-    function `turn` samples with the engine `inner`. See `rloo.types.Engine`."""
+    function `turn` samples with the engine `inner`, and `rows` are what the prompts are of, with
+    their columns. See `rloo.types.Engine`."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class OwnRollouts:
         self._vocabulary = vocabulary
         self.facts: EngineFacts = inner.facts
         self.version = inner.version
+        self.rows: Sequence[Prompt] = ()
         self._now: tuple[Sampling, int] | None = None
         self._turns = 0
 
@@ -55,17 +58,23 @@ class OwnRollouts:
         """Those of the inner engine."""
         return self._inner.stats()
 
-    def turn(self, rows: Sequence[list[int]], max_tokens: int | None = None) -> list[Completion]:
+    def turn(
+        self, rows: Sequence[list[int] | Prompt], max_tokens: int | None = None
+    ) -> list[Completion]:
         """One completion of each row of tokens, with the present weights and sampling options, of
-        at most `max_tokens` (None: those of a whole completion). For the function, while it is
-        called; RuntimeError otherwise."""
+        at most `max_tokens` (None: those of a whole completion). A row may be a Prompt, whose id,
+        below 2**32, and `offset` key its draws, in whatever order rows are sampled. For the
+        function, while it is called; RuntimeError otherwise."""
         if self._now is None:
             raise RuntimeError("turn is for rollout_func, while it is called")
         sampling, noise = self._now
         sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
         self._turns += 1
         first = self._turns << 32
-        prompts = [Prompt(first + place, row, "") for place, row in enumerate(rows)]
+        prompts = [
+            row if isinstance(row, Prompt) else Prompt(first + place, row, "")
+            for place, row in enumerate(rows)
+        ]
         return [turn for (turn,) in self._inner.sample(prompts, 1, sampling, noise)]
 
     def sample(
@@ -75,11 +84,11 @@ class OwnRollouts:
         Raises ValueError for what is no completion."""
         numbers = numbers_of(samples, prompts)
         rows = [p for p, own in zip(prompts, numbers, strict=True) for _ in own]
-        self._now, self._turns = (sampling, noise), 0
+        self._now, self._turns, self.rows = (sampling, noise), 0, rows
         try:
             given = self._function([prompt.content for prompt in rows], self._trainer())
         finally:
-            self._now = None
+            self._now, self.rows = None, ()
         flat = iter(_Given.of(given, len(rows)).completions(rows, sampling, self._vocabulary))
         groups = [[next(flat) for _ in own] for own in numbers]
         for prompt, group in zip(prompts, groups, strict=True):
@@ -104,7 +113,8 @@ class _Given:
                 f"rollout_func returned {what}; it returns a dict with {', '.join(NEEDED)}, and "
                 f"where tools or users speak {MASK} (rollout_func)"
             )
-        lists = {name: given[name] for name in (*NEEDED, MASK) if given.get(name) is not None}
+        own = (*NEEDED, MASK, FAILED)
+        lists = {name: given[name] for name in own if given.get(name) is not None}
         for name, values in lists.items():
             if len(values) != count:
                 raise ValueError(
@@ -119,6 +129,10 @@ class _Given:
         return [self._one(n, prompt, sampling, vocabulary) for n, prompt in enumerate(rows)]
 
     def _one(self, n: int, prompt: Prompt, sampling: Sampling, vocabulary: int) -> Completion:
+        if FAILED in self.lists and self.lists[FAILED][n] is not None:
+            why = str(self.lists[FAILED][n])
+            lost = Episode(None, turns=0, calls=0, errors=0, seconds=0.0, failed=why)
+            return Completion([], "length", [], [], trained=(), episode=lost)
         begin, ids = ([int(t) for t in self.lists[name][n]] for name in NEEDED[:2])
         logprobs = [_number(value) for value in self.lists["logprobs"][n]]
         mask = (
