@@ -359,7 +359,7 @@ def test_a_class_of_trls_examples_runs_as_it_is(running):
             self.env = GuessingEnv(base_url=running.urls["guessing"])
             self.reward = 0.0
 
-        def reset(self, **kwargs) -> None | str:
+        def reset(self, **kwargs) -> str | None:
             self.reward = 0.0
             self.env.reset()
             return None

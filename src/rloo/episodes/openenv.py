@@ -70,8 +70,8 @@ async def kind_of(client: Any) -> type[OpenEnvironment]:
     methods are their tools. Raises ValueError for a client that has none."""
     if not inspect.iscoroutinefunction(getattr(type(client), "__aenter__", None)):
         raise ValueError(
-            f"{type(client).__name__} is a client that blocks; return the asynchronous one, without "
-            "`.sync()`, so that the calls of many episodes are awaited together "
+            f"{type(client).__name__} is a client that blocks; return the asynchronous one, not "
+            "what its sync() gives, so that the calls of many episodes are awaited together "
             "(environment_factory)"
         )
     name = type(client).__name__

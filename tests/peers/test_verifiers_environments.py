@@ -132,10 +132,10 @@ def test_tokens_are_those_that_were_sampled_and_what_is_put_behind_them(tmp_path
     trainer.train()
     tokenizer = trainer.processing_class
     ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    steps_of = {
-        (*one["steps"][0]["prompt_ids"], *(t for step in one["steps"] for t in step["completion_ids"]))
-        : one["steps"] for one in SEEN
-    }  # fmt: skip
+    steps_of = {}
+    for one in SEEN:
+        sampled = [token for step in one["steps"] for token in step["completion_ids"]]
+        steps_of[(*one["steps"][0]["prompt_ids"], *sampled)] = one["steps"]
     (rollouts,) = given
     lists = [rollouts[n] for n in ("prompt_ids", "completion_ids", "logprobs", "env_mask")]
     several = answered = 0
