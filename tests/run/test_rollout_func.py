@@ -53,7 +53,7 @@ def test_a_function_makes_the_rollouts_of_a_run(tmp_path, engine):
         assert row["mismatch/max"] < 1e-4  # what was told is not among the compared
         assert row["completions/max_length"] <= 5
     lines = Path(trainer.args.output_dir, "completions.jsonl").read_text().splitlines()
-    assert all(" w1 w2 w3 " in json.loads(line)["completion"] for line in lines)
+    assert all("w1 w2 w3" in json.loads(line)["completion"] for line in lines)
 
 
 def test_prompts_come_once_for_each_completion(tmp_path):
