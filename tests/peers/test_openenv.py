@@ -134,11 +134,13 @@ class Running:
     def __init__(self):
         self.counts, self.urls, self._servers = {}, {}, []
 
-    def start(self, name, kind, action, observation):
+    def start(self, name, kind, action, observation, port=0):
         app = FastAPI()
         served = HTTPEnvServer(kind, action, observation, max_concurrent_envs=40)
         served.register_routes(app)
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off"))
+        server = uvicorn.Server(
+            uvicorn.Config(app, port=port, log_level="critical", lifespan="off")
+        )
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:
@@ -286,19 +288,28 @@ def test_tools_of_an_mcp_server_have_its_schemas(running):
     assert ends_with(0, lambda: running.sessions("shop"))
 
 
-def test_an_episode_whose_server_goes_away_has_failed(running):
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_an_episode_whose_server_goes_away_has_failed(comes_back):
     servers = Running()
     servers.start("guessing", GuessingServer, Guess, Heard)
+    port = int(servers.urls["guessing"].rpartition(":")[2])
 
     def turns(k):
         if k == 0:
             servers.stop()
+            if comes_back:
+                servers.start("guessing", GuessingServer, Guess, Heard, port)
         return [call("step", number=20)]
 
     found, _, stage = play(
         lambda: GuessingEnv(base_url=servers.urls["guessing"], connect_timeout_s=1.0), turns
     )
-    assert all(e.failed.startswith("the environment cannot be reached") for e in found)
+    assert all(e.failed.startswith("the environment was lost") for e in found)
+    stage.close()
+    servers.stop()
+
+
+def test_an_episode_that_a_server_refuses_to_begin_has_failed(running):
     found, _, stage = play(
         lambda: GuessingEnv(base_url=running.urls["guessing"]), lambda k: [], high=13
     )

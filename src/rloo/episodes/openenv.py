@@ -22,7 +22,7 @@ _NOT_SAID = ("done", "reward", "metadata")
 def is_client(value: Any) -> bool:
     """Whether it is a client of OpenEnv: it, or what it inherits from, is of that package."""
     packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
-    return not packages.isdisjoint(("openenv", "openenv_core")) and hasattr(value, "connect")
+    return "openenv" in packages and hasattr(value, "connect")
 
 
 class OpenEnvironment:
@@ -37,7 +37,7 @@ class OpenEnvironment:
         """Begin an episode, with the columns of a row and the seed. Returns what is observed."""
         result = await self.client.reset(**row)
         self.reward, self.done = 0.0, bool(result.done)
-        self._connection = _connection_of(self.client)
+        self._connection = getattr(self.client, "_ws", None)
         return _text_of(result.observation) or None
 
     def get_reward(self) -> float:
@@ -54,15 +54,22 @@ class OpenEnvironment:
             raise ValueError("the episode is over")
         try:
             result = await self.client.step(action)
-        except RuntimeError:  # what the server says of the action
-            raise
-        except Exception as error:  # of the libraries that it is connected by
-            raise EpisodeLost(f"the environment cannot be reached: {error!r:.200}") from error
-        if _connection_of(self.client) is not self._connection:
+        except Exception as error:
+            # What is wrong with an action, a server says by a RuntimeError; others are raised by
+            # the libraries that it is reached by.
+            if isinstance(error, RuntimeError) and self._is_connected():
+                raise
+            raise EpisodeLost(f"the environment was lost: {error!r:.200}") from error
+        if not self._is_connected():
             raise EpisodeLost("the connection to the environment was lost, and its state with it")
         self.reward += float(result.reward or 0.0)
         self.done = bool(result.done)
         return _text_of(result.observation)
+
+    def _is_connected(self) -> bool:
+        """Whether by the same connection as at `reset`: a client makes another one by itself, and
+        the server then begins with a state that no reset has set."""
+        return getattr(self.client, "_ws", None) is self._connection
 
 
 async def kind_of(client: Any) -> type[OpenEnvironment]:
@@ -148,9 +155,3 @@ def _text_of(observation: Any) -> str:
         fields = {n: v for n, v in known.items() if n not in _NOT_SAID and v is not None}
         said = next(iter(fields.values())) if len(fields) == 1 else (fields or "")
     return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
-
-
-def _connection_of(client: Any) -> Any:
-    """What a client is connected by: it connects again by itself, and the server then begins with a
-    state that no reset has set."""
-    return getattr(client, "_ws", None)
