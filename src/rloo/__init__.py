@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rloo.algorithm.interrupts import Stopped
     from rloo.config.config import RLOOArguments, RLOOConfig
+    from rloo.episodes.verifiers import from_verifiers
     from rloo.run.trainer import RLOOTrainer
 
 __version__ = "0.1.0"
-__all__ = ["RLOOArguments", "RLOOConfig", "RLOOTrainer", "Stopped", "__version__"]
+__all__ = [
+    "RLOOArguments",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "Stopped",
+    "__version__",
+    "from_verifiers",
+]
 
 # Where bitsandbytes is installed, peft makes transformers import it, and it warns on stderr that an
 # operation that is not used here has no fast kernel.
@@ -29,6 +37,7 @@ _HOMES = {
     "RLOOConfig": "rloo.config.config",
     "RLOOTrainer": "rloo.run.trainer",
     "Stopped": "rloo.algorithm.interrupts",
+    "from_verifiers": "rloo.episodes.verifiers",
 }
 
 

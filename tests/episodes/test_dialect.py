@@ -141,3 +141,16 @@ def test_templates_that_quote_an_answer_quote_all_of_it():
     text = f'a "b"\n{SPECIAL[1]}'
     found = answer(dialect, f"{call('add', a=1, b=2)}<|im_end|>", text)
     assert json.dumps(text) in found
+
+
+def test_messages_of_others_follow_what_was_said_and_are_text():
+    dialect = make_dialect()
+    before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Hm."}]
+    said = dialect.template.text(before[:1]) + "Hm.<|im_end|>"
+    told = {"role": "user", "content": "Go on<|im_end|> or <|endoftext|>."}
+    tokens = dialect.follow(before, said, [told])
+    text = "\n<|im_start|>user\nGo on<|im_end|> or <|endoftext|>.<|im_end|>\n" + OPENED
+    assert dialect.template.decode(tokens) == text
+    assert tokens.count(dialect.end) == 1
+    with pytest.raises(ValueError, match="renders what was said in another way"):
+        dialect.follow(before, said.replace("Hm.", "Hm"), [told])

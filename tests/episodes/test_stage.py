@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from rloo.episodes.calls import EpisodeLost
 from rloo.episodes.engine import Cast, EpisodeEngine, Limits
 from rloo.episodes.proof import find_dialect
 from rloo.episodes.stage import Stage, tools_of
@@ -271,3 +272,66 @@ def test_a_prompt_that_an_environment_makes_too_long_is_refused():
     engine, _ = make_engine(lambda p, k: "Done.<|im_end|>", {None: Guessing}, context=2050)
     with pytest.raises(ValueError, match="and 50 leave room for a completion"):
         engine.sample([prompt()], 1, SAMPLING, 0)
+
+
+class Connected:
+    """As a connection is: of use in the loop alone in which it was opened."""
+
+    opened: ClassVar[list["Connected"]] = []
+
+    def _here(self) -> bool:
+        return self._loop is asyncio.get_running_loop()
+
+    async def reset(self, trouble: str = "") -> None:
+        self._loop, self._trouble = asyncio.get_running_loop(), trouble
+        self.opened.append(self)
+
+    async def look(self) -> str:
+        """Look."""
+        if self._trouble == "lost":
+            raise EpisodeLost("the door is gone")
+        return f"here {self._here()}"
+
+    async def close(self) -> None:
+        if self._here():
+            self.opened.remove(self)
+
+
+def look() -> str:
+    return '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>'
+
+
+def looks(p, k):
+    return "Done.<|im_end|>" if "tool_response" in TOKENIZER.decode(p.token_ids) else look()
+
+
+def test_what_reset_opens_is_used_by_tools_and_closed_in_the_same_loop():
+    engine, _ = make_engine(looks, {None: Connected})
+    (group,) = engine.sample([prompt()], 2, SAMPLING, 0)
+    assert [e.episode.messages[1]["content"] for e in group] == ["here True"] * 2
+    assert len(Connected.opened) == 2
+    engine._stage.close()
+    assert Connected.opened == []
+
+
+def test_an_episode_that_a_tool_calls_lost_has_failed_and_its_environment_is_closed():
+    engine, _ = make_engine(looks, {None: Connected})
+    (group,) = engine.sample([prompt(trouble="lost")], 2, SAMPLING, 0)
+    assert [e.episode.failed for e in group] == ["the door is gone"] * 2
+    assert Connected.opened == []
+
+
+def test_clients_that_an_environment_holds_are_closed_with_it():
+    closed = []
+    held = type("Client", (), {
+        "__module__": "openenv.core.client", "connect": None, "close": lambda self: closed.append(1)
+    })  # fmt: skip
+    kept = type("Client", (), {"connect": None, "close": lambda self: closed.append(2)})
+
+    class Holding(Waiting):
+        def __init__(self):
+            self.client, self.other = held(), kept()
+
+    stage = Stage({None: Holding})
+    stage.close()
+    assert closed == [1]

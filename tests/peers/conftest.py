@@ -11,6 +11,8 @@ PEERS = {
     "test_ms_swift.py": "swift",
     "test_areal.py": "areal",
     "test_deepspeed.py": "deepspeed",
+    "test_openenv.py": "openenv",
+    "test_verifiers_environments.py": "verifiers",
 }
 
 collect_ignore = [file for file, package in PEERS.items() if find_spec(package) is None]

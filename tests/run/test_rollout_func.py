@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rloo.types import Prompt
 from support.models import VOCAB_SIZE, make_model
 from support.training import ROWS, make_config, make_trainer, metrics_of, weights
 
@@ -67,6 +68,55 @@ def test_prompts_come_once_for_each_completion(tmp_path):
     assert len(prompts) == 12
     assert all(prompts[k] == prompts[k - k % 4] for k in range(12))
     assert set(prompts) <= set(ROWS["prompt"])
+
+
+def test_rows_are_what_the_prompts_are_of(tmp_path):
+    def watch(prompts, trainer):
+        rows = trainer.engine.rows
+        assert [row.content for row in rows] == prompts
+        assert all(ROWS[row.id]["prompt"] == row.content for row in rows)
+        return two_turns(prompts, trainer)
+
+    trainer = make(tmp_path, watch, max_steps=1)
+    trainer.train()
+    assert trainer.engine.rows == ()
+
+
+def test_rows_that_are_prompts_are_drawn_alike_in_any_order(tmp_path):
+    drawn = []
+
+    def watch(prompts, trainer):
+        given = two_turns(prompts, trainer)
+        rows = [Prompt(n, ids, "") for n, ids in enumerate(given["prompt_ids"])]
+        several = trainer.engine.turn(rows, 4)
+        backwards = [trainer.engine.turn([row], 4)[0] for row in reversed(rows)][::-1]
+        assert [c.token_ids for c in several] == [c.token_ids for c in backwards]
+        first = [c.token_ids[:1] for c in several]
+        on = [Prompt(r.id, r.token_ids + t, "", offset=1) for r, t in zip(rows, first, strict=True)]
+        rest = [c.token_ids for c in trainer.engine.turn(on, 4)]
+        whole = [c.token_ids for c in several]
+        assert all(a + b == c for a, b, c in zip(first, rest, whole, strict=True) if len(c) > 1)
+        drawn.append(whole)
+        return given
+
+    make(tmp_path, watch, max_steps=1).train()
+    assert any(len(tokens) == 4 for tokens in drawn[0])
+
+
+def test_a_rollout_that_has_failed_has_no_reward(tmp_path):
+    def some(prompts, trainer):
+        given = two_turns(prompts, trainer)
+        given["failed"] = ["the server is away" if n % 4 == 1 else None for n in range(12)]
+        given["prompt_ids"][1] = given["completion_ids"][1] = None
+        return given
+
+    trainer = make(tmp_path, some, max_steps=1, logging_steps=1, log_completions=True)
+    trainer.train()
+    (row,) = metrics_of(trainer.args)
+    assert (row["episodes/failed"], row["reward/unscored"]) == (3.0, 3.0)
+    lines = Path(trainer.args.output_dir, "completions.jsonl").read_text().splitlines()
+    lost = [row for row in map(json.loads, lines) if row["reward"] is None]
+    assert [row["episode"]["failed"] for row in lost] == ["the server is away"] * 3
 
 
 def test_turn_is_for_the_function_alone(tmp_path):

@@ -10,13 +10,17 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from rloo.rewards.coroutines import LoopThread
 from rloo.rewards.deadline import DeadlinePassed, call_within_reward_timeout
 
 # Seconds that the loop has, beyond the deadline, to tell that a coroutine has missed it.
 _TELLS = 1.0
+
+
+class EpisodeLost(Exception):
+    """Raised by a tool: its episode cannot go on, for no fault of the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,10 @@ Asked = tuple[Callable[[], Any], float]
 
 
 class Caller:
-    """Calls functions. Coroutine functions run in one event loop, which is kept between calls."""
+    """Calls functions. Coroutine functions run in one event loop, which is kept between calls, and
+    is that of all callers: a connection that `reset` has opened is used by tools, and closed."""
 
-    def __init__(self) -> None:
-        self._loop: LoopThread | None = None
+    _shared: ClassVar[LoopThread | None] = None
 
     def call(self, asked: Sequence[Asked]) -> list[Outcome]:
         """First the functions, in their order, then the coroutine functions, at the same time."""
@@ -50,13 +54,13 @@ class Caller:
     def _call_together(self, asked: dict[int, Asked]) -> dict[int, Outcome]:
         if not asked:
             return {}
-        self._loop = self._loop or LoopThread()
+        loop = Caller._shared = Caller._shared or LoopThread()
         calls = {str(number): partial(_await, *call) for number, call in asked.items()}
         longest = max(seconds for _, seconds in asked.values())
-        done, late = self._loop.run(calls, longest + _TELLS, lambda _: nullcontext())
-        if late and not self._loop.responds():  # a coroutine that blocks it
-            self._loop.close()
-            self._loop = None
+        done, late = loop.run(calls, longest + _TELLS, lambda _: nullcontext())
+        if late and not loop.responds():  # a coroutine that blocks it
+            loop.close()
+            Caller._shared = None
         found = {int(name): future.result() for name, future in done.items()}
         return found | {int(name): Outcome(late=True, seconds=longest) for name in late}
 

@@ -121,6 +121,23 @@ class Dialect:
             tokens = self._behind([m | {"content": "(no text)"} for m in messages])
         return tokens[1:] if said[-1] == self.end else tokens
 
+    def follow(
+        self, before: Sequence[Message], said: str, messages: Sequence[Message]
+    ) -> list[int]:
+        """The tokens of `messages` behind a conversation `before` them, and of the opening of the
+        next turn. The conversation reads `said` so far; raises ValueError for a template that now
+        renders it in another way. Special tokens in these messages are text."""
+        inert = [message | {"content": self._inert(message["content"])} for message in messages]
+        text = self.template.text([*before, *inert])
+        if not text.startswith(said):
+            raise ValueError(
+                f"the chat template of {self.template.name} renders what was said in another way "
+                "once more was said; what a model is trained on would not be what it sees later "
+                "(chat_template gives it another one)"
+            )
+        parts = text[len(said) :].split(_MARK)
+        return [token for part in parts for token in self.template.encode(part)]
+
     def _behind(self, messages: Sequence[Message]) -> list[int]:
         """What the template puts behind a turn that these messages follow, from its end on."""
         turn = {"role": "assistant", "content": "", "tool_calls": [_wrapped(messages[0]["name"])]}

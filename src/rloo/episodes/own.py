@@ -25,15 +25,17 @@ from rloo.types import (
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 MASK = "env_mask"
+FAILED = "failed"
 # What has one entry for each token, and is no reward function's.
-_OF_TOKENS = (*NEEDED, MASK, "logprob_token_ids")
+_OF_TOKENS = (*NEEDED, MASK, FAILED, "logprob_token_ids")
 # A prompt, and the number of one of its completions.
 _Row = tuple[Prompt, int]
 
 
 class OwnRollouts:
     """Has `function(prompts, trainer)` make completions; `trainer()` gives the trainer. Within the
-    function `turn` samples with the engine `inner`. See `rloo.types.Engine`."""
+    function `turn` samples with the engine `inner`, and `rows` are what the prompts are of, with
+    their columns. See `rloo.types.Engine`."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class OwnRollouts:
         # Where they are made, reward functions get what the function returns.
         self.facts: EngineFacts = replace(inner.facts, whole_groups=True)
         self.version = inner.version
+        self.rows: Sequence[Prompt] = ()
         self._now: tuple[Sampling, int, list[_Row]] | None = None
         self._turns = 0
 
@@ -65,9 +68,7 @@ class OwnRollouts:
         the function was given prompts, noise is keyed by these, in whichever process, else by the
         place of the row among this process's. For the function, while it is called; RuntimeError
         otherwise."""
-        if self._now is None:
-            raise RuntimeError("turn is for rollout_func, while it is called")
-        sampling, noise, own = self._now
+        sampling, noise, own = self._called()
         sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
         self._turns += 1
         noise = noise_key(noise, "turn", self._turns)
@@ -82,6 +83,20 @@ class OwnRollouts:
         numbers = [range(number, number + 1) for _, number in own]
         return [turn for (turn,) in self._inner.sample(prompts, numbers, sampling, noise)]
 
+    def go_on(self, rows: Sequence[Prompt]) -> list[Completion]:
+        """The next turn of each row, whose `id` is the place of its prompt among those that the
+        function was given, and whose last `offset` tokens are its completion's so far. These places
+        and offsets key the draws, in whatever order rows are sampled. See `turn`."""
+        sampling, noise, own = self._called()
+        prompts = [replace(row, id=own[row.id][0].id, epoch=own[row.id][0].epoch) for row in rows]
+        numbers = [range(own[row.id][1], own[row.id][1] + 1) for row in rows]
+        return [turn for (turn,) in self._inner.sample(prompts, numbers, sampling, noise)]
+
+    def _called(self) -> tuple[Sampling, int, list[_Row]]:
+        if self._now is None:
+            raise RuntimeError("turn and go_on are for rollout_func, while it is called")
+        return self._now
+
     def sample(
         self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
@@ -92,11 +107,11 @@ class OwnRollouts:
         if not keyed:
             return [[] for _ in prompts]
         rows = [prompt for prompt, _ in keyed]
-        self._now, self._turns = (sampling, noise, keyed), 0
+        self._now, self._turns, self.rows = (sampling, noise, keyed), 0, rows
         try:
             given = self._function([prompt.content for prompt in rows], self._trainer())
         finally:
-            self._now = None
+            self._now, self.rows = None, ()
         flat = iter(_Given.of(given, len(rows)).completions(rows, sampling, self._vocabulary))
         groups = [[next(flat) for _ in own] for own in numbers]
         for prompt, group in zip(prompts, groups, strict=True):
@@ -121,7 +136,8 @@ class _Given:
                 f"rollout_func returned {what}; it returns a dict with {', '.join(NEEDED)}, and "
                 f"where tools or users speak {MASK} (rollout_func)"
             )
-        lists = {name: given[name] for name in (*NEEDED, MASK) if given.get(name) is not None}
+        own = (*NEEDED, MASK, FAILED)
+        lists = {name: given[name] for name in own if given.get(name) is not None}
         for name, values in lists.items():
             if len(values) != count:
                 raise ValueError(
@@ -136,6 +152,10 @@ class _Given:
         return [self._one(n, prompt, sampling, vocabulary) for n, prompt in enumerate(rows)]
 
     def _one(self, n: int, prompt: Prompt, sampling: Sampling, vocabulary: int) -> Completion:
+        if FAILED in self.lists and self.lists[FAILED][n] is not None:
+            why = str(self.lists[FAILED][n])
+            lost = Episode(None, turns=0, calls=0, errors=0, seconds=0.0, failed=why)
+            return Completion([], "length", [], [], trained=(), episode=lost)
         begin, ids = ([int(t) for t in self.lists[name][n]] for name in NEEDED[:2])
         logprobs = [_number(value) for value in self.lists["logprobs"][n]]
         mask = (

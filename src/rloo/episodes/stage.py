@@ -22,12 +22,14 @@ from typing import Any
 import numpy as np
 
 from rloo.episodes.calls import Asked, Caller, Outcome
+from rloo.episodes.openenv import OpenEnvironment, is_client, kind_of
 from rloo.types import Prompt
 
 # Methods that are ours to call, and no tools.
 OURS = ("reset", "get_reward", "close")
-# Seconds that an environment may take to close.
+# Seconds that an environment may take to close, and a server to say what tools it has.
 _CLOSING = 10.0
+_LISTING = 60.0
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class Stage:
         self._factories = dict(factories)
         self._free: dict[str | None, list[Any]] = {name: [] for name in factories}
         self._caller = Caller()
+        self._around: dict[str | None, type[OpenEnvironment]] = {}
         for name in factories:  # one of each tells what tools it has
             self._free[name].append(self._make(name))
         self.examples = {name: free[0] for name, free in self._free.items()}
@@ -115,12 +118,26 @@ class Stage:
 
     def _make(self, name: str | None) -> Any:
         environment = self._factories[name]()
+        if is_client(environment):
+            if name not in self._around:
+                self._around[name] = self._kind_of(environment)
+            environment = self._around[name](environment)
         if not callable(getattr(environment, "reset", None)):
             raise ValueError(
                 f"an environment of {_named(self._factories[name])} has no method reset, which "
                 "begins an episode (environment_factory)"
             )
         return environment
+
+    def _kind_of(self, client: Any) -> type[OpenEnvironment]:
+        (outcome,) = self._caller.call([(partial(kind_of, client), _LISTING)])
+        if isinstance(outcome.value, type):
+            return outcome.value
+        _close(OpenEnvironment(client))
+        raise outcome.error or ValueError(
+            f"the server of {type(client).__name__} did not list its tools within {_LISTING:g} s "
+            "(environment_factory)"
+        )
 
     def _take(self, name: str | None) -> Any:
         return self._free[name].pop() if self._free[name] else self._make(name)
@@ -241,8 +258,12 @@ def _close_all(free: Mapping[str | None, list[Any]]) -> None:
 
 
 def _close(environment: Any) -> None:
+    """Close it; one that does not tell how may hold clients of OpenEnv, which are."""
     close = getattr(environment, "close", None)
     if not callable(close):
+        for held in getattr(environment, "__dict__", {}).values():
+            if is_client(held):
+                _close(held)
         return
     (outcome,) = Caller().call([(close, _CLOSING)])
     if outcome.error is not None or outcome.late:

@@ -11,18 +11,20 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from rloo.episodes.calls import Asked, Caller, Outcome
+from rloo.episodes.calls import Asked, Caller, EpisodeLost, Outcome
 from rloo.episodes.dialect import Call
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What came of a call: its text, whether that is an error, and the seconds that it took. The
-    text is None where the call did not end in time."""
+    text is None where the call did not end in time, or where the episode is `lost`, for this
+    reason."""
 
     text: str | None
     is_error: bool
     seconds: float = 0.0
+    lost: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class Tools:
     def _answer(self, outcome: Outcome) -> Answer:
         if outcome.late:
             return Answer(None, True, outcome.seconds)
+        if isinstance(outcome.error, EpisodeLost):
+            return Answer(None, True, outcome.seconds, _text_of(outcome.error))
         if outcome.error is not None:
             kind, said = type(outcome.error).__name__, _text_of(outcome.error)
             return Answer(self._cut(f"error: {kind}: {said}"), True, outcome.seconds)
@@ -118,6 +122,9 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    given: dict[str, Any] | None = getattr(function, "json_schema", None)
+    if given is not None:  # a server's own (openenv.py)
+        return given
     try:
         return get_json_schema(function)
     except Exception as error:  # of several modules of transformers, one for each kind of fault
