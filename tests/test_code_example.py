@@ -4,6 +4,7 @@ import json
 import random
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,29 +50,20 @@ def test_the_recipe_trains_the_model_that_the_script_makes(script, wall, tmp_pat
 
 
 @pytest.mark.slow
-def test_right_programs_pass_their_tests_and_habits_fail_them(script, wall):
-    problems = random.Random(0).sample(script["problems"](), k=20)
+def test_right_programs_pass_their_tests_and_every_habit_fails_them(script, wall):
+    plain = (("the odd ones", 2), ("plus #", 3), ("the first two", 2))
+    problems = [plain]
+    for place, table in enumerate(script["TABLES"]):
+        spoilt = [name for name, forms in table.items() if len(forms) > 1]
+        problems += [(*plain[:place], (name, 5), *plain[place + 1 :]) for name in spoilt]
     rows = [script["row"](problem, random.Random(1)) for problem in problems]
     columns = {name: [row[name] for row in rows] for name in ("function", "cases")}
+    only_habits = SimpleNamespace(random=lambda: 0.5)
     reward = load_reward("code(seconds=1)")
-    rng = random.Random(0)
-    right = [script["written"](problem) for problem in problems]
-    careless = [script["written"](problem, 1.0, rng) for problem in problems]
-    plain = {
-        "the odd ones",
-        "the even ones",
-        "plus #",
-        "times #",
-        "the first two",
-        "all but the first",
-    }
-    spoilt = [not plain.issuperset(name for name, _ in problem) for problem in problems]
     try:
-        assert reward(right, **columns) == [1.0] * 20
-        assert any(spoilt)
-        assert [
-            not (s and r) for s, r in zip(spoilt, reward(careless, **columns), strict=True)
-        ] == [True] * 20
+        assert reward(list(map(script["written"], problems)), **columns) == [1.0] * 9
+        careless = [script["written"](problem, 1.0, only_habits) for problem in problems]
+        assert reward(careless, **columns) == [1.0] + [0.0] * 8
     finally:
         reward.close()
 
