@@ -12,25 +12,16 @@ token each. Problems that are held out are not shown to it.
 """
 
 import random
-import time
 from pathlib import Path
 
-import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    get_cosine_schedule_with_warmup,
-)
+from small_models import make_model, make_tokenizer, save, teach
 
 from rloo.config.parsing import parse_command_line
 from rloo.data.tasks import load_task_rows
 
 RECIPE = Path(__file__).with_name("gym.yaml")
 FOLDER = Path("runs/gym/model")
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+EOS = "<eos>"
 NUM_PROBLEMS, BATCH_SIZE = 30_000, 64
 # Of the lessons: their number, the largest learning rate, the share of careless answers.
 LESSONS = ((1600, 2e-3, 0.0), (150, 5e-4, 0.55))
@@ -56,37 +47,10 @@ def phrases(rows):
     return [phrase for phrase in found if len(phrase) > 3]
 
 
-def make_tokenizer(rows):
-    """One token a character, or a phrase that all problems of a task share."""
+def tokenizer_of(rows):
+    """One that has their characters and phrases."""
     letters = sorted({c for row in rows for c in row["prompt"] + row["answer"]})
-    words = [PAD, EOS, UNKNOWN, *letters]
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=UNKNOWN))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    inner.decoder = decoders.Fuse()
-    inner.add_tokens([AddedToken(p, normalized=False) for p in dict.fromkeys(phrases(rows))])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, padding_side="left"
-    )
-
-
-def make_model(tokenizer):
-    """A Qwen3 with random weights."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=24,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
-    return Qwen3ForCausalLM(config)
+    return make_tokenizer(letters, dict.fromkeys(phrases(rows)), EOS)
 
 
 def careless(row, rows, rng):
@@ -99,63 +63,27 @@ def careless(row, rows, rng):
     return answer[:place] + other + answer[place + 1 :]
 
 
-def batches(rows, tokenizer, share, rng):
-    """Endless inputs: questions and answers, of which a `share` are careless ones."""
+def batches(rows, share):
+    """Endless batches of questions and answers, of which a `share` are careless ones."""
+    rng = random.Random(share)
     by_task = {task: [r for r in rows if r["task"] == task] for task in {r["task"] for r in rows}}
-    questions = {row["prompt"]: tokenizer.encode(row["prompt"]) for row in rows}
     while True:
-        ids, labels = [], []
+        batch = []
         for row in rng.sample(rows, BATCH_SIZE):
             is_careless = rng.random() < share
             said = careless(row, by_task[row["task"]], rng) if is_careless else row["answer"]
-            given, learned = questions[row["prompt"]], tokenizer.encode(said + EOS)
-            ids.append(given + learned)
-            labels.append([-100] * len(given) + learned)
-        width = max(map(len, ids))
-        yield {
-            "input_ids": torch.tensor(
-                [i + [tokenizer.pad_token_id] * (width - len(i)) for i in ids]
-            ),
-            "labels": torch.tensor([i + [-100] * (width - len(i)) for i in labels]),
-        }
-
-
-def train(model, tokenizer, rows, lesson):
-    """Supervised training in place, with a line of progress every 100 steps."""
-    steps, learning_rate, share = lesson
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
-    schedule = get_cosine_schedule_with_warmup(optimizer, 20, steps)
-    given, began = batches(rows, tokenizer, share, random.Random(share)), time.monotonic()
-    for step in range(1, steps + 1):
-        loss = model(**next(given), use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % 100 == 0:
-            print(
-                f"step {step}/{steps}  loss {loss:.3f}  {time.monotonic() - began:.0f} s",
-                flush=True,
-            )
+            batch.append((row["prompt"], said + EOS))
+        yield batch
 
 
 def main():
     """Write the model and its tokenizer."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # of small matrices two only wait for each other
     rows = problems()
-    tokenizer = make_tokenizer(rows)
+    tokenizer = tokenizer_of(rows)
     model = make_model(tokenizer)
-    print(f"{model.num_parameters():,} weights, {len(tokenizer)} tokens, {len(rows):,} problems")
-    for lesson in LESSONS:
-        train(model.train(), tokenizer, rows, lesson)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-    model.save_pretrained(FOLDER)
-    tokenizer.save_pretrained(FOLDER)
-    print(FOLDER)
+    for steps, learning_rate, share in LESSONS:
+        teach(model, tokenizer, batches(rows, share), steps=steps, learning_rate=learning_rate)
+    save(model, tokenizer, FOLDER)
 
 
 if __name__ == "__main__":

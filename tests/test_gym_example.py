@@ -20,10 +20,16 @@ pytest.importorskip("reasoning_gym")
 WHY_NOT = why_not_scored()
 
 
+@pytest.fixture
+def script(monkeypatch):
+    """The names of the script that makes the model."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return runpy.run_path(str(EXAMPLES / "gym_model.py"))
+
+
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-def test_the_recipe_trains_the_model_that_the_script_makes(tmp_path, monkeypatch):
+def test_the_recipe_trains_the_model_that_the_script_makes(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    script = runpy.run_path(str(EXAMPLES / "gym_model.py"))
     names = script["main"].__globals__
     names.update(LESSONS=((12, 2e-3, 0.0), (3, 5e-4, 0.5)), NUM_PROBLEMS=300)
     script["main"]()
@@ -38,11 +44,10 @@ def test_the_recipe_trains_the_model_that_the_script_makes(tmp_path, monkeypatch
     assert tasks == {"chain_sum", "gcd", "spell_backward"}
 
 
-def test_the_models_tokens_express_every_problem_of_the_recipe():
-    script = runpy.run_path(str(EXAMPLES / "gym_model.py"))
+def test_the_models_tokens_express_every_problem_of_the_recipe(script):
     script["problems"].__globals__["NUM_PROBLEMS"] = 3000
     rows = script["problems"]()
-    tokenizer = script["make_tokenizer"](rows)
+    tokenizer = script["tokenizer_of"](rows)
     for text in (row[name] for row in rows for name in ("prompt", "answer")):
         ids = tokenizer.encode(text)
         assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text

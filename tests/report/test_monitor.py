@@ -192,6 +192,12 @@ def test_progress_averages_over_the_last_eight_steps():
     assert told.reward == ["reward 1.000 ± 0.000", "+1.000 ± 0.000 since the start"]
 
 
+def test_progress_of_a_run_with_tools_tells_of_their_calls():
+    row = {"reward": 0.5, "tools/call_frequency": 1.25, "tools/failure_frequency": 0.1}
+    told = figures(1, 9, scored=[row], recent=[row, row | {"tools/failure_frequency": 0.3}])
+    assert told.rows["rollout"] == ["tool calls 1.2", "of them failed 20 %"]
+
+
 def test_progress_leaves_out_what_is_not_known():
     row = {"reward": 0.5, "reward/standard_error": math.nan, "kl": math.nan}
     told = figures(1, 9, scored=[row], recent=[row])

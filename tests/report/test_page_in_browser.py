@@ -1,5 +1,6 @@
 """The report in a real Chromium: what it draws, what it must not do, and what keys do."""
 
+import json
 import struct
 import threading
 from pathlib import Path
@@ -125,6 +126,22 @@ def test_the_theme_button_and_the_shades(browser, page):
     assert browser.run(kinds) == [tokens, tokens, 0]
     browser.run("document.querySelector('input[value=mismatch]').click()")
     assert browser.run(kinds) == [0, 0, 4 * sum(i % 5 != 0 for i in range(32))]
+
+
+def test_what_tools_said_is_grey_and_a_line_says_so(browser, tmp_path):
+    folder = make_run(tmp_path / "run", steps=3)
+    groups = folder / "groups.jsonl"
+    first, *others = groups.read_text(encoding="utf-8").splitlines()
+    row = json.loads(first)
+    one = row["completions"][0]
+    one["trained"] = [i >= 5 for i in range(len(one["tokens"]))]
+    groups.write_text("\n".join([json.dumps(row), *others]) + "\n", encoding="utf-8")
+    browser.look()
+    browser.open(write_page([folder], folder / PAGE))
+    grey = "return document.querySelectorAll('.told').length"
+    assert browser.run(grey) == 5 and "Grey: not the model's words" in browser.run(SEEN)
+    browser.run("document.querySelectorAll('input[name=moment]')[1].click()")
+    assert browser.run(grey) == 0 and "Grey: not the model's words" not in browser.run(SEEN)
 
 
 def test_every_chart_has_its_numbers_as_a_table(browser, page):

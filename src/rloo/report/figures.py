@@ -84,6 +84,8 @@ def figures(
             ("signal in {:.0f} % of groups", "groups/signal", 100.0),
             ("clipped {:.0f} %", "completions/clipped_ratio", 100.0),
             ("length {:.3g}", "completions/mean_length", 1.0),
+            ("tool calls {:.2g}", "tools/call_frequency", 1.0),
+            ("of them failed {:.0f} %", "tools/failure_frequency", 100.0),
         ),
         "policy": _phrases(
             shares,

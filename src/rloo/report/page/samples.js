@@ -17,6 +17,7 @@ function samples(run, chosen, redraw) {
       radios("Prompt", "group", moment.groups.map((_, i) => [i, String(i + 1)]), chosen.group, choose("group")),
       shades.length ? radios("Shade tokens by", "shade", [...shades, "none"].map((s) => [s, s]), chosen.shade, choose("shade")) : null),
     scale ? el("p", { class: "key" }, scale) : null,
+    group.completions.some((c) => c.trained) ? el("p", { class: "key" }, "Grey: not the model's words but a tool's, with what the template puts around them; not trained.") : null,
     el("h3", {}, "Prompt"), el("pre", { class: "text" }, group.prompt),
     el("h3", {}, `${order.length}${total} completions, best reward first`),
     el("ol", { class: "completions" }, order.map((c) => completion(c, chosen.shade, most))));
