@@ -82,25 +82,25 @@ def test_rows_are_what_the_prompts_are_of(tmp_path):
     assert trainer.engine.rows == ()
 
 
-def test_rows_that_are_prompts_are_drawn_alike_in_any_order(tmp_path):
+def test_rows_that_go_on_are_drawn_alike_in_any_order(tmp_path):
     drawn = []
 
     def watch(prompts, trainer):
         given = two_turns(prompts, trainer)
         rows = [Prompt(n, ids, "") for n, ids in enumerate(given["prompt_ids"])]
-        several = trainer.engine.turn(rows, 4)
-        backwards = [trainer.engine.turn([row], 4)[0] for row in reversed(rows)][::-1]
+        several = trainer.engine.go_on(rows)
+        backwards = [trainer.engine.go_on([row])[0] for row in reversed(rows)][::-1]
         assert [c.token_ids for c in several] == [c.token_ids for c in backwards]
         first = [c.token_ids[:1] for c in several]
         on = [Prompt(r.id, r.token_ids + t, "", offset=1) for r, t in zip(rows, first, strict=True)]
-        rest = [c.token_ids for c in trainer.engine.turn(on, 4)]
+        rest = [c.token_ids for c in trainer.engine.go_on(on)]
         whole = [c.token_ids for c in several]
         assert all(a + b == c for a, b, c in zip(first, rest, whole, strict=True) if len(c) > 1)
         drawn.append(whole)
         return given
 
     make(tmp_path, watch, max_steps=1).train()
-    assert any(len(tokens) == 4 for tokens in drawn[0])
+    assert any(len(tokens) == 8 for tokens in drawn[0])
 
 
 def test_a_rollout_that_has_failed_has_no_reward(tmp_path):
