@@ -10,7 +10,7 @@ from support.launched import HARDEST, launch, require_equal, require_loaded_in_t
 from support.processes import BETWEEN, CASES, DIVIDED, ENDS, RESUMED, run
 
 # Where tokens are needed elsewhere: to score a group, to train it, in later steps and files.
-FAR = (*HARDEST, "ranked in its group", "two passes", BETWEEN, *played.CASES)
+FAR = (*HARDEST, "ranked in its group", "two passes", BETWEEN, *played.FAR)
 SOME = (*HARDEST, "LoRA", "over the batch")
 
 

@@ -103,6 +103,8 @@ CASES = {
         {"rollout_func": two_turns},
     ),
 }
+# Whose words, too, may stay where they were said.
+FAR = ("tools, one group over all", "environments")
 # What ends them on all processes.
 ENDS = {
     "two states": (
