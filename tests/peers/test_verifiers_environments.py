@@ -223,6 +223,22 @@ def test_rewards_of_a_group_are_scored_together(tmp_path):
     assert all(max(group) == 1.0 for group in groups) and {0.0} < set(rewards)
 
 
+def test_rows_of_a_group_of_environments_are_played_by_their_own(tmp_path):
+    tools = vf.ToolEnv(
+        tools=[a], dataset=ROWS, max_turns=2, rubric=vf.Rubric(funcs=[lambda completion: 7.0])
+    )
+    counting = Counting(rows=ROWS.remove_columns(["info"]))
+    trainer = make_trainer(tmp_path, vf.EnvGroup([tools, counting], ["tools", "counting"]))
+    assert len(trainer.train_dataset) == 12
+    given, _ = watched(trainer)
+    trainer.train()
+    decode = trainer.processing_class.decode
+    told = ['"name": "a"' in decode(ids) for ids in given[0]["prompt_ids"]]
+    assert set(told) == {True, False}
+    rewards = zip(told, given[0]["verifiers_reward"], strict=True)
+    assert all(reward == 7.0 for with_tools, reward in rewards if with_tools)
+
+
 def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has sampling_args {'temperature': 0.5}"):
         from_verifiers(make_tools(sampling_args={"temperature": 0.5}))
