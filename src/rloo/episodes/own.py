@@ -11,6 +11,7 @@ from typing import Any
 
 from rloo.engines.noise import noise_key
 from rloo.engines.sampling import numbers_of
+from rloo.episodes.engine import kept
 from rloo.types import (
     Completion,
     Engine,
@@ -81,7 +82,7 @@ class OwnRollouts:
             for (prompt, _), row in zip(own, rows, strict=True)
         ]
         numbers = [range(number, number + 1) for _, number in own]
-        return [turn for (turn,) in self._inner.sample(prompts, numbers, sampling, noise)]
+        return self._sample(prompts, numbers, sampling, noise)
 
     def go_on(self, rows: Sequence[Prompt]) -> list[Completion]:
         """The next turn of each row, whose `id` is the place of its prompt among those that the
@@ -90,7 +91,15 @@ class OwnRollouts:
         sampling, noise, own = self._called()
         prompts = [replace(row, id=own[row.id][0].id, epoch=own[row.id][0].epoch) for row in rows]
         numbers = [range(own[row.id][1], own[row.id][1] + 1) for row in rows]
-        return [turn for (turn,) in self._inner.sample(prompts, numbers, sampling, noise)]
+        return self._sample(prompts, numbers, sampling, noise)
+
+    def _sample(
+        self, prompts: Sequence[Prompt], numbers: Samples, sampling: Sampling, noise: int
+    ) -> list[Completion]:
+        """A completion of each; prompts that are equal are computed once."""
+        known: dict[Any, Prompt] = {}
+        rows = [known.setdefault((p.noise_id, p.offset, *p.token_ids), p) for p in prompts]
+        return [turn for (turn,) in self._inner.sample(rows, numbers, sampling, noise)]
 
     def _called(self) -> tuple[Sampling, int, list[_Row]]:
         if self._now is None:
@@ -109,7 +118,8 @@ class OwnRollouts:
         rows = [prompt for prompt, _ in keyed]
         self._now, self._turns, self.rows = (sampling, noise, keyed), 0, rows
         try:
-            given = self._function([prompt.content for prompt in rows], self._trainer())
+            with kept(self._inner):
+                given = self._function([prompt.content for prompt in rows], self._trainer())
         finally:
             self._now, self.rows = None, ()
         flat = iter(_Given.of(given, len(rows)).completions(rows, sampling, self._vocabulary))
