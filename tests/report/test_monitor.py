@@ -361,6 +361,8 @@ def test_long_completions_keep_their_head_and_tail():
     lines = console.shorten("\n".join(str(i) for i in range(100))).split("\n")
     assert lines[:6] == ["0", "1", "2", "3", "4", "5"]
     assert lines[6:] == ["[... 88 lines ...]", "94", "95", "96", "97", "98", "99"]
+    assert console.shorten("1\n2\n3\n4\n5", lines=4) == "1\n2\n3\n4\n5"
+    assert console.shorten("1\n2\n3\n4\n5\n6", lines=4) == "1\n2\n[... 2 lines ...]\n5\n6"
 
 
 def test_an_evaluation_is_one_line_with_its_intervals(tmp_path):

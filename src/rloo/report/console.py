@@ -39,12 +39,13 @@ def inert(text: str, encoding: str = "utf-8") -> str:
 
 
 def shorten(text: str, *, characters: int = 600, lines: int = 12) -> str:
-    """Keep head and tail, which mostly has the answer: at most so many characters and lines."""
+    """Keep head and tail, which mostly has the answer: at most so many characters and lines, beside
+    a line that says how many are left out."""
     if len(text) > characters:
         half = characters // 2
         text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
     rows = text.split("\n")
-    if len(rows) > lines:
+    if len(rows) > lines + 1:
         half = lines // 2
         rows = [*rows[:half], f"[... {len(rows) - 2 * half} lines ...]", *rows[-half:]]
     return "\n".join(rows)
