@@ -138,7 +138,6 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"rollout_engine": "vllm"}, "rollout_engine is vllm"),
         ({"max_staleness": 1}, "sampled beside training"),
         ({"sampler_processes": 1}, "sampled beside training"),
         ({"num_processes": 2, "num_prompts": 4}, "num_processes is 2"),
