@@ -8,11 +8,13 @@ import os
 import signal
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from datasets import Dataset
 
 from rloo import RLOOTrainer
 from rloo.cli import EMBEDDED
@@ -20,6 +22,8 @@ from rloo.config.parsing import parse_command_line
 from rloo.engines.vllm.serving import OwnServer
 from rloo.run.servers import must_untie, serving_of
 from rloo.types import Sampling
+from support import training
+from support.chat import add, make_brace_tokenizer, make_talkative_model
 
 PROGRAM = str(Path(__file__).parents[1] / "support" / "vllm_cpu.sh")
 ARGUMENTS = ["--enforce-eager", "--max-num-seqs", "128"]
@@ -180,3 +184,57 @@ def gone_on(trainer, prompts, seed: int) -> list[float]:
             assert max(apart[:before], default=0.0) < 1e-3
             moved += apart[before:] if len(versions) == 2 else []
     return moved
+
+
+def test_episodes_with_a_tool_are_trained_on_and_their_turns_find_what_was_computed(tmp_path):
+    tokenizer = make_brace_tokenizer()
+    questions = [[{"role": "user", "content": f"{n} + 1"}] for n in range(6)]
+    config = training.make_config(
+        tmp_path, max_steps=2, max_completion_length=300, max_tool_calling_iterations=2,
+        logging_steps=1, log_completions=True, rollout_engine="vllm", vllm_max_model_length=2048,
+        vllm_executable=["/bin/sh", PROGRAM], vllm_serve_args=[*ARGUMENTS, "--block-size", "32"],
+    )  # fmt: skip
+    model = make_talkative_model(tokenizer, head_dim=32)
+    model.config.architectures = [type(model).__name__]  # which a folder's configuration has
+    trainer = RLOOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(str(c))) for c in completions],
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": questions}),
+        processing_class=tokenizer,
+        tools=[add],
+    )
+    trainer.train()
+    for row in training.metrics_of(config):
+        assert row["episodes/turns"] > 1.0 and row["mismatch/max"] < 1e-4
+    groups = (Path(config.output_dir) / "groups.jsonl").read_text().splitlines()
+    told = 0
+    for completion in json.loads(groups[0])["completions"]:
+        ours = [bool(token) for token in completion["trained"]]
+        assert [value is not None for value in completion["mismatch"]] == ours
+        told += ours.count(False)
+    assert told > 50
+
+    vllm, ends = trainer.engine._inner, trainer.policy.stop_token_ids
+    (member,) = vllm._open.fleet.members
+
+    def hits() -> float:
+        """Tokens that the server found computed so far."""
+        with urllib.request.urlopen(f"{member.url}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(x.split()[-1]) for x in lines if "prefix_cache_hits_total{" in x)
+
+    change(trainer.policy, 1)  # what was computed with other weights is not found
+    trainer.policy.load_into(trainer.engine)
+    (prompt,) = trainer._source.next(1)
+    counts = [hits()]
+    trainer.engine.sample([prompt], 1, Sampling(1, ends), 1)
+    counts.append(hits())
+    (episodes,) = trainer.engine.sample([prompt], 8, Sampling(300, ends), 1)
+    counts.append(hits())
+    assert counts[0] == counts[1]
+    turns = [episode.episode.turns for episode in episodes]
+    whole = len(prompt.token_ids) // 32 * 32
+    # In every turn the prompt, and in later ones what was said since.
+    assert max(turns) > 1 and counts[2] - counts[1] > sum(turns) * whole
+    vllm.close()

@@ -145,7 +145,6 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"rollout_engine": "vllm"}, "rollout_engine is vllm"),
         ({"max_staleness": 1}, "sampled beside training"),
         ({"sampler_processes": 1}, "sampled beside training"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has tools"),

@@ -77,12 +77,14 @@ def make_brace_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_talkative_model(tokenizer, boost: float = 4.0) -> transformers.PreTrainedModel:
+def make_talkative_model(
+    tokenizer, boost: float = 4.0, head_dim: int = 8
+) -> transformers.PreTrainedModel:
     """Of random weights; it ends a turn, or calls the tool "a", every few tokens."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()

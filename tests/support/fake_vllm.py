@@ -151,7 +151,7 @@ class FakeVLLM:
         return {"choices": [self._shown(route, k, *c) for k, c in enumerate(drawn)]}
 
     def _draw(self, model, prompt: list[int], asked: dict[str, Any]) -> list[tuple]:
-        """Tokens, log-probs and why it ended, of each completion; all are computed to the end."""
+        """Tokens, log-probs and why it ended, of each completion; computed until the last ends."""
         count, heat = asked["n"], asked["temperature"]
         noise = [torch.Generator().manual_seed((asked["seed"] + k) % 2**63) for k in range(count)]
         ids = torch.tensor([prompt] * count)
@@ -165,6 +165,9 @@ class FakeVLLM:
                 drawn = torch.stack([row.multinomial(1, generator=own) for row, own in pairs])
             ids = torch.cat([ids, drawn], dim=1)
             logprobs.append(chances.gather(1, drawn))
+            ends = torch.tensor(asked["stop_token_ids"])
+            if not asked["stop"] and torch.isin(ids[:, len(prompt) :], ends).any(dim=1).all():
+                break
         tokens = ids[:, len(prompt) :].tolist()
         return [
             self._ended(*row, asked)

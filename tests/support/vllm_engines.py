@@ -31,12 +31,11 @@ def made_on_fakes():
     closing = []
 
     def make(
-        policy, *, servers=1, lora=False, scale_out=False, serving=None, routes=(), **settings
-    ):
-        found = [
-            FakeVLLM(make_model("qwen3", seed=9), make_tokenizer(), lora=lora, scale_out=scale_out)
-            for _ in range(servers)
-        ]
+        policy, *, servers=1, lora=False, scale_out=False, serving=None, routes=(), served=None,
+        **settings,
+    ):  # fmt: skip
+        served = served or (lambda: (make_model("qwen3", seed=9), make_tokenizer()))
+        found = [FakeVLLM(*served(), lora=lora, scale_out=scale_out) for _ in range(servers)]
         closing.extend(found)
         for server in found:
             server.routes += routes

@@ -53,11 +53,6 @@ def check_tools(options: ToolOptions, *, own: bool = False) -> None:
 
 def _faults(options: ToolOptions, own: bool) -> Iterator[str]:
     what = "there is a rollout_func" if own else "there are tools"
-    if options.rollout_engine.startswith("vllm") and not own:
-        yield (
-            f"{what} and rollout_engine is {options.rollout_engine}, whose turns cannot "
-            "go on in this version; the native engine's and those of hf can (rollout_engine)"
-        )
     if options.samples_beside:
         yield (
             f"{what} and completions are sampled beside training, by processes that "

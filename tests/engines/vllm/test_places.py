@@ -41,6 +41,27 @@ def test_the_one_with_the_least_to_do_is_given_and_nobody_overtakes():
     asyncio.run(run())
 
 
+def test_who_is_near_is_given_while_it_is_well_has_room_and_nobody_waits():
+    async def run():
+        members = near, other = make_members(8, 8)
+        places = Places(members)
+        assert [await places.take(4, near=near) for _ in range(2)] == [near, near]
+        assert await places.take(4, near=near) is other
+        assert (near.busy, other.busy) == (8, 4)
+        places.leave(near, 4)
+        near.fault = "gone"
+        assert await places.take(4, near=near) is other
+        near.fault = None
+        places.holding = True
+        (waiting,) = await started(places.take(4, near=near))
+        assert not waiting.done()
+        places.release()
+        await asyncio.sleep(0)
+        assert waiting.result() is near
+
+    asyncio.run(run())
+
+
 def test_a_group_larger_than_any_room_goes_to_a_server_with_nothing_to_do():
     async def run():
         small, large = make_members(2, 6)

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rloo.config.vllm_checks import COLDEST, HOTTEST
 from rloo.engines.noise import noise_key
+from rloo.engines.sampling import check_request, refuse_images
 from rloo.engines.vllm.client import ServerError
 from rloo.types import Completion, Prompt, Sampling, Spans
 
@@ -28,13 +30,21 @@ class Request:
     sampling: Sampling
     noise: int
 
+    @property
+    def limit(self) -> int:
+        """How many tokens each may have; those before a prompt's offset are there already."""
+        return self.sampling.max_tokens - self.prompt.offset
+
     def body(self, route: str, *, model: str | None, salt: str) -> dict[str, Any]:
         """As the server reads it. `salt` keeps apart what was computed with other weights."""
         how, ids = self.sampling, self.prompt.token_ids
-        seed = noise_key(self.noise, f"prompt {self.prompt.noise_id}", self.numbers.start)
+        draw = f"prompt {self.prompt.noise_id}"
+        if self.prompt.offset:  # or a turn would be drawn with the noise of the first one
+            draw += f" from {self.prompt.offset}"
+        seed = noise_key(self.noise, draw, self.numbers.start)
         params: dict[str, Any] = {
             "n": len(self.numbers),
-            "max_tokens": how.max_tokens,
+            "max_tokens": self.limit,
             "temperature": 0.0 if how.greedy else how.temperature,
             # A server may have other defaults, of its model.
             "top_p": 1.0,
@@ -57,6 +67,34 @@ class Request:
             ways = {"return_token_ids": True, "return_tokens_as_token_ids": True}
             body = {"prompt": ids, **params, **ways}
         return body | {"cache_salt": salt} | ({"model": model} if model else {})
+
+
+def requests_of(
+    prompts: Sequence[Prompt], numbers: Sequence[range], sampling: Sampling, noise: int
+) -> list[Request]:
+    """A request for each prompt's completions. Raises ValueError for what no engine can sample, or
+    not vLLM."""
+    check_request(prompts, min(map(len, numbers), default=1), sampling)
+    check_sampling(sampling)
+    refuse_images(prompts, "which are not sent to vLLM in this version (rollout_engine hf)")
+    both = zip(prompts, numbers, strict=True)
+    return [Request(prompt, own, sampling, noise) for prompt, own in both]
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise ValueError for what vLLM samples otherwise than our engines, or without telling the
+    log-probs of the policy."""
+    if sampling.filtered and not sampling.greedy:
+        raise ValueError(
+            "vLLM returns one log-prob a token, that of the distribution sampled from; with top_p, "
+            "top_k, min_p or repetition_penalty the policy's would be unknown (set them to 1, 0, 0 "
+            "and 1, or rollout_engine native)"
+        )
+    if not sampling.greedy and not COLDEST <= sampling.temperature <= HOTTEST:
+        raise ValueError(
+            f"temperature is {sampling.temperature:g}; vLLM samples from {COLDEST} to {HOTTEST:g} "
+            "(temperature, eval_temperature)"
+        )
 
 
 def read_answer(
@@ -108,7 +146,7 @@ def _read_choice(
     spans: Spans = ((next(iter(versions.values())), len(tokens)),)
     if "content" in choice["logprobs"]:
         spans = _spans(choice.get("weight_versions") or [], versions, len(tokens))
-    finish = _checked_finish(choice["finish_reason"], tokens, how)
+    finish = _checked_finish(choice["finish_reason"], tokens, how, request.limit)
     return Completion(
         tokens,
         finish,
@@ -144,8 +182,8 @@ def _logprobs(given: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     return [int(name) for name in names], [float(value) for value in given["token_logprobs"]]
 
 
-def _checked_finish(finish: Any, tokens: Sequence[int], how: Sampling) -> Any:
-    """`finish`, if the tokens agree with it."""
+def _checked_finish(finish: Any, tokens: Sequence[int], how: Sampling, limit: int) -> Any:
+    """`finish`, if the tokens, at most `limit`, agree with it."""
     stops = [place for place, token in enumerate(tokens) if token in how.stop_token_ids]
     by_token = bool(stops) and stops[0] == len(tokens) - 1
     if stops and not by_token:
@@ -154,15 +192,15 @@ def _checked_finish(finish: Any, tokens: Sequence[int], how: Sampling) -> Any:
     if how.stop_strings and how.decode is not None:
         (text,) = how.decode([list(tokens)])
         by_text = any(stop in text for stop in how.stop_strings)
-    if len(tokens) > how.max_tokens or not tokens:
-        raise _Fault(f"{len(tokens)} tokens, of which at most {how.max_tokens} were asked for")
+    if len(tokens) > limit or not tokens:
+        raise _Fault(f"{len(tokens)} tokens, of which at most {limit} were asked for")
     if finish not in ("stop", "length"):
         raise _Fault(f"the finish reason {finish!r}")
     if finish == "stop" and not (by_token or by_text):
         raise _Fault("a completion that has stopped without a stop token or text")
-    if finish == "length" and len(tokens) < how.max_tokens:
+    if finish == "length" and len(tokens) < limit:
         raise _Fault(
-            f"{len(tokens)} tokens as if that were its limit, of {how.max_tokens}: its context "
+            f"{len(tokens)} tokens as if that were its limit, of {limit}: its context "
             "(--max-model-len) is too short"
         )
     # The last token may both be the last one allowed and end it: it has ended.

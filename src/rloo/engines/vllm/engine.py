@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from rloo.config.vllm_checks import COLDEST, HOTTEST
 from rloo.dist import World
-from rloo.engines.sampling import check_request, numbers_of, refuse_images
+from rloo.engines.sampling import numbers_of
 from rloo.engines.versions import Versions
-from rloo.engines.vllm.answers import Request
+from rloo.engines.vllm.answers import Request, requests_of
 from rloo.engines.vllm.client import Client
 from rloo.engines.vllm.examine import examine
 from rloo.engines.vllm.fleet import Fleet
@@ -294,19 +293,35 @@ class VLLMEngine:
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`. Raises ValueError for sampling that vLLM does otherwise."""
         numbers = numbers_of(samples, prompts)
-        requests = _requests(prompts, numbers, sampling, noise)
+        requests = requests_of(prompts, numbers, sampling, noise)
         self._bring()
         if not prompts:
             return []
         assert self._open.fleet is not None, "load comes first"
         return self._run(self._open.fleet.generate(requests))
 
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """See `rloo.types.Keeping`: servers keep what they have computed. Inside they do not sleep,
+        and what one has begun goes on there."""
+        self._bring()
+        fleet = self._open.fleet
+        try:
+            if fleet is not None:
+                self._run(fleet.begin())
+                fleet.homes = {}
+            yield
+        finally:
+            if fleet is not None:
+                fleet.homes = None
+                self._run(fleet.end())
+
     def begin(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
         """As `sample`, in the main process, and does not wait for it: of each prompt its
         completions, to come."""
-        requests = _requests(prompts, numbers_of(count, prompts), sampling, noise)
+        requests = requests_of(prompts, numbers_of(count, prompts), sampling, noise)
         fleet = self._open.fleet
         assert fleet is not None, "load comes first"
 
@@ -341,32 +356,6 @@ class VLLMEngine:
             function(*arguments)
 
         self._run(inside())
-
-
-def _requests(
-    prompts: Sequence[Prompt], numbers: Sequence[range], sampling: Sampling, noise: int
-) -> list[Request]:
-    check_request(prompts, min(map(len, numbers), default=1), sampling)
-    check_sampling(sampling)
-    refuse_images(prompts, "which are not sent to vLLM in this version (rollout_engine hf)")
-    both = zip(prompts, numbers, strict=True)
-    return [Request(prompt, own, sampling, noise) for prompt, own in both]
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError for what vLLM samples otherwise than our engines, or without telling the
-    log-probs of the policy."""
-    if sampling.filtered and not sampling.greedy:
-        raise ValueError(
-            "vLLM returns one log-prob a token, that of the distribution sampled from; with top_p, "
-            "top_k, min_p or repetition_penalty the policy's would be unknown (set them to 1, 0, 0 "
-            "and 1, or rollout_engine native)"
-        )
-    if not sampling.greedy and not COLDEST <= sampling.temperature <= HOTTEST:
-        raise ValueError(
-            f"temperature is {sampling.temperature:g}; vLLM samples from {COLDEST} to {HOTTEST:g} "
-            "(temperature, eval_temperature)"
-        )
 
 
 @dataclass(slots=True)

@@ -52,6 +52,8 @@ class Fleet:
     weights: Weights | None = None
     # The versions by the names under which servers have loaded them.
     labels: dict[str, int] = field(default_factory=dict)
+    # While completions go on: who sampled the last turn of each, and has it in its cache.
+    homes: dict[tuple[int, int], Member] | None = None
     closed: bool = False
     sampling: int = 0
     looking: list[asyncio.Task[None]] = field(default_factory=list)
@@ -159,7 +161,7 @@ class Fleet:
         tasks: list[asyncio.Task[Any]] = []
         answers: dict[int, Answer] = {}
         try:
-            await self._begin()
+            await self.begin()
             while missing := [n for n in range(len(requests)) if n not in answers]:
                 asking = [asyncio.create_task(self._serve(requests[n])) for n in missing]
                 tasks += asking
@@ -170,17 +172,18 @@ class Fleet:
             return [answers[n].completions for n in range(len(requests))]
         finally:
             await _cancel(tasks)
-            await self._end()
+            await self.end()
 
-    async def _begin(self) -> None:
-        """One more samples: the first wakes the servers, and has them looked after."""
+    async def begin(self) -> None:
+        """One more samples, until `end`: the first wakes the servers, and has them looked after."""
         self.sampling += 1
         if self.sampling == 1:
             self.watch.start()
             self.looking = [asyncio.create_task(self._look(member)) for member in self.members]
             await self._each(self._wake)
 
-    async def _end(self) -> None:
+    async def end(self) -> None:
+        """One fewer samples: after the last one they may sleep."""
         self.sampling -= 1
         if self.sampling == 0:
             self.watch.stop()
@@ -226,8 +229,12 @@ class Fleet:
 
     async def _serve(self, request: Request) -> Answer:
         completions, again = len(request.numbers), False
+        row = request.prompt.noise_id, request.numbers.start
         while True:
-            member = await self.places.take(completions, again=again)
+            near = self.homes.get(row) if self.homes else None
+            member = await self.places.take(completions, again=again, near=near)
+            if self.homes is not None:
+                self.homes[row] = member
             call = asyncio.create_task(self._ask(member, request))
             member.calls[call] = self.labels[member.label]
             try:

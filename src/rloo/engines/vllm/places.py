@@ -34,9 +34,16 @@ class Places:
         self._number = count()
         self._renew()
 
-    async def take(self, completions: int, *, again: bool = False) -> Member:
-        """A server for so many completions; what is asked for `again` comes first. `leave` it then.
-        Raises NoServers."""
+    async def take(
+        self, completions: int, *, again: bool = False, near: Member | None = None
+    ) -> Member:
+        """A server for so many completions, `near` if it has room now; what is asked for `again`
+        comes first. `leave` it then. Raises NoServers."""
+        free = not self.holding and not self._waiting
+        if near is not None and free and near.fault is None and _has_room(near, completions):
+            near.busy += completions
+            self._offer(near)
+            return near
         while True:
             place: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
             (self._waiting.appendleft if again else self._waiting.append)((completions, place))
@@ -74,7 +81,7 @@ class Places:
             completions, place = self._waiting[0]
             if not place.done():  # else it was given up
                 member = self._best()
-                if member is None or (member.busy and member.busy + completions > member.room):
+                if member is None or not _has_room(member, completions):
                     break
                 member.busy += completions
                 self._offer(member)
@@ -119,6 +126,10 @@ class Places:
         live = [member for member in self._members if member.fault is None]
         self._free = [(_key(member), next(self._number), member) for member in live]
         heapify(self._free)
+
+
+def _has_room(member: Member, completions: int) -> bool:
+    return not member.busy or member.busy + completions <= member.room
 
 
 def _key(member: Member) -> _Key:
