@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -202,6 +204,14 @@ def test_every_stop_token_of_tokenizer_and_model_counts():
     model = make_model("llama")
     model.generation_config.eos_token_id = [5, 2]
     assert make_policy(model).stop_token_ids == (5, 2)
+
+
+def test_a_folder_says_which_model_it_is_of(tmp_path):
+    policy = make_policy(make_model("qwen3"))
+    policy.model.config.architectures = None  # as where it was made by from_config
+    policy.files.save_description(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):

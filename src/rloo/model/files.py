@@ -140,7 +140,10 @@ class ModelFiles:
 
     def save_description(self, path: str | Path) -> None:
         """Write what a model's folder has beside weights: configuration and tokenizer."""
-        self._model.config.save_pretrained(path)
+        config = self._model.config
+        # As transformers' save_pretrained does: vLLM chooses by it what it serves.
+        config.architectures = config.architectures or [type(self._model).__name__]
+        config.save_pretrained(path)
         self._processing_class.save_pretrained(path)
 
 
