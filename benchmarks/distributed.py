@@ -34,7 +34,8 @@ MEASURED: dict[str, Seconds] = {
 }
 # Of the functions that exchange something, what it is.
 KINDS = {
-    "_all_completions": "completions: tokens, log-probs",
+    "completions_of_all": "completions: tokens, log-probs",
+    "_with_tokens": "completions: tokens that were not sent with the rest",
     "bring": "completions: tokens of those beyond gather_limit",
     "score": "rewards, texts, what they log",
     "update": "sums of the loss and metrics",

@@ -171,7 +171,7 @@ def test_what_several_processes_cost_is_measured(tmp_path, capsys):
     for result in (itself, two):
         for step in result["steps"]:
             assert set(step["exchanged"]) <= set(distributed.KINDS)
-            assert step["exchanged"]["_all_completions"][0] > 0 and len(step["lengths"]) == 8
+            assert step["exchanged"]["completions_of_all"][0] > 0 and len(step["lengths"]) == 8
 
 
 @pytest.fixture(autouse=True)

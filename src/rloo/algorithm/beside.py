@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, cast
 
 from rloo.algorithm.rollout import SyncRollouts
-from rloo.algorithm.sharing import Called, Judge, arguments_of, column_names, of_all
+from rloo.algorithm.sharing import Called, Judge, arguments_of, column_names, completions_of_all
 from rloo.dist.crew import follow, result_of
 from rloo.engines.noise import noise_key
 from rloo.rewards.workers import Scorers, why_not, written
@@ -144,7 +144,7 @@ class AsyncRollouts(SyncRollouts):
         with self.clock.phase("sample"):
             drawn = [result_of(each) for each in begun.sampled]
             count = self.config.num_generations
-            sampled = of_all(drawn, begun.prompts, count, self.sampling, self.world)
+            sampled = completions_of_all(drawn, begun.prompts, count, self.sampling, self.world)
         with self.clock.phase("reward"):
             called = None if self.why_here else [result_of(each) for each in begun.scored]
             waited = time.monotonic() - came

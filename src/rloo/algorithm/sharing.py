@@ -57,7 +57,7 @@ def sample(
     drawn = engine.sample(
         [prompts[index] for index in here], [numbers[index] for index in here], sampling, noise
     )
-    return of_all(drawn, prompts, count, sampling, world)
+    return completions_of_all(drawn, prompts, count, sampling, world)
 
 
 def _part(facts: EngineFacts, prompts: int, count: int, world: World) -> range:
@@ -78,7 +78,7 @@ def _reseed(noise: int, prompts: Sequence[Prompt], world: World) -> None:
         transformers.set_seed(noise_key(noise, f"rank {world.rank}", first) >> 32)
 
 
-def of_all(
+def completions_of_all(
     drawn: list[list[Completion]],
     prompts: Sequence[Prompt],
     count: int,
