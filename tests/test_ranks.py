@@ -89,11 +89,17 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def is_here(process: psutil.Process) -> bool:
+    try:
+        return process.cwd() == str(Path.cwd())
+    except (psutil.Error, OSError):  # gone, or, of another test, in a folder deeper than a path
+        return False
+
+
 def train(*arguments: str) -> tuple[int, str]:
     process = start(*arguments)
     said, _ = process.communicate(timeout=200)
-    here = [p.pid for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(Path.cwd())]
-    assert here == [os.getpid()]
+    assert [process.pid for process in psutil.process_iter() if is_here(process)] == [os.getpid()]
     return process.returncode, said
 
 
