@@ -20,6 +20,8 @@ from rloo.config.vllm_checks import check_vllm
 from rloo.config.vllm_options import VLLMOptions
 from rloo.dist import process_count
 
+# Kinds of products that oneDNN may compute on a CPU: see `rloo.model.products`.
+PRODUCTS = ("packed", "forward", "backward")
 # Completions of one rollout, or of one evaluated prompt: each is an object in this process.
 MOST_COMPLETIONS = 2**17
 BATCH_SIZES = (
@@ -147,6 +149,10 @@ def _check_run(config: Options) -> None:
         raise ValueError(
             "overwrite_output_dir and resume_from_checkpoint are both given; overwriting would "
             "delete the checkpoint to resume from, so set only one"
+        )
+    if unknown := [kind for kind in config.onednn or [] if kind not in PRODUCTS]:
+        raise ValueError(
+            f"onednn is {config.onednn}; {unknown[0]} is none of {', '.join(PRODUCTS)} (onednn)"
         )
     if config.bf16 and config.fp16:
         raise ValueError("bf16 and fp16 are both true; choose one")

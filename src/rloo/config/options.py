@@ -95,8 +95,7 @@ class Options:
     rollout_dtype: Literal["float32", "bfloat16"] | None = SAMPLING.own(None,
         "Precision of sampling (see the metric mismatch/mean); null is that of training.")
     max_staleness: int = SAMPLING.own(0,
-        "Rollouts by which the weights that sample may be older; above 0 sampling goes on beside "
-        "training.")
+        "Rollouts by which the weights that sample may be older; above 0 it goes beside training.")
     sampler_processes: int | None = SAMPLING.own(None,
         "Processes that sample, each with a copy of the weights; 0: the run's own does; null is 1 "
         "with `max_staleness` above 0, else 0.")
@@ -276,6 +275,8 @@ class Options:
         "Let a GPU multiply float32 matrices in TF32; null leaves it to torch.")
     num_threads: int | None = MACHINE.own(None,
         "CPU threads; null measures which number is fastest.")
+    onednn: list[str] | None = MACHINE.own([],
+        "CPU products by oneDNN, not MKL: packed (sampling), forward, backward; null measures.")
     seed: int = MACHINE.shared(42, "Seed of everything random.", basic=True)
     data_seed: int | None = MACHINE.shared(None, "Seed of the prompt order; null takes `seed`.")
     full_determinism: bool = MACHINE.shared(False,
@@ -291,8 +292,7 @@ class Options:
     deepspeed: dict[str, Any] | str | None = PROCESSES.shared(None,
         "DeepSpeed's JSON file, or what it would contain; its stage sets `parallel`.")
     offload_params: bool = PROCESSES.own(False,
-        "With `parallel fsdp2`, keep weights, gradients and the optimizer's state in the host's "
-        "memory, and step there.")
+        "With `parallel fsdp2`, weights, gradients and optimizer are in the host's memory.")
     state_dict_type: Literal["full", "sharded"] = PROCESSES.own("full",
         "Checkpoints hold whole tensors, or what is divided as every process writes its part.")
     gather_limit: int = PROCESSES.own(2**28,

@@ -32,6 +32,7 @@ from rloo.engines.packing import unpack
 from rloo.engines.sampler import How
 from rloo.engines.sampling import check_request, numbers_of, refuse_images
 from rloo.engines.versions import Versions
+from rloo.model import products
 from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling, Weights
 
 
@@ -241,6 +242,7 @@ def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]
     version, folder, threads = state.take(worker)
     if state.loaded.get(worker) != version:
         wanted = {"load": str(folder), "version": version, "threads": threads}
+        wanted["onednn"] = products.in_use()
         worker.call(encode(wanted), state.seconds)
         state.loaded[worker] = version
     said = decode(worker.call(message, state.seconds))

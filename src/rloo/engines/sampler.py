@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rloo.config.files import load_pretrained
 from rloo.dist.trees import decode, encode
 from rloo.engines.packing import pack
+from rloo.model import products
 from rloo.model.loading import copy_from_file, load_processing_class, load_weights
 from rloo.types import Engine, Prompt, Sampling
 
@@ -63,6 +64,7 @@ class Server:
         if "load" in said:
             if said["threads"] is not None:
                 torch.set_num_threads(said["threads"])
+            products.use(said["onednn"])
             self._load(said["load"], said["version"])
         elif "rows" in said:
             return self._sample(said["rows"], said["how"])

@@ -167,13 +167,14 @@ def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
         mark()
 
     peak, held = memory.phase_peaks(policy.device, load)
+    held += getattr(engine, "hidden_bytes", 0)
     return {
         "weights": memory.weight_bytes(policy.model),
         "gradients": memory.gradient_bytes(policy),
         "optimizer": 0 if policy.config.offload_optimizer else memory.optimizer_bytes(policy),
         "reference": 0 if reference is None else memory.weight_bytes(reference),
         "engine": held,
-        "loading": peak - held,
+        "loading": max(0, peak - held),
     }
 
 

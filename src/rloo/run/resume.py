@@ -11,6 +11,7 @@ import torch
 
 from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.config.config import RLOOConfig
+from rloo.model import products
 from rloo.model.parts import has_parts
 from rloo.model.state import capture_rng, parameter_shapes, require_same_shapes, restore_rng
 from rloo.run.checkpoint import Checkpoint, load_checkpoint
@@ -35,7 +36,7 @@ HARMLESS = (
 )
 # fmt: on
 # Chosen automatically in the first session, and kept unless the user sets them now.
-CHOSEN = ("num_threads", "max_tokens_per_micro_batch", "packing", "rollout_engine")
+CHOSEN = ("num_threads", "onednn", "max_tokens_per_micro_batch", "packing", "rollout_engine")
 
 
 def snapshot(parts: Parts, state: RunState, told: dict[str, Any]) -> Checkpoint:
@@ -130,6 +131,11 @@ def _compare(saved: dict[str, Any], parts: Parts, changed: list[str]) -> None:
             )
     if config.num_threads is None:
         torch.set_num_threads(before["num_threads"])
+    onednn = before.get("onednn", [])  # a newer option
+    if config.onednn is None:
+        products.use(onednn)
+    if products.in_use() != onednn:
+        changed.append(f"onednn {onednn} -> {products.in_use()}")
     # A budget that did not fit into memory then is not tried again.
     too_large = [change["from"] for change in saved["budget_changes"]]
     if config.max_tokens_per_micro_batch in (None, *too_large):

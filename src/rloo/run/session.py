@@ -18,6 +18,7 @@ from rloo.config.config import RLOOConfig
 from rloo.config.deepspeed import division_named
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
+from rloo.model import products
 from rloo.model.memory import process_peaks
 from rloo.model.policy import describe_parameters
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
@@ -358,6 +359,7 @@ class Session:
         """The options, including everything that was chosen automatically."""
         return self.config.with_values(
             num_threads=torch.get_num_threads(),
+            onednn=products.in_use(),
             max_tokens_per_micro_batch=self.parts.policy.max_tokens,
             packing=self.parts.policy.packed,
             rollout_engine=self.parts.engine.facts.name,
@@ -378,12 +380,11 @@ class Session:
         }
 
     def _summary(self) -> dict[str, Any]:
-        step, metrics = self._last
         return {
             "status": self.status,
             "steps": self.state.step,
             "start": self._start,
-            "end": metrics if step == self.state.step else {},
+            "end": self._last[1] if self._last[0] == self.state.step else {},
             "wall_seconds": self._seconds(),
             "num_tokens": self.state.num_tokens,
             **process_peaks(self.parts.world.device),

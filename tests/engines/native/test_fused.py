@@ -7,6 +7,7 @@ import transformers
 from rloo.engines import EngineInputs, build_engine
 from rloo.engines.native.engine import NativeEngine
 from rloo.engines.native.fused import FusedDecoder, can_fuse
+from rloo.model import products
 from rloo.types import Prompt, Sampling
 from support.models import COMMON, VOCAB_SIZE, WINDOW, make_model
 
@@ -133,6 +134,28 @@ def test_in_bfloat16_logprobs_are_near_those_of_float32():
     assert 1e-5 < errors.mean() < 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_matrices_give_the_same_completions(dtype):
+    model = make_fusable("qwen2")
+    found = []
+    for kinds in ((), ("packed",)):
+        products.use(kinds)
+        engine = NativeEngine(model, pad_token_id=0, dtype=dtype)
+        engine.load(model.named_parameters, 0)
+        found.append(
+            [
+                c
+                for group in engine.sample(PROMPTS, 5, Sampling(max_tokens=9, stop_token_ids=()), 3)
+                for c in group
+            ]
+        )
+    products.use(())
+    assert [c.token_ids for c in found[0]] == [c.token_ids for c in found[1]]
+    limit = 1e-5 if dtype == torch.float32 else 0.05
+    for one, other in zip(*found, strict=True):
+        assert one.policy_logprobs == pytest.approx(other.policy_logprobs, abs=limit)
+
+
 def test_matrices_are_shared_unless_they_need_another_form():
     model = make_fusable("llama")
     decoder = FusedDecoder(model, torch.float32)
@@ -143,9 +166,10 @@ def test_matrices_are_shared_unless_they_need_another_form():
         if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
     )
 
-    held = [decoder._head]
+    matrices = [decoder._head]
     for layer in decoder._layers:
-        held += [layer.qkv, layer.out, layer.gate_up, layer.down]
+        matrices += [layer.qkv, layer.out, layer.gate_up, layer.down]
+    held = [matrix._weight for matrix in matrices]
     shared = {parameter.data_ptr() for parameter in model.parameters()}
     assert sum(t.nbytes for t in held if t.data_ptr() not in shared) == 4 * copied
 

@@ -77,6 +77,11 @@ class NativeEngine(InProcessEngine):
             self._decoder.load(weights())
         self.version = version
 
+    @property
+    def hidden_bytes(self) -> int:
+        """Of weights that torch does not count among what it has allocated."""
+        return 0 if self._decoder is None else self._decoder.hidden_bytes()
+
     def sample(
         self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:

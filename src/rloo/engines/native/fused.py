@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from rloo.engines.in_process import layer_windows
 from rloo.engines.native.cache import DecodeCache, PromptCache
+from rloo.engines.native.matrix import Matrix
 from rloo.model.attention import Options
 from rloo.model.division import full, shape_of
 
@@ -29,9 +30,6 @@ from rloo.model.division import full, shape_of
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotary frequencies that do not depend on the length of the sequence.
 _STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
-# Below this many rows the vocabulary's matrix is the left factor, which two threads divide better;
-# with more rows, transposing the logits costs more than that gains.
-_FEW_ROWS = 48
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
@@ -46,19 +44,14 @@ def can_fuse(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The matrices of a layer: (out, in), except `out` and `down`, whose products are added to the
-    residual stream and which are (in, out). `qkv` has queries, keys and values, `gate_up` both
-    halves of the gated layer."""
+    """The matrices of a layer: `qkv` has queries, keys and values, `gate_up` both halves of the
+    gated layer."""
 
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Matrix
     qk_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    out: Matrix
+    gate_up: Matrix
+    down: Matrix
     options: Options
 
 
@@ -90,8 +83,8 @@ class FusedDecoder:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Use these weights, under the model's own names. Matrices that can be used as they are are
-        not copied and must not change until the next load; divided ones are gathered, one after the
-        other. Raises KeyError for a missing one."""
+        not copied, but for oneDNN, and must not change until the next load; divided ones are
+        gathered, one after the other. Raises KeyError for a missing one."""
         self._layers = []
         windows = layer_windows(self._model)
         others: dict[str, Tensor] = {}
@@ -112,7 +105,15 @@ class FusedDecoder:
         self._embedding = full(others["embed_tokens.weight"])
         self._norm = full(others["norm.weight"]).to(self._precise) * self._width**0.5
         head = others.get("lm_head.weight")
-        self._head = (self._embedding if head is None else full(head)).to(self._dtype)
+        self._head = self._matrix(self._embedding if head is None else full(head), None)
+
+    def hidden_bytes(self) -> int:
+        """Of the matrices: what torch does not count."""
+        layers = [m for x in self._layers for m in (x.qkv, x.out, x.gate_up, x.down)]
+        return sum(matrix.hidden_bytes for matrix in (*layers, self._head))
+
+    def _matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
+        return Matrix(weight.to(self._dtype), bias, self._precise)
 
     def _fuse(self, named: Mapping[str, Tensor], options: Options) -> _Layer:
         scaling = self._size**-0.5
@@ -152,15 +153,11 @@ class FusedDecoder:
         qkv = [f"self_attn.{name}_proj" for name in "qkv"]
         gate_up = ["mlp.gate_proj", "mlp.up_proj"]
         return _Layer(
-            qkv=join("input", *qkv),
-            qkv_bias=bias(*qkv),
+            qkv=self._matrix(join("input", *qkv), bias(*qkv)),
             qk_norm=qk_norm,
-            out=full(named["self_attn.o_proj.weight"]).to(self._dtype).t(),
-            out_bias=bias("self_attn.o_proj"),
-            gate_up=join("post_attention", *gate_up),
-            gate_up_bias=bias(*gate_up),
-            down=full(named["mlp.down_proj.weight"]).to(self._dtype).t(),
-            down_bias=bias("mlp.down_proj"),
+            out=self._matrix(full(named["self_attn.o_proj.weight"]), bias("self_attn.o_proj")),
+            gate_up=self._matrix(join("post_attention", *gate_up), bias(*gate_up)),
+            down=self._matrix(full(named["mlp.down_proj.weight"]), bias("mlp.down_proj")),
             options=options,
         )
 
@@ -180,11 +177,11 @@ class FusedDecoder:
             rotations = self._rotate_by(positions, cache.get_seq_length() + length)
             for number, layer in enumerate(self._layers):
                 states = self._attend(layer, number, hidden, rotations, (batch, length), cache)
-                hidden = self._add(hidden, states, layer.out, layer.out_bias)
+                hidden = layer.out.added(hidden, states)
                 states = self._gate(layer, hidden)
-                hidden = self._add(hidden, states, layer.down, layer.down_bias)
+                hidden = layer.down.added(hidden, states)
             last = hidden.view(batch, length, -1)[:, -1]
-            return self._logits(self._normalize(last) * self._norm)
+            return self._head.times(self._normalize(last) * self._norm)
 
     def _attend(
         self,
@@ -196,9 +193,7 @@ class FusedDecoder:
         cache: PromptCache | DecodeCache,
     ) -> Tensor:
         turned = self._heads + self._kv_heads
-        states = self._product(self._normalize(hidden), layer.qkv).contiguous()
-        if layer.qkv_bias is not None:
-            states += layer.qkv_bias
+        states = layer.qkv.times(self._normalize(hidden)).contiguous()
         states = states.view(len(hidden), -1, self._size)
         if layer.qk_norm is not None:
             qk = self._normalize(states[:, :turned]) * layer.qk_norm
@@ -211,10 +206,7 @@ class FusedDecoder:
         return cache.attend(query, key, value, layer.options).flatten(0, 1).flatten(1)
 
     def _gate(self, layer: _Layer, hidden: Tensor) -> Tensor:
-        states = self._product(self._normalize(hidden), layer.gate_up)
-        if layer.gate_up_bias is not None:
-            states += layer.gate_up_bias
-        gate, up = states.chunk(2, dim=-1)
+        gate, up = layer.gate_up.times(self._normalize(hidden)).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def _normalize(self, states: Tensor) -> Tensor:
@@ -222,22 +214,6 @@ class FusedDecoder:
         x / sqrt(sum of squares + size * epsilon)."""
         floor = self._floors[states.shape[-1]]
         return states / torch.linalg.vector_norm(states, dim=-1, keepdim=True).hypot_(floor)
-
-    def _logits(self, states: Tensor) -> Tensor:
-        if len(states) < _FEW_ROWS:
-            return self._product(states, self._head)
-        return F.linear(states.to(self._dtype), self._head).to(self._precise)
-
-    def _product(self, states: Tensor, matrix: Tensor) -> Tensor:
-        # For few rows two threads divide the work better if the matrix is the left factor.
-        return (matrix @ states.to(self._dtype).t()).t().to(self._precise)
-
-    def _add(self, hidden: Tensor, states: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        if self._dtype == hidden.dtype:
-            hidden = torch.addmm(hidden, states, matrix)
-        else:
-            hidden = hidden + states.to(self._dtype) @ matrix
-        return hidden if bias is None else hidden.add_(bias)
 
     def _rotate_by(self, positions: Tensor, limit: int) -> Tensor:
         """Rotations, complex (B * Q, 1, head size / 2), of positions below `limit`."""

@@ -1,0 +1,51 @@
+"""A matrix of the decoder, in the order in which the library that multiplies by it wants it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rloo.model import products
+
+# Below this many rows the matrix is the left factor, which two threads divide better; with more
+# rows, transposing the result costs more than that gains.
+_FEW_ROWS = 48
+
+
+class Matrix:
+    """A weight (N, K) and perhaps a bias (N,). Rows of tokens (T, K) come in any precision, are
+    multiplied in the weight's, and results are `precise`. Where oneDNN computes, it has a copy."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, precise: torch.dtype) -> None:
+        self._dtype, self._precise = weight.dtype, precise
+        self._packed = products.packs(weight)
+        self._weight = products.pack(weight) if self._packed else weight
+        self._bias = bias
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of what torch does not count: its copy in oneDNN's order."""
+        return self._weight.numel() * self._weight.itemsize if self._packed else 0
+
+    def times(self, rows: Tensor) -> Tensor:
+        """rows @ weight.T + bias: (T, N)."""
+        rows = rows.to(self._dtype)
+        if self._packed:
+            result = products.multiply(rows, self._weight).to(self._precise)
+        elif len(rows) < _FEW_ROWS:
+            result = (self._weight @ rows.t()).t().to(self._precise)
+        else:
+            result = F.linear(rows, self._weight).to(self._precise)
+        return result if self._bias is None else result.add_(self._bias)
+
+    def added(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """hidden + rows @ weight.T + bias: (T, N)."""
+        rows = rows.to(self._dtype)
+        if self._packed:
+            hidden = products.multiply(rows, self._weight).to(self._precise).add_(hidden)
+        elif self._dtype == hidden.dtype:
+            hidden = torch.addmm(hidden, rows, self._weight.t())
+        else:
+            hidden = hidden + rows @ self._weight.t()
+        return hidden if self._bias is None else hidden.add_(self._bias)
