@@ -10,26 +10,17 @@ import torch
 from rloo import from_verifiers
 from rloo.types import Prompt
 from support.models import VOCAB_SIZE, make_model
+from support.rollouts import speak_twice
 from support.training import ROWS, make_config, make_trainer, metrics_of, weights
 
 TOLD = [5, 6, 7]
 
 
 def two_turns(prompts, trainer):
-    """The model speaks, is told three tokens, and speaks again."""
+    """See `speak_twice`."""
     ids = [trainer.processing_class(text)["input_ids"] for text in prompts]
-    first = trainer.engine.turn(ids, 4)
-    rows = [i + f.token_ids + TOLD for i, f in zip(ids, first, strict=True)]
-    second = trainer.engine.turn(rows, 1)
-    both = list(zip(first, second, strict=True))
-    return {
-        "prompt_ids": ids,
-        "completion_ids": [a.token_ids + TOLD + b.token_ids for a, b in both],
-        "logprobs": [a.policy_logprobs + [-9.0] * 3 + b.policy_logprobs for a, b in both],
-        "env_mask": [[1] * len(a.token_ids) + [0] * 3 + [1] for a, b in both],
-        "first": [a.token_ids[0] for a, _ in both],
-        "everywhere": 7,
-    }
+    both, given = speak_twice(ids, trainer, TOLD, (4, 1))
+    return given | {"first": [a.token_ids[0] for a, _ in both], "everywhere": 7}
 
 
 def odd(completions, first, everywhere, **_):

@@ -6,6 +6,7 @@ import os
 from datasets import Dataset
 
 from support.chat import add, make_brace_tokenizer, make_talkative_model
+from support.rollouts import speak_twice
 
 ROWS = Dataset.from_dict(
     {
@@ -59,19 +60,10 @@ def of_messages(completions, **_):
 
 
 def two_turns(prompts, trainer):
-    """The model speaks, is told three tokens, and speaks again."""
+    """See `speak_twice`."""
     ids = [trainer.processing_class(text)["input_ids"] + [4] for text in prompts]
-    first = trainer.engine.turn(ids, 3)
-    rows = [i + f.token_ids + TOLD for i, f in zip(ids, first, strict=True)]
-    second = trainer.engine.turn(rows, 2)
-    both = list(zip(first, second, strict=True))
-    return {
-        "prompt_ids": ids,
-        "completion_ids": [a.token_ids + TOLD + b.token_ids for a, b in both],
-        "logprobs": [a.policy_logprobs + [0.0] * 3 + b.policy_logprobs for a, b in both],
-        "env_mask": [[1] * len(a.token_ids) + [0] * 3 + [1] * len(b.token_ids) for a, b in both],
-        "turns": [both[n] for n in range(len(both))],  # which could not be sent
-    }
+    both, given = speak_twice(ids, trainer, TOLD, (3, 2))
+    return given | {"turns": both}  # which could not be sent
 
 
 def failing(prompts, trainer):
