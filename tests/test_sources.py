@@ -37,6 +37,7 @@ ROWS = [
     "config",
     "data",
     "rewards",
+    "kernels",
     "model",
     "engines report",
     "episodes",

@@ -1,0 +1,1 @@
+int rloo_nothing_yet;
