@@ -8,7 +8,7 @@ turns of an episode do, are continued from their caches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rloo.engines.in_process import Drawn, InProcessEngine, Row, limits_of, pad_left
+from rloo.engines.native import compiled
 from rloo.engines.native.cache import DecodeCache, PromptCache, fill_holes
 from rloo.engines.native.fused import FusedDecoder, can_fuse
 from rloo.engines.native.kept import Kept
 from rloo.engines.noise import uniforms
 from rloo.engines.sampling import StopText, draw
+from rloo.kernels.decode import Model
 from rloo.model import attention
 from rloo.types import Completion, Prompt, Samples, Sampling, Weights
 
@@ -55,6 +57,7 @@ class NativeEngine(InProcessEngine):
             attention.install(model)
         fuses = fused and can_fuse(model)
         self._decoder = FusedDecoder(model, dtype or model.dtype) if fuses else None
+        self._model_in_c: Model | None = None
         self._keeps = False
         self._kept: Kept | None = None
         super().__init__(model, copies_weights=self._decoder is not None, **options)
@@ -74,8 +77,14 @@ class NativeEngine(InProcessEngine):
             self._kept = None
         if self._decoder is not None and version != self.version:
             self.version = -1  # until all of them are taken
-            self._decoder.load(weights())
+            self._load(weights())
         self.version = version
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        assert self._decoder is not None
+        self._model_in_c = None  # before its matrices are made anew
+        self._decoder.load(weights)
+        self._model_in_c = self._decoder.in_c()
 
     @property
     def hidden_bytes(self) -> int:
@@ -87,7 +96,7 @@ class NativeEngine(InProcessEngine):
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`. Before the first `load` it samples with the model's weights."""
         if self._decoder is not None and self.version < 0:
-            self._decoder.load(self._model.named_parameters())
+            self._load(self._model.named_parameters())
         return super().sample(prompts, samples, sampling, noise)
 
     def _at_once(self, rows: list[Row], sampling: Sampling) -> int:
@@ -98,6 +107,9 @@ class NativeEngine(InProcessEngine):
 
     def _draw(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
         device = keys.device
+        model = self._model_in_c
+        if model is not None and not self._keeps and compiled.can_decode(sampling):
+            return self._draw_in_c(model, rows, keys, sampling)
         decode, logits, shared = self._start(rows, sampling)
         width = max(limits_of(rows, sampling))
         active = _ActiveRows(rows, keys, sampling, vocabulary=logits.shape[-1])
@@ -127,6 +139,17 @@ class NativeEngine(InProcessEngine):
             self._kept = Kept(decode, rows, tokens, shared, sampling.max_tokens)
         return tokens, policy, behavior, stop_text.lengths
 
+    def _draw_in_c(
+        self, model: Model, rows: list[Row], keys: Tensor, sampling: Sampling
+    ) -> Drawn:
+        assert self._decoder is not None
+        prompts, prompt_of = _number_prompts(rows, keys.device)
+        cache, logits = self._prefill(prompts)
+        model.rotate_by(self._decoder.rotations(cache.width + sampling.max_tokens))
+        return compiled.decode(
+            model, compiled.Prefilled(cache, logits, prompt_of), rows, keys, sampling
+        )
+
     def _start(self, rows: list[Row], sampling: Sampling) -> tuple[DecodeCache, Tensor, list[int]]:
         """The cache with all tokens of the rows, the logits (R, V) that follow them, and how many
         tokens of each are in the cache of prompts."""
@@ -134,10 +157,7 @@ class NativeEngine(InProcessEngine):
         if kept is not None and kept.has(rows, sampling):
             return self._go_on(kept, rows, sampling)
         del kept  # what it holds may be as much as is to be computed now
-        device = self._model.device
-        prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
-        number = {id(prompt): index for index, prompt in enumerate(prompts)}
-        prompt_of_row = torch.tensor([number[id(prompt)] for prompt, _ in rows], device=device)
+        prompts, prompt_of_row = _number_prompts(rows, self._model.device)
         cache, logits = self._prefill(prompts)
         width = max(limits_of(rows, sampling))
         decode = DecodeCache(cache, prompt_of_row, max_tokens=width, kept=self._keeps)
@@ -189,6 +209,13 @@ class NativeEngine(InProcessEngine):
             rloo_layout=cache,
         )
         return output.logits[:, -1]
+
+
+def _number_prompts(rows: list[Row], device: torch.device) -> tuple[list[Prompt], Tensor]:
+    """The prompts of the rows, each once, and which of them each row has (R,)."""
+    prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
+    number = {id(prompt): index for index, prompt in enumerate(prompts)}
+    return prompts, torch.tensor([number[id(prompt)] for prompt, _ in rows], device=device)
 
 
 class _ActiveRows:

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from rloo.engines.in_process import layer_windows
 from rloo.engines.native.cache import DecodeCache, PromptCache
-from rloo.engines.native.matrix import Matrix
+from rloo.engines.native.matrix import Factor, make_factor
+from rloo.kernels.decode import Model, Panels, Sizes
 from rloo.model.attention import Options
 from rloo.model.division import full, shape_of
 
@@ -47,11 +48,11 @@ class _Layer:
     """The matrices of a layer: `qkv` has queries, keys and values, `gate_up` both halves of the
     gated layer."""
 
-    qkv: Matrix
+    qkv: Factor
     qk_norm: Tensor | None
-    out: Matrix
-    gate_up: Matrix
-    down: Matrix
+    out: Factor
+    gate_up: Factor
+    down: Factor
     options: Options
 
 
@@ -72,10 +73,12 @@ class FusedDecoder:
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
         self._size: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
-        epsilon: float = config.rms_norm_eps
+        self._epsilon: float = config.rms_norm_eps
         self._width: int = config.hidden_size
         self._floors = {
-            size: torch.tensor((size * epsilon) ** 0.5, dtype=self._precise, device=model.device)
+            size: torch.tensor(
+                (size * self._epsilon) ** 0.5, dtype=self._precise, device=model.device
+            )
             for size in (self._size, self._width)
         }
         self._layers: list[_Layer] = []
@@ -112,8 +115,32 @@ class FusedDecoder:
         layers = [m for x in self._layers for m in (x.qkv, x.out, x.gate_up, x.down)]
         return sum(matrix.hidden_bytes for matrix in (*layers, self._head))
 
-    def _matrix(self, weight: Tensor, bias: Tensor | None) -> Matrix:
-        return Matrix(weight.to(self._dtype), bias, self._precise)
+    def in_c(self) -> Model | None:
+        """For tokens that are drawn in C; None where not all matrices are in panels, or a layer has
+        a sliding window."""
+        layers = []
+        for layer in self._layers:
+            factors = (layer.qkv, layer.out, layer.gate_up, layer.down)
+            panels = [factor for factor in factors if isinstance(factor, Panels)]
+            if len(panels) < len(factors) or layer.options.sliding_window is not None:
+                return None
+            layers.append((*panels, layer.qk_norm))
+        if not isinstance(self._head, Panels) or self._embedding.dtype != torch.float32:
+            return None
+        sizes = Sizes(
+            hidden=self._width,
+            heads=self._heads,
+            key_heads=self._kv_heads,
+            size=self._size,
+            inner=layers[0][3].depth,
+            vocabulary=self._head.size,
+            hidden_floor=self._width * self._epsilon,
+            size_floor=self._size * self._epsilon,
+        )
+        return Model(sizes, layers, (self._embedding, self._norm, self._head))
+
+    def _matrix(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Factor:
+        return make_factor(weight.to(self._dtype), bias, self._precise, gated=gated)
 
     def _fuse(self, named: Mapping[str, Tensor], options: Options) -> _Layer:
         scaling = self._size**-0.5
@@ -156,7 +183,9 @@ class FusedDecoder:
             qkv=self._matrix(join("input", *qkv), bias(*qkv)),
             qk_norm=qk_norm,
             out=self._matrix(full(named["self_attn.o_proj.weight"]), bias("self_attn.o_proj")),
-            gate_up=self._matrix(join("post_attention", *gate_up), bias(*gate_up)),
+            gate_up=self._matrix(
+                join("post_attention", *gate_up), bias(*gate_up), gated=True
+            ),
             down=self._matrix(full(named["mlp.down_proj.weight"]), bias("mlp.down_proj")),
             options=options,
         )
@@ -178,7 +207,7 @@ class FusedDecoder:
             for number, layer in enumerate(self._layers):
                 states = self._attend(layer, number, hidden, rotations, (batch, length), cache)
                 hidden = layer.out.added(hidden, states)
-                states = self._gate(layer, hidden)
+                states = layer.gate_up.gated(self._normalize(hidden))
                 hidden = layer.down.added(hidden, states)
             last = hidden.view(batch, length, -1)[:, -1]
             return self._head.times(self._normalize(last) * self._norm)
@@ -205,10 +234,6 @@ class FusedDecoder:
         cache.update(key, value, number)
         return cache.attend(query, key, value, layer.options).flatten(0, 1).flatten(1)
 
-    def _gate(self, layer: _Layer, hidden: Tensor) -> Tensor:
-        gate, up = layer.gate_up.times(self._normalize(hidden)).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
     def _normalize(self, states: Tensor) -> Tensor:
         """RMSNorm without its weight and the root of the size, which are part of the next matrix:
         x / sqrt(sum of squares + size * epsilon)."""
@@ -217,10 +242,14 @@ class FusedDecoder:
 
     def _rotate_by(self, positions: Tensor, limit: int) -> Tensor:
         """Rotations, complex (B * Q, 1, head size / 2), of positions below `limit`."""
+        return self.rotations(limit)[positions.flatten(), None]
+
+    def rotations(self, limit: int) -> Tensor:
+        """Complex (L, head size / 2), of `limit` positions at least."""
         if len(self._rotations) < limit:
             table = torch.arange(2 * limit, device=self._embedding.device)[None]
             like = torch.empty(0, dtype=self._precise, device=table.device)
             rotary: Any = self._model.base_model.rotary_emb
             halves = (x[0, :, : self._size // 2].contiguous() for x in rotary(like, table))
             self._rotations = torch.complex(*halves)
-        return self._rotations[positions.flatten(), None]
+        return self._rotations

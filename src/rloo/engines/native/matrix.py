@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rloo import kernels
+from rloo.kernels.decode import Panels, columns
 from rloo.model import products
 
 # Below this many rows the matrix is the left factor, which two threads divide better; with more
 # rows, transposing the result costs more than that gains.
 _FEW_ROWS = 48
+
+
+class Factor(Protocol):
+    """A weight (N, K) and perhaps a bias (N,), by which rows of tokens (T, K) are multiplied."""
+
+    def times(self, rows: Tensor) -> Tensor:
+        """rows @ weight.T + bias: (T, N)."""
+
+    def added(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """hidden + rows @ weight.T + bias: (T, N)."""
+
+    def gated(self, rows: Tensor) -> Tensor:
+        """SiLU of the first half of `times`, times the second: (T, N / 2)."""
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of what torch does not count."""
+
+
+def make_factor(
+    weight: Tensor, bias: Tensor | None, precise: torch.dtype, *, gated: bool = False
+) -> Factor:
+    """`gated` is one that is used for nothing else. Results are `precise`."""
+    if can_panel(weight, precise) and not (gated and len(weight) % columns()):
+        return Panels(weight, bias, gated=gated)
+    return Matrix(weight, bias, precise)
+
+
+def can_panel(weight: Tensor, precise: torch.dtype) -> bool:
+    """Whether the kernels in C multiply by it."""
+    known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    return known and precise == torch.float32 and kernels.in_use()
 
 
 class Matrix:
@@ -38,6 +74,11 @@ class Matrix:
         else:
             result = F.linear(rows, self._weight).to(self._precise)
         return result if self._bias is None else result.add_(self._bias)
+
+    def gated(self, rows: Tensor) -> Tensor:
+        """SiLU of the first half of `times`, times the second: (T, N / 2)."""
+        gate, up = self.times(rows).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
 
     def added(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """hidden + rows @ weight.T + bias: (T, N)."""

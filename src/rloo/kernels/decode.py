@@ -1,0 +1,385 @@
+"""Products by matrices in panels, and a sampler's tokens: what `decode.c` computes, on tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rloo.kernels.build import library
+
+_INT = ctypes.c_int64
+_POINTER = ctypes.c_void_p
+_STORE, _ADD, _GATE = range(3)
+# Floats in which a thread keeps scores of attention, at least.
+_SCORES = 1 << 16
+# Tokens of a row for which there is room at first; the room doubles.
+_FIRST_SLOTS = 64
+
+
+def _struct(name: str, **fields: Any) -> Any:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+def _names(kind: Any, *names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, kind)
+
+
+_Matrix = _struct(
+    "Matrix", **_names(_POINTER, "panels", "bias"), **_names(_INT, "depth", "columns", "is_half")
+)
+_Layer = _struct(
+    "Layer", **_names(_Matrix, "qkv", "out", "gate_up", "down"), **_names(_POINTER, "qk_norm")
+)
+_SIZES = ("layers", "hidden", "heads", "key_heads", "size", "inner", "vocabulary")
+_Model = _struct(
+    "Model",
+    **_names(_INT, *_SIZES),
+    **_names(ctypes.c_float, "hidden_floor", "size_floor"),
+    **_names(_POINTER, "layer", "embedding", "norm", "rotations"),
+    head=_Matrix,
+)
+_Cache = _struct("Cache", **_names(_POINTER, "keys", "values"), slots=_INT)
+_State = _struct(
+    "State",
+    **_names(_Cache, "prompts", "own"),
+    **_names(_POINTER, "prompt_of", "prompt_lengths", "positions", "places"),
+    **_names(_INT, "length", "active"),
+    rows=_POINTER,
+)
+_ARRAYS = ("hidden", "states", "attended", "gated", "logits")
+_Room = _struct(
+    "Room",
+    **_names(_POINTER, *_ARRAYS, "scales"),
+    **_names(_INT, *(f"{name}_stride" for name in _ARRAYS)),
+    scores=_POINTER,
+    score_room=_INT,
+)
+_Drawing = _struct(
+    "Drawing",
+    temperature=ctypes.c_double,
+    greedy=_INT,
+    stops=_POINTER,
+    num_stops=_INT,
+    **_names(_POINTER, "limits", "next", "tokens", "logprobs"),
+    width=_INT,
+    noise=_POINTER,
+    **_names(_INT, "noise_width", "noise_from"),
+)
+
+
+@cache
+def _calls() -> Any:
+    found = library()
+    found.rloo_columns.restype = found.rloo_decode.restype = _INT
+    found.rloo_product.argtypes = [_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT]
+    found.rloo_product.restype = None
+    found.rloo_decode.argtypes = [*[_POINTER] * 4, _INT]
+    return found
+
+
+@cache
+def columns() -> int:
+    """Of a panel: two vectors of float32."""
+    return int(_calls().rloo_columns())
+
+
+def round_up(size: int, step: int | None = None) -> int:
+    """To whole panels, or steps."""
+    step = step or columns()
+    return -(-size // step) * step
+
+
+def to_panels(matrix: Tensor) -> Tensor:
+    """(.., N, K) as panels (.., ceil(N / columns), K, columns), filled up with zeros."""
+    count = matrix.shape[-2]
+    if fill := round_up(count) - count:
+        matrix = F.pad(matrix, (0, 0, 0, fill))
+    return matrix.unflatten(-2, (-1, columns())).transpose(-1, -2).contiguous()
+
+
+class Panels:
+    """A matrix (N, K), float32 or bfloat16, and perhaps a bias (N,), for products with float32 rows
+    (T, K). A `gated` one has the gates in the first half of its rows and N must be a multiple of
+    `columns`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
+        self.size, self.depth = weight.shape
+        if gated:
+            weight = _alternate(weight)
+            bias = None if bias is None else _alternate(bias[:, None])[:, 0]
+        self._weight = to_panels(weight)
+        self._bias: Tensor | None = None
+        if bias is not None:
+            self._bias = F.pad(bias.float(), (0, round_up(self.size) - self.size)).contiguous()
+        self.struct = _Matrix(
+            self._weight.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            self.depth,
+            self.size,
+            int(weight.dtype == torch.bfloat16),
+        )
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of what torch does not count: nothing."""
+        return 0
+
+    def times(self, rows: Tensor) -> Tensor:
+        """rows @ weight.T + bias: (T, N)."""
+        return self._product(rows, rows.new_empty(len(rows), round_up(self.size)), _STORE)
+
+    def added(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """hidden + rows @ weight.T + bias: (T, N)."""
+        return self.times(rows).add_(hidden)
+
+    def gated(self, rows: Tensor) -> Tensor:
+        """SiLU of the gates times the others, (T, N / 2)."""
+        return self._product(rows, rows.new_empty(len(rows), self.size // 2), _GATE)
+
+    def _product(self, rows: Tensor, result: Tensor, how: int) -> Tensor:
+        assert rows.dtype == torch.float32 and rows.shape[1] == self.depth
+        rows = rows.contiguous()
+        _calls().rloo_product(
+            rows.data_ptr(),
+            self.depth,
+            len(rows),
+            ctypes.byref(self.struct),
+            how,
+            result.data_ptr(),
+            result.shape[1],
+        )
+        return result if how == _GATE else result[:, : self.size]
+
+
+def _alternate(weight: Tensor) -> Tensor:
+    """Half a panel of gates, half a panel of what they multiply, and so on."""
+    width = columns() // 2
+    return weight.view(2, -1, width, weight.shape[1]).transpose(0, 1).reshape(weight.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a decoder; the floors are widths times the norm's epsilon."""
+
+    hidden: int
+    heads: int
+    key_heads: int
+    size: int
+    inner: int
+    vocabulary: int
+    hidden_floor: float
+    size_floor: float
+
+
+class Model:
+    """A decoder in C: `layers` have the matrices queries-keys-values, out, gate-up, down and
+    perhaps the norm of queries and keys; the others are embedding, final norm and head."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        layers: Sequence[tuple[Panels, Panels, Panels, Panels, Tensor | None]],
+        others: tuple[Tensor, Tensor, Panels],
+    ) -> None:
+        embedding, norm, head = others
+        self.sizes = sizes
+        self.num_layers = len(layers)
+        norms = [None if layer[4] is None else layer[4].contiguous() for layer in layers]
+        self._layers = (_Layer * len(layers))(
+            *(
+                _Layer(*(m.struct for m in layer[:4]), None if qk is None else qk.data_ptr())
+                for layer, qk in zip(layers, norms, strict=True)
+            )
+        )
+        self._kept = layers, others, norms, norm, embedding
+        self.struct = _Model(
+            layers=len(layers),
+            **{name: getattr(sizes, name) for name in _SIZES if name != "layers"},
+            hidden_floor=sizes.hidden_floor,
+            size_floor=sizes.size_floor,
+            layer=ctypes.cast(self._layers, _POINTER),
+            embedding=embedding.data_ptr(),
+            norm=norm.data_ptr(),
+            head=head.struct,
+        )
+
+    def rotate_by(self, rotations: Tensor) -> None:
+        """Use these, complex64 (positions, size / 2)."""
+        self._rotations = torch.view_as_real(rotations).contiguous()
+        self.struct.rotations = self._rotations.data_ptr()
+
+
+class Wave:
+    """Rows that are decoded together, one token each a step. `prompts` are the keys and the values
+    of every layer (P, H_kv, longest, D), of which prompt p has `lengths[p]` (P,); `prompt_of` (R,)
+    is each row's prompt."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: tuple[Sequence[Tensor], Sequence[Tensor]],
+        lengths: Tensor,
+        prompt_of: Tensor,
+        drawing: Drawing,
+    ) -> None:
+        self._model, self._drawing = model, drawing
+        rows = len(prompt_of)
+        self._prompts = _Tokens(
+            [to_panels(x) for x in prompts[0]],
+            [to_panels(_whole_slots(x).transpose(-1, -2)) for x in prompts[1]],
+        )
+        self._own = self._make_cache(rows, round_up(min(_FIRST_SLOTS, drawing.width)))
+        self._lengths, self._prompt_of = lengths, prompt_of
+        self._positions = lengths[prompt_of]
+        self._rows, self._places = torch.arange(rows), torch.arange(rows)
+        self._room, self._arrays = self._make_room(rows)
+        self._state = _State(
+            prompts=self._prompts.struct,
+            own=self._own.struct,
+            prompt_of=prompt_of.data_ptr(),
+            prompt_lengths=lengths.data_ptr(),
+            positions=self._positions.data_ptr(),
+            places=self._places.data_ptr(),
+            length=0,
+            active=rows,
+            rows=self._rows.data_ptr(),
+        )
+
+    @property
+    def rows(self) -> Tensor:
+        """The numbers of those in computation, in order."""
+        return self._rows[: self._state.active]
+
+    def keep(self, alive: Tensor) -> None:
+        """Take those of `rows` that are not `alive`, bool, out of computation."""
+        left = self.rows[alive]
+        self._rows[: len(left)] = left
+        self._state.active = len(left)
+
+    def decode(self, noise: Tensor, start: int, steps: int) -> int:
+        """Draw up to `steps` tokens more for each row by its noise, float64 (R, X), of the
+        positions from `start` on. Returns how many were made before no row was left."""
+        done, noise = 0, noise.contiguous()
+        self._drawing.use(noise, start)
+        while done < steps and self._state.active:
+            if self._state.length == self._own.slots:
+                self._grow()
+            few = min(steps - done, self._own.slots - self._state.length)
+            done += _calls().rloo_decode(
+                ctypes.byref(self._model.struct),
+                ctypes.byref(self._state),
+                ctypes.byref(self._room),
+                ctypes.byref(self._drawing.struct),
+                few,
+            )
+        return done
+
+    def _make_cache(self, rows: int, slots: int) -> _Tokens:
+        """Empty, but for what is never written: zeros."""
+        sizes, step = self._model.sizes, columns()
+        wide = round_up(sizes.size) // step
+        make = torch.empty if sizes.size % step == 0 else torch.zeros
+        key = (rows, sizes.key_heads, slots // step, sizes.size, step)
+        value = (rows, sizes.key_heads, wide, slots, step)
+        layers = range(self._model.num_layers)
+        return _Tokens([make(key) for _ in layers], [make(value) for _ in layers])
+
+    def _grow(self) -> None:
+        """Twice as many slots, for the rows that are left."""
+        left, old = self._places[self.rows], self._own
+        new = self._make_cache(len(left), 2 * old.slots)
+        for layer in range(self._model.num_layers):
+            part = old.keys[layer]
+            new.keys[layer][:, :, : part.shape[2]] = part[left]
+            part = old.values[layer]
+            new.values[layer][:, :, :, : old.slots] = part[left]
+            old.keys[layer] = old.values[layer] = part[:0]  # one layer after the other is freed
+        self._places[self.rows] = torch.arange(len(left))
+        self._own = new
+        self._state.own = new.struct
+
+    def _make_room(self, rows: int) -> tuple[Any, list[Tensor]]:
+        sizes, threads = self._model.sizes, torch.get_num_threads()
+        heads = sizes.heads + 2 * sizes.key_heads
+        widths = {
+            "hidden": sizes.hidden,
+            "states": heads * sizes.size,
+            "attended": sizes.heads * sizes.size,
+            "gated": sizes.inner,
+            "logits": sizes.vocabulary,
+        }
+        widths = {name: round_up(width) for name, width in widths.items()}
+        arrays = {name: torch.zeros(rows, width) for name, width in widths.items()}
+        slots = self._prompts.slots + 2 * round_up(self._drawing.width)
+        repeats = sizes.heads // sizes.key_heads
+        scores = max(_SCORES, repeats * (slots + sizes.size + round_up(sizes.size)))
+        more = torch.empty(threads, rows), torch.empty(threads, scores)
+        room = _Room(
+            **{name: array.data_ptr() for name, array in arrays.items()},
+            scales=more[0].data_ptr(),
+            **{f"{name}_stride": width for name, width in widths.items()},
+            scores=more[1].data_ptr(),
+            score_room=scores,
+        )
+        return room, [*arrays.values(), *more]
+
+
+def _whole_slots(states: Tensor) -> Tensor:
+    """(.., L, D), filled up to whole panels of tokens."""
+    length = states.shape[-2]
+    return F.pad(states, (0, 0, 0, round_up(length) - length))
+
+
+class _Tokens:
+    """Keys (B, H_kv, slots / columns, D, columns) and values (B, H_kv, ceil(D / columns), slots,
+    columns) of each layer."""
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        self.keys, self.values = keys, values
+        self.slots = values[0].shape[3]
+        pointers = _POINTER * len(keys)
+        self._pointers = [pointers(*(x.data_ptr() for x in part)) for part in (keys, values)]
+        self.struct = _Cache(*(ctypes.cast(x, _POINTER) for x in self._pointers), self.slots)
+
+
+class Drawing:
+    """How tokens are drawn, and where they are written: `tokens` int64 and `logprobs` float32, both
+    (R, W), of which the first column is known."""
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        logprobs: Tensor,
+        limits: Tensor,
+        stops: Tensor,
+        *,
+        temperature: float,
+        greedy: bool,
+    ) -> None:
+        self.width = tokens.shape[1]
+        last = tokens[:, 0].clone()
+        self._kept = tokens, logprobs, limits, stops, last
+        self.struct = _Drawing(
+            temperature=temperature,
+            greedy=int(greedy),
+            stops=stops.data_ptr(),
+            num_stops=len(stops),
+            limits=limits.data_ptr(),
+            next=last.data_ptr(),
+            tokens=tokens.data_ptr(),
+            logprobs=logprobs.data_ptr(),
+            width=self.width,
+        )
+
+    def use(self, noise: Tensor, start: int) -> None:
+        """Of the positions from `start` on: float64 (R, X)."""
+        self._noise = noise
+        self.struct.noise = noise.data_ptr()
+        self.struct.noise_width, self.struct.noise_from = noise.shape[1], start
