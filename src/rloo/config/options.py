@@ -273,10 +273,11 @@ class Options:
     use_cpu: bool = MACHINE.shared(False, "Run on the CPU even where there is a GPU.")
     tf32: bool | None = MACHINE.shared(None,
         "Let a GPU multiply float32 matrices in TF32; null leaves it to torch.")
-    num_threads: int | None = MACHINE.own(None,
-        "CPU threads; null measures which number is fastest.")
+    num_threads: int | None = MACHINE.own(None, "CPU threads; null measures what is fastest.")
     onednn: list[str] | None = MACHINE.own([],
         "CPU products by oneDNN, not MKL: packed (sampling), forward, backward; null measures.")
+    cpu_kernels: bool | None = MACHINE.own(None,
+        "Kernels in C, built at the start, for sampling and updates on a CPU; null: if possible.")
     seed: int = MACHINE.shared(42, "Seed of everything random.", basic=True)
     data_seed: int | None = MACHINE.shared(None, "Seed of the prompt order; null takes `seed`.")
     full_determinism: bool = MACHINE.shared(False,
@@ -314,10 +315,8 @@ class Options:
         "Completions per prompt in evaluation; null takes `num_generations`.")
     eval_temperature: float | None = EVALUATION.own(None,
         "Sampling temperature in evaluation; null takes `temperature`.")
-    eval_top_p: float | None = EVALUATION.own(None,
-        "Evaluation's `top_p`; null takes that of training.")
-    eval_top_k: int | None = EVALUATION.own(None,
-        "Evaluation's `top_k`; null takes that of training.")
+    eval_top_p: float | None = EVALUATION.own(None, "Evaluation's `top_p`; null takes `top_p`.")
+    eval_top_k: int | None = EVALUATION.own(None, "Evaluation's `top_k`; null takes `top_k`.")
     eval_max_completion_length: int | None = EVALUATION.own(None,
         "Longest completion in evaluation, in tokens; null takes `max_completion_length`.")
     eval_reward: list[str | dict[str, Any]] = EVALUATION.own([],

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from rloo import kernels
 from rloo.dist import World
 from rloo.dist.crew import Crew, follow, result_of
 from rloo.dist.hub import Hub, find
@@ -242,7 +243,7 @@ def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]
     version, folder, threads = state.take(worker)
     if state.loaded.get(worker) != version:
         wanted = {"load": str(folder), "version": version, "threads": threads}
-        wanted["onednn"] = products.in_use()
+        wanted |= {"onednn": products.in_use(), "cpu_kernels": kernels.in_use()}
         worker.call(encode(wanted), state.seconds)
         state.loaded[worker] = version
     said = decode(worker.call(message, state.seconds))

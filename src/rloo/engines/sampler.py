@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rloo import kernels
 from rloo.config.files import load_pretrained
 from rloo.dist.trees import decode, encode
 from rloo.engines.packing import pack
@@ -65,6 +66,7 @@ class Server:
             if said["threads"] is not None:
                 torch.set_num_threads(said["threads"])
             products.use(said["onednn"])
+            kernels.use(said["cpu_kernels"] and kernels.why_not() is None)
             self._load(said["load"], said["version"])
         elif "rows" in said:
             return self._sample(said["rows"], said["how"])

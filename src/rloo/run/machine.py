@@ -1,15 +1,21 @@
-"""What a run sets of the machine: CPU threads, and what is kept of freed memory."""
+"""What a run sets of the machine: CPU threads, what computes on a CPU, and what is kept of freed
+memory."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from rloo import kernels
 from rloo.config.config import RLOOConfig
+from rloo.model import products
+from rloo.model.policy import Policy
 from rloo.run.preflight import check_threads
 
 # Parameters of glibc's mallopt(3).
@@ -50,3 +56,45 @@ def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
     torch.set_num_threads(chosen)
     saved = 100 * (1 - seconds[chosen] / seconds[other])
     return f"decoding took {saved:.0f} % less time than with {other} in a short test; num_threads"
+
+
+def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
+    """Settle which library multiplies (`onednn`) and whether kernels in C compute (`cpu_kernels`),
+    the same for all processes; a note tells why they do not. Raises ValueError where they are asked
+    for and a process cannot have them."""
+    on_cpu, reason = policy.device.type == "cpu", None
+    if on_cpu:
+        chosen = products.choose() if args.onednn is None else args.onednn
+        products.use(policy.world.from_main(chosen))
+    if args.cpu_kernels is not False:
+        here = kernels.why_not() if on_cpu else "the model is not on a CPU"
+        reason = next(filter(None, policy.world.gather(here)), None)
+        if reason and args.cpu_kernels:
+            raise ValueError(f"cpu_kernels is true, but {reason}; leave it out (cpu_kernels)")
+        if reason and on_cpu:
+            policy.notes.append(f"torch computes without kernels in C: {reason} (cpu_kernels)")
+    kernels.use(args.cpu_kernels is not False and reason is None)
+
+
+def arithmetic() -> dict[str, Any]:
+    """The options that say what computes, as it does."""
+    return {
+        "num_threads": torch.get_num_threads(),
+        "onednn": products.in_use(),
+        "cpu_kernels": kernels.in_use(),
+    }
+
+
+def resume_arithmetic(config: RLOOConfig, before: Mapping[str, Any]) -> list[str]:
+    """Go on with what computed in an earlier session, unless the options say otherwise; returns
+    what is another now."""
+    earlier = {"onednn": [], "cpu_kernels": False} | before  # newer options
+    if config.num_threads is None:
+        torch.set_num_threads(earlier["num_threads"])
+    if config.onednn is None:
+        products.use(earlier["onednn"])
+    if config.cpu_kernels is None and not earlier["cpu_kernels"]:
+        kernels.use(False)
+    now = arithmetic()
+    names = ("onednn", "cpu_kernels")
+    return [f"{n} {earlier[n]} -> {now[n]}" for n in names if now[n] != earlier[n]]

@@ -7,14 +7,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.config.config import RLOOConfig
-from rloo.model import products
 from rloo.model.parts import has_parts
 from rloo.model.state import capture_rng, parameter_shapes, require_same_shapes, restore_rng
 from rloo.run.checkpoint import Checkpoint, load_checkpoint
+from rloo.run.machine import resume_arithmetic
 
 # fmt: off
 # A restored optimizer and schedule keep their own values of these; new ones would be ignored.
@@ -34,9 +32,12 @@ HARMLESS = (
     "vllm_server_base_url", "vllm_weights_dir", "vllm_devices", "vllm_server_timeout",
     "vllm_request_timeout", "vllm_restarts", "vllm_gpu_memory_utilization",
 )
-# fmt: on
 # Chosen automatically in the first session, and kept unless the user sets them now.
-CHOSEN = ("num_threads", "onednn", "max_tokens_per_micro_batch", "packing", "rollout_engine")
+CHOSEN = (
+    "num_threads", "onednn", "cpu_kernels", "max_tokens_per_micro_batch", "packing",
+    "rollout_engine",
+)
+# fmt: on
 
 
 def snapshot(parts: Parts, state: RunState, told: dict[str, Any]) -> Checkpoint:
@@ -129,13 +130,7 @@ def _compare(saved: dict[str, Any], parts: Parts, changed: list[str]) -> None:
                 f"{name} is {now[name]} and was {before[name]}; a resumed optimizer keeps its own "
                 f"value: leave it as it was, or start another run ({name})"
             )
-    if config.num_threads is None:
-        torch.set_num_threads(before["num_threads"])
-    onednn = before.get("onednn", [])  # a newer option
-    if config.onednn is None:
-        products.use(onednn)
-    if products.in_use() != onednn:
-        changed.append(f"onednn {onednn} -> {products.in_use()}")
+    changed += resume_arithmetic(config, before)
     # A budget that did not fit into memory then is not tried again.
     too_large = [change["from"] for change in saved["budget_changes"]]
     if config.max_tokens_per_micro_batch in (None, *too_large):

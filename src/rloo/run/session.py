@@ -18,7 +18,6 @@ from rloo.config.config import RLOOConfig
 from rloo.config.deepspeed import division_named
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
-from rloo.model import products
 from rloo.model.memory import process_peaks
 from rloo.model.policy import describe_parameters
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
@@ -29,6 +28,7 @@ from rloo.run.checkpoint import verify_checkpoint
 from rloo.run.evaluate import Evaluator, Results, Sets, is_better
 from rloo.run.facts import facts_of
 from rloo.run.folder import CONFIG, MARK, Start
+from rloo.run.machine import arithmetic
 from rloo.run.overrides import Owner
 from rloo.run.resume import changed_options, restore
 from rloo.run.saving import renew_card, write_checkpoint, write_result
@@ -358,8 +358,7 @@ class Session:
     def _resolved(self) -> RLOOConfig:
         """The options, including everything that was chosen automatically."""
         return self.config.with_values(
-            num_threads=torch.get_num_threads(),
-            onednn=products.in_use(),
+            **arithmetic(),
             max_tokens_per_micro_batch=self.parts.policy.max_tokens,
             packing=self.parts.policy.packed,
             rollout_engine=self.parts.engine.facts.name,
