@@ -139,9 +139,7 @@ class NativeEngine(InProcessEngine):
             self._kept = Kept(decode, rows, tokens, shared, sampling.max_tokens)
         return tokens, policy, behavior, stop_text.lengths
 
-    def _draw_in_c(
-        self, model: Model, rows: list[Row], keys: Tensor, sampling: Sampling
-    ) -> Drawn:
+    def _draw_in_c(self, model: Model, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
         assert self._decoder is not None
         prompts, prompt_of = _number_prompts(rows, keys.device)
         cache, logits = self._prefill(prompts)

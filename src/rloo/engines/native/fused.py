@@ -183,9 +183,7 @@ class FusedDecoder:
             qkv=self._matrix(join("input", *qkv), bias(*qkv)),
             qk_norm=qk_norm,
             out=self._matrix(full(named["self_attn.o_proj.weight"]), bias("self_attn.o_proj")),
-            gate_up=self._matrix(
-                join("post_attention", *gate_up), bias(*gate_up), gated=True
-            ),
+            gate_up=self._matrix(join("post_attention", *gate_up), bias(*gate_up), gated=True),
             down=self._matrix(full(named["mlp.down_proj.weight"]), bias("mlp.down_proj")),
             options=options,
         )

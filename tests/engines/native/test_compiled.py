@@ -1,0 +1,211 @@
+"""Tokens drawn in C, beside the fused decoder in torch and a plain forward pass."""
+
+import pytest
+import torch
+import transformers
+
+from rloo import kernels
+from rloo.engines.native import compiled
+from rloo.engines.native.engine import NativeEngine
+from rloo.types import Prompt, Sampling
+from support.models import COMMON, VOCAB_SIZE, WINDOW
+
+WIDE = {"hidden_size": 80, "intermediate_size": 96, "head_dim": 40}
+MANY_HEADS = {"num_attention_heads": 14, "num_key_value_heads": 1, "head_dim": 16}
+CONFIGS = {
+    "llama, biases": lambda: transformers.LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True),
+    "qwen2, tied": lambda: transformers.Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "qwen3, a head of 40": lambda: transformers.Qwen3Config(**(COMMON | WIDE)),
+    "qwen3, 14 heads share keys": lambda: transformers.Qwen3Config(**(COMMON | MANY_HEADS)),
+}
+PROMPTS = [
+    Prompt(number, [(5 * i + number) % VOCAB_SIZE for i in range(length)], "")
+    for number, length in enumerate((3, 41, 7, 32))
+]
+
+pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=str(kernels.why_not()))
+
+
+@pytest.fixture(autouse=True)
+def _in_c():
+    kernels.use(True)
+    yield
+    kernels.use(False)
+    torch.set_num_threads(1)
+
+
+def make(name):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms of 1 and biases of 0 would hide mistakes
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def make_engine(model, *, in_c=True, **options):
+    kernels.use(in_c)
+    engine = NativeEngine(model, pad_token_id=0, **options)
+    engine.load(model.named_parameters, 0)
+    assert (engine._model_in_c is not None) is in_c
+    return engine
+
+
+def sample(model, sampling, *, in_c=True, prompts=PROMPTS, samples=3, **options):
+    return make_engine(model, in_c=in_c, **options).sample(prompts, samples, sampling, noise=5)
+
+
+def flat(groups):
+    return [completion for group in groups for completion in group]
+
+
+def texts(groups):
+    return [[(c.token_ids, c.finish) for c in group] for group in groups]
+
+
+def expected_logprobs(model, prompt, completion):
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([prompt.token_ids + completion.token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many waves were decoded in C."""
+    counted, decode = [], compiled.decode
+
+    def counting(*args):
+        counted.append(1)
+        return decode(*args)
+
+    monkeypatch.setattr(compiled, "decode", counting)
+    return counted
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logprobs_are_those_of_a_plain_forward(name, calls):
+    """Past the first 64 slots of the cache, which then grows, with rows that have ended before."""
+    model = make(name)
+    groups = sample(model, Sampling(max_tokens=150, stop_token_ids=(4, 9)))
+
+    assert calls == [1]
+    lengths = [len(c.token_ids) for group in groups for c in group]
+    assert min(lengths) < 64 < max(lengths)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            found = torch.tensor(completion.policy_logprobs)
+            expected = expected_logprobs(model, prompt, completion)
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+            assert completion.behavior_logprobs == completion.policy_logprobs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop_token_ids": (4, 9, 31)},
+        {"stop_token_ids": (), "temperature": 0.7},
+        {"stop_token_ids": (4,), "greedy": True},
+        {"stop_token_ids": tuple(range(60))},  # some rows end with their first token
+    ],
+)
+def test_the_same_noise_draws_what_torch_draws(name, options, calls):
+    model, sampling = make(name), Sampling(max_tokens=20, **options)
+    mine, theirs = (sample(model, sampling, in_c=in_c) for in_c in (True, False))
+
+    assert calls == [1]
+    assert texts(mine) == texts(theirs)
+    for one, other in zip(flat(mine), flat(theirs), strict=True):
+        assert one.policy_logprobs == pytest.approx(other.policy_logprobs, abs=2e-5)
+        assert one.behavior_logprobs == pytest.approx(other.behavior_logprobs, abs=2e-5)
+
+
+def test_limits_of_rows_and_stop_strings_end_them():
+    def decode(ids):
+        return ["".join(chr(48 + token) for token in row) for row in ids]
+
+    model = make("llama, biases")
+    prompts = [Prompt(i, p.token_ids, "", offset=i) for i, p in enumerate(PROMPTS)]
+    sampling = Sampling(max_tokens=12, stop_token_ids=(4,), stop_strings=("A", "BC"), decode=decode)
+    mine, theirs = (sample(model, sampling, prompts=prompts, in_c=c) for c in (True, False))
+
+    assert texts(mine) == texts(theirs)
+    for prompt, group in zip(prompts, mine, strict=True):
+        assert max(len(c.token_ids) for c in group) <= 12 - prompt.offset
+    one_token = Sampling(max_tokens=1, stop_token_ids=())
+    assert texts(sample(model, one_token)) == texts(sample(model, one_token, in_c=False))
+
+
+def test_a_row_does_not_depend_on_the_others():
+    model = make("qwen3, a head of 40")
+    sampling = Sampling(max_tokens=70, stop_token_ids=(4, 9))
+    together = sample(model, sampling, samples=13)
+    assert [group[:3] for group in together] == sample(model, sampling, samples=3)
+
+    few = make_engine(model, cache_bytes=1 << 17)
+    assert few.facts.rows_at_once(52, 41, 70) < 52
+    # Prompts of other waves are padded to other widths, which rounds their attention otherwise.
+    assert texts(few.sample(PROMPTS, 13, sampling, noise=5)) == texts(together)
+
+
+def test_two_threads_compute_what_one_does():
+    model, sampling = make("qwen2, tied"), Sampling(max_tokens=3, stop_token_ids=())
+    alone = sample(model, sampling)
+    torch.set_num_threads(2)
+    assert sample(model, sampling) == alone
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.3}]
+)
+def test_filters_are_drawn_in_torch(options, calls):
+    model = make("qwen2, tied")
+    sampling = Sampling(max_tokens=9, stop_token_ids=(), **options)
+
+    assert texts(sample(model, sampling)) == texts(sample(model, sampling, in_c=False))
+    assert calls == []
+
+
+def test_windows_and_float64_are_computed_in_torch():
+    windows = transformers.MistralConfig(**COMMON, sliding_window=WINDOW)
+    for model in (
+        transformers.AutoModelForCausalLM.from_config(windows).float().eval(),
+        make("qwen2, tied").double(),
+    ):
+        engine = NativeEngine(model, pad_token_id=0)
+        engine.load(model.named_parameters, 0)
+        assert engine._model_in_c is None
+        assert engine.sample(PROMPTS, 1, Sampling(max_tokens=9, stop_token_ids=()), noise=0)
+
+
+def test_in_bfloat16_logprobs_are_near_those_of_float32():
+    model = make("qwen3, a head of 40")
+    sampling = Sampling(max_tokens=20, stop_token_ids=())
+    groups = sample(model, sampling, dtype=torch.bfloat16)
+    errors = torch.cat(
+        [
+            torch.tensor(completion.policy_logprobs) - expected_logprobs(model, prompt, completion)
+            for prompt, group in zip(PROMPTS, groups, strict=True)
+            for completion in group
+        ]
+    ).abs()
+    # bfloat16 keeps 8 bits: rounding shows, and stays of the size of rounding.
+    assert 1e-5 < errors.mean() < 0.05
+
+
+def test_new_weights_are_used_and_diverged_ones_reported():
+    model = make("llama, biases")
+    engine = make_engine(model)
+    sampling = Sampling(max_tokens=5, stop_token_ids=())
+    before = engine.sample(PROMPTS, 2, sampling, noise=0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    engine.load(model.named_parameters, 1)
+    assert engine.sample(PROMPTS, 2, sampling, noise=0) != before
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] = float("nan")
+    engine.load(model.named_parameters, 2)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        engine.sample(PROMPTS, 2, sampling, noise=0)
