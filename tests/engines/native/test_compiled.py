@@ -7,6 +7,7 @@ import transformers
 from rloo import kernels
 from rloo.engines.native import compiled
 from rloo.engines.native.engine import NativeEngine
+from rloo.kernels.decode import Wave
 from rloo.types import Prompt, Sampling
 from support.models import COMMON, VOCAB_SIZE, WINDOW
 
@@ -14,7 +15,10 @@ WIDE = {"hidden_size": 80, "intermediate_size": 96, "head_dim": 40}
 MANY_HEADS = {"num_attention_heads": 14, "num_key_value_heads": 1, "head_dim": 16}
 CONFIGS = {
     "llama, biases": lambda: transformers.LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True),
-    "qwen2, tied": lambda: transformers.Qwen2Config(**COMMON, tie_word_embeddings=True),
+    # More than one block of the draw, and none that is whole.
+    "qwen2, tied, 333 tokens": lambda: transformers.Qwen2Config(
+        **(COMMON | {"vocab_size": 333}), tie_word_embeddings=True
+    ),
     "qwen3, a head of 40": lambda: transformers.Qwen3Config(**(COMMON | WIDE)),
     "qwen3, 14 heads share keys": lambda: transformers.Qwen3Config(**(COMMON | MANY_HEADS)),
 }
@@ -122,6 +126,26 @@ def test_the_same_noise_draws_what_torch_draws(name, options, calls):
         assert one.behavior_logprobs == pytest.approx(other.behavior_logprobs, abs=2e-5)
 
 
+def test_no_token_is_computed_for_rows_that_have_ended(monkeypatch):
+    made, decode_more = [], Wave.decode
+
+    def counting(self, *args):
+        made.append((len(self.rows), decode_more(self, *args), len(self.rows)))
+        return made[-1][1]
+
+    monkeypatch.setattr(Wave, "decode", counting)
+    model = make("llama, biases")
+    prompts = [Prompt(i, p.token_ids, "", offset=i * i) for i, p in enumerate(PROMPTS)]
+    sample(model, Sampling(max_tokens=12, stop_token_ids=()), prompts=prompts, samples=1)
+    assert made == [(4, 11, 0)]
+    made.clear()
+    short = Sampling(max_tokens=100, stop_token_ids=tuple(range(90)))
+    groups = sample(model, short)
+    longest = max(len(c.token_ids) for c in flat(groups))
+    assert 1 < longest < 16
+    assert sum(steps for _, steps, _ in made) == longest - 1
+
+
 def test_limits_of_rows_and_stop_strings_end_them():
     def decode(ids):
         return ["".join(chr(48 + token) for token in row) for row in ids]
@@ -151,7 +175,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 def test_two_threads_compute_what_one_does():
-    model, sampling = make("qwen2, tied"), Sampling(max_tokens=3, stop_token_ids=())
+    model, sampling = make("qwen2, tied, 333 tokens"), Sampling(max_tokens=3, stop_token_ids=())
     alone = sample(model, sampling)
     torch.set_num_threads(2)
     assert sample(model, sampling) == alone
@@ -161,7 +185,7 @@ def test_two_threads_compute_what_one_does():
     "options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.3}]
 )
 def test_filters_are_drawn_in_torch(options, calls):
-    model = make("qwen2, tied")
+    model = make("qwen2, tied, 333 tokens")
     sampling = Sampling(max_tokens=9, stop_token_ids=(), **options)
 
     assert texts(sample(model, sampling)) == texts(sample(model, sampling, in_c=False))
@@ -172,7 +196,7 @@ def test_windows_and_float64_are_computed_in_torch():
     windows = transformers.MistralConfig(**COMMON, sliding_window=WINDOW)
     for model in (
         transformers.AutoModelForCausalLM.from_config(windows).float().eval(),
-        make("qwen2, tied").double(),
+        make("qwen2, tied, 333 tokens").double(),
     ):
         engine = NativeEngine(model, pad_token_id=0)
         engine.load(model.named_parameters, 0)
