@@ -22,22 +22,33 @@ def _scores(query, key, causal, scale):
     return scores
 
 
+@torch.library.custom_op("rloo_tests::attend_segments", mutates_args=())
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges_q: torch.Tensor,
+    edges_k: torch.Tensor, causal: bool, scale: float, used: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """One operation for those who record operations, as on a GPU."""
+    output = torch.full_like(query, torch.nan)
+    normalizer = torch.full((query.shape[1], len(query)), torch.nan, dtype=query.dtype)
+    for queries, keys in _pieces(edges_q, edges_k, used):
+        scores = _scores(query[queries], key[keys], causal, scale)
+        repeated = value[keys].repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        output[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), repeated)
+        normalizer[:, queries] = scores.logsumexp(-1)
+    return output, normalizer
+
+
 def forward(
     query, key, value, edges_q, edges_k, most_q, most_k, dropout, causal, debug, *,
     scale, seqused_k=None,
 ):  # fmt: skip
     """`aten._flash_attention_forward`."""
-    assert edges_q.dtype == edges_k.dtype == torch.int32 and dropout == 0.0 and not debug
-    assert most_q == max(edges_q.diff()) and most_k >= max(edges_k.diff())
-    output = torch.full_like(query, torch.nan)
-    normalizer = torch.full((query.shape[1], len(query)), torch.nan, dtype=query.dtype)
-    for queries, keys in _pieces(edges_q, edges_k, seqused_k):
-        scores = _scores(query[queries], key[keys], causal, scale)
-        repeated = value[keys].repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-        output[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), repeated)
-        normalizer[:, queries] = scores.logsumexp(-1)
+    assert edges_q.dtype == edges_k.dtype == torch.int32
+    assert dropout == 0.0
+    assert not debug
+    found = attend(query, key, value, edges_q, edges_k, causal, scale, seqused_k)
     state = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
-    return output, normalizer, *state, torch.empty(0)
+    return *found, *state, torch.empty(0)
 
 
 def backward(
@@ -46,7 +57,8 @@ def backward(
 ):  # fmt: skip
     """`aten._flash_attention_backward`: probabilities from the given normalizers, and the part that
     all keys share from the given output."""
-    assert gradient.is_contiguous() and normalizer.is_contiguous() and dropout == 0.0
+    assert gradient.is_contiguous()
+    assert normalizer.is_contiguous()
     grads = [torch.zeros_like(x) for x in (query, key, value)]
     repeats = query.shape[1] // key.shape[1]
     for queries, keys in _pieces(edges_q, edges_k, None):

@@ -89,7 +89,7 @@ def attend_part(
         output, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=mask, scale=options.scaling
         )
-        return output, normalizer[..., None]
+        return output.to(normalizer.dtype), normalizer[..., None]
     query, key, value = (_at_least_float32(x) for x in (query, key, value))
     scores = _score(query, key, options)
     if mask is not None:
