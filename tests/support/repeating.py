@@ -1,5 +1,5 @@
 """What a CUDA graph does, without a GPU: the operations of a step are recorded, with the tensors
-that they read and write, and then done again on the same memory, while no Python of the step runs."""
+that they read and write, and done again on the same memory, while no Python of the step runs."""
 
 from typing import ClassVar
 

@@ -38,8 +38,6 @@ class Ragged:
         rows, columns = self._real
         kept = round_inputs(states).to(buffer.dtype)
         buffer[rows, :, self._slots[rows, columns]] = kept[rows, :, columns]
-            buffer.dtype
-        )
 
     def own_mask(self, first: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """(R, 1, width, most - first), to be added to the scores of the rows' own keys from slot
