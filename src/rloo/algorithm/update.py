@@ -98,8 +98,9 @@ def micro_loss(
     denominator: float,
     input_tokens: int | None = None,
 ) -> tuple[Tensor, Sums]:
-    """The loss of one micro-batch (a scalar with gradient), and sums for the metrics,
-    which are left on its device. `input_tokens` is the total over all micro-batches, by default of this one."""
+    """The loss of one micro-batch (a scalar with gradient), and sums for the metrics, which
+    are left on its device. `input_tokens` is the total over all micro-batches, by default of
+    this one."""
     config = terms.config
     scores = policy.logprobs(batch)
     now = scores.logprobs.detach()
@@ -155,9 +156,7 @@ def _surrogate(config: RLOOConfig) -> objective.Surrogate:
     )
 
 
-def _share(
-    aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: Sums
-) -> Tensor:
+def _share(aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: Sums) -> Tensor:
     """A micro-batch's share of the mean balancing loss over all tokens: approximately, since the
     loss is a product of means."""
     here = batch.multiplicity.sum()
