@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo.algorithm.advantages import FromThisPass, Stored, assign
 from rloo.algorithm.objective import kl_estimate
@@ -332,3 +333,43 @@ def test_only_trained_tokens_are_learned_from_and_all_are_read():
     of_token[kept] = advantages
     (-(of_token * logprobs).sum() / kept.sum()).backward()
     assert_same(found, gradients(policy))
+
+
+class Asked(TorchDispatchMode):
+    """How often the host asks for a value, outside of the optimizer's step."""
+
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.times += func.name() in ("aten::_local_scalar_dense", "aten::nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_the_host_asks_no_more_often_for_more_micro_batches(beta, monkeypatch):
+    """Of a GPU each question waits for all that was begun; what is told stays the same."""
+    # With KL in the loss, correction and token ratios: every sum there is.
+    options = {
+        "beta": beta, "kl_placement": "loss", "kl_estimator": "k3", "entropy_coef": 0.1,
+        "rollout_importance_sampling_mode": "sequence_truncate",
+    }  # fmt: skip
+    config = make_policy_config(**options)
+    samples = [replace(s, reward=float(n)) for n, s in enumerate(make_samples())]
+    found = []
+    for size in (10**6, 1):
+        policy = make_policy_of(config)
+        policy.max_tokens = size
+        monkeypatch.setattr(policy.stepper, "step", lambda scale=1.0: {})
+        credit = assign(samples, policy, terms_of(config))
+        batches = list(policy.micro_batches([samples], whole_groups=credit.from_update))
+        with Asked() as asked:
+            metrics = update(policy, samples, credit, terms_of(config))
+        found.append((len(batches), asked.times, metrics))
+    (one, few, once), (several, same, parts) = found
+    assert one == 1 < several
+    assert few == same
+    assert once.keys() == parts.keys()
+    for name, value in once.items():
+        assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name

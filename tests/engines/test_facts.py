@@ -5,6 +5,8 @@ import functools
 import pytest
 import torch
 
+from rloo.engines.in_process import cache_room
+from rloo.engines.native.engine import NativeEngine
 from rloo.types import EngineFacts, Sampling
 from support.engines import ENGINES, make_prompts
 from support.models import make_model
@@ -89,3 +91,74 @@ def test_an_engine_elsewhere_takes_no_memory_here():
     facts = EngineFacts("x", True, False, exact_noise=False, filters=False)
     assert facts.bytes_per_row(100, 200) == 0
     assert facts.rows_at_once(9, 100, 200) == 9
+
+
+class GPU:
+    """A device of which 60 of 80 GB are free, but for what the tests say."""
+
+    type = "cuda"
+
+
+def on_gpu(monkeypatch, free):
+    monkeypatch.setattr("rloo.engines.in_process.available_bytes", lambda _: free)
+    total = type("Properties", (), {"total_memory": 80 * 10**9})
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: total)
+
+
+def test_a_gpu_gives_caches_what_is_free_but_for_a_tenth(monkeypatch):
+    on_gpu(monkeypatch, 60 * 10**9)
+    assert cache_room(GPU(), 4 << 30) == 52 * 10**9
+    on_gpu(monkeypatch, 10**9)
+    assert cache_room(GPU(), 4 << 30) == 0  # then one row is sampled after the other
+    assert cache_room(torch.device("cpu"), 4 << 30) == 4 << 30
+
+
+def test_the_room_is_asked_for_each_call_and_decides_about_waves(monkeypatch):
+    """Draws do not depend on it, since noise is a function of the row."""
+    engine = NativeEngine(make_model("qwen3").eval(), pad_token_id=0)
+    a_row = engine.facts.bytes_per_row(12, 6)
+    waves, found = [], []
+    draw = NativeEngine._draw
+    monkeypatch.setattr(
+        NativeEngine, "_draw", lambda e, rows, *a: waves[-1].append(len(rows)) or draw(e, rows, *a)
+    )
+    for rows in (3, 5, 100):
+        monkeypatch.setattr(
+            "rloo.engines.in_process.cache_room", lambda *_, room=rows * a_row: room
+        )
+        waves.append([])
+        groups = engine.sample(make_prompts(), 2, Sampling(6, (2,)), noise=1)
+        found.append([c.token_ids for group in groups for c in group])
+        assert engine.facts.cache_bytes == rows * a_row
+    assert waves == [[3, 3, 2], [5, 3], [8]]
+    assert found[0] == found[1] == found[2]
+
+
+def test_16_bits_halve_a_cache_and_what_is_counted_for_it():
+    model = make_model("qwen3").eval()
+    config = model.config
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    whole, half = (
+        NativeEngine(model, pad_token_id=0, cache_dtype=dtype).facts
+        for dtype in (None, torch.bfloat16)
+    )
+    assert whole.prompt_token_bytes == 4 * numbers
+    assert half.prompt_token_bytes == 2 * numbers
+    assert whole.completion_token_bytes - half.completion_token_bytes == 2 * numbers
+
+
+def test_caches_of_16_bits_hold_them_and_are_near_the_trainers_autocast():
+    model = make_model("qwen3").eval()
+    kinds = dict.fromkeys(("dtype", "precision", "cache_dtype"), torch.bfloat16)
+    engine, (prompt,) = NativeEngine(model, pad_token_id=0, **kinds), make_prompts((12,))
+    with engine.keeping():
+        (group,) = engine.sample([prompt], 3, SAMPLING, noise=1)
+        cache = engine._kept.cache
+        for buffers in (cache._keys, cache._values, cache._prompt_keys, cache._prompt_values):
+            assert {buffer.dtype for buffer in buffers.values()} == {torch.bfloat16}
+    for completion in group:
+        ids = torch.tensor([prompt.token_ids + completion.token_ids])
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=ids, use_cache=False).logits[0, 11:-1].float()
+        expected = logits.log_softmax(-1).gather(1, ids[0, 12:, None])[:, 0]
+        assert completion.policy_logprobs == pytest.approx(expected.tolist(), abs=0.02)

@@ -135,7 +135,9 @@ def park(trainer, parked: bool) -> None:
 # -- what is refused, and what a GPU shows --------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["offload_optimizer", "activation_offloading"])
+@pytest.mark.parametrize(
+    "option", ["offload_optimizer", "activation_offloading", "offload_reference"]
+)
 def test_on_a_cpu_there_is_nowhere_to_move_things(option):
     with pytest.raises(ValueError, match=f"{option} is true and training runs on a CPU"):
         make_policy(make_model("qwen3"), **{option: True})

@@ -18,7 +18,7 @@ from torch import Tensor
 from rloo.algorithm import objective
 from rloo.algorithm.chosen import Chosen, chosen_estimator
 from rloo.algorithm.estimators import Returns
-from rloo.algorithm.tally import Tally, add
+from rloo.algorithm.tally import Sums, Tally, add, gather, on_host, read, watched_sum
 from rloo.algorithm.transfer import holders_of, with_tokens
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
@@ -177,7 +177,7 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
 
     def compute() -> tuple[dict[Key, Tensor], dict[Key, Tensor], Tally]:
         penalties: dict[Key, Tensor] = {}
-        sums: Tally = {}
+        sums: Sums = {}
         for batch, is_ours, _ in policy.micro_batches(dealt, whole_groups=False):
             logprobs = policy.score(batch)
             reference = policy.reference_logprobs(batch) if terms.kl_in_reward else None
@@ -185,14 +185,13 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
                 continue
             old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
             if reference is not None:
-                penalty = token_penalty(logprobs, reference, terms).cpu()
+                penalty = token_penalty(logprobs, reference, terms)
                 penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
                 watched_N = terms.watched(batch.truncated_N)
                 watched_T = watched_N[batch.sequence_T]
-                kl = (logprobs - reference)[watched_T].sum().item()
-                counts = watched_T.sum().item(), watched_N.sum().item()
-                add(sums, dict(zip(("kl", "tokens", "sequences"), (kl, *counts), strict=True)))
-        return {} if holders else old, penalties, sums
+                kl = watched_sum(logprobs - reference, watched_T)
+                gather(sums, {"kl": kl, "tokens": watched_T.sum(), "sequences": watched_N.sum()})
+        return {} if holders else old, on_host(penalties), read(sums)
 
     with policy.in_step():
         parts = policy.world.attempt(compute)

@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import count_input_tokens
 from rloo.types import Sample
 
+T = TypeVar("T")
 # Sums, and maxima (names that end so), by name.
 Tally = dict[str, float]
+# The same of micro-batches, which no GPU is asked for before all of them are computed.
+Sums = dict[str, float | Tensor]
 
 
 def add(tally: Tally, sums: Mapping[str, float]) -> None:
-    """Add the sums of a micro-batch or a process to others."""
+    """Add the sums of a process to others."""
     for name, value in sums.items():
         before = tally.get(name, 0.0)
         tally[name] = max(before, value) if name.endswith("max") else before + value
+
+
+def gather(sums: Sums, more: Sums) -> None:
+    """Add the sums of a micro-batch to others, in float64."""
+    for name, value in more.items():
+        if isinstance(value, Tensor):
+            value = value.detach().double()
+        before = sums.get(name, 0.0)
+        if not name.endswith("max"):
+            sums[name] = before + value
+        elif isinstance(value, Tensor):
+            sums[name] = torch.where(value > before, value, before)
+        else:
+            sums[name] = max(before, value)
+
+
+def read(sums: Sums) -> Tally:
+    """The sums as numbers, by waiting once for the device that has them."""
+    tensors = {name: value for name, value in sums.items() if isinstance(value, Tensor)}
+    values = torch.stack(list(tensors.values())).tolist() if tensors else []
+    found = dict(zip(tensors, values, strict=True))
+    return {name: found.get(name, value) for name, value in sums.items()}  # type: ignore[misc]
+
+
+def on_host(values: Mapping[T, Tensor]) -> dict[T, Tensor]:
+    """Flat tensors in the host's memory, by one transfer."""
+    if not values:
+        return {}
+    whole = torch.cat(list(values.values())).cpu()
+    return dict(zip(values, whole.split([len(v) for v in values.values()]), strict=True))
+
+
+def watched_sum(values_T: Tensor, watched_T: Tensor) -> Tensor:
+    """The sum over the tokens that are watched, whose number no one has to know."""
+    return torch.where(watched_T, values_T, 0.0).sum()
 
 
 def imbalance(dealt: Sequence[Sequence[Sample]], *, packed: bool) -> dict[str, float]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rloo.algorithm import objective
 from rloo.algorithm.advantages import Credit, Terms
-from rloo.algorithm.tally import Tally, add, averages, imbalance
+from rloo.algorithm.tally import Sums, Tally, add, averages, gather, imbalance, read, watched_sum
 from rloo.algorithm.transfer import bring_seen, holders_of, with_tokens
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
@@ -57,17 +57,17 @@ def update(
     credit.holders.update(holders_of(dealt) | credit.holders)
 
     def compute() -> Tally:
-        tally: Tally = {}
+        tally: Sums = {}
         for batch, is_ours, is_last in policy.micro_batches(dealt, whole_groups=credit.from_update):
             if is_ours:
                 loss, sums = micro_loss(policy, batch, credit, terms, denominator, input_tokens)
-                add(tally, sums)
+                gather(tally, sums)
             else:
                 loss = 0.0 * policy.logprobs(batch).logprobs.sum()
                 if _compares(credit, terms):
                     policy.reference_logprobs(batch)
             policy.stepper.backward(loss, last=is_last)
-        return tally
+        return read(tally)
 
     tally: Tally = {}
     with policy.in_step():
@@ -97,19 +97,20 @@ def micro_loss(
     terms: Terms,
     denominator: float,
     input_tokens: int | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """The loss of one micro-batch (a scalar with gradient), and sums for the metrics.
-    `input_tokens` is the total over all micro-batches, by default of this one."""
+) -> tuple[Tensor, Sums]:
+    """The loss of one micro-batch (a scalar with gradient), and sums for the metrics, which
+    are left on its device. `input_tokens` is the total over all micro-batches, by default of
+    this one."""
     config = terms.config
     scores = policy.logprobs(batch)
     now = scores.logprobs.detach()
     watched_N = terms.watched(batch.truncated_N)
     watched_T = watched_N[batch.sequence_T]
-    sums: dict[str, float] = {}
+    sums: Sums = {}
     reference = None
     if _compares(credit, terms):
         reference = policy.reference_logprobs(batch)
-        sums["kl"] = (now - reference)[watched_T].sum().item()
+        sums["kl"] = watched_sum(now - reference, watched_T)
     advantages = credit.advantages(batch, now, reference)
     old = credit.old(batch, now)
     completions = objective.Completions(batch.sequence_T, batch.size)
@@ -126,16 +127,16 @@ def micro_loss(
         loss = loss + policy.aux_loss_weight * _share(scores.balance, batch, input_tokens, sums)
     mismatch = (now - batch.policy_T).abs()
     sums |= {
-        "loss": loss.item(),
-        "entropy": scores.entropy[watched_T].sum().item(),
+        "loss": loss.detach(),
+        "entropy": watched_sum(scores.entropy.detach(), watched_T),
         "tokens": float(len(now)),
         "sequences": float(batch.size),
-        "watched_tokens": watched_T.sum().item(),
-        "watched_sequences": watched_N.sum().item(),
-        "clipped_low": result.clipped_low.sum().item(),
-        "clipped_high": result.clipped_high.sum().item(),
-        "mismatch": mismatch.sum().item(),
-        "mismatch/max": mismatch.max().item(),
+        "watched_tokens": watched_T.sum(),
+        "watched_sequences": watched_N.sum(),
+        "clipped_low": result.clipped_low.sum(),
+        "clipped_high": result.clipped_high.sum(),
+        "mismatch": mismatch.sum(),
+        "mismatch/max": mismatch.max(),
     }
     return loss, sums
 
@@ -155,14 +156,12 @@ def _surrogate(config: RLOOConfig) -> objective.Surrogate:
     )
 
 
-def _share(
-    aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: dict[str, float]
-) -> Tensor:
+def _share(aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: Sums) -> Tensor:
     """A micro-batch's share of the mean balancing loss over all tokens: approximately, since the
     loss is a product of means."""
     here = batch.multiplicity.sum()
     part: Tensor = aux_loss * (here / (input_tokens or here))
-    sums["aux_loss"] = part.item()
+    sums["aux_loss"] = part.detach()
     return part
 
 
@@ -205,7 +204,7 @@ def _correction(
     old: Tensor,
     completions: objective.Completions,
     config: RLOOConfig,
-    sums: dict[str, float],
+    sums: Sums,
 ) -> Tensor | None:
     """The weights of the off-policy correction, if any; their sums are added to `sums`."""
     mode = config.rollout_importance_sampling_mode
@@ -218,10 +217,10 @@ def _correction(
         upper=config.rollout_importance_sampling_threshold,
         lower=config.rollout_importance_sampling_min,
     )
-    sums["weight"] = weights.sum().item()
+    sums["weight"] = weights.sum()
     one_T = torch.ones_like(weights)
     each_N = objective.sum_by(weights, *completions) / objective.sum_by(one_T, *completions)
-    sums["completion_weight"] = each_N.sum().item()
-    sums["completion_weight_squares"] = (each_N**2).sum().item()
-    sums["sampling/importance_sampling_ratio/max"] = weights.max().item()
+    sums["completion_weight"] = each_N.sum()
+    sums["completion_weight_squares"] = (each_N**2).sum()
+    sums["sampling/importance_sampling_ratio/max"] = weights.max()
     return weights

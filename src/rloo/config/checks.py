@@ -101,6 +101,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 _ONLY_WHOLE = {
     "fp16": "under which gradients are not scaled; bf16 needs no scale",
     "activation_offloading": "whose gathered weights it would move as well",
+    "offload_reference": "which divides the reference; offload_params moves it",
     "offload_optimizer": "which divides the optimizer's state among the processes instead",
 }
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from rloo.config.memory_options import MemoryOptions
 from rloo.config.options import Options
 from rloo.config.reading import Subject, default_of
 
@@ -17,7 +18,7 @@ REWARD = "gym"
 
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
-class GymOptions(Options):
+class GymOptions(MemoryOptions):
     """The options before, and those of datasets `gym:...`."""
 
     # fmt: off

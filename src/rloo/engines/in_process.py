@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from rloo.engines.noise import behind, row_keys
 from rloo.engines.sampling import check_request, collect_completions, numbers_of
+from rloo.model.budget import available_bytes
 from rloo.model.division import is_divided
 from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
 
@@ -23,6 +25,9 @@ Row = tuple[Prompt, int]
 # lengths (R,) at which a stop string was complete.
 Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
 
+
+# The share of a GPU's memory that caches leave: for a prompt's forward, and what is scattered.
+RESERVE = 0.1
 
 # In the block of what this returns, a process has all weights.
 Whole = Callable[[], AbstractContextManager[object]]
@@ -85,23 +90,35 @@ def limits_of(rows: Sequence[Row], sampling: Sampling) -> list[int]:
     return [sampling.max_tokens - prompt.offset for prompt, _ in rows]
 
 
-def cache_bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of the keys and values of one token over all layers (an upper estimate)."""
+def cache_bytes_per_token(model: PreTrainedModel, dtype: torch.dtype | None = None) -> int:
+    """Bytes of the keys and values of one token over all layers (an upper estimate), in `dtype`, by
+    default that of the model, but at least float32."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # The caches are at least float32.
-    return 2 * config.num_hidden_layers * kv_heads * width * max(4, model.dtype.itemsize)
+    size = max(4, model.dtype.itemsize) if dtype is None else dtype.itemsize
+    return 2 * config.num_hidden_layers * kv_heads * width * size
+
+
+def cache_room(device: torch.device, on_cpu: int) -> int:
+    """Bytes that the caches of one wave may occupy now: on a GPU what is free but for a reserve, on
+    a CPU always as many, so that free memory does not decide which rows are computed together."""
+    if device.type != "cuda":
+        return on_cpu
+    reserve = int(RESERVE * torch.cuda.get_device_properties(device).total_memory)
+    return max(0, available_bytes(device) - reserve)
 
 
 class InProcessEngine(ABC):
-    """Samples `Row`s with the policy's module, as many at once as `cache_bytes` allow. `precision`
+    """Samples `Row`s with the policy's module, as many at once as `cache_bytes` allow (None: see
+    `cache_room`, asked for each call), whose keys and values are of `cache_dtype`. `precision`
     is that of its autocast (None: the module computes in its own). `whole`: see `EngineInputs`."""
 
     name: ClassVar[str]
-    # Bytes that the caches of one wave may occupy; further rows wait for the next wave.
+    # Bytes that the caches of one wave may occupy on a CPU; further rows wait for the next wave.
     default_cache_bytes: ClassVar[int]
+    cache_dtype: torch.dtype | None = None
     keeps_finished: ClassVar[bool] = False
 
     def __init__(
@@ -120,7 +137,8 @@ class InProcessEngine(ABC):
         # The module's own weights are needed where there is no copy of them.
         self._whole = nullcontext if copies_weights else whole
         self.version = -1
-        cached = cache_bytes_per_token(model)
+        self._cache_bytes = cache_bytes
+        cached = cache_bytes_per_token(model, self.cache_dtype)
         self.facts = EngineFacts(
             self.name,
             copies_weights=copies_weights,
@@ -132,7 +150,7 @@ class InProcessEngine(ABC):
             completion_token_bytes=cached + 16,
             # Four float32 numbers per vocabulary entry while a token is drawn.
             row_bytes=16 * model.config.get_text_config().vocab_size,
-            cache_bytes=self.default_cache_bytes if cache_bytes is None else cache_bytes,
+            cache_bytes=self._room(),
             keeps_finished=self.keeps_finished,
         )
 
@@ -173,8 +191,14 @@ class InProcessEngine(ABC):
                 completions.update(zip(part, finished, strict=True))
         return [[completions[i, k] for k in own] for i, own in enumerate(numbers)]
 
+    def _room(self) -> int:
+        if self._cache_bytes is not None:
+            return self._cache_bytes
+        return cache_room(self._model.device, self.default_cache_bytes)
+
     def _at_once(self, rows: list[Row], sampling: Sampling) -> int:
         """How many of these rows make one wave."""
+        self.facts = replace(self.facts, cache_bytes=self._room())
         longest = max(len(prompt.token_ids) for prompt, _ in rows)
         return self.facts.rows_at_once(len(rows), longest, sampling.max_tokens)
 

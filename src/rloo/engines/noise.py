@@ -41,8 +41,12 @@ def behind(keys: Tensor, offsets: Tensor) -> Tensor:
 def uniforms(keys: Tensor, start: int, count: int) -> Tensor:
     """The noise of positions start .. start + count - 1 of each row: float64 (R, count) in [0, 1),
     the output of SplitMix64 (Steele, Lea, Flood 2014) of key + position * golden ratio."""
-    positions = torch.arange(start + 1, start + count + 1, device=keys.device)
-    bits = _mix(keys[:, None] + positions * _GOLDEN)
+    return uniforms_at(keys[:, None], torch.arange(start, start + count, device=keys.device))
+
+
+def uniforms_at(keys: Tensor, positions: Tensor) -> Tensor:
+    """`uniforms` at positions that a tensor has, int64, of which `keys` and these broadcast."""
+    bits = _mix(keys + (positions + 1) * _GOLDEN)
     return _shift_right(bits, 11).double() * 2.0**-53
 
 

@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rloo.data.images import is_vision_config
+from rloo.model import gpu_attention
 
 IMPLEMENTATION = "rloo"
 
@@ -76,13 +77,20 @@ def attend_part(
 
     query (B, H, Q, D); key and value (B, H, L, D); mask (B, 1, Q, L) is added to the scores.
     Returns (B, H, Q, D) and (B, H, Q, 1). Averaging two parts with the weights `exp(normalizer)`
-    gives the softmax over all of their keys.
+    gives the softmax over all of their keys. Of 16-bit inputs both are float32.
     """
+    fuses = options.softcap is None and query.shape[-1] == value.shape[-1]
+    if fuses and gpu_attention.has_dense(query.device, query.dtype, query.shape[-1]):
+        output, normalizer = gpu_attention.attend_dense(
+            query, key, value, mask, options.scaling_of(query)
+        )
+        return output.to(normalizer.dtype), normalizer
     if query.device.type == "cpu" and options.softcap is None:
         output, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=mask, scale=options.scaling
         )
-        return output, normalizer[..., None]
+        return output.to(normalizer.dtype), normalizer[..., None]
+    query, key, value = (_at_least_float32(x) for x in (query, key, value))
     scores = _score(query, key, options)
     if mask is not None:
         scores = scores + mask
@@ -120,6 +128,10 @@ def round_inputs(states: Tensor) -> Tensor:
     device = states.device.type
     if torch.is_autocast_enabled(device):
         states = states.to(torch.get_autocast_dtype(device))
+    return _at_least_float32(states)
+
+
+def _at_least_float32(states: Tensor) -> Tensor:
     return states.float() if states.dtype.itemsize < 4 else states
 
 

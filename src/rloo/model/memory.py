@@ -9,7 +9,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -190,9 +190,12 @@ def silence_profiler() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def weight_bytes(module: nn.Module) -> int:
-    """Bytes of parameters, buffers and the scales of quantised ones; shared ones count once."""
-    tensors = (*module.parameters(), *module.buffers(), *statistics(module))
+def weight_bytes(module: nn.Module, device: torch.device | None = None) -> int:
+    """Bytes of parameters, buffers and the scales of quantised ones; shared ones count once. With a
+    `device`, of those that are on one of its kind."""
+    tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers(), *statistics(module))
+    if device is not None:
+        tensors = (tensor for tensor in tensors if tensor.device.type == device.type)
     storages = (local(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

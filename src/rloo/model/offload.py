@@ -1,14 +1,16 @@
 """Offloading to the machine's memory, from which values return bit for bit: optimizer state between
-steps, activations between forward and backward."""
+steps, activations between forward and backward, layers of the reference while others compute."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloo.config.config import RLOOConfig
 
@@ -18,7 +20,7 @@ SMALLEST = 4096
 
 def check(config: RLOOConfig, device: torch.device) -> None:
     """Raise ValueError for options that would move nothing."""
-    for name in ("offload_optimizer", "activation_offloading"):
+    for name in ("offload_optimizer", "activation_offloading", "offload_reference"):
         if getattr(config, name) and device.type == "cpu":
             raise ValueError(
                 f"{name} is true and training runs on a CPU, in whose memory everything is "
@@ -85,6 +87,28 @@ def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iter
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def keep_on_host(model: nn.Module, device: torch.device) -> None:
+    """Have the weights of the layers of `model`, which are not trained, on `device` only while
+    their layer computes; embeddings, norms and head stay, which are used many times over."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            held = [(p, _host_like(p).copy_(p.detach())) for p in layer.parameters()]
+            _put_back(held)
+            layer.register_forward_pre_hook(partial(_fetch, held, device))
+            layer.register_forward_hook(partial(_put_back, held), always_call=True)
+
+
+def _fetch(held: list[tuple[nn.Parameter, Tensor]], device: torch.device, *_: Any) -> None:
+    for parameter, host in held:
+        # In stream order, so that memory is not taken before who had it has computed.
+        parameter.data = host.to(device, non_blocking=True)
+
+
+def _put_back(held: list[tuple[nn.Parameter, Tensor]], *_: Any) -> None:
+    for parameter, host in held:
+        parameter.data = host
 
 
 def _host_like(tensor: Tensor) -> Tensor:

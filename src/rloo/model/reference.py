@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
@@ -16,6 +16,7 @@ from rloo.model.adapters import Adapter
 from rloo.model.batch import MicroBatch
 from rloo.model.division import lerp
 from rloo.model.loading import load_weights
+from rloo.model.offload import keep_on_host
 from rloo.model.scorer import Scorer
 
 # The folder of a checkpoint for a reference that `sync_ref_model` moves.
@@ -33,6 +34,14 @@ class Reference:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """(T,), without gradients. Raises ValueError where there is no reference."""
         raise ValueError("beta is 0; there is no reference model to compare with (beta)")
+
+    def offload(self, device: torch.device) -> None:
+        """Keep a copy's layers in the host's memory, but for the one that computes. Raises
+        ValueError where there is no copy."""
+        raise ValueError(
+            "offload_reference is true and the reference is no copy of the weights: beta is 0, or "
+            "it is the base of an adapter, which is there anyway (offload_reference)"
+        )
 
     def move(self, share: float) -> None:
         """reference = (1 - share) * reference + share * policy, for all weights (TR-DPO, arXiv
@@ -66,12 +75,15 @@ class UnderAdapter(Reference):
 
 
 class FrozenCopy(Reference):
-    """A copy of the policy as it is now. One that `moves` is saved in checkpoints."""
+    """A copy of the policy as it is now. One that `moves` is saved in checkpoints. `precision` is
+    that in which matrices are kept (see `frozen_copy`)."""
 
     model: PreTrainedModel
 
-    def __init__(self, policy: Scorer, *, moves: bool) -> None:
-        self.model = copy.deepcopy(policy.model).eval().requires_grad_(False)
+    def __init__(
+        self, policy: Scorer, *, moves: bool, precision: torch.dtype | None = None
+    ) -> None:
+        self.model = frozen_copy(policy.model, precision)
         self._scorer = Scorer(self.model, temperature=policy.temperature)
         self._policy = policy
         self.moves = moves
@@ -85,7 +97,11 @@ class FrozenCopy(Reference):
         """copy = (1 - share) * copy + share * policy, for all weights."""
         pairs = zip(self._scorer.model.parameters(), self._policy.model.parameters(), strict=True)
         for frozen, parameter in pairs:
-            lerp(frozen, parameter, share)
+            lerp(frozen, parameter.to(frozen.device), share)
+
+    def offload(self, device: torch.device) -> None:
+        """See `Reference`."""
+        keep_on_host(self.model, device)
 
     def divide(self, by: Callable[[Scorer], object]) -> None:
         """See `Reference`."""
@@ -109,10 +125,54 @@ class FrozenCopy(Reference):
             load_weights(self._scorer.model, folder)
 
 
+def frozen_copy(model: PreTrainedModel, precision: torch.dtype | None = None) -> PreTrainedModel:
+    """`model` as it is now, to be evaluated. With a `precision`, that of the autocast in which it
+    computes, the float32 matrices of linear layers are kept in it: autocast would round them in
+    each product, so all numbers stay the same. What else reads a matrix, as embeddings do, has it
+    in float32."""
+    if precision is None:
+        return copy.deepcopy(model).eval().requires_grad_(False)
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    own = {id(p): p for m in linear for p in m.parameters() if p.dtype == torch.float32}
+    others = {
+        id(p)
+        for m in model.modules()
+        if not isinstance(m, nn.Linear)
+        for p in m._parameters.values()
+    }
+    rounded = {key: _frozen(p.detach().to(precision)) for key, p in own.items()}
+    # What deepcopy finds here is not copied.
+    known = {key: p for key, p in rounded.items() if key not in others}
+    copied = copy.deepcopy(model, dict(known)).eval().requires_grad_(False)
+    pairs = zip(model.modules(), copied.modules(), strict=True)
+    for module, twin in pairs:
+        if isinstance(module, nn.Linear):
+            for name, parameter in module._parameters.items():
+                if id(parameter) in rounded:
+                    setattr(twin, name, rounded[id(parameter)])
+    return copied
+
+
+def _frozen(values: Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
+
+
 def make_reference(scorer: Scorer, adapter: Adapter | None, config: RLOOConfig) -> Reference:
-    """The reference of a policy that has not been trained yet, as the options say."""
+    """The reference of a policy that has not been trained yet, as the options say. Raises
+    ValueError for one to be offloaded that is no copy."""
+    reference = _made(scorer, adapter, config)
+    if config.offload_reference:
+        reference.offload(scorer.model.device)
+    return reference
+
+
+def _made(scorer: Scorer, adapter: Adapter | None, config: RLOOConfig) -> Reference:
     if config.beta == 0:
         return Reference()
     if adapter is not None:
         return UnderAdapter(scorer, adapter)
-    return FrozenCopy(scorer, moves=config.sync_ref_model)
+    precision = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+    # One that moves a little at a time would not move in 16 bits; a division wants one precision.
+    if config.sync_ref_model or config.parallel != "replicate":
+        precision = None
+    return FrozenCopy(scorer, moves=config.sync_ref_model, precision=precision)

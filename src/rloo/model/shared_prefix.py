@@ -2,8 +2,9 @@
 
 The packed row is `prompt, completion 1, completion 2, ..., next prompt, ...`. Only the attention of
 a model relates tokens to each other, so only it must know this layout: a prompt attends to itself,
-a completion to its prompt and its own past. On a CPU `flash.py` does this in place; elsewhere, and
-for windows, soft caps and sinks, it is done in one row per prompt and completion, with masks.
+a completion to its prompt and its own past. On a CPU `flash.py` does this in place, on a GPU in 16
+bits `gpu_attention.py`; elsewhere, and for windows, soft caps and sinks, it is done in one row per
+prompt and completion, with masks.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rloo.model import gpu_attention
 from rloo.model.attention import Options, attend
 from rloo.model.flash import Calls, attend_packed
 
@@ -138,6 +141,26 @@ class PackedLayout:
         return own, [(queries, keys) for queries, keys in groups if queries.stop > queries.start]
 
     @cached_property
+    def _segments(self) -> gpu_attention.Calls:
+        """`_calls` for a GPU."""
+        own, shared = self._calls
+
+        def segments(queries: Sequence[slice], keys: Sequence[slice]) -> gpu_attention.Segments:
+            lengths = [[s.stop - s.start for s in slices] for slices in (queries, keys)]
+            edges = (torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in lengths)
+            return gpu_attention.Segments(
+                *(x.to(self._device) for x in edges), *(max(of) for of in lengths)
+            )
+
+        def tokens(slices: Sequence[slice]) -> Tensor:
+            ranges = [torch.arange(s.start, s.stop) for s in slices]
+            return torch.cat([torch.arange(0), *ranges]).to(self._device)
+
+        queries, keys = [q for q, _ in shared], [k for _, k in shared]
+        pairs = segments(queries, keys) if shared else None
+        return gpu_attention.Calls(segments(own, own), pairs, tokens(queries), tokens(keys))
+
+    @cached_property
     def _rows(self) -> list[_Rows]:
         prompts = [span for span in self._spans if span.prompt is None]
         others = [s for s in self._spans if s.prompt is not None and s.stop > s.start]
@@ -157,11 +180,16 @@ class PackedLayout:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """Attention: query (1, H, T, D), key and value (1, H_kv, T, D) to (1, T, H, D)."""
         plain = options.softcap is None and options.sinks is None
-        if query.device.type == "cpu" and plain and options.sliding_window is None:
-            dtype = value.dtype
-            if torch.is_autocast_enabled("cpu"):
-                dtype = torch.get_autocast_dtype("cpu")
-            scaling = options.scaling_of(query)
+        if not plain or options.sliding_window is not None:
+            return self._attend_in_rows(query, key, value, options)
+        dtype, device, scaling = value.dtype, query.device, options.scaling_of(query)
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        same = query.shape[-1] == value.shape[-1]
+        if same and gpu_attention.has_segments(device, dtype, query.shape[-1]):
+            states = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+            return gpu_attention.attend_packed(*states, self._segments, scaling=scaling)[None]
+        if device.type == "cpu":
             query, key, value = (x[0].to(dtype) for x in (query, key, value))
             return attend_packed(query, key, value, self._calls, scaling=scaling)[None]
         return self._attend_in_rows(query, key, value, options)

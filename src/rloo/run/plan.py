@@ -172,7 +172,7 @@ def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
         "weights": memory.weight_bytes(policy.model),
         "gradients": memory.gradient_bytes(policy),
         "optimizer": 0 if policy.config.offload_optimizer else memory.optimizer_bytes(policy),
-        "reference": 0 if reference is None else memory.weight_bytes(reference),
+        "reference": 0 if reference is None else memory.weight_bytes(reference, policy.device),
         "engine": held,
         "loading": max(0, peak - held),
     }

@@ -53,16 +53,22 @@ def _reorder(buffers: dict[int, Tensor], order: Tensor) -> None:
 
 
 class PromptCache(Cache):
-    """Keys and values of P prompts, left-padded to one width; one forward per chunk fills them."""
+    """Keys and values of P prompts, left-padded to one width; one forward per chunk fills them.
+    They are of `dtype`, as is then all attention; None: see `round_inputs`."""
 
-    def __init__(self, num_prompts: int, width: int) -> None:
+    def __init__(self, num_prompts: int, width: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(layers=[])
         self.num_prompts = num_prompts
         self.width = width
+        self.dtype = dtype
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.padding: list[Tensor] = []
         self._masks: dict[int | None, Tensor] = {}
+
+    def rounded(self, states: Tensor) -> Tensor:
+        """Queries, keys or values as they are attended to."""
+        return round_inputs(states) if self.dtype is None else states.to(self.dtype)
 
     def begin(self, start: int, pads: Tensor, width: int) -> None:
         """Announce a forward over the B prompts from `start`, padded by `pads` (B,) to `width`."""
@@ -77,7 +83,7 @@ class PromptCache(Cache):
         """Store the chunk's keys and values (B, H_kv, width, D), and return what it attends to."""
         for buffers, states in ((self.keys, key_states), (self.values, value_states)):
             rows, heads, width, size = states.shape
-            kept = round_inputs(states)
+            kept = self.rounded(states)
             if layer_idx not in buffers:
                 # Zeros, since padding gets the weight 0, and 0 times an undefined NaN is NaN.
                 buffers[layer_idx] = kept.new_zeros(self.num_prompts, heads, self.width, size)
@@ -93,7 +99,10 @@ class PromptCache(Cache):
         window = options.sliding_window
         if window not in self._masks:
             self._masks[window] = self._mask(query.shape[2], window)
-        return attend(query, key, value, self._masks[window], options).transpose(1, 2)
+        dtype = value.dtype
+        if self.dtype is not None:
+            query, key, value = (x.to(self.dtype) for x in (query, key, value))
+        return attend(query, key, value, self._masks[window], options).transpose(1, 2).to(dtype)
 
     def _mask(self, width: int, window: int | None) -> Tensor:
         """bool (B or 1, 1, width, width). Padding sees itself, since a query must see a key."""
@@ -123,6 +132,7 @@ class DecodeCache(Cache):
         self.length = self._least = 0
         self._width = prompts.width
         self._max_tokens = max_tokens
+        self._rounded = prompts.rounded
         self._prompt_keys = prompts.keys
         self._prompt_values = prompts.values
         padding = torch.cat(prompts.padding)
@@ -269,11 +279,11 @@ class DecodeCache(Cache):
         for buffers, states in ((self._keys, key_states), (self._values, value_states)):
             buffer = buffers.get(layer_idx)
             if buffer is None or buffer.shape[2] < self.length:
-                buffer = buffers[layer_idx] = self._grow(buffer, round_inputs(states))
+                buffer = buffers[layer_idx] = self._grow(buffer, self._rounded(states))
             if self._step is not None:
                 self._step.store(buffer, states)
             else:
-                kept = round_inputs(states)
+                kept = self._rounded(states)
                 buffer[: len(kept), :, self.length - 1 : self.length].copy_(kept)
         return key_states, value_states
 
@@ -296,7 +306,7 @@ class DecodeCache(Cache):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """Attention: query (R, H, width, D). This step's keys and values are already in the
         buffers."""
-        rounded = round_inputs(query)
+        rounded = self._rounded(query)
         if not torch.is_autocast_enabled(query.device.type):
             return self._attend(rounded, options).to(value.dtype)
         with torch.autocast(query.device.type, enabled=False):

@@ -17,11 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rloo.engines.in_process import Drawn, InProcessEngine, Row, limits_of, pad_left
-from rloo.engines.native import compiled
+from rloo.engines.native import compiled, static
+from rloo.engines.native.active import ActiveRows
 from rloo.engines.native.cache import DecodeCache, PromptCache, fill_holes
 from rloo.engines.native.fused import FusedDecoder, can_fuse
+from rloo.engines.native.graphs import Repeated
 from rloo.engines.native.kept import Kept
-from rloo.engines.noise import uniforms
+from rloo.engines.native.static import StaticCache, StaticDecoding
 from rloo.engines.sampling import StopText, draw
 from rloo.kernels.decode import Model
 from rloo.model import attention
@@ -33,17 +35,19 @@ PREFILL_TOKENS = 4096
 _SCORES = 1024 * PREFILL_TOKENS
 # Finished rows are removed as soon as they are this share of the rows in computation.
 _COMPACTION_SHARE = 1 / 16
-# The number of positions for which noise is computed at once.
-_NOISE_BLOCK = 32
 
 
 class NativeEngine(InProcessEngine):
     """Samples with the policy's weights; `supports` says whether a model can be run. Where it is
     fused, `dtype` is that of the matrix products (None: the model's own), and some weights are
-    copied; `fused=False` always runs the module. Other `options`: see `InProcessEngine`."""
+    copied; `fused=False` always runs the module. Keys and values are of `cache_dtype`: by default
+    16 bits on a GPU where the products and training's attention have them, else at least float32.
+    Other `options`: see `InProcessEngine`."""
 
     name = "native"
     default_cache_bytes = 4 << 30
+    # What repeats a step of fixed shapes.
+    repeated = Repeated
 
     def __init__(
         self,
@@ -51,6 +55,7 @@ class NativeEngine(InProcessEngine):
         *,
         dtype: torch.dtype | None = None,
         fused: bool = True,
+        cache_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         if model.config._attn_implementation != attention.IMPLEMENTATION:
@@ -60,6 +65,10 @@ class NativeEngine(InProcessEngine):
         self._model_in_c: Model | None = None
         self._keeps = False
         self._kept: Kept | None = None
+        precision = options.get("precision")
+        if cache_dtype is None and model.device.type == "cuda" and dtype in (None, precision):
+            cache_dtype = precision
+        self.cache_dtype = cache_dtype
         super().__init__(model, copies_weights=self._decoder is not None, **options)
 
     @contextmanager
@@ -107,12 +116,13 @@ class NativeEngine(InProcessEngine):
 
     def _draw(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
         device = keys.device
-        model = self._model_in_c
-        if model is not None and not self._keeps and compiled.can_decode(sampling):
-            return self._draw_in_c(model, rows, keys, sampling)
+        if self._model_in_c is not None and not self._keeps and compiled.can_decode(sampling):
+            return self._draw_in_c(self._model_in_c, rows, keys, sampling)
+        if (found := self._draw_repeating(rows, keys, sampling)) is not None:
+            return found
         decode, logits, shared = self._start(rows, sampling)
         width = max(limits_of(rows, sampling))
-        active = _ActiveRows(rows, keys, sampling, vocabulary=logits.shape[-1])
+        active = ActiveRows(rows, keys, sampling, vocabulary=logits.shape[-1])
         tokens = torch.full((len(rows), width), -1, device=device)
         policy, behavior = torch.zeros(2, *tokens.shape, device=device)
         stop_text = StopText(sampling, len(rows), device)
@@ -140,13 +150,32 @@ class NativeEngine(InProcessEngine):
         return tokens, policy, behavior, stop_text.lengths
 
     def _draw_in_c(self, model: Model, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
+        """`_draw` by `compiled`."""
         assert self._decoder is not None
-        prompts, prompt_of = _number_prompts(rows, keys.device)
+        prompts, numbers = _prompts_of(rows)
         cache, logits = self._prefill(prompts)
         model.rotate_by(self._decoder.rotations(cache.width + sampling.max_tokens))
-        return compiled.decode(
-            model, compiled.Prefilled(cache, logits, prompt_of), rows, keys, sampling
-        )
+        prefilled = compiled.Prefilled(cache, logits, torch.tensor(numbers))
+        return compiled.decode(model, prefilled, rows, keys, sampling)
+
+    def _draw_repeating(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn | None:
+        """`_draw` by steps of fixed shapes (`static`); None where they are not for this wave."""
+        decoder, device = self._decoder, keys.device
+        if (
+            decoder is None
+            or self._keeps
+            or not static.can_decode(self.cache_dtype, decoder, device)
+        ):
+            return None
+        prompts, numbers = _prompts_of(rows)
+        if numbers != sorted(numbers):
+            return None
+        cache, logits = self._prefill(prompts)
+        prompt_of_row, width = torch.tensor(numbers, device=device), max(limits_of(rows, sampling))
+        active = ActiveRows(rows, keys, sampling, vocabulary=logits.shape[-1])
+        fixed = StaticCache(cache, prompt_of_row, width)
+        decoding = StaticDecoding(decoder, fixed, active, logits[prompt_of_row], width)
+        return decoding.run(sampling, self.repeated)
 
     def _start(self, rows: list[Row], sampling: Sampling) -> tuple[DecodeCache, Tensor, list[int]]:
         """The cache with all tokens of the rows, the logits (R, V) that follow them, and how many
@@ -155,7 +184,9 @@ class NativeEngine(InProcessEngine):
         if kept is not None and kept.has(rows, sampling):
             return self._go_on(kept, rows, sampling)
         del kept  # what it holds may be as much as is to be computed now
-        prompts, prompt_of_row = _number_prompts(rows, self._model.device)
+        device = self._model.device
+        prompts, numbers = _prompts_of(rows)
+        prompt_of_row = torch.tensor(numbers, device=device)
         cache, logits = self._prefill(prompts)
         width = max(limits_of(rows, sampling))
         decode = DecodeCache(cache, prompt_of_row, max_tokens=width, kept=self._keeps)
@@ -180,7 +211,7 @@ class NativeEngine(InProcessEngine):
         """The prompts' keys and values, and the logits (P, V) that follow each prompt."""
         device = self._model.device
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        cache = PromptCache(len(prompts), longest)
+        cache = PromptCache(len(prompts), longest, self.cache_dtype)
         logits = []
         size = max(1, PREFILL_TOKENS // longest)
         for start in range(0, len(prompts), size):
@@ -209,61 +240,8 @@ class NativeEngine(InProcessEngine):
         return output.logits[:, -1]
 
 
-def _number_prompts(rows: list[Row], device: torch.device) -> tuple[list[Prompt], Tensor]:
-    """The prompts of the rows, each once, and which of them each row has (R,)."""
+def _prompts_of(rows: list[Row]) -> tuple[list[Prompt], list[int]]:
+    """The prompts, each once, and the number of each row's."""
     prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
     number = {id(prompt): index for index, prompt in enumerate(prompts)}
-    return prompts, torch.tensor([number[id(prompt)] for prompt, _ in rows], device=device)
-
-
-class _ActiveRows:
-    """The rows in computation, and what each needs for its next token."""
-
-    def __init__(
-        self, rows: list[Row], keys: Tensor, sampling: Sampling, *, vocabulary: int
-    ) -> None:
-        device = keys.device
-        self.index = torch.arange(len(rows), device=device)
-        self.alive = torch.ones(len(rows), dtype=torch.bool, device=device)
-        # The position of the token to draw next; after `advance`, that of the last drawn token.
-        self.positions = torch.tensor([len(p.token_ids) - 1 for p, _ in rows], device=device)
-        self.tokens = torch.zeros_like(self.index)
-        self.seen: Tensor | None = None
-        if sampling.repetition_penalty != 1.0 and not sampling.greedy:
-            self.seen = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
-            for row, (prompt, _) in enumerate(rows):
-                self.seen[row, torch.tensor(prompt.token_ids, device=device)] = True
-        self._keys = keys
-        self._noise = uniforms(keys, 0, _NOISE_BLOCK)
-        self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
-        # The positions at which rows end, where these have limits of their own.
-        limits = torch.tensor(limits_of(rows, sampling), device=device)
-        differ = bool((limits != limits[0]).any())
-        self._ends = self.positions + limits if differ else None
-        self._can_end = differ or bool(sampling.stop_token_ids or sampling.stop_strings)
-
-    def noise_at(self, position: int) -> Tensor:
-        if position and position % _NOISE_BLOCK == 0:
-            self._noise = uniforms(self._keys, position, _NOISE_BLOCK)
-        return self._noise[:, position % _NOISE_BLOCK]
-
-    def advance(self, tokens: Tensor, ended: Tensor | None) -> None:
-        self.tokens = tokens
-        self.positions += 1
-        if self.seen is not None:
-            self.seen[torch.arange(len(tokens), device=tokens.device), tokens] = True
-        if len(self._stops):
-            self.alive &= (tokens[:, None] != self._stops).all(dim=-1)
-        if ended is not None:
-            self.alive &= ~ended
-        if self._ends is not None:
-            self.alive &= self.positions < self._ends
-
-    def count_unfinished(self) -> int:
-        # Without stop strings, a step waits for the device only here.
-        return int(self.alive.sum()) if self._can_end else len(self.alive)
-
-    def keep(self, order: Tensor) -> None:
-        for name in ("index", "alive", "positions", "tokens", "seen", "_keys", "_noise", "_ends"):
-            if (rows := getattr(self, name)) is not None:
-                setattr(self, name, rows[order])
+    return prompts, [number[id(prompt)] for prompt, _ in rows]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from rloo.engines.in_process import layer_windows
-from rloo.engines.native.cache import DecodeCache, PromptCache
 from rloo.engines.native.matrix import Factor, make_factor
 from rloo.kernels.decode import Model, Panels, Sizes
 from rloo.model.attention import Options
@@ -61,6 +60,19 @@ def _layer_number(item: tuple[str, Tensor]) -> int | None:
     return int(found[1]) if found else None
 
 
+class Cache(Protocol):
+    """Where keys and values go, and what queries see."""
+
+    def get_seq_length(self) -> int:
+        """Positions that there may be before the tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> object:
+        """Store keys and values (B, H_kv, Q, D)."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """Attention: query (B, H, Q, D) to (B, Q, H, D)."""
+
+
 class FusedDecoder:
     """A forward pass of `model`'s architecture. `dtype` is that of the matrix products; all other
     operations, the residual stream and the caches are at least float32. `load` must come first."""
@@ -86,7 +98,7 @@ class FusedDecoder:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Use these weights, under the model's own names. Matrices that can be used as they are are
-        not copied, but for oneDNN, and must not change until the next load; divided ones are
+        not copied, but for C and oneDNN, and must not change until the next load; divided ones are
         gathered, one after the other. Raises KeyError for a missing one."""
         self._layers = []
         windows = layer_windows(self._model)
@@ -109,6 +121,16 @@ class FusedDecoder:
         self._norm = full(others["norm.weight"]).to(self._precise) * self._width**0.5
         head = others.get("lm_head.weight")
         self._head = self._matrix(self._embedding if head is None else full(head), None)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layer sees a part of what came before alone."""
+        return any(window is not None for window in layer_windows(self._model))
+
+    @property
+    def head_size(self) -> int:
+        """The numbers of a query, key or value."""
+        return self._size
 
     def hidden_bytes(self) -> int:
         """Of the matrices: what torch does not count."""
@@ -194,9 +216,7 @@ class FusedDecoder:
         heads = rows.view(-1, 2, self._size // 2, *rows.shape[1:])
         return heads.transpose(1, 2).reshape(rows.shape)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, cache: PromptCache | DecodeCache
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """The logits (B, V) after the last token, from input_ids and positions, int64 (B, Q)."""
         with torch.autocast(input_ids.device.type, enabled=False):
             batch, length = input_ids.shape
@@ -217,7 +237,7 @@ class FusedDecoder:
         hidden: Tensor,
         rotations: Tensor,
         shape: tuple[int, int],
-        cache: PromptCache | DecodeCache,
+        cache: Cache,
     ) -> Tensor:
         turned = self._heads + self._kv_heads
         states = layer.qkv.times(self._normalize(hidden)).contiguous()

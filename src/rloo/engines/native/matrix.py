@@ -12,8 +12,8 @@ from rloo import kernels
 from rloo.kernels.decode import Panels, columns
 from rloo.model import products
 
-# Below this many rows the matrix is the left factor, which two threads divide better; with more
-# rows, transposing the result costs more than that gains.
+# Below this many rows the matrix is on a CPU the left factor, which two threads divide better; with
+# more rows, transposing the result costs more than that gains.
 _FEW_ROWS = 48
 
 
@@ -69,7 +69,7 @@ class Matrix:
         rows = rows.to(self._dtype)
         if self._packed:
             result = products.multiply(rows, self._weight).to(self._precise)
-        elif len(rows) < _FEW_ROWS:
+        elif len(rows) < _FEW_ROWS and rows.device.type == "cpu":
             result = (self._weight @ rows.t()).t().to(self._precise)
         else:
             result = F.linear(rows, self._weight).to(self._precise)

@@ -36,7 +36,8 @@ class Ragged:
         """Write keys or values (R, H, width, D) where they belong in a buffer (R or more, H, slots,
         D); those of padding are left out, as other tokens are there."""
         rows, columns = self._real
-        buffer[rows, :, self._slots[rows, columns]] = round_inputs(states)[rows, :, columns]
+        kept = round_inputs(states).to(buffer.dtype)
+        buffer[rows, :, self._slots[rows, columns]] = kept[rows, :, columns]
 
     def own_mask(self, first: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """(R, 1, width, most - first), to be added to the scores of the rows' own keys from slot
