@@ -73,7 +73,7 @@ def update(
         return tally
 
     tally: Tally = {}
-    with policy.in_step():
+    with policy.in_step(), policy.casting_once():
         done = policy.world.attempt(compute)
     for sums in done:
         add(tally, sums)

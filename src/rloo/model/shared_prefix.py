@@ -158,12 +158,11 @@ class PackedLayout:
         """Attention: query (1, H, T, D), key and value (1, H_kv, T, D) to (1, T, H, D)."""
         plain = options.softcap is None and options.sinks is None
         if query.device.type == "cpu" and plain and options.sliding_window is None:
-            dtype = value.dtype
-            if torch.is_autocast_enabled("cpu"):
-                dtype = torch.get_autocast_dtype("cpu")
-            scaling = options.scaling_of(query)
-            query, key, value = (x[0].to(dtype) for x in (query, key, value))
-            return attend_packed(query, key, value, self._calls, scaling=scaling)[None]
+            # Not in 16 bits, in which its backward is many times slower on a CPU.
+            dtype = torch.promote_types(value.dtype, torch.float32)
+            precise = (x[0].to(dtype) for x in (query, key, value))
+            output = attend_packed(*precise, self._calls, scaling=options.scaling_of(query))
+            return output[None].to(value.dtype)
         return self._attend_in_rows(query, key, value, options)
 
     def _attend_in_rows(
