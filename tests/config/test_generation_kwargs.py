@@ -21,6 +21,7 @@ from rloo.config.unsupported import WITHOUT_EFFECT
 from rloo.data.prompts import encode_prompt
 from rloo.engines.hf import HFEngine
 from rloo.engines.native.engine import NativeEngine
+from rloo.engines.sampling import StopText
 from rloo.model.policy import Policy
 from rloo.report.samples import completions_table
 from rloo.run.setup import make_sampling, prompt_limit
@@ -247,24 +248,18 @@ def test_the_prompt_is_not_searched_and_special_tokens_are_text(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_nothing_is_sampled_after_the_last_row_has_stopped(engine):
-    calls = []
-
-    def counted(rows):
-        calls.append(len(rows))
-        return decode(rows)
-
+def test_nothing_is_sampled_after_the_last_row_has_stopped(engine, monkeypatch):
+    drawn, see = [], StopText.see
+    monkeypatch.setattr(StopText, "see", lambda *given: drawn.append(given[3]) or see(*given))
     sampler = ENGINES[engine](make_model("qwen3"), pad_token_id=0)
-    sampling = stopping("w", decode=counted, stop_token_ids=())
+    sampling = stopping("w", stop_token_ids=())
     groups = sampler.sample(make_prompts(), 6, sampling, noise=3)
     longest = max(len(c.token_ids) for group in groups for c in group)
-    assert len(calls) == longest < sampling.max_tokens
+    assert drawn == list(range(longest)) and longest < sampling.max_tokens
 
 
 def test_stop_strings_are_found_across_many_small_tokens():
     # A tokenizer of single bytes: the stop string and a character of it are several tokens.
-    from rloo.engines.sampling import StopText
-
     def bytes_decode(rows):
         return [bytes(row).decode("utf-8", "replace") for row in rows]
 

@@ -24,10 +24,12 @@ from rloo.types import Sample
 def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sample]]:
     """Divide the rollout into optimizer steps of `completions_per_step`, `num_iterations` times:
     by place in the rollout, so that a completion that could not be scored moves no other."""
-    size = batches.completions_per_step
+    parts: dict[int, list[Sample]] = {}
+    for sample in samples:
+        parts.setdefault(sample.place // batches.completions_per_step, []).append(sample)
     for _ in range(batches.num_iterations):
         for part in range(batches.parts_per_rollout):
-            yield [s for s in samples if s.place // size == part]
+            yield list(parts.get(part, ()))
 
 
 def update(
@@ -54,7 +56,8 @@ def update(
     dealt = deal(live, policy.world.size, whole_groups=credit.from_update, packed=policy.packed)
     dealt = with_tokens(dealt, policy.world)
     bring_seen(credit.old_logprobs, credit.holders, dealt, policy.world)
-    credit.holders.update(holders_of(dealt) | credit.holders)
+    for key, rank in holders_of(dealt).items():
+        credit.holders.setdefault(key, rank)
 
     def compute() -> Tally:
         tally: Sums = {}
@@ -70,7 +73,7 @@ def update(
         return read(tally)
 
     tally: Tally = {}
-    with policy.in_step():
+    with policy.in_step(), policy.casting_once():
         done = policy.world.attempt(compute)
     for sums in done:
         add(tally, sums)

@@ -4,8 +4,9 @@ engine of this process, so that two choose the same tokens from the same logits 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -155,27 +156,91 @@ class StopText:
     """Searches the rows of one call for stop strings, token by token."""
 
     def __init__(self, sampling: Sampling, rows: int, device: torch.device) -> None:
-        # A token has at least one byte of text; a few more tokens, as some have none.
-        self._window = 8 + max((len(s.encode()) for s in sampling.stop_strings), default=0)
-        self._sampling = sampling
+        self._ends: _Ends | None = None
+        if sampling.stop_strings:
+            assert sampling.decode is not None
+            self._ends = _ends_of(sampling.decode, sampling.stop_strings)
         # Number of tokens up to the end of a stop string; more than max_tokens if there is none.
         self.lengths = torch.full((rows,), sampling.max_tokens + 1, device=device)
 
     def see(self, tokens: Tensor, index: Tensor, position: int) -> Tensor | None:
         """Whether the rows `index` (R',) of tokens (R, max_tokens), known up to `position`, contain
         a stop string by now: bool (R',), or None if there are no stop strings."""
-        if not self._sampling.stop_strings:
+        if self._ends is None:
             return None
-        assert self._sampling.decode is not None
-        begin = max(0, position + 1 - self._window)
-        texts = self._sampling.decode(tokens[index, begin : position + 1].tolist())
-        found = torch.tensor(
-            [any(stop in text for stop in self._sampling.stop_strings) for text in texts],
-            device=index.device,
-        )
-        lengths = self.lengths[index]
-        self.lengths[index] = lengths.where(~found, lengths.clamp(max=position + 1))
+        drawn = tokens[index, position].tolist()
+        possible = [n for n, can_end in enumerate(self._ends.possible(drawn)) if can_end]
+        if possible:
+            rows = index[torch.tensor(possible, device=index.device)]
+            begin = max(0, position + 1 - self._ends.window)
+            recent = tokens[rows, begin : position + 1].tolist()
+            found = torch.tensor(list(map(self._ends.found, recent)), device=index.device)
+            lengths = self.lengths[rows]
+            self.lengths[rows] = lengths.where(~found, lengths.clamp(max=position + 1))
         return self.lengths[index] <= position + 1
+
+
+# What decoding puts in the place of a part of a character.
+_PART = "\N{REPLACEMENT CHARACTER}"
+
+
+class _Ends:
+    """Finds stop strings at the end of tokens, and decodes little for it.
+
+    A token can complete a stop string only if its own text has the last character of one, or is
+    part of a character, where that is none of ASCII. Decoding puts spaces between tokens, and
+    strips them: where one is last, any token can; so, too, where a tokenizer cleans up spaces.
+    """
+
+    def __init__(self, decode: Callable[[list[list[int]]], list[str]], stops: Sequence[str]):
+        self._decode, self._stops = decode, stops
+        self._last = {stop[-1] for stop in stops}
+        self._any = " " in self._last or _cleans_up(decode)
+        if not all(last.isascii() for last in self._last):
+            self._last.add(_PART)
+        # Characters before the last token; cleaning up may have removed every other one.
+        self._needed = 8 + (2 if self._any else 1) * max(map(len, stops))
+        # How many tokens `found` wants: one has a fourth of a character at least, but for a few.
+        self.window = 8 + 4 * self._needed
+        # Of each token that was seen: whether it can be the last one, and how much text it has.
+        self._known: dict[int, tuple[bool, float]] = {}
+
+    def possible(self, tokens: list[int]) -> list[bool]:
+        """Whether each of these can complete a stop string."""
+        if new := list({token for token in tokens if token not in self._known}):
+            for token, text in zip(new, self._decode([[token] for token in new]), strict=True):
+                parts = text.count(_PART)
+                can_end = self._any or any(last in text for last in self._last)
+                self._known[token] = can_end, len(text) - parts + parts / 4
+        return [self._known[token][0] for token in tokens]
+
+    def found(self, recent: list[int]) -> bool:
+        """Whether a stop string is in the last tokens of a row."""
+        begin, text = len(recent) - 1, 0.0
+        self.possible(recent)
+        while begin > 0 and text < self._needed:
+            begin -= 1
+            text += self._known[recent[begin]][1]
+        texts = self._decode([recent[begin:]])
+        if _PART in texts[0]:  # perhaps as it begins within a character, of at most four tokens
+            texts += self._decode([recent[start:] for start in range(max(0, begin - 3), begin)])
+        return any(stop in text for stop in self._stops for text in texts)
+
+
+def _cleans_up(decode: Callable[..., list[str]]) -> bool:
+    """Whether this is a tokenizer's own that removes spaces before some words."""
+    tokenizer = getattr(decode, "__self__", None)
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return False
+    assert tokenizer is not None
+    ids = [tokenizer.encode("do n't , he 's .", add_special_tokens=False)]
+    return decode(ids) != decode(ids, clean_up_tokenization_spaces=False)  # some ignore it
+
+
+@lru_cache(maxsize=4)
+def _ends_of(decode: Callable[[list[list[int]]], list[str]], stops: tuple[str, ...]) -> _Ends:
+    """The same in each wave and rollout, since it remembers the tokens."""
+    return _Ends(decode, stops)
 
 
 def collect_completions(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,12 +59,16 @@ def split(
     groups are cut where the budget ends, and their prompt is computed once in each part.
     """
     batches: list[list[Sample]] = []
+    size = _Size()
     for group in _by_group(samples):
         for unit in _units(group, whole_groups):
-            if batches and count_input_tokens([*batches[-1], *unit], packed) <= max_tokens:
+            grown = size.with_more(unit)
+            if batches and grown.tokens(packed) <= max_tokens:
                 batches[-1].extend(unit)
+                size = grown
             else:
                 batches.append(list(unit))
+                size = _Size().with_more(unit)
     return batches
 
 
@@ -207,7 +211,34 @@ def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 def count_input_tokens(samples: Sequence[Sample], packed: bool) -> int:
     """Input tokens of one micro-batch of `samples`: each prompt once if `packed`, or padded."""
-    if not packed:
-        return len(samples) * max(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
-    prompts = sum(len(group[0].prompt_ids) for group in _by_group(samples))
-    return prompts + sum(len(s.token_ids) - 1 for s in samples)
+    size = _Size()
+    for group in _by_group(samples):
+        size = size.with_more(group)
+    return size.tokens(packed)
+
+
+class _Size(NamedTuple):
+    """What a micro-batch holds: rows, the longest one's tokens, and tokens of prompts, once for
+    each group, and completions. Samples are added group by group, so that nothing is counted
+    twice."""
+
+    rows: int = 0
+    longest: int = 0
+    once: int = 0
+    last_group: int | None = None
+
+    def with_more(self, samples: Sequence[Sample]) -> _Size:
+        """With samples of one group behind the others."""
+        group = samples[0].key[0]
+        prompt = 0 if group == self.last_group else len(samples[0].prompt_ids)
+        longest = max(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
+        return _Size(
+            self.rows + len(samples),
+            max(self.longest, longest),
+            self.once + prompt + sum(len(s.token_ids) - 1 for s in samples),
+            group,
+        )
+
+    def tokens(self, packed: bool) -> int:
+        """The input tokens: see `count_input_tokens`."""
+        return self.once if packed else self.rows * self.longest

@@ -276,7 +276,7 @@ def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> li
     policy.stepper.fill()
 
     def work(mark: Mark) -> None:
-        with _marked_layers(policy.model, mark):
+        with _marked_layers(policy.model, mark), policy.casting_once():
             batch = policy.batch(samples)
             logprobs = policy.logprobs(batch, chunk_elements=chunk_elements).logprobs
             mark()
