@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,8 @@ class Spec:
     @classmethod
     def parse(cls, text: str) -> Spec:
         name, _, options = text.partition(":")
-        return cls(text, name, tuple(filter(None, options.split(","))))
+        words = re.split(r",(?![^\[]*\])", options)  # a comma within a list divides nothing
+        return cls(text, name, tuple(filter(None, words)))
 
 
 @dataclass(frozen=True)

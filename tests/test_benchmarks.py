@@ -187,6 +187,8 @@ def test_sides_and_workloads_are_read_from_the_command_line():
     spec = peers.Spec.parse("rloo:rollout_engine=hf,num_threads=1")
     assert (spec.name, spec.options) == ("rloo", ("rollout_engine=hf", "num_threads=1"))
     assert parse_options(list(spec.options)) == {"rollout_engine": "hf", "num_threads": 1}
+    listed = peers.Spec.parse('trl:onednn=["packed","forward"],bf16=false').options
+    assert parse_options(list(listed)) == {"onednn": ["packed", "forward"], "bf16": False}
     assert [w.name for _, w in peers.choose("K", None)] == list(FAMILIES["K"])
     with pytest.raises(ValueError, match="there is no workload W9"):
         peers.choose("W9", None)
@@ -249,9 +251,20 @@ def test_sides_take_turns_and_one_that_fails_is_named(tmp_path, capsys):
             assert step["phases"]["sample"] > 0 < step["phases"]["update"]
             assert sum(step["phases"].values()) <= step["seconds"]
             assert step["others_seconds"] < step["cores"] * step["seconds"] + 0.1
-    assert bad["steps"] == {} and "no_such_option" in bad["error"]
+    assert bad["steps"] == [] and "no_such_option" in bad["error"]
     out = capsys.readouterr().out
     assert "| padded / rloo | " in out and "no_such_option" in out
+
+
+@pytest.mark.slow  # two processes that import everything
+def test_without_an_end_all_completions_are_as_long_as_they_may(tmp_path, monkeypatch):
+    endless = replace(WORKLOADS["TINY"], endless=True, mean_tokens=None)
+    monkeypatch.setitem(WORKLOADS, "TINY", endless)
+    status, found = run_benchmark(tmp_path / "results", "--rounds=1", "--sides", "rloo", "padded")
+    assert status == 0 and len(found) == 2
+    for result in found:
+        assert result["steps"][0]["lengths"] == [12] * 8
+        assert result["steps"][0]["truncated"] == 8
 
 
 class Clock:
