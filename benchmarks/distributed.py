@@ -21,11 +21,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peers
-from benchmarks.report import Record, Spread, update_seconds
+from benchmarks.results import collect
 from benchmarks.side import Meter
+from benchmarks.summary import Record, Spread, update_seconds
+from benchmarks.turns import Setting, Spec, Task, measure
 from benchmarks.workloads import WORKLOADS
 
+_SEED = 42
 Seconds = Callable[[Record], float]
 MEASURED: dict[str, Seconds] = {
     "whole step": lambda step: float(step["seconds"]),
@@ -184,7 +186,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gsm8k", help="folder with train.jsonl; else ../shared, else the hub")
     parser.add_argument("--json", type=Path, help="also write every measured step to this file")
     options = parser.parse_args(arguments)
-    options.threads = 1
     for name in options.workload:
         if name not in WORKLOADS or WORKLOADS[name].kind != "step" or WORKLOADS[name].cuda:
             parser.error(f"{name} is no workload of whole steps on a CPU (--workload)")
@@ -192,7 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed, collected = False, {}
     for name in options.workload:
         workload = WORKLOADS[name]
-        results = peers.measure([(peers.Spec.parse(x), workload) for x in labels], options)
+        rounds = tuple(range(1, options.steps + 1))
+        tasks = [Task(Spec.parse(x), workload, _SEED, rounds) for x in labels]
+        records: list[dict[str, Any]] = []
+        measure(tasks, Setting(1, options.gsm8k), records.append)
+        results = collect(records)
         wrong = [f"{r['side']}: {r['error']}" for r in results if "error" in r]
         failed |= bool(wrong)
         print("\n" + ("\n".join(wrong) or render(f"{name}: {workload.title}", results)), flush=True)

@@ -30,11 +30,13 @@ class Shape:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape:
         """Of a model's config.json."""
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
         return cls(
             num_layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
-            queries=config["num_attention_heads"] * config["head_dim"],
-            keys=config["num_key_value_heads"] * config["head_dim"],
+            queries=heads * head_dim,
+            keys=config["num_key_value_heads"] * head_dim,
             intermediate=config["intermediate_size"],
             vocabulary=config["vocab_size"],
         )

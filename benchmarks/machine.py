@@ -6,10 +6,13 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from benchmarks.processor import describe_processor
+from rloo.model.products import multiply, pack
 
 MATRIX = 2048
 GPU_MATRIX = 8192
@@ -18,9 +21,10 @@ _REPEATS = 12
 
 def measure_machine(threads: int, *, cuda: bool = False) -> dict[str, Any]:
     """Facts for the report. Rates are the best of several repeats, in operations and bytes a
-    second; the matrix rate is that of the best thread count."""
+    second; the matrix rate is that of the best thread count and library, whose names stand beside
+    it, and `library_rates` has the best of each library."""
     facts: dict[str, Any] = {
-        "cpu": _cpu_name(),
+        "cpu": describe_processor(),
         "cores": os.cpu_count(),
         "threads": threads,
         "python": platform.python_version(),
@@ -30,35 +34,66 @@ def measure_machine(threads: int, *, cuda: bool = False) -> dict[str, Any]:
         facts["gpu"] = torch.cuda.get_device_name()
         return facts | measure_rates("cuda", torch.bfloat16, GPU_MATRIX)
     before = torch.get_num_threads()
-    rates = {}
+    rates = []
     for count in sorted({1, os.cpu_count() or 1}):
         torch.set_num_threads(count)
-        rates[count] = measure_rates("cpu", torch.float32, MATRIX)
+        rates.append(measure_rates("cpu", torch.float32, MATRIX) | {"matrix_threads": count})
     torch.set_num_threads(before)
-    best = max(rates, key=lambda count: rates[count]["matrix_rate"])
-    bandwidth = max(rate["bandwidth"] for rate in rates.values())
-    return facts | rates[best] | {"matrix_threads": best, "bandwidth": bandwidth}
+    bandwidth = max(rate["bandwidth"] for rate in rates)
+    return facts | max(rates, key=lambda rate: rate["matrix_rate"]) | {"bandwidth": bandwidth}
 
 
 def faster(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Of two measurements of a machine the larger rates: what disturbs them only lowers them."""
     best = max(one, other, key=lambda facts: facts["matrix_rate"])
-    return best | {"bandwidth": max(one["bandwidth"], other["bandwidth"])}
+    rates = [facts.get("library_rates", {}) for facts in (one, other)]
+    return best | {
+        "bandwidth": max(one["bandwidth"], other["bandwidth"]),
+        "library_rates": {
+            name: max(rate[name] for rate in rates if name in rate)
+            for name in {**rates[0], **rates[1]}
+        },
+    }
 
 
-def measure_rates(device: str, dtype: torch.dtype, size: int) -> dict[str, float]:
-    """Operations a second of a square matrix product, and bytes a second of reading memory (on a
-    GPU of copying it, read and written counted)."""
+def measure_rates(device: str, dtype: torch.dtype, size: int) -> dict[str, Any]:
+    """Operations a second of a square matrix product by the fastest library, its name, and bytes a
+    second of reading memory (on a GPU of copying it, read and written counted)."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    product = _best_seconds(lambda: torch.mm(a, b, out=out), device)
+    rates = {
+        library: 2 * size**3 / _best_seconds(work, device)
+        for library, work in _products(a, b).items()
+    }
+    library = max(rates, key=lambda name: rates[name])
     large = torch.ones(1 << 28, dtype=torch.uint8, device=device).view(torch.float32)
     if device == "cuda":
         copy = torch.empty_like(large)
         bandwidth = 2 * large.nbytes / _best_seconds(lambda: copy.copy_(large), device)
     else:
         bandwidth = large.nbytes / _best_seconds(large.sum, device)
-    return {"matrix_rate": 2 * size**3 / product, "bandwidth": bandwidth}
+    return {
+        "matrix_rate": rates[library],
+        "library": library,
+        "library_rates": rates,
+        "bandwidth": bandwidth,
+    }
+
+
+def _products(a: Tensor, b: Tensor) -> dict[str, Callable[[], Any]]:
+    """By library, a product of two square matrices. torch on a CPU has oneDNN beside the library
+    of its own choice, in some builds."""
+    out = torch.empty_like(a)
+    if a.device.type != "cpu":
+        return {"torch": lambda: torch.mm(a, b, out=out)}
+    own = "MKL" if torch.backends.mkl.is_available() else "torch's own"
+    found: dict[str, Callable[[], Any]] = {own: lambda: torch.mm(a, b, out=out)}
+    try:
+        packed = pack(b)
+        multiply(a, packed)
+    except (AttributeError, NotImplementedError, RuntimeError):  # a torch without it
+        return found
+    # Its rearranging of a matrix, where it is not packed, is no part of a product.
+    return found | {"oneDNN": lambda: multiply(a, packed)}
 
 
 def _best_seconds(work: Callable[[], Any], device: str) -> float:
@@ -75,10 +110,3 @@ def _best_seconds(work: Callable[[], Any], device: str) -> float:
 def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import random
+import runpy
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -51,6 +53,9 @@ RECIPES = {
     "17m": Recipe(384, 1152, 8, 12, 4, steps=320, learning_rate=3e-3),
 }
 
+# SmolLM2-135M-Instruct, a real chat model.
+PRETRAINED = "smollm2"
+
 
 def load_rows(source: str | None = None) -> list[dict[str, str]]:
     """GSM8K's training rows (question, answer), from a folder that holds train.jsonl or the hub."""
@@ -68,12 +73,20 @@ def make_prompt(row: dict[str, str]) -> str:
     return row["question"] + "\n"
 
 
+def make_chat_prompt(row: dict[str, str], tokenizer: Any) -> str:
+    """The question as a chat model is asked it."""
+    messages = [{"role": "user", "content": row["question"]}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
+
+
 def make_long_prompts(
     rows: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerFast, count: int, length: int
 ) -> list[str]:
-    """Questions behind as many solved examples as fit into `length` tokens."""
+    """Questions behind as many solved examples as fit into `length` tokens. The first are the same
+    for any count."""
     prompts, following = [], iter(rows)
-    for question in rows[-count:]:
+    for question in reversed(rows[-count:]):
         text = make_prompt(question)
         while True:
             row = next(following)
@@ -86,17 +99,22 @@ def make_long_prompts(
 
 
 def ensure_model(name: str, source: str | None = None) -> Path:
-    """The folder with a model of `RECIPES` and its tokenizer, made first if it is not there."""
+    """The folder with a model of `RECIPES`, or `PRETRAINED`, and its tokenizer, made first if it is
+    not there."""
     folder = CACHE / f"bench-{name}"
     if not folder.is_dir():
         building = folder.with_name(folder.name + ".building")
         shutil.rmtree(building, ignore_errors=True)
         started = time.perf_counter()
-        rows = load_rows(source)
-        tokenizer = _train_tokenizer(rows)
-        model = _train_model(RECIPES[name], rows, tokenizer)
-        model.save_pretrained(building)
-        tokenizer.save_pretrained(building)
+        if name == PRETRAINED:
+            # Out of a package from the index, by the example that is tried with every release.
+            runpy.run_path(str(ROOT / "examples" / "smollm2.py"))["write_model"](building)
+        else:
+            rows = load_rows(source)
+            tokenizer = _train_tokenizer(rows)
+            model = _train_model(RECIPES[name], rows, tokenizer)
+            model.save_pretrained(building)
+            tokenizer.save_pretrained(building)
         building.rename(folder)
         print(f"made {folder} in {time.perf_counter() - started:.0f} s", flush=True)
     return folder

@@ -1,136 +1,39 @@
-"""Measured steps to medians, ratios and markdown tables. Knows nothing of processes."""
+"""Measured steps to markdown tables: costs, ratios, shares of the floor, what was not measured."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.floors import Floor, Shape, count_decode_bytes, count_floor
+from benchmarks.growth import render_growth
+from benchmarks.results import was_disturbed
+from benchmarks.summary import Record, Spread, Summary, summarise, update_seconds
 from benchmarks.workloads import FAMILIES
 
-Record = Mapping[str, Any]
 # A side that computes while others are measured would disturb them, and hide work of its own.
 _IDLE_SHARE = 0.05
-# On a CPU every side computes all the time; with less than this on the CPU something held it up.
-_BUSY_SHARE = 0.85
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, smallest and largest of some numbers."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
-
-    def show(self, form: str) -> str:
-        return f"{self.median:{form}} ({self.low:{form}}..{self.high:{form}})"
-
-
-@dataclass(frozen=True)
-class Summary:
-    """A side's measured steps. Microseconds are per completion token; `phases` has `sample` and
-    `update` (all log-prob passes, backward and optimizer); `floor` is the mean of the steps'."""
-
-    side: str
-    seconds: Spread
-    whole: Spread
-    cpu: Spread
-    phases: dict[str, Spread]
-    raw_phases: dict[str, float]
-    above_weights_mib: float
-    tokens: float
-    truncated: float
-    shares: dict[str, float]
-
-
-def update_seconds(step: Record) -> float:
-    """All log-prob passes, with gradient or not, the backward and the optimizer's step."""
-    return float(step["phases"].get("score", 0.0) + step["phases"].get("update", 0.0))
-
-
-def floors(result: Record) -> list[Floor]:
-    """The floor of each measured step; the warm-up took the first prompts."""
-    job = result["job"]
-    size, group = job["num_prompts"], job["num_generations"]
-    found = []
-    for number, step in enumerate(result["steps"], 1):
-        prompts = result["prompt_tokens"][number * size : (number + 1) * size]
-        lengths = step["lengths"]
-        found.append(
-            count_floor(
-                Shape.of(job["config"]),
-                prompts,
-                [lengths[start : start + group] for start in range(0, len(lengths), group)],
-                iterations=job["options"].get("num_iterations", 1),
-                reference=job["options"]["beta"] != 0,
-                frozen=job["lora"],
-                cache_number_bytes=2 if job["cuda"] else 4,
-            )
-        )
-    return found
-
-
-def summarise(result: Record, machine: Mapping[str, Any]) -> Summary:
-    """Medians and spreads of a result's steps, and the shares of the floor that they reach."""
-    steps = result["steps"]
-    tokens = [sum(step["lengths"]) for step in steps]
-
-    def per_token(seconds: Callable[[Record], float]) -> Spread:
-        return Spread.of([1e6 * seconds(s) / t for s, t in zip(steps, tokens, strict=True)])
-
-    phases = {"sample": per_token(lambda step: step["phases"]["sample"])}
-    if result["job"]["kind"] == "step" and any(map(update_seconds, steps)):
-        phases["update"] = per_token(update_seconds)
-    names = sorted({name for step in steps for name in step["phases"]})
-    return Summary(
-        side=result["side"],
-        seconds=Spread.of([step["seconds"] for step in steps]),
-        whole=per_token(lambda step: step["seconds"]),
-        cpu=per_token(lambda step: step["cpu_seconds"]),
-        phases=phases,
-        raw_phases={n: statistics.median(s["phases"].get(n, 0.0) for s in steps) for n in names},
-        above_weights_mib=max(s["peak_mib"] - s["loaded_mib"] for s in steps),
-        tokens=sum(tokens) / sum(len(step["lengths"]) for step in steps),
-        truncated=sum(s["truncated"] for s in steps) / sum(len(s["lengths"]) for s in steps),
-        shares=_shares(result, machine, updates="update" in phases),
-    )
-
-
-def _shares(result: Record, machine: Mapping[str, Any], *, updates: bool) -> dict[str, float]:
-    """Seconds that the floor needs at this machine's rates, over those measured (medians)."""
-    job, shape = result["job"], Shape.of(result["job"]["config"])
-    values: dict[str, list[float]] = {}
-    for step, floor in zip(result["steps"], floors(result), strict=True):
-        rate = machine["matrix_rate"]
-        sample, update = floor.sample / rate, floor.update / rate
-        if job["cuda"]:
-            read = count_decode_bytes(shape, floor, max(step["lengths"]), 2)
-            sample = max(sample, read / machine["bandwidth"])
-        values.setdefault("sample", []).append(sample / step["phases"]["sample"])
-        if updates:
-            values.setdefault("update", []).append(update / update_seconds(step))
-            values.setdefault("whole", []).append((sample + update) / step["seconds"])
-            passes = sample + update + floor.prompt_passes / rate
-            values.setdefault("with prompts", []).append(passes / step["seconds"])
-    return {name: statistics.median(shares) for name, shares in values.items()}
-
-
-# -- text ------------------------------------------------------------------------------------------
+# Sides that are compared with each other, beside the comparison of all with the first.
+_LIKE = {
+    "trl:bf16=true": "rloo:bf16=true",
+    "vllm:dtype=bfloat16": "rloo:rollout_dtype=bfloat16",
+}
+NOT_TRIED = (
+    "Not tried: TRL with torch_compile or with kernels of the Hub, llama.cpp, OpenRLHF and verl "
+    "(they need a GPU), more threads than cores, other allocators."
+)
 
 
 def describe_machine(machine: Mapping[str, Any]) -> str:
-    rate = f"{machine['matrix_rate'] / 1e9:.0f} GFLOP/s at {machine.get('matrix_threads')} threads"
+    """One line: the processor, threads, versions, and the rates that floors are counted with."""
+    rates = ", ".join(
+        f"{library} {rate / 1e9:.0f}" for library, rate in machine["library_rates"].items()
+    )
     return (
         f"{machine['cpu']}, {machine['cores']} cores; {machine['threads']} threads for every side; "
         f"Python {machine['python']}, torch {machine['torch']}; float32 matrix product of 2,048: "
-        f"{rate}; memory read at {machine['bandwidth'] / 1e9:.0f} GB/s"
+        f"{rates} GFLOP/s at {machine.get('matrix_threads')} threads at best, the floor's is "
+        f"{machine['library']}'s; memory read at {machine['bandwidth'] / 1e9:.0f} GB/s"
     )
 
 
@@ -140,23 +43,43 @@ def not_measured(name: str, title: str) -> str:
 
 
 def render(name: str, results: Sequence[Record], machine: Mapping[str, Any]) -> str:
-    """A workload's section: tables, ratios, shares of the floor, what was not measured."""
+    """The section of a workload or of a family: tables, ratios, shares of the floor, what was not
+    measured."""
     measured = [r for r in results if r["steps"]]
-    if name in FAMILIES:
-        parts = [f"### {name}"]
-        parts += [_growth(name, measured, machine)] if measured else []
-    else:
-        job = results[0]["job"]
-        parts = [f"### {name}: {job['title']}"]
+    disturbed = _count_disturbed(measured)
+    parts = [f"### {name}"]
+    if measured and name in FAMILIES:
+        parts.append(render_growth(name, measured, machine, by_cpu=disturbed > 0))
+    elif measured:
+        parts[0] += f": {measured[0]['job']['title']}"
         summaries = [summarise(result, machine) for result in measured]
-        if summaries:
-            parts += [_table(summaries), _facts(measured, summaries)]
-            parts += [_ratios(measured, summaries)] if len(summaries) > 1 else []
-    for result in results:
-        if "error" in result:
-            label = f"{result['side']}, {result['job']['name']}"
-            parts.append(f"- {label}: not measured to the end: {result['error']}")
+        parts += [_table(summaries), _facts(measured, summaries)]
+        if len(measured) > 1:
+            parts += [_ratios(measured, summaries, by_cpu=disturbed > 0)]
+            parts += _by_seeds(measured, by_cpu=disturbed > 0)
+    if disturbed:
+        total = sum(len(result["steps"]) for result in measured)
+        parts.append(
+            f"BUSY MACHINE in {disturbed} of {total} steps: read what is in CPU time, which is in "
+            "bold type; times of sampling and update are on the wall."
+        )
+    parts += _notes(results)
     return "\n\n".join(parts)
+
+
+def _notes(results: Sequence[Record]) -> Iterator[str]:
+    for result in results:
+        label = f"{result['side']}, {result['workload']}"
+        if "error" in result:
+            yield f"- {label}: not measured to the end: {result['error']}"
+        if "skipped" in result:
+            yield f"- {label}: not measured: {result['skipped']}"
+        if result.get("left_out"):
+            yield f"- {label}: {result['left_out']} steps left out, of what it was before a change"
+
+
+def _count_disturbed(results: Sequence[Record]) -> int:
+    return sum(was_disturbed(step) for result in results for step in result["steps"])
 
 
 def _table(summaries: Sequence[Summary]) -> str:
@@ -202,100 +125,104 @@ def _facts(results: Sequence[Record], summaries: Sequence[Summary]) -> str:
             share = summary.shares["with prompts"]
             extra = f"; floor with the prompts' passes in the update: {share:.0%}"
         idle = sum(s["idle_cpu_seconds"] for s in result["steps"])
-        waited = sum(s["cpu_seconds"] < _BUSY_SHARE * s["seconds"] for s in result["steps"])
-        if waited and not result["job"]["cuda"]:
-            extra += f"; {waited} STEPS IN WHICH IT HAD TO WAIT FOR THE MACHINE"
+        if waited := _count_disturbed([result]):
+            extra += f"; {waited} STEPS IN WHICH IT HAD TO WAIT FOR THE MACHINE OR TO SHARE IT"
         if idle > max(0.1, _IDLE_SHARE * sum(s["idle_seconds"] for s in result["steps"])):
             extra += f"; COMPUTED {idle:.1f} s WHILE OTHERS WERE MEASURED"
+        seeds = len({step["seed"] for step in result["steps"]})
         lines.append(
-            f"- {summary.side}: {len(result['steps'])} steps, warm-up "
-            f"{result['warm_up']['seconds']:.1f} s; {summary.tokens:.0f} tokens a completion, "
+            f"- {summary.side}: {len(result['steps'])} steps of {seeds} "
+            f"seed{'s'[: seeds > 1]}, warm-up {result['warm_up']['seconds']:.1f} s; "
+            f"{summary.tokens:.0f} tokens a completion, "
             f"{summary.truncated:.0%} truncated; seconds: {phases}{extra} ({versions})"
         )
     return "\n".join(lines)
 
 
-def _ratios(results: Sequence[Record], summaries: Sequence[Summary]) -> str:
-    """Every other side over the first, of medians per completion token; in brackets the ratios of
-    the steps that were measured one after the other."""
-    first, ours = results[0], summaries[0]
-    head = [
-        "whole step",
-        "the same in CPU time",
-        "sampling",
-        "update",
-        f"peak of {ours.side} / its",
-    ]
-    lines = [f"| / {ours.side} | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]
-    for result, theirs in zip(results[1:], summaries[1:], strict=True):
-        cells = ["-"] * len(head)
-        sampled = theirs.phases["sample"], ours.phases["sample"]
-        cells[2] = _ratio(*sampled, result, first, lambda s: s["phases"]["sample"])
-        if "update" in theirs.phases and "update" in ours.phases:
-            cells[0] = _ratio(theirs.whole, ours.whole, result, first, lambda s: s["seconds"])
-            cells[1] = _ratio(theirs.cpu, ours.cpu, result, first, lambda s: s["cpu_seconds"])
-            updates = theirs.phases["update"], ours.phases["update"]
-            cells[3] = _ratio(*updates, result, first, update_seconds)
-            cells[4] = f"{ours.above_weights_mib / theirs.above_weights_mib:.2f}x"
-        lines.append(f"| {theirs.side} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+# -- ratios ----------------------------------------------------------------------------------------
 
 
-def _ratio(
-    theirs: Spread, ours: Spread, a: Record, b: Record, seconds: Callable[[Record], float]
-) -> str:
-    pairs = [
-        (seconds(x) / sum(x["lengths"])) / (seconds(y) / sum(y["lengths"]))
-        for x, y in zip(a["steps"], b["steps"], strict=False)
-    ]
-    return f"**{theirs.median / ours.median:.2f}x** ({min(pairs):.2f}..{max(pairs):.2f})"
+Seconds = Callable[[Record], float]
 
 
-def _growth(name: str, results: Sequence[Record], machine: Mapping[str, Any]) -> str:
-    """How the cost changes along a family, beside the change that the floor predicts."""
-    by_answers = name == "LEN"
-    unit = "token" if by_answers else "completion"
-    head = [
-        "",
-        "side",
-        f"µs per {unit}",
-        "sampling",
-        "update",
-        "over the first",
-        "floor over its first",
-        "measured / floor",
-    ]
+def _ratios(results: Sequence[Record], summaries: Sequence[Summary], *, by_cpu: bool) -> str:
+    """Every other side over the first, and over one that is like it, of medians per completion
+    token; in brackets the ratios of the steps that were measured one after the other."""
+    head = ["", "whole step", "the same in CPU time", "sampling", "update", "peak, the second's"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    firsts: dict[str, tuple[float, float]] = {}
-    for result in results:
-        summary = summarise(result, machine)
-        units = 1.0 if by_answers else summary.tokens
-        floor = _floor_per_token(result, machine) * units
-        cost = summary.whole.median * units
-        first_cost, first_floor = firsts.setdefault(result["side"], (cost, floor))
-        grown, predicted = cost / first_cost, floor / first_floor
-        phases = [
-            f"{summary.phases[p].median * units:.0f}" if p in summary.phases else "-"
-            for p in ("sample", "update")
-        ]
-        whole = Spread(cost, summary.whole.low * units, summary.whole.high * units)
-        cells = [
-            result["job"]["title"],
-            result["side"],
-            whole.show(".0f"),
-            *phases,
-            f"{grown:.2f}x",
-            f"{predicted:.2f}x",
-            f"**{grown / predicted:.2f}x**",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+    numbers = {summary.side: number for number, summary in enumerate(summaries)}
+    for number, summary in enumerate(summaries[1:], 1):
+        others = {0, numbers.get(_LIKE.get(summary.side, ""), 0)}
+        for other in sorted(others):
+            sides = ((results[n], summaries[n]) for n in (number, other))
+            cells = _compare(*sides, by_cpu=by_cpu)
+            lines.append(
+                f"| {summary.side} / {summaries[other].side} | " + " | ".join(cells) + " |"
+            )
     return "\n".join(lines)
 
 
-def _floor_per_token(result: Record, machine: Mapping[str, Any]) -> float:
-    """Seconds a completion token: arithmetic at the matrix rate, the cache at the bandwidth."""
-    found = floors(result)
-    operations = sum(floor.operations + floor.prompt_passes for floor in found)
-    read = sum(floor.cache_bytes for floor in found)
-    tokens = sum(sum(step["lengths"]) for step in result["steps"])
-    return (operations / machine["matrix_rate"] + read / machine["bandwidth"]) / tokens
+def _compare(
+    one: tuple[Record, Summary], other: tuple[Record, Summary], *, by_cpu: bool
+) -> list[str]:
+    (theirs, a), (ours, b) = one, other
+    cells = ["-"] * 5
+
+    def ratio(x: Spread, y: Spread, seconds: Seconds, *, bold: bool) -> str:
+        text = f"{x.median / y.median:.2f}x"
+        return (f"**{text}**" if bold else text) + _range(theirs, ours, seconds)
+
+    sampled = a.phases["sample"], b.phases["sample"]
+    cells[2] = ratio(*sampled, lambda s: float(s["phases"]["sample"]), bold=not by_cpu)
+    if "update" in a.phases and "update" in b.phases:
+        cells[0] = ratio(a.whole, b.whole, _wall, bold=not by_cpu)
+        cells[1] = ratio(a.cpu, b.cpu, _cpu, bold=True)
+        updates = a.phases["update"], b.phases["update"]
+        cells[3] = ratio(*updates, update_seconds, bold=not by_cpu)
+        cells[4] = f"{b.above_weights_mib / a.above_weights_mib:.2f}x"
+    elif by_cpu:  # of two that sample alone, and do nothing else
+        cells[1] = ratio(a.cpu, b.cpu, _cpu, bold=True) if _samples(theirs, ours) else "-"
+    return cells
+
+
+def _samples(*results: Record) -> bool:
+    return all(result["job"]["kind"] == "sample" for result in results)
+
+
+def _wall(step: Record) -> float:
+    return float(step["seconds"])
+
+
+def _cpu(step: Record) -> float:
+    return float(step["cpu_seconds"])
+
+
+def _pairs(one: Record, other: Record, seconds: Seconds) -> dict[int, list[float]]:
+    """By seed, the ratios of steps that were made one after the other, per completion token."""
+    at = {(s["seed"], s["round"], s["run"]): s for s in other["steps"]}
+    found: dict[int, list[float]] = {}
+    for step in one["steps"]:
+        if beside := at.get((step["seed"], step["round"], step["run"])):
+            costs = [seconds(s) / sum(s["lengths"]) for s in (step, beside)]
+            found.setdefault(step["seed"], []).append(costs[0] / costs[1])
+    return found
+
+
+def _range(one: Record, other: Record, seconds: Seconds) -> str:
+    ratios = [ratio for seed in _pairs(one, other, seconds).values() for ratio in seed]
+    return f" ({min(ratios):.2f}..{max(ratios):.2f})" if ratios else " (never side by side)"
+
+
+def _by_seeds(results: Sequence[Record], *, by_cpu: bool) -> list[str]:
+    """Where there are several seeds, the medians of each one's ratios."""
+    lines = []
+    for result in results[1:]:
+        pairs = _pairs(result, results[0], _cpu if by_cpu else _wall)
+        if len(pairs) > 1:
+            medians = ", ".join(
+                f"{statistics.median(ratios):.2f}x ({seed}, {len(ratios)} rounds)"
+                for seed, ratios in sorted(pairs.items())
+            )
+            lines.append(f"- {result['side']} / {results[0]['side']}: {medians}")
+    of = "CPU time" if by_cpu else "the whole step"
+    return [f"Medians of the ratios of {of}, by seed:\n\n" + "\n".join(lines)] if lines else []

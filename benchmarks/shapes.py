@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 _SEED = 0
-_NUM_WORDS = 1000
+_NUM_WORDS = 1000  # of prompts, and of the small vocabularies
 _NUM_SPECIAL = 2
 
 
@@ -42,6 +42,14 @@ def _shape(
 SHAPES = {
     "qwen3-0.6b": _shape(28, 1024, 3072, 16, 8, 128, 151936),
     "qwen3-4b": _shape(36, 2560, 9728, 32, 8, 128, 151936),
+    "qwen3-150m": _shape(24, 512, 1536, 8, 4, 64, 151936),
+    # One model with three vocabularies, and four sizes with one.
+    "3m-8k": _shape(4, 192, 512, 6, 2, 32, 8192),
+    "3m-32k": _shape(4, 192, 512, 6, 2, 32, 32768),
+    "3m-152k": _shape(4, 192, 512, 6, 2, 32, 151936),
+    "17m-8k": _shape(8, 384, 1152, 12, 4, 32, 8192),
+    "47m-8k": _shape(12, 576, 1536, 9, 3, 64, 8192),
+    "150m-8k": _shape(20, 768, 2304, 12, 6, 64, 8192),
     "1m": _shape(4, 128, 384, 4, 2, 32, _NUM_WORDS + _NUM_SPECIAL),
     "2m": _shape(4, 192, 576, 6, 3, 32, _NUM_WORDS + _NUM_SPECIAL),
     "12m": _shape(6, 384, 1152, 12, 6, 32, _NUM_WORDS + _NUM_SPECIAL),
@@ -65,9 +73,9 @@ def choose_stop_tokens(vocab_size: int, mean_tokens: int) -> list[int]:
     return sorted(random.Random(_SEED).sample(range(1, vocab_size), count))
 
 
-def make_word_tokenizer() -> PreTrainedTokenizerFast:
+def make_word_tokenizer(vocab_size: int = _NUM_WORDS + _NUM_SPECIAL) -> PreTrainedTokenizerFast:
     """0 is the padding, 1 the end, then w0, w1, ..."""
-    names = ["<pad>", "<eos>", *(f"w{i}" for i in range(_NUM_WORDS))]
+    names = ["<pad>", "<eos>", *(f"w{i}" for i in range(vocab_size - _NUM_SPECIAL))]
     words = WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0")
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = WhitespaceSplit()

@@ -77,6 +77,19 @@ def _status_mib(name: str) -> float:
     raise ValueError(f"the kernel reports no {name}")
 
 
+def busy_seconds() -> float:
+    """CPU seconds that anything took so far on the cores this process may use, the hypervisor's
+    other guests included as far as it tells (proc(5), "steal")."""
+    cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
+        name, *values = line.split()
+        if name in cores:
+            user, nice, system, _, _, irq, softirq, steal, *_ = map(int, values)
+            ticks += user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 class Meter:
     """Measures the steps of a side and reports them. The first one warms up."""
 
@@ -108,10 +121,14 @@ class Meter:
 
     def turn(self, phases: dict[str, float]) -> None:
         """A step is done: report it, and wait for the next one to be wanted."""
-        seconds = self.now() - self._began
+        seconds, cpu_seconds = self.now() - self._began, time.process_time() - self._cpu_began
         step = {
+            "device": self._device,
             "seconds": seconds,
-            "cpu_seconds": time.process_time() - self._cpu_began,
+            "cpu_seconds": cpu_seconds,
+            # What everything else took, for which ticks of 10 ms are fine enough.
+            "others_seconds": max(0.0, busy_seconds() - self._busy_began - cpu_seconds),
+            "cores": len(os.sched_getaffinity(0)),
             # What the process computed while the others were measured.
             **self._idle,
             "lengths": self.lengths,
@@ -133,6 +150,7 @@ class Meter:
 
     def _start(self) -> None:
         self.lengths, self.truncated, self.exchanged = [], 0, {}
+        self._busy_began = busy_seconds()
         self._began, self._cpu_began = time.perf_counter(), time.process_time()
 
 
@@ -152,10 +170,10 @@ def main() -> None:
     name, job_file, folder, *words = sys.argv[1:]
     link = Link()
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
-    from benchmarks.sides import SIDES
+    from benchmarks.sides import find_side
 
     meter = Meter(link, "cuda" if job["cuda"] else "cpu")
-    SIDES[name](job, meter, Path(folder), parse_options(words))
+    find_side(name)(job, meter, Path(folder), parse_options(words))
 
 
 if __name__ == "__main__":

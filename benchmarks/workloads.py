@@ -5,7 +5,7 @@ Plain Python: it is read in every environment. Knows nothing of how a side does 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Kind = Literal["step", "sample"]
@@ -17,9 +17,12 @@ class Workload:
 
     `model` is a model of `benchmarks.model` (trained) or `benchmarks.shapes` (random weights).
     `kind` is whole training steps or sampling alone. `prompt_tokens` makes prompts of about that
-    length. `endless` takes the end token away, so that every completion has `max_tokens`;
-    `mean_tokens` ends completions at random at about that mean, whatever the model says. `options`
-    are trainer options that mean the same on every side.
+    length; `chat` puts them into the model's chat template. `endless` takes the end token away, so
+    that every completion has `max_tokens`; `mean_tokens` ends completions at random at about that
+    mean, whatever the model says. `options` are trainer options that mean the same on every side.
+
+    It is measured for `rounds` steps of each side with each of `seeds` seeds, unless a command says
+    otherwise. What is `alone` ends before the next begins, for the sake of memory.
     """
 
     name: str
@@ -36,6 +39,10 @@ class Workload:
     lora: bool = False
     cuda: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    chat: bool = False
+    rounds: int = 5
+    seeds: int = 1
+    alone: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -48,7 +55,30 @@ TRAINERS = ("rloo", "trl")
 SAMPLERS = ("rloo", "generate", "vllm")
 ON_GPU = ("rloo", "padded")
 ONLY = ("rloo",)
+# Of the workloads that the others are read beside, several tables: more sides at once would not
+# fit into memory. The last side needs so long that one step must do.
+BF16 = ("rloo", "trl", "rloo:bf16=true", "trl:bf16=true")
+PEERS = (
+    "rloo",
+    "padded",
+    "generate",
+    "vllm",
+    "rloo:rollout_dtype=bfloat16",
+    "vllm:dtype=bfloat16",
+)
+SETTINGS = ("rloo", "trl", "trl:onednn=null", "trl:weights=bfloat16")
+CONTINUOUS = ("rloo", "trl:use_transformers_continuous_batching=true")
 _GPU_OPTIONS = {"bf16": True, "gradient_checkpointing": True, "use_cpu": False}
+
+
+def _in_several_tables(workload: Workload) -> list[Workload]:
+    """NAME, and NAME with a letter for other sides."""
+    return [
+        replace(workload, sides=BF16, rounds=10, seeds=3),
+        replace(workload, name=workload.name + "P", sides=PEERS),
+        replace(workload, name=workload.name + "T", sides=SETTINGS),
+        replace(workload, name=workload.name + "C", sides=CONTINUOUS, rounds=1),
+    ]
 
 
 def _growing_groups(size: int) -> Workload:
@@ -58,7 +88,33 @@ def _growing_groups(size: int) -> Workload:
 
 def _growing_answers(length: int) -> Workload:
     title = f"3 M parameters, 4 prompts, K = 8, {length} tokens each"
-    return Workload(f"LEN{length}", title, "3m", 4, 8, length, ONLY, endless=True)
+    long = length > 1024
+    return Workload(
+        f"LEN{length}",
+        title,
+        "3m",
+        4,
+        8,
+        length,
+        ONLY,
+        endless=True,
+        rounds=2 if long else 5,
+        alone=long,
+    )
+
+
+def _growing_model(family: str, model: str, title: str) -> Workload:
+    return Workload(
+        f"{family}-{model}",
+        f"{title}, random weights, 4 prompts of 64 tokens, K = 8, 64 tokens each",
+        model,
+        4,
+        8,
+        64,
+        ONLY,
+        prompt_tokens=64,
+        endless=True,
+    )
 
 
 def _on_gpu(name: str, model: str, title: str) -> Workload:
@@ -74,12 +130,17 @@ def _on_gpu(name: str, model: str, title: str) -> Workload:
         mean_tokens=512,
         cuda=True,
         options=_GPU_OPTIONS,
+        alone=True,
     )
 
 
 _TABLE = [
-    Workload("W1", "3 M parameters, 8 prompts, K = 8, up to 128 tokens", "3m", 8, 8, 128, ALL),
-    Workload("W2", "17 M parameters, 8 prompts, K = 8, up to 128 tokens", "17m", 8, 8, 128, ALL),
+    *_in_several_tables(
+        Workload("W1", "3 M parameters, 8 prompts, K = 8, up to 128 tokens", "3m", 8, 8, 128, ALL)
+    ),
+    *_in_several_tables(
+        Workload("W2", "17 M parameters, 8 prompts, K = 8, up to 128 tokens", "17m", 8, 8, 128, ALL)
+    ),
     Workload(
         "W3",
         "3 M parameters, 4 prompts of about 512 tokens, K = 16, up to 64 tokens",
@@ -102,6 +163,40 @@ _TABLE = [
         options={"num_iterations": 2, "epsilon": 0.2},
     ),
     Workload(
+        "W6",
+        "17 M parameters, 4 prompts, K = 8, all of 96 tokens, the limit",
+        "17m",
+        4,
+        8,
+        96,
+        TRAINERS,
+        endless=True,
+    ),
+    Workload(
+        "W7",
+        "SmolLM2-135M-Instruct, 2 questions in its chat template, K = 8, up to 64 tokens",
+        "smollm2",
+        2,
+        8,
+        64,
+        TRAINERS,
+        chat=True,
+        rounds=3,
+    ),
+    Workload(
+        "W8",
+        "Qwen3 shape of 153 M parameters, vocabulary 151,936, random weights, one prompt of 512 "
+        "tokens, K = 8, 256 tokens each",
+        "qwen3-150m",
+        1,
+        8,
+        256,
+        TRAINERS,
+        prompt_tokens=512,
+        endless=True,
+        rounds=3,
+    ),
+    Workload(
         "S256",
         "sampling alone: 3 M parameters, 32 prompts, K = 8, up to 128 tokens",
         "3m",
@@ -115,7 +210,14 @@ _TABLE = [
     Workload("D1", "3 M parameters, 32 prompts, K = 8, up to 128 tokens", "3m", 32, 8, 128, ONLY),
     Workload("D2", "3 M parameters, 64 prompts, K = 16, up to 128 tokens", "3m", 64, 16, 128, ONLY),
     *map(_growing_groups, (4, 16, 64)),
-    *map(_growing_answers, (128, 256, 512, 1024)),
+    *map(_growing_answers, (128, 256, 512, 1024, 2048, 4096)),
+    _growing_model("VOCAB", "3m-8k", "4 layers of 192, vocabulary 8,192"),
+    _growing_model("VOCAB", "3m-32k", "4 layers of 192, vocabulary 32,768"),
+    _growing_model("VOCAB", "3m-152k", "4 layers of 192, vocabulary 151,936"),
+    _growing_model("SIZE", "3m-8k", "3 M parameters, vocabulary 8,192"),
+    _growing_model("SIZE", "17m-8k", "17 M parameters, vocabulary 8,192"),
+    _growing_model("SIZE", "47m-8k", "47 M parameters, vocabulary 8,192"),
+    _growing_model("SIZE", "147m-8k", "148 M parameters, vocabulary 8,192"),
     _on_gpu("G1", "qwen3-0.6b", "Qwen3-0.6B"),
     _on_gpu("G2", "qwen3-4b", "Qwen3-4B"),
     Workload(
@@ -134,9 +236,16 @@ WORKLOADS = {workload.name: workload for workload in _TABLE}
 # Names that stand for several workloads, whose sides take turns in one table.
 FAMILIES = {
     "K": ("K4", "K16", "K64"),
-    "LEN": ("LEN128", "LEN256", "LEN512", "LEN1024"),
+    "LEN": ("LEN128", "LEN256", "LEN512", "LEN1024", "LEN2048", "LEN4096"),
+    "VOCAB": ("VOCAB-3m-8k", "VOCAB-3m-32k", "VOCAB-3m-152k"),
+    "SIZE": ("SIZE-3m-8k", "SIZE-17m-8k", "SIZE-47m-8k", "SIZE-147m-8k"),
 }
-DEFAULT = ("W1", "W2", "W3", "W4", "W5", "S256", "K", "LEN")
+DEFAULT = (
+    *(f"W{number}" for number in range(1, 9)),
+    *(name + letter for letter in "PTC" for name in ("W1", "W2")),
+    "S256",
+    *FAMILIES,
+)
 # What every trainer is given: the same mathematics, on the CPU its fastest settings.
 SHARED_OPTIONS: dict[str, Any] = {
     "beta": 0.05,

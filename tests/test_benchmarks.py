@@ -2,18 +2,22 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
-from benchmarks import distributed, peers, report
+from benchmarks import distributed, jobs, model, peers, processor, report, results, turns
 from benchmarks.floors import Shape, count_decode_bytes, count_floor
 from benchmarks.long_answers import LargestTensors
 from benchmarks.plan import __main__ as plans
 from benchmarks.plan import cases, side
 from benchmarks.side import parse_options
-from benchmarks.workloads import FAMILIES, WORKLOADS
+from benchmarks.summary import Spread, summarise
+from benchmarks.trl_side import TorchWithProducts, add_product
+from benchmarks.workloads import DEFAULT, FAMILIES, WORKLOADS
 from rloo.config.batches import batches_of
 from rloo.config.parsing import parse_command_line
 
@@ -57,8 +61,12 @@ def make_result(side, seconds, *, update=True):
             "phases": phases,
             "peak_mib": 300.0 + s,
             "loaded_mib": 200.0,
+            "prompt_tokens": [3],
+            "seed": 42,
+            "round": number,
+            "run": "1",
         }
-        for s in seconds
+        for number, s in enumerate(seconds, 1)
     ]
     config = {
         "num_hidden_layers": 2,
@@ -81,23 +89,21 @@ def make_result(side, seconds, *, update=True):
         "cuda": False,
     }
     warm_up = {"seconds": 9.0, "facts": {"torch": "2"}}
-    prompts = [7] + [3] * len(seconds)  # the first is the warm-up's
-    return {
-        "side": side,
-        "job": job,
-        "prompt_tokens": prompts,
-        "steps": steps,
-        "warm_up": warm_up,
-    }
+    return {"side": side, "workload": "W", "job": job, "steps": steps, "warm_up": warm_up}
 
 
-MACHINE = {"matrix_rate": 1e6, "bandwidth": 1e6}
+MACHINE = {
+    "matrix_rate": 1e6,
+    "bandwidth": 1e6,
+    "library": "MKL",
+    "library_rates": {"MKL": 1e6, "oneDNN": 5e5},
+}
 
 
 def test_summary_has_medians_per_token_and_shares_of_the_floor():
-    summary = report.summarise(make_result("rloo", [3.0, 6.0, 30.0]), MACHINE)
-    assert summary.seconds == report.Spread(6.0, 3.0, 30.0)
-    assert summary.whole == report.Spread(2e6, 1e6, 1e7)
+    summary = summarise(make_result("rloo", [3.0, 6.0, 30.0]), MACHINE)
+    assert summary.seconds == Spread(6.0, 3.0, 30.0)
+    assert summary.whole == Spread(2e6, 1e6, 1e7)
     assert summary.cpu.median == 4e6
     assert summary.phases["update"].median == pytest.approx(1e6 / 3)
     assert summary.above_weights_mib == 130.0
@@ -112,8 +118,8 @@ def test_ratios_are_of_medians_and_show_each_pair():
     results = [make_result("rloo", [1.0, 2.0, 3.0]), make_result("trl", [5.0, 8.0, 24.0])]
     results.append(make_result("generate", [4.0, 4.0, 4.0], update=False))
     text = report.render("W", results, MACHINE)
-    assert "| trl | **4.00x** (4.00..8.00) | **4.00x** (4.00..8.00) | **1.00x**" in text
-    generate = next(line for line in text.splitlines() if line.startswith("| generate | -"))
+    assert "| trl / rloo | **4.00x** (4.00..8.00) | **4.00x** (4.00..8.00) | **1.00x**" in text
+    generate = next(line for line in text.splitlines() if line.startswith("| generate / rloo"))
     assert generate.count("| -") == 4  # it samples and does nothing else
     results[1]["error"] = "it stopped"
     assert "trl, W: not measured to the end: it stopped" in report.render("W", results, MACHINE)
@@ -124,6 +130,10 @@ def test_growth_is_shown_beside_that_of_the_floor():
     first, second = make_result("rloo", [1.0]), make_result("rloo", [2.0])
     text = report.render("LEN", [first, second], MACHINE)
     assert text.splitlines()[-1].endswith("| 2.00x | 1.00x | **2.00x** |")
+    # On a busy machine growth is that of the time on the CPU.
+    first["steps"][0]["cpu_seconds"], second["steps"][0]["cpu_seconds"] = 0.8, 2.4
+    text = report.render("LEN", [first, second], MACHINE)
+    assert "BUSY" in text and "| 3.00x | 1.00x | **3.00x** |" in text
 
 
 def test_a_side_that_computes_out_of_turn_is_shown():
@@ -133,21 +143,58 @@ def test_a_side_that_computes_out_of_turn_is_shown():
     assert "COMPUTED 3.0 s WHILE OTHERS WERE MEASURED" in report.render("W", [result], MACHINE)
 
 
-def test_steps_that_the_machine_held_up_are_shown():
-    result = make_result("rloo", [1.0, 1.0])
-    assert "HAD TO WAIT" not in report.render("W", [result], MACHINE)
-    result["steps"][0]["cpu_seconds"] = 0.5
-    assert "1 STEPS IN WHICH IT HAD TO WAIT" in report.render("W", [result], MACHINE)
+@pytest.mark.parametrize(
+    "fault", [{"cpu_seconds": 0.5}, {"others_seconds": 0.11, "cores": 2}], ids=["waited", "shared"]
+)
+def test_on_a_busy_machine_cpu_time_is_read(fault):
+    rloo, trl = make_result("rloo", [1.0, 1.0]), make_result("trl", [3.0, 3.0])
+    for result in (rloo, trl):
+        for step in result["steps"]:
+            step |= {"others_seconds": 0.09, "cores": 2}
+    text = report.render("W", [rloo, trl], MACHINE)
+    assert "HAD TO" not in text and "BUSY" not in text
+    assert "| **3.00x** (3.00..3.00) | **3.00x** (3.00..3.00) |" in text
+    rloo["steps"][0] |= fault
+    text = report.render("W", [rloo, trl], MACHINE)
+    assert "1 STEPS IN WHICH IT HAD TO WAIT" in text and "BUSY MACHINE in 1 of 4 steps" in text
+    assert "| trl / rloo | 3.00x (3.00..3.00) | **" in text
+    rloo["steps"][0]["device"] = "cuda"
+    assert "BUSY" not in report.render("W", [rloo, trl], MACHINE)
+
+
+def test_steps_that_were_not_made_in_turn_are_no_pairs():
+    rloo, trl = make_result("rloo", [1.0, 1.0]), make_result("trl", [2.0, 4.0])
+    trl["steps"][1]["run"] = "2"
+    assert "| trl / rloo | **3.00x** (2.00..2.00)" in report.render("W", [rloo, trl], MACHINE)
+    trl["steps"][0]["run"] = "2"
+    text = report.render("W", [rloo, trl], MACHINE)
+    assert "| trl / rloo | **3.00x** (never side by side)" in text
+
+
+def test_seeds_have_medians_of_their_own_and_like_is_compared_with_like():
+    sides = ("rloo", "rloo:bf16=true", "trl:bf16=true")
+    made = [make_result(side, [s, s, s]) for side, s in zip(sides, (1.0, 2.0, 6.0), strict=True)]
+    for result in made:
+        result["steps"][2]["seed"] = 43
+    made[2]["steps"][2]["seconds"] = 9.0
+    text = report.render("W", made, MACHINE)
+    assert "| trl:bf16=true / rloo | **6.00x** (6.00..9.00) |" in text
+    assert "| trl:bf16=true / rloo:bf16=true | **3.00x** (3.00..4.50) |" in text
+    assert "- trl:bf16=true / rloo: 6.00x (42, 2 rounds), 9.00x (43, 1 rounds)" in text
 
 
 def test_sides_and_workloads_are_read_from_the_command_line():
     spec = peers.Spec.parse("rloo:rollout_engine=hf,num_threads=1")
     assert (spec.name, spec.options) == ("rloo", ("rollout_engine=hf", "num_threads=1"))
     assert parse_options(list(spec.options)) == {"rollout_engine": "hf", "num_threads": 1}
+    listed = peers.Spec.parse('trl:onednn=["packed","forward"],bf16=false').options
+    assert parse_options(list(listed)) == {"onednn": ["packed", "forward"], "bf16": False}
     assert [w.name for _, w in peers.choose("K", None)] == list(FAMILIES["K"])
     with pytest.raises(ValueError, match="there is no workload W9"):
         peers.choose("W9", None)
     assert all(name in WORKLOADS for members in FAMILIES.values() for name in members)
+    everything = {w.name for name in DEFAULT for _, w in peers.choose(name, None)}
+    assert set(WORKLOADS) - everything == {"G1", "G2", "D1", "D2", "TINY"}
 
 
 def test_several_processes_are_compared_with_one_step_by_step():
@@ -174,25 +221,27 @@ def test_what_several_processes_cost_is_measured(tmp_path, capsys):
             assert step["exchanged"]["completions_of_all"][0] > 0 and len(step["lengths"]) == 8
 
 
+FACTS = {"cpu": "a CPU", "cores": 2, "threads": 1, "python": "3", "torch": "2", **MACHINE}
+
+
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """Rates that take no time to measure."""
-    facts = {"cpu": "a CPU", "cores": 2, "threads": 1, "python": "3", "torch": "2"}
-    monkeypatch.setattr("benchmarks.machine.measure_machine", lambda *_, **__: facts | MACHINE)
+    monkeypatch.setattr("benchmarks.machine.measure_machine", lambda *_, **__: FACTS)
 
 
-def run_benchmark(tmp_path: Path, *arguments: str) -> tuple[int, dict]:
-    file = tmp_path / "result.json"
-    words = ["--threads", "1", "--steps", "2", "--json", str(file)]
-    status = peers.main([*arguments, *words])
-    return status, json.loads(file.read_text(encoding="utf-8"))["workloads"]
+def run_benchmark(file: Path, *arguments: str) -> tuple[int, list]:
+    """The status, and the results in a file."""
+    words = ["--threads", "1", "--results", str(file), "--workload", "TINY"]
+    status = peers.main([*words, *arguments])
+    return status, results.collect(results.Results(file).records)
 
 
 @pytest.mark.slow  # three processes that import everything
 def test_sides_take_turns_and_one_that_fails_is_named(tmp_path, capsys):
     sides = ["rloo", "padded", "rloo:no_such_option=1"]
-    status, workloads = run_benchmark(tmp_path, "--workload", "TINY", "--sides", *sides)
-    *good, bad = workloads["TINY"]["results"]
+    words = ["--rounds", "2", "--sides", *sides]
+    status, (*good, bad) = run_benchmark(tmp_path / "results", *words)
     assert status == 1
     for result in good:
         assert len(result["steps"]) == 2
@@ -201,9 +250,168 @@ def test_sides_take_turns_and_one_that_fails_is_named(tmp_path, capsys):
             assert all(1 <= length <= 12 for length in step["lengths"])
             assert step["phases"]["sample"] > 0 < step["phases"]["update"]
             assert sum(step["phases"].values()) <= step["seconds"]
+            assert step["others_seconds"] < step["cores"] * step["seconds"] + 0.1
     assert bad["steps"] == [] and "no_such_option" in bad["error"]
     out = capsys.readouterr().out
-    assert "| padded | **" in out and "no_such_option" in out
+    assert "| padded / rloo | " in out and "no_such_option" in out
+
+
+@pytest.mark.slow  # two processes that import everything
+def test_without_an_end_all_completions_are_as_long_as_they_may(tmp_path, monkeypatch):
+    endless = replace(WORKLOADS["TINY"], endless=True, mean_tokens=None)
+    monkeypatch.setitem(WORKLOADS, "TINY", endless)
+    status, found = run_benchmark(tmp_path / "results", "--rounds=1", "--sides", "rloo", "padded")
+    assert status == 0 and len(found) == 2
+    for result in found:
+        assert result["steps"][0]["lengths"] == [12] * 8
+        assert result["steps"][0]["truncated"] == 8
+
+
+class Clock:
+    """A side that takes a second more for every step and is killed where it is told to."""
+
+    started: ClassVar[list] = []
+    until = 99
+
+    def __init__(self, spec, job, folder, threads):
+        job = json.loads(job.read_text(encoding="utf-8"))
+        self.label, self.job, self.count = spec.label, job, 0
+        self.started.append((spec.label, job["seed"], job["prompts"]))
+
+    def read(self):
+        self.count += 1
+        (step,) = make_result(self.label, [float(self.count)])["steps"]
+        for name in ("seed", "round", "run", "prompt_tokens"):
+            del step[name]
+        lengths = [2] * self.job["num_prompts"] * self.job["num_generations"]
+        return step | {"facts": {}, "lengths": lengths}
+
+    def step(self):
+        if len(self.started) > self.until:
+            raise KeyboardInterrupt
+        return self.read()
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    monkeypatch.setattr(turns, "Side", Clock)
+    monkeypatch.setattr(Clock, "started", [])
+    return Clock
+
+
+def test_a_command_that_is_stopped_goes_on_where_it_was(tmp_path, clocks, monkeypatch, capsys):
+    file = tmp_path / "results"
+    words = ["--rounds", "2", "--seeds", "2", "--sides", "rloo", "padded"]
+    monkeypatch.setattr(clocks, "until", 3)  # when all of seed 42 is there
+    with pytest.raises(KeyboardInterrupt):
+        run_benchmark(file, *words)
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write('{"kind": "step", "wor')  # as it was killed while it wrote
+    monkeypatch.setattr(clocks, "until", 99)
+    _, found = run_benchmark(file, *words)
+    places = [(step["seed"], step["round"]) for step in found[0]["steps"]]
+    assert places == [(42, 1), (42, 2), (43, 1), (43, 2)]
+    assert [seed for _, seed, _ in clocks.started] == [42, 42, 43, 43, 43, 43]
+    # More rounds are added to those that are there, with the prompts that they would have had.
+    run_benchmark(file, *words[:1], "3", *words[2:])
+    assert [(label, seed) for label, seed, _ in clocks.started[6:]] == [
+        ("rloo", 42), ("padded", 42), ("rloo", 43), ("padded", 43)
+    ]  # fmt: skip
+    whole = jobs.make_job(WORKLOADS["TINY"], (1, 2, 3), 42, turns.Setting(1))["prompts"]
+    assert clocks.started[6][2] == whole[:2] + whole[6:]
+    # Nothing is measured again to be shown, nor by the same command.
+    before, said = file.read_text(encoding="utf-8"), capsys.readouterr().out
+    assert peers.main(["--report", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert file.read_text(encoding="utf-8") == before
+    assert "6 steps of 2 seeds" in shown and said.count("6 steps of 2 seeds") == 2
+    run_benchmark(file, *words)
+    assert len(clocks.started) == 10
+
+
+def test_a_round_has_the_same_long_prompts_whichever_others_there_are():
+    rows = [{"question": f"q{i}", "answer": "a b"} for i in range(40)]
+
+    def split(text):
+        return {"input_ids": text.split()}
+
+    few, many = (model.make_long_prompts(rows, split, count, 9) for count in (2, 4))
+    assert many[:2] == few and len(set(many)) == 4
+    assert all(7 <= len(split(prompt)["input_ids"]) <= 9 for prompt in many)
+
+
+def test_figures_of_other_sources_are_not_mixed(tmp_path, clocks, monkeypatch, capsys):
+    file, words = tmp_path / "results", ["--rounds", "1", "--sides", "rloo"]
+    run_benchmark(file, *words)
+    monkeypatch.setattr(results, "digest_sources", lambda: "changed")
+    run_benchmark(file, *words)
+    assert len(clocks.started) == 2
+    monkeypatch.setitem(FACTS, "torch", "3")
+    run_benchmark(file, *words)
+    assert len(clocks.started) == 3
+    capsys.readouterr()
+    peers.main(["--report", str(file)])
+    shown = capsys.readouterr().out
+    assert shown.count("### TINY") == shown.count("1 steps of 1 seed") == 3
+    # Of a workload that was itself changed, the table has what it is now.
+    monkeypatch.setitem(WORKLOADS, "TINY", replace(WORKLOADS["TINY"], max_tokens=11))
+    run_benchmark(file, *words)
+    assert len(clocks.started) == 4
+    assert "1 steps left out, of what it was before a change" in capsys.readouterr().out
+
+
+def test_disturbed_steps_are_measured_again_where_asked(tmp_path, clocks):
+    file, words = tmp_path / "results", ["--rounds", "2", "--sides", "rloo"]
+    run_benchmark(file, *words)
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines[-1]["step"]["cpu_seconds"] = 0.1
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    run_benchmark(file, *words)
+    assert len(clocks.started) == 1
+    _, (found,) = run_benchmark(file, *words, "--redo-disturbed")
+    assert len(clocks.started) == 2 and len(found["steps"]) == 2
+    assert not any(map(results.was_disturbed, found["steps"]))
+
+
+def test_sources_are_told_apart_by_what_is_in_them(tmp_path, monkeypatch):
+    (tmp_path / "src" / "rloo" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "benchmarks").mkdir()
+    for name in results._SIDES:
+        (tmp_path / "benchmarks" / f"{name}.py").touch()
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    digests = [results.digest_sources()]
+    for name in ("src/rloo/a.py", "src/rloo/b.c", "benchmarks/sides.py", "benchmarks/report.py",
+                 "src/rloo/__pycache__/a.pyc", "src/rloo/c.so"):  # fmt: skip
+        (tmp_path / name).write_text("1", encoding="utf-8")
+        digests.append(results.digest_sources())
+    assert len(set(digests)) == 4 and len(set(digests[3:])) == 1
+
+
+def test_processors_are_named_by_their_numbers():
+    text = "processor\t: 0\nvendor_id\t: {}\ncpu family\t: {}\nmodel\t\t: {}\nmodel name\t: X\n"
+    amd = processor.describe(text.format("AuthenticAMD", 26, 2) + "flags\t: fpu avx2\n\nmodel : 9")
+    assert amd == "X, AMD family 26 model 2 (Zen 5), with AVX2"
+    intel = processor.describe(text.format("GenuineIntel", 6, 207))
+    assert "family 6 model 207 (Emerald Rapids" in intel
+    assert "Sapphire Rapids" in processor.describe(text.format("GenuineIntel", 6, 143))
+    assert processor.describe(text.format("GenuineIntel", 6, 1)) == "X, Intel family 6 model 1"
+    assert processor.describe("processor : 0\nBogoMIPS : 50\n") == ""
+
+
+@pytest.mark.parametrize("shape", [(7, 5, 3), (3, 5, 7)])
+def test_products_of_a_peer_are_the_same_by_onednn(shape):
+    height, width, columns = shape
+    a, b = torch.randn(height, width), torch.randn(columns, width).t()
+    total, out = torch.ones(height, columns), torch.empty(height, columns)
+    expected = a @ b
+    add_product(total, a, b)
+    torch.testing.assert_close(total, expected + 1)
+    torch_too = TorchWithProducts()
+    assert torch_too.mm(a, b, out=out) is out and torch_too.float32 is torch.float32
+    torch.testing.assert_close(out, expected)
 
 
 def test_without_a_gpu_its_workloads_are_not_measured(monkeypatch, capsys):

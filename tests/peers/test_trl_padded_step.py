@@ -1,11 +1,15 @@
-"""The padded step that benchmarks compare with is TRL's."""
+"""The padded step that benchmarks compare with is TRL's; its products by oneDNN are the same."""
 
+import importlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.padded_step import Rollout, leave_one_out, loss_sum, sum_kl
+from benchmarks.trl_side import _use_onednn
+from rloo.model import products
 from support.beside_trl import make_rollout, perturb, theirs
 from support.models import make_model
 
@@ -40,3 +44,42 @@ def test_the_padded_step_is_that_of_trl(tmp_path):
         expected = their_gradients[name]
         assert expected.norm() > 0
         assert (gradient - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("default")
+def test_products_of_trl_by_onednn_are_those_it_makes_itself(monkeypatch):
+    from trl.trainer.utils import add_fused_lm_head
+
+    head = vars(importlib.import_module("trl.kernels.chunked_logprob"))
+    for name in ("torch", "_addmm_fp32"):
+        monkeypatch.setitem(head, name, head[name])
+    tokens = torch.randint(3, 20, (4, 9), generator=torch.Generator().manual_seed(0))
+    computed = []
+
+    def pass_through(patch):
+        model = make_model("qwen3")
+        perturb(model, seed=2)
+        add_fused_lm_head(model)
+        if patch:
+            kinds = ["forward", "backward"]
+            assert "oneDNN" in _use_onednn(SimpleNamespace(model=model, ref_model=None), kinds)
+        found = model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs
+        found.sin().sum().backward()
+        return found, {name: p.grad for name, p in model.named_parameters()}
+
+    expected, their_gradients = pass_through(patch=False)
+    multiply = products.multiply
+    monkeypatch.setattr(
+        products, "multiply", lambda *words: computed.append(len(words)) or multiply(*words)
+    )
+    try:
+        found, gradients = pass_through(patch=True)
+    finally:
+        products.use([])
+    # 7 matrices of each of 3 layers, and the head: forward, and twice in the backward, where the
+    # head goes forward again.
+    assert len(computed) == 3 * (7 * 3 + 1) + 1
+    torch.testing.assert_close(found, expected)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, their_gradients[name])

@@ -1,0 +1,171 @@
+"""TRL's trainer, as it is and with what it lacks. See `benchmarks.sides`."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parts import (
+    MANY_STEPS,
+    Job,
+    load,
+    make_adapter,
+    make_reward,
+    make_rows,
+    make_turns,
+    name_library,
+)
+from benchmarks.side import Meter
+
+
+def run_trl(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:
+    """TRL's trainer: one batch of all rows, cached generate, no checkpointing, unless `options` say
+    otherwise.
+
+    Two of them are no options of TRL's: `weights` is the precision that the model is loaded in
+    (`model_init_kwargs`, of a model that TRL loads itself), and `onednn` the kinds of products that
+    oneDNN computes, as of ours, null being those that it computes faster here.
+    """
+    import torch
+    from trl import RLOOConfig, RLOOTrainer
+
+    dtype = getattr(torch, options.pop("weights", "float32"))
+    kinds = options.pop("onednn", [])
+    model, tokenizer = load(job, meter, dtype)
+    if job["model"] is None:  # TRL reads the reference from a folder
+        model.save_pretrained(folder / "model")
+        model.config._name_or_path = str(folder / "model")
+    meter.facts["trl"] = version("trl")
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": job["num_prompts"] * job["num_generations"],
+        "gradient_accumulation_steps": 1,
+        "dataloader_pin_memory": False,
+        **job["options"],
+        **options,
+    }
+    args = RLOOConfig(
+        output_dir=str(folder / "run"),
+        num_generations=job["num_generations"],
+        max_completion_length=job["max_tokens"],
+        max_steps=MANY_STEPS,
+        **settings,
+    )
+    watch = _TRLPhases()
+    trainer = RLOOTrainer(
+        model=model,
+        reward_funcs=make_reward(job, meter, tokenizer),
+        args=args,
+        train_dataset=make_rows(job),
+        processing_class=tokenizer,
+        callbacks=[make_turns(meter, args.num_iterations, watch.read, at_step=watch.end_step)],
+        **make_adapter(job),
+    )
+    if kinds != []:
+        meter.facts["products"] = _use_onednn(trainer, kinds)
+    watch.install(trainer)
+    trainer.train()
+
+
+def _use_onednn(trainer: Any, kinds: list[str] | None) -> str:
+    """Have TRL's products computed as ours are: those of the layers, of the reference, and of the
+    head, which TRL multiplies by itself."""
+    from rloo.model import products
+
+    head = vars(importlib.import_module("trl.kernels.chunked_logprob"))
+
+    products.use(products.choose() if kinds is None else kinds)
+    for model in filter(None, (trainer.model, trainer.ref_model)):
+        products.install(model)
+    in_use = products.in_use()
+    if "forward" in in_use:
+        head["torch"] = TorchWithProducts()
+    if "backward" in in_use:
+        head["_addmm_fp32"] = add_product
+    return name_library(in_use)
+
+
+class TorchWithProducts:
+    """torch, but that `mm` of two float32 matrices is oneDNN's."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+    @staticmethod
+    def mm(rows: Any, columns: Any, *, out: Any) -> Any:
+        """`torch.mm` of (T, K) and (K, N)."""
+        from rloo.model.products import multiply
+
+        return out.copy_(multiply(rows, columns.t()))
+
+
+def add_product(total: Any, a: Any, b: Any) -> None:
+    """total += a @ b, in place: (M, K) and (K, N). The wider of the two is the matrix."""
+    from rloo.model.products import multiply
+
+    wide = a.shape[0] > b.shape[1]
+    total += multiply(b.t(), a).t() if wide else multiply(a, b.t())
+
+
+class _TRLPhases:
+    """Seconds that TRL spends: on generation (`sample`), on passes without gradients (`score`), and
+    from a step's inputs being ready to its end (`update`)."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = defaultdict(float)
+        self._ready: float | None = None
+
+    def install(self, trainer: Any) -> None:
+        import torch
+
+        generate, prepare = trainer._generate, trainer._prepare_inputs
+        logprobs = trainer._get_per_token_logps_and_entropies
+
+        def timed_generate(*args: Any, **kwargs: Any) -> Any:
+            with self._timed("sample"):
+                return generate(*args, **kwargs)
+
+        def timed_logprobs(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                return logprobs(*args, **kwargs)
+            with self._timed("score"):
+                return logprobs(*args, **kwargs)
+
+        def watched_prepare(*args: Any, **kwargs: Any) -> Any:
+            result = prepare(*args, **kwargs)
+            # Of several accumulation steps the first one generates.
+            self._ready = self._ready or time.perf_counter()
+            return result
+
+        trainer._generate, trainer._prepare_inputs = timed_generate, watched_prepare
+        trainer._get_per_token_logps_and_entropies = timed_logprobs
+
+    def _timed(self, phase: str) -> Any:
+        return _Timed(self._spent, phase)
+
+    def end_step(self) -> None:
+        assert self._ready is not None
+        self._spent["update"] += time.perf_counter() - self._ready
+        self._ready = None
+
+    def read(self) -> dict[str, float]:
+        spent, self._spent = dict(self._spent), defaultdict(float)
+        return spent
+
+
+class _Timed:
+    """A context manager that adds the seconds of its block to `spent[phase]`."""
+
+    def __init__(self, spent: dict[str, float], phase: str) -> None:
+        self._spent, self._phase = spent, phase
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: Any) -> None:
+        self._spent[self._phase] += time.perf_counter() - self._start
