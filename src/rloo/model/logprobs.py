@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils.checkpoint import checkpoint
+
+from rloo.model.head import Asked, HasMatrix, Matrix, blocked_logprobs, blocked_scores, rows_of
+from rloo.model.softmax import Rows, differentiate, select
 
 # The number of logits in a chunk. With gradients, the probabilities of a single chunk are kept
 # until the backward (256 MiB in float32); those of several chunks are recomputed there.
@@ -37,53 +41,34 @@ class _SelectLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> Any:
-        probabilities = _tempered(logits, temperature)
-        logprobs = probabilities.new_empty(len(logits))
-        entropy = torch.empty_like(logprobs)
-        step = max(1, CACHED_ELEMENTS // logits.shape[-1])
-        for start in range(0, len(logits), step):
-            rows = slice(start, start + step)
-            scores = probabilities[rows]
-            chosen = scores.gather(-1, targets[rows, None])[:, 0]
-            weights, normalizer = _normalize(scores)
-            logprobs[rows] = chosen - normalizer
-            scores.clamp_(min=-1e30)  # 0 * log 0 is 0
-            entropy[rows] = normalizer - scores.mul_(weights).sum(dim=-1)
-            scores.copy_(weights)
-        ctx.save_for_backward(probabilities, targets, entropy)
-        ctx.temperature = temperature
-        ctx.dtype = logits.dtype
+        kept = _precise(logits)
+        logprobs, entropy, total = (kept.new_empty(len(kept)) for _ in range(3))
+        for part in _parts(kept):
+            rows = Rows(logprobs[part], entropy[part], kept[part], total[part])
+            select(kept[part], targets[part], temperature, rows)
+        ctx.save_for_backward(kept, targets, entropy, total)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        probabilities, targets, entropy = ctx.saved_tensors
-        of_logprobs, of_entropy = gradients
+        kept, targets, entropy, total = ctx.saved_tensors
+        increment_version(kept)  # another backward would find gradients there
+        of_logprobs, of_entropy = (None if g is None else g / ctx.temperature for g in gradients)
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(entropy)
-        scale = of_logprobs / ctx.temperature
-        if of_entropy is None:
-            gradient = probabilities.mul_(-scale[:, None])
-        else:
-            gradient = _add_entropy(probabilities, scale, of_entropy / ctx.temperature, entropy)
-        gradient.scatter_add_(1, targets[:, None], scale[:, None])
-        return gradient.to(ctx.dtype), None, None
+        for part in _parts(kept):
+            rows = Rows(entropy[part], entropy[part], kept[part], total[part])
+            slope = None if of_entropy is None else of_entropy[part]
+            differentiate(rows, targets[part], of_logprobs[part], slope)
+        return kept.to(ctx.dtype), None, None
 
 
-def _add_entropy(
-    probabilities: Tensor, scale: Tensor, of_entropy: Tensor, entropy: Tensor
-) -> Tensor:
-    """-p (scale + of_entropy (log p + H)), written over `probabilities`: dH/dz = -p (log p + H)."""
-    step = max(1, CACHED_ELEMENTS // probabilities.shape[-1])
-    for start in range(0, len(probabilities), step):
-        rows = slice(start, start + step)
-        part = probabilities[rows]
-        # p log p is 0 where p is 0.
-        factor = part.clamp(min=torch.finfo(part.dtype).tiny).log_()
-        factor.add_(entropy[rows, None]).mul_(of_entropy[rows, None]).add_(scale[rows, None])
-        part.mul_(factor.neg_())
-    return probabilities
+def _parts(logits: Tensor) -> Iterator[slice]:
+    """Rows that stay in cache."""
+    step = max(1, CACHED_ELEMENTS // logits.shape[-1])
+    return (slice(start, start + step) for start in range(0, len(logits), step))
 
 
 def token_logprobs(
@@ -102,14 +87,17 @@ def token_logprobs(
     are recomputed in the backward. Both results carry gradients.
     """
 
-    def select(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:
+    if (matrix := _matrix(head)) is not None:
+        return blocked_logprobs(hidden, matrix, Asked(targets, temperature, chunk_elements))
+
+    def select_from(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:
         return _SelectLogprobs.apply(head(hidden_chunk), targets_chunk, temperature)
 
     rows = max(1, chunk_elements // vocab_size)
     if hidden.shape[0] <= rows:
-        return select(hidden, targets)
+        return select_from(hidden, targets)
     parts = [
-        checkpoint(select, *chunk, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(select_from, *chunk, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
     ]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -120,23 +108,21 @@ def score_tokens(
     head: Head, hidden: Tensor, targets: Tensor, *, temperature: float, vocab_size: int
 ) -> Tensor:
     """Only the log-probs (T,) of `token_logprobs`, without gradients: about half the work."""
-    rows = max(1, CACHED_ELEMENTS // vocab_size)
+    if (matrix := _matrix(head)) is not None:
+        return blocked_scores(hidden, matrix, targets, temperature)
+    size = rows_of(vocab_size)
     parts = []
-    for hidden_chunk, targets_chunk in zip(hidden.split(rows), targets.split(rows), strict=True):
-        scaled = _tempered(head(hidden_chunk), temperature)
-        chosen = scaled.gather(-1, targets_chunk[:, None])[:, 0]
-        parts.append(chosen - _normalize(scaled)[1])
+    for hidden_chunk, targets_chunk in zip(hidden.split(size), targets.split(size), strict=True):
+        logits = _precise(head(hidden_chunk))
+        parts.append(logits.new_empty(len(logits)))
+        select(logits, targets_chunk, temperature, Rows(parts[-1]))
     return torch.cat(parts)
 
 
-def _normalize(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of scores (R, V), and their log-sum-exp (R,), in fewer passes than torch's own: from
-    the most likely token's probability, which is never 0."""
-    weights = scores.softmax(dim=-1)
-    return weights, scores.amax(dim=-1) - weights.amax(dim=-1).log()
+def _matrix(head: Head) -> Matrix | None:
+    return head.matrix() if isinstance(head, HasMatrix) else None
 
 
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Logits / temperature in at least float32, in place if the dtype allows it."""
-    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return precise.div_(temperature) if temperature != 1.0 else precise
+def _precise(logits: Tensor) -> Tensor:
+    """Logits in at least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))

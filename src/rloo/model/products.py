@@ -57,6 +57,11 @@ def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor
     return torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
 
 
+def multiplies(kind: str, rows: int) -> bool:
+    """Whether oneDNN computes products of this kind with so many rows."""
+    return kind in _in_use and rows >= MIN_ROWS
+
+
 class _Product(torch.autograd.Function):
     """`F.linear` of (T, K) and (N, K), with gradients."""
 
@@ -76,14 +81,14 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_rows = multiply(grad, weight.t()) if by_onednn else grad @ weight
         if ctx.needs_input_grad[1]:
-            of_weight = _outer(grad, rows) if by_onednn else grad.t() @ rows
+            of_weight = outer(grad, rows) if by_onednn else grad.t() @ rows
         if ctx.needs_input_grad[2]:
             of_bias = grad.sum(0)
         return of_rows, of_weight, of_bias
 
 
-def _outer(grad: Tensor, rows: Tensor) -> Tensor:
-    """grad.T @ rows: the wider of the two is the matrix."""
+def outer(grad: Tensor, rows: Tensor) -> Tensor:
+    """grad.T @ rows by oneDNN: the wider of the two is the matrix."""
     if grad.shape[1] > rows.shape[1]:
         return multiply(rows.t(), grad.t()).t()
     return multiply(grad.t(), rows.t())
@@ -134,7 +139,7 @@ def _is_faster(kind: str) -> bool:
     a, b, c = (torch.randn(shape, generator=generator) for shape in shapes)
     try:
         if kind == "backward":
-            theirs, ours = lambda: [c @ b, c.t() @ a], lambda: [multiply(c, b.t()), _outer(c, a)]
+            theirs, ours = lambda: [c @ b, c.t() @ a], lambda: [multiply(c, b.t()), outer(c, a)]
         else:
             matrix = pack(b) if kind == "packed" else b
             theirs, ours = lambda: [F.linear(a, b)], lambda: [multiply(a, matrix)]

@@ -3,7 +3,6 @@ caller's precision (autocast)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch
+from rloo.model.head import Matrix, matrix_of
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores, score_tokens, token_logprobs
 
 
@@ -28,7 +28,7 @@ class Scorer(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.head = output_head(model)
+        self.head = OutputHead(model)
         self.temperature = temperature
         self._balanced = balanced
         self._vocab_size: int = model.config.get_text_config().vocab_size
@@ -92,25 +92,31 @@ def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) 
     return chosen.log_softmax(-1).gather(-1, batch.target_T[:, None])[:, 0]
 
 
-def output_head(model: PreTrainedModel, *, direct: bool = False) -> Callable[[Tensor], Tensor]:
+class OutputHead:
     """The function from hidden states to logits, including the scaling of some architectures.
     `direct`: past the hooks of the module that has the matrix."""
-    text_config = model.config.get_text_config()
-    module = model.get_output_embeddings()
-    matrix = module.forward if direct else module
-    softcap = getattr(text_config, "final_logit_softcapping", None)
-    multiplier = getattr(text_config, "logit_scale", None) or 1.0
-    multiplier /= getattr(text_config, "logits_scaling", None) or 1.0
 
-    def head(hidden: Tensor) -> Tensor:
-        logits: Tensor = matrix(hidden)
-        if multiplier != 1.0:
-            logits = logits * multiplier
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
+    def __init__(self, model: PreTrainedModel, *, direct: bool = False) -> None:
+        text_config = model.config.get_text_config()
+        self._module = model.get_output_embeddings()
+        self._call = self._module.forward if direct else self._module
+        self._softcap = getattr(text_config, "final_logit_softcapping", None)
+        multiplier = getattr(text_config, "logit_scale", None) or 1.0
+        self._multiplier = multiplier / (getattr(text_config, "logits_scaling", None) or 1.0)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = self._call(hidden)
+        if self._multiplier != 1.0:
+            logits = logits * self._multiplier
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
-    return head
+    def matrix(self) -> Matrix | None:
+        """See `HasMatrix`."""
+        plain = self._multiplier == 1.0 and self._softcap is None
+        return matrix_of(self._module) if plain else None
 
 
 def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:

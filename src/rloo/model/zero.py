@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rloo.dist import World
 from rloo.model.division import division, shape_of
-from rloo.model.scorer import Scorer, output_head
+from rloo.model.scorer import OutputHead, Scorer
 
 # Set by us: micro-batches, clipping and schedule are the run's, and any optimizer that treats each
 # number alone will do. With "memory_efficient_linear", F.linear is replaced in the whole process.
@@ -246,7 +246,7 @@ def divide(
         buffer.data = buffer.data.to(device)
     # The head computes in chunks, of which processes have unequal numbers: its weight is gathered
     # once, as one of the scorer's, not at each call of its module.
-    scorer.head = output_head(scorer.model, direct=True)
+    scorer.head = OutputHead(scorer.model, direct=True)
     if frozen:
         complete["zero_optimization"].pop("offload_optimizer", None)
         _initialize(scorer, complete)

@@ -1,0 +1,194 @@
+"""Norms, gated units and rotary embeddings of known architectures by kernels in C, where these are
+in use (`rloo.kernels`), on float32 tensors of a CPU; for all else a module's own forward computes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rloo import kernels
+from rloo.kernels import update
+
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def computes(*tensors: Tensor) -> bool:
+    """Whether kernels in C are to compute with these: a subclass of Tensor (divided, or of no
+    memory) is left to torch."""
+    return (
+        kernels.in_use()
+        and all(
+            type(x) in _PLAIN and x.dtype == torch.float32 and x.device.type == "cpu"
+            for x in tensors
+        )
+        and not torch.compiler.is_compiling()
+    )
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        y, inverse = update.rms_norm(x, weight, epsilon)
+        ctx.save_for_backward(x, weight, inverse)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *update.rms_norm_backward(grad.contiguous(), *ctx.saved_tensors), None
+
+
+class _GatedUnit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return update.gated_unit(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return update.gated_unit_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+class _Rotary(torch.autograd.Function):
+    """Of heads (B, T, H, D), which are normalized before where there is a weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, epsilon: float
+    ) -> Tensor:
+        cosine, sine, x = cosine.contiguous(), sine.contiguous(), x.contiguous()
+        y, inverse = update.rotary(x, weight, cosine, sine, epsilon)
+        kept = x if weight is not None else None  # a rotation's gradient needs no x
+        ctx.save_for_backward(kept, weight, cosine, sine, inverse)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *update.rotary_backward(grad.contiguous(), *ctx.saved_tensors), None, None, None
+
+
+class _RMSNorm(nn.Module):
+    """Before an RMSNorm of transformers."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not computes(hidden_states, self.weight):
+            return super().forward(hidden_states)  # type: ignore[misc,no-any-return]
+        result: Tensor = _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
+        return result
+
+
+class _MLP(nn.Module):
+    """Before a gated layer of transformers."""
+
+    def forward(self, x: Tensor) -> Any:
+        if not computes(x):
+            return super().forward(x)  # type: ignore[misc]
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if computes(gate, up):
+            return self.down_proj(_GatedUnit.apply(gate, up))
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class _Attention(nn.Module):
+    """Before an attention of transformers: what it does without a cache."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        implementation = self.config._attn_implementation
+        if (
+            past_key_values is not None
+            or position_embeddings is None
+            or implementation not in ALL_ATTENTION_FUNCTIONS
+            or not computes(hidden_states, *position_embeddings)
+        ):
+            return super().forward(  # type: ignore[misc]
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        shape = hidden_states.shape[:-1]
+        query, key, value = (
+            projection(hidden_states).view(*shape, -1, self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        output, weights = ALL_ATTENTION_FUNCTIONS[implementation](
+            self,
+            self._rotated(query, "q_norm", *position_embeddings),
+            self._rotated(key, "k_norm", *position_embeddings),
+            value.transpose(1, 2),
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=_window_of(self),
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*shape, -1)), weights
+
+    def _rotated(self, x: Tensor, name: str, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Heads (B, T, H, D) as (B, H, T, D), normalized where there is a norm."""
+        norm = getattr(self, name, None)
+        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        if computes(x) and (weight is None or computes(weight)):
+            rotated: Tensor = _Rotary.apply(x, weight, cosine, sine, epsilon)
+            return rotated.transpose(1, 2)
+        x = (x if norm is None else norm(x)).transpose(1, 2)
+        one, other = x.chunk(2, dim=-1)
+        turned = torch.cat((-other, one), dim=-1)
+        return x * cosine[:, None] + turned * sine[:, None]
+
+
+def _window_of(attention: Any) -> int | None:
+    """Of layers that differ in it their own, else the model's."""
+    own = getattr(attention.config, "sliding_window", None)
+    window: int | None = getattr(attention, "sliding_window", own)
+    return window
+
+
+_KINDS = {"RMSNorm": _RMSNorm, "MLP": _MLP, "Attention": _Attention}
+
+
+def install(model: nn.Module) -> None:
+    """Have the modules of `model` that are of a known class ask here; names of weights, and what
+    else is called a module's, stay."""
+    for module in model.modules():
+        if (kind := _kind_of(module)) is not None:
+            module.__class__ = _asking(type(module), kind)
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module] | None:
+    found = type(module)
+    names = {f"{family}{kind}": ours for family in _FAMILIES for kind, ours in _KINDS.items()}
+    kind = names.get(found.__name__)
+    if kind is None or not found.__module__.startswith("transformers.models."):
+        return None
+    if kind is _MLP and type(module.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+        return None
+    return kind
+
+
+@cache
+def _asking(theirs: type[nn.Module], ours: type[nn.Module]) -> type[nn.Module]:
+    named = {"__module__": __name__, "__qualname__": theirs.__qualname__}
+    return type(theirs.__name__, (ours, theirs), named)
