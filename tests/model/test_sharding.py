@@ -134,7 +134,13 @@ def test_a_model_that_reads_images_is_refused(make):
 def test_an_engine_is_made_with_one_layer_after_the_other(make):
     """Beside its copy there is never all of the model; where that does not fit, it is said."""
     config = Qwen3Config(
-        **make_model("qwen3").config.to_dict() | {"num_hidden_layers": 24, "layer_types": None}
+        **make_model("qwen3").config.to_dict()
+        | {
+            "num_hidden_layers": 24,
+            "layer_types": None,
+            "hidden_size": 96,
+            "intermediate_size": 384,
+        }
     )
     policy = make(AutoModelForCausalLM.from_config(config).float(), num_threads=1)
     weights = sum(p.numel() * p.itemsize for p in policy.model.parameters())

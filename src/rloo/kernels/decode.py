@@ -18,7 +18,7 @@ _INT = ctypes.c_int64
 _POINTER = ctypes.c_void_p
 _STORE, _ADD, _GATE = range(3)
 # Floats in which a thread keeps scores of attention, at least.
-_SCORES = 1 << 16
+_SCORES = 1 << 15
 # Tokens of a row for which there is room at first; the room doubles.
 _FIRST_SLOTS = 64
 
