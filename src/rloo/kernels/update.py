@@ -14,8 +14,8 @@ from rloo.kernels.calls import Heads, call
 _PART = 64
 
 
-def _parts(rows: int, width: int) -> Tensor:
-    return torch.empty(-(-rows // _PART), width)
+def _parts(like: Tensor, rows: int) -> Tensor:
+    return like.new_empty(-(-rows // _PART), like.shape[-1])
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def rms_norm_backward(
     """The gradients of x and of the weight."""
     of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
     rows, width = inverse.numel(), x.shape[-1]
-    parts = _parts(rows, width)
+    parts = _parts(x, rows)
     call("rms_norm_backward", grad, x, weight, inverse, of_x, of_weight, parts, rows, width)
     return of_x, of_weight
 
@@ -78,7 +78,7 @@ def rotary_backward(
     of_x, of_weight, parts = torch.empty_like(grad), None, None
     if weight is not None:
         of_weight = torch.empty_like(weight)
-        parts = _parts(grad.shape[:-2].numel(), grad.shape[-1])
+        parts = _parts(grad, grad.shape[:-2].numel())
     given = (grad, x, weight, cosine, sine, inverse)
     call("rotary_backward", *given, of_x, of_weight, parts, _heads(grad, cosine, 0.0))
     return of_x, of_weight

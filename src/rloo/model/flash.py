@@ -47,9 +47,10 @@ class Calls:
                 queries, keys = self.shared[number]
                 prompt = keys if own.stop <= queries.stop else prompt
             spans = groups.setdefault(prompt.start, [])
-            if spans and spans[0][:2] != (prompt.start, prompt.stop):
-                return None
             spans.append((own.start, own.stop, prompt.start, prompt.stop))
+            prompt_first = spans[0] == (prompt.start, prompt.stop, prompt.start, prompt.start)
+            if prompt.start < prompt.stop and not prompt_first:
+                return None
         table = [span for spans in groups.values() for span in spans]
         offsets = torch.tensor([0, *(len(spans) for spans in groups.values())]).cumsum(0)
         longest = max(stop - start + end - begin for start, stop, begin, end in table)
