@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("vector.h", "decode.c", "update.c")
+SOURCES = ("vector.h", "decode.c", "update.c", "attend.c")
 _FLAGS = (
     "-O3",
     "-march=native",

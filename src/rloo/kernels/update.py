@@ -3,71 +3,25 @@ that of its gradient."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rloo.kernels.build import library
+from rloo.kernels.calls import Heads, call
 
 # Rows of which each gives a part of a weight's gradient (PART in update.c).
 _PART = 64
-# The arguments of each function: tensors, whole numbers, numbers, and a structure.
-_SIGNATURES = {
-    "rms_norm": "tttt llf",
-    "rms_norm_backward": "ttttttt ll",
-    "gated_unit": "ttt l",
-    "gated_unit_backward": "ttttt l",
-    "rotary": "tttttt h",
-    "rotary_backward": "ttttttttt h",
-    "log_softmax": "tttttt llf",
-    "log_softmax_backward": "tttt ll",
-}
 
 
-class Heads(ctypes.Structure):
-    """Heads of tokens, and the number of tokens after which positions begin again."""
-
-    _fields_ = (
-        ("tokens", ctypes.c_long),
-        ("heads", ctypes.c_long),
-        ("size", ctypes.c_long),
-        ("period", ctypes.c_long),
-        ("epsilon", ctypes.c_float),
-    )
-
-
-_TYPES = {
-    "t": ctypes.c_void_p,
-    "l": ctypes.c_long,
-    "f": ctypes.c_float,
-    "h": ctypes.POINTER(Heads),
-}
-
-
-@cache
-def _function(name: str) -> Any:
-    function = getattr(library(), name)
-    function.argtypes = [_TYPES[kind] for kind in _SIGNATURES[name].replace(" ", "")]
-    function.restype = None
-    return function
-
-
-def _call(name: str, *arguments: Any) -> None:
-    _function(name)(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
-
-
-def _parts(rows: int, width: int) -> Tensor:
-    return torch.empty(-(-rows // _PART), width)
+def _parts(like: Tensor, rows: int) -> Tensor:
+    return like.new_empty(-(-rows // _PART), like.shape[-1])
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """weight * x / sqrt(mean(x^2) + epsilon) of rows (..., D), and what the backward wants."""
     y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1])
-    _call("rms_norm", x, weight, y, inverse, inverse.numel(), x.shape[-1], epsilon)
+    call("rms_norm", x, weight, y, inverse, inverse.numel(), x.shape[-1], epsilon)
     return y, inverse
 
 
@@ -77,22 +31,22 @@ def rms_norm_backward(
     """The gradients of x and of the weight."""
     of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
     rows, width = inverse.numel(), x.shape[-1]
-    parts = _parts(rows, width)
-    _call("rms_norm_backward", grad, x, weight, inverse, of_x, of_weight, parts, rows, width)
+    parts = _parts(x, rows)
+    call("rms_norm_backward", grad, x, weight, inverse, of_x, of_weight, parts, rows, width)
     return of_x, of_weight
 
 
 def gated_unit(gate: Tensor, up: Tensor) -> Tensor:
     """gate * sigmoid(gate) * up."""
     y = torch.empty_like(gate)
-    _call("gated_unit", gate, up, y, y.numel())
+    call("gated_unit", gate, up, y, y.numel())
     return y
 
 
 def gated_unit_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up."""
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-    _call("gated_unit_backward", grad, gate, up, of_gate, of_up, grad.numel())
+    call("gated_unit_backward", grad, gate, up, of_gate, of_up, grad.numel())
     return of_gate, of_up
 
 
@@ -108,7 +62,7 @@ def rotary(
     """Heads (B, T, H, D), normalized as by `rms_norm` where there is a weight (D), and rotated:
     (cosine, sine) are (B or 1, T, D). Also returns what the backward wants."""
     y, inverse = torch.empty_like(x), None if weight is None else x.new_empty(x.shape[:-1])
-    _call("rotary", x, weight, cosine, sine, y, inverse, _heads(x, cosine, epsilon))
+    call("rotary", x, weight, cosine, sine, y, inverse, _heads(x, cosine, epsilon))
     return y, inverse
 
 
@@ -124,9 +78,9 @@ def rotary_backward(
     of_x, of_weight, parts = torch.empty_like(grad), None, None
     if weight is not None:
         of_weight = torch.empty_like(weight)
-        parts = _parts(grad.shape[:-2].numel(), grad.shape[-1])
+        parts = _parts(grad, grad.shape[:-2].numel())
     given = (grad, x, weight, cosine, sine, inverse)
-    _call("rotary_backward", *given, of_x, of_weight, parts, _heads(grad, cosine, 0.0))
+    call("rotary_backward", *given, of_x, of_weight, parts, _heads(grad, cosine, 0.0))
     return of_x, of_weight
 
 
@@ -135,10 +89,10 @@ def log_softmax(
 ) -> None:
     """Of logits (R, V) and targets (R,) what there are places for: see `model.softmax.select`. They
     are of exp(logits / temperature - the largest), log-probs, entropies and sums."""
-    _call("log_softmax", logits, targets, *places, *logits.shape, temperature)
+    call("log_softmax", logits, targets, *places, *logits.shape, temperature)
 
 
 def log_softmax_backward(kept: Tensor, total: Tensor, targets: Tensor, scale: Tensor) -> None:
     """What `log_softmax` has kept becomes the gradient of the logits; `scale` (R,) is that of the
     log-probs divided by the temperature."""
-    _call("log_softmax_backward", kept, total, targets, scale, *kept.shape)
+    call("log_softmax_backward", kept, total, targets, scale, *kept.shape)

@@ -9,18 +9,52 @@ backward of each part is exact. Memory is linear in the tokens. For CPUs only.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-# Ranges of the packed row: of tokens that see themselves, and of queries with the keys they share.
-Calls = tuple[Sequence[slice], Sequence[tuple[slice, slice]]]
+from rloo.kernels import attention
+from rloo.kernels.attention import Table
+from rloo.model.layers import computes
 
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Ranges of the packed row: `own`, of tokens that see themselves, causally, which cover the row
+    once; and `shared`, queries of which all see further keys."""
+
+    own: Sequence[slice]
+    shared: Sequence[tuple[slice, slice]]
+
+    @cached_property
+    def table(self) -> Table | None:
+        """The same for kernels in C, None where it is not groups of a prompt and what follows."""
+        groups: dict[int, list[tuple[int, int, int, int]]] = {}
+        starts = [queries.start for queries, _ in self.shared]
+        for own in self.own:
+            prompt = slice(own.start, own.start)
+            if (number := bisect_right(starts, own.start) - 1) >= 0:
+                queries, keys = self.shared[number]
+                prompt = keys if own.stop <= queries.stop else prompt
+            spans = groups.setdefault(prompt.start, [])
+            spans.append((own.start, own.stop, prompt.start, prompt.stop))
+            prompt_first = spans[0] == (prompt.start, prompt.stop, prompt.start, prompt.start)
+            if prompt.start < prompt.stop and not prompt_first:
+                return None
+        table = [span for spans in groups.values() for span in spans]
+        offsets = torch.tensor([0, *(len(spans) for spans in groups.values())]).cumsum(0)
+        longest = max(stop - start + end - begin for start, stop, begin, end in table)
+        return Table(torch.tensor(table), offsets, longest)
 
 
 def attend_packed(
@@ -28,9 +62,13 @@ def attend_packed(
 ) -> Tensor:
     """Attention: query (H, T, D), key and value (H_kv, T, D), of one dtype, to (T, H, D).
 
-    The first of the `calls` are causal, of tokens on themselves, and cover the row once; the others
-    are further keys, all of which some of the queries see. `scaling` multiplies the scores.
+    `scaling` multiplies the scores.
     """
+    states = (query, key, value)
+    if computes(*states) and calls.table is not None and len({x.shape[-1] for x in states}) == 1:
+        by_token = (x.transpose(0, 1) for x in states)
+        result: Tensor = _PackedKernel.apply(*by_token, calls.table, scaling)
+        return result
     groups = key.shape[0]
     repeats = query.shape[0] // groups
     output = _PackedFlash.apply(
@@ -43,6 +81,27 @@ def attend_packed(
     return output.permute(2, 0, 1, 3).flatten(1, 2)
 
 
+class _PackedKernel(torch.autograd.Function):
+    """By kernels in C: query (T, H, D), key and value (T, H_kv, D)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: Table, scaling: float
+    ) -> Tensor:
+        states = query.contiguous(), key.contiguous(), value.contiguous()
+        output, normalizer = attention.attend(*states, table, scaling)
+        ctx.save_for_backward(*states, output, normalizer)
+        ctx.table, ctx.scaling = table, scaling
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        gradients = attention.attend_backward(grad.contiguous(), kept, ctx.table, ctx.scaling)
+        return *gradients, None, None
+
+
 class _PackedFlash(torch.autograd.Function):
     """All arguments are (G, R, T, D): G groups of R heads that share keys."""
 
@@ -53,13 +112,12 @@ class _PackedFlash(torch.autograd.Function):
         precise = torch.promote_types(query.dtype, torch.float32)
         output = _empty_by_token(query, precise)
         normalizer = query.new_empty(query.shape[:3], dtype=precise)
-        own, shared = calls
-        for tokens in own:
+        for tokens in calls.own:
             states = (x[:, :, tokens] for x in (query, key, value))
             output[:, :, tokens], normalizer[:, :, tokens] = _attend(
                 *states, is_causal=True, scale=scaling
             )
-        for queries, keys in shared:
+        for queries, keys in calls.shared:
             part, more = _attend(
                 query[:, :, queries], key[:, :, keys], value[:, :, keys], scale=scaling
             )
@@ -75,7 +133,6 @@ class _PackedFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         states = gradients[0], *ctx.saved_tensors
-        own, shared = ctx.calls
         results = [_empty_by_token(x, x.dtype) for x in states[1:4]]
 
         def differentiate(queries: slice, keys: slice, causal: bool) -> Any:
@@ -83,10 +140,10 @@ class _PackedFlash(torch.autograd.Function):
             parts = (x[:, :, place] for x, place in zip(states, places, strict=True))
             return _differentiate(*parts, 0.0, causal, scale=ctx.scaling)
 
-        for tokens in own:
+        for tokens in ctx.calls.own:
             for result, part in zip(results, differentiate(tokens, tokens, True), strict=True):
                 result[:, :, tokens] = part
-        for queries, keys in shared:
+        for queries, keys in ctx.calls.shared:
             parts = differentiate(queries, keys, False)
             for result, part, place in zip(results, parts, (queries, keys, keys), strict=True):
                 result[:, :, place] += part

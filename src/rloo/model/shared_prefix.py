@@ -138,7 +138,8 @@ class PackedLayout:
         prompts = [slice(span.start, span.stop) for span in self._spans if span.prompt is None]
         ends = {span.prompt: span.stop for span in self._spans}  # of each prompt's last completion
         groups = [(slice(p.stop, ends.get(n, p.stop)), p) for n, p in enumerate(prompts)]
-        return own, [(queries, keys) for queries, keys in groups if queries.stop > queries.start]
+        shared = [(queries, keys) for queries, keys in groups if queries.stop > queries.start]
+        return Calls(own, shared)
 
     @cached_property
     def _segments(self) -> gpu_attention.Calls:
