@@ -231,6 +231,21 @@ _TABLE = [
         prompt_tokens=6,
         mean_tokens=8,
     ),
+    Workload(
+        "SG",
+        "sampling alone: Qwen3-0.6B shape, random weights, 32 prompts, K = 8, 512 + up to 1,024 "
+        "tokens, bf16",
+        "qwen3-0.6b",
+        32,
+        8,
+        1024,
+        ("rloo", "generate"),
+        kind="sample",
+        prompt_tokens=512,
+        mean_tokens=512,
+        cuda=True,
+        options=_GPU_OPTIONS,
+    ),
 ]
 WORKLOADS = {workload.name: workload for workload in _TABLE}
 # Names that stand for several workloads, whose sides take turns in one table.

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from rloo.engines import EngineInputs, build_engine
+from rloo.engines.native.engine import NativeEngine
+from rloo.model import gpu_attention, offload
+from rloo.model.memory import weight_bytes
 from rloo.types import Prompt, Sampling
 from support.models import make_model, make_samples
 from support.policies import gradients, make_policy, weights_of
@@ -65,3 +68,136 @@ def test_a_run_of_divided_weights_is_that_of_whole_ones(tmp_path, bf16):
         make_trainer(replace(config, gradient_checkpointing=True), rows=ROWS).train()
         runs.append([row["reward"] for row in metrics_of(config)])
     assert runs[0] == pytest.approx(runs[1], rel=0.2 if bf16 else 1e-3)
+
+
+# -- what CPU tests show in structure alone --------------------------------------------------------
+
+DEVICE = torch.device("cuda", 0)
+HALF = torch.bfloat16
+
+
+def on_device():
+    return make_model("qwen3").eval().to(DEVICE)
+
+
+class Eager:
+    """Takes the place of `Repeated`: every step is run."""
+
+    def __init__(self, work, device, pool):
+        self._work = work
+
+    def __call__(self):
+        self._work()
+
+
+def bf16_engine(model):
+    kinds = {"dtype": HALF, "precision": HALF}
+    return NativeEngine(model, pad_token_id=0, **kinds)
+
+
+def drawn(engine, max_tokens=70, num=16):
+    prompts = [Prompt(i, list(range(3, 8 + 3 * i)), "") for i in range(4)]
+    groups = engine.sample(prompts, num, Sampling(max_tokens, (2, 9)), 7)
+    return [c for group in groups for c in group]
+
+
+@pytest.mark.parametrize("dtype", gpu_attention.HALF)
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_the_fused_attention_over_segments_is_there_and_right(dtype, size):
+    assert gpu_attention.has_segments(DEVICE, dtype, size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *gpu_attention.HALF])
+def test_the_fused_attention_of_dense_rows_is_there_and_right(dtype):
+    assert gpu_attention.has_dense(DEVICE, dtype, 64)
+
+
+def test_graphs_give_the_bits_of_the_same_steps_run_one_by_one():
+    model = on_device()
+    engine = bf16_engine(model)
+    assert engine.cache_dtype == HALF
+    found = drawn(engine)
+    engine.repeated = Eager
+    assert len({len(c.token_ids) for c in found}) > 3
+    assert found == drawn(engine)
+
+
+def test_steps_of_fixed_shapes_draw_what_other_steps_do(monkeypatch):
+    model = on_device()
+    found = drawn(bf16_engine(model))
+    monkeypatch.setattr("rloo.engines.native.engine.can_decode", lambda *_: False)
+    other = drawn(bf16_engine(model))
+    same = [a.token_ids == b.token_ids for a, b in zip(found, other, strict=True)]
+    assert sum(same) >= 0.7 * len(same)  # 16 bits, rounded in another order
+    for one, two in zip(found, other, strict=True):
+        assert one.policy_logprobs[0] == pytest.approx(two.policy_logprobs[0], abs=0.1)
+
+
+def test_a_step_takes_few_launches():
+    """By the profiler, of a wave in which no row ends: launches by the host, not kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine, prompts = bf16_engine(on_device()), [Prompt(0, list(range(3, 20)), "")]
+    engine.sample(prompts, 16, Sampling(8, ()), 1)  # what is made once
+    counts = []
+    for tokens in (64, 192):
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            engine.sample(prompts, 16, Sampling(tokens, ()), 1)
+        names = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cudaGraphLaunch", "cudaMemcpyAsync")
+        counts.append(sum(e.count for e in profiler.key_averages() if e.key in names))
+    assert (counts[1] - counts[0]) / 128 <= 10
+
+
+def test_a_rollout_is_one_wave_where_memory_is_free(monkeypatch):
+    waves, engine = [], bf16_engine(on_device())
+    draw = NativeEngine._draw
+    monkeypatch.setattr(
+        NativeEngine, "_draw", lambda e, rows, *a: waves.append(len(rows)) or draw(e, rows, *a)
+    )
+    drawn(engine, num=64)
+    assert waves == [256]
+    assert engine.facts.cache_bytes > 0.5 * torch.cuda.mem_get_info()[0]
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_packed_gradients_in_16_bits_are_those_of_padded_rows(bf16, monkeypatch):
+    samples, results, calls = make_samples(), [], []
+    attend = gpu_attention.attend_packed
+    monkeypatch.setattr(
+        gpu_attention, "attend_packed", lambda *a, **k: calls.append(1) or attend(*a, **k)
+    )
+    for packing in (True, False):
+        model = make_model("qwen3")
+        policy = make_policy(model, use_cpu=False, packing=packing, bf16=bf16)
+        logprobs = policy.logprobs(policy.batch(samples)).logprobs
+        (logprobs * weights_of(len(logprobs)).cuda()).sum().backward()
+        results.append((logprobs.detach(), gradients(model)))
+    assert bool(calls) == bf16
+    assert (results[0][0] - results[1][0]).abs().max() < (0.1 if bf16 else 1e-4)
+    for parameter, gradient in results[0][1].items():
+        expected = results[1][1][parameter]
+        limit = 0.05 if bf16 else 1e-4
+        assert (gradient - expected).norm() <= limit * expected.norm() + 1e-6, parameter
+
+
+def test_a_reference_on_the_host_gives_the_same_numbers_and_leaves_the_device():
+    options = {"use_cpu": False, "beta": 0.1, "bf16": True}
+    results = []
+    for offloads in (False, True):
+        policy = make_policy(make_model("qwen3"), offload_reference=offloads, **options)
+        results.append(policy.reference_logprobs(policy.batch(make_samples())))
+        model = policy.reference.model
+        layers = sum(p.nbytes for p in model.base_model.layers.parameters())
+        here = weight_bytes(model, policy.device)
+        assert here == weight_bytes(model) - (layers if offloads else 0)
+    assert torch.equal(*results)
+
+
+def test_values_are_sent_as_they_are():
+    values = torch.arange(1000)
+    assert torch.equal(offload.send(values, DEVICE).cpu(), values)
+
+
+def test_memory_grows_in_place(tmp_path):
+    make_trainer(make_config(tmp_path, use_cpu=False, max_steps=1), rows=ROWS).train()
+    assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import yaml
 
 from benchmarks.memory import CHOICES, LASTING, Shape, measure, predict
 from rloo.algorithm import fitting
-from rloo.model import budget, memory
+from rloo.config.config import RLOOConfig
+from rloo.model import budget, memory, preparation
 from rloo.model.budget import Workload, fitting_budget, generous_peak_bytes, largest_micro_batch
 from rloo.model.memory import (
     count_tokens,
@@ -446,3 +448,47 @@ def test_a_critic_takes_more_than_the_policy_alone(shaped_model):
         for kind in ("none", "apart", "joint")
     )
     assert 1.2 * none < apart < joint < 2 * none
+
+
+@pytest.mark.parametrize(
+    ("options", "measured"),
+    # docs/memory.md, of 8 layers of width 512 in float32 (the head's part included).
+    [({"gradient_checkpointing": False}, 430_901), ({"gradient_checkpointing": True}, 76_186)],
+    ids=str,
+)
+def test_a_tokens_bytes_are_estimated_from_above(options, measured):
+    config = RLOOConfig(bf16=False, use_cpu=True, **options)
+    estimate = preparation.activation_bytes(8, 512, config)
+    assert measured < estimate < 1.4 * measured
+
+
+def test_a_budget_counts_with_checkpointing_and_16_bits(monkeypatch):
+    """Qwen3-0.6B's shape beside 70 GB: a group of G1, up to 512 + 8 * 1,024 tokens, fits."""
+    text = SimpleNamespace(hidden_size=1024, num_hidden_layers=28)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (70 * 10**9, 80 * 10**9))
+
+    def tokens(device, **options):
+        config = RLOOConfig(use_cpu=True, **options)
+        return preparation.token_budget(model, torch.device(device), config)
+
+    plain = {"bf16": False, "gradient_checkpointing": False}
+    group = 512 + 8 * 1024
+    assert tokens("cuda", **plain) == 70 * 10**9 // 4 // (4 * 34 * 1024 * 28) < group
+    assert tokens("cuda") > group
+    saved = tokens("cuda", **plain | {"bf16": True})
+    assert saved == pytest.approx(4 / 3 * tokens("cuda", **plain), rel=1e-3)
+    assert tokens("cuda", **plain | {"gradient_checkpointing": True}) > 5 * saved
+    assert tokens("cpu") == tokens("cpu", **plain) == 1101
+
+
+def test_a_gpu_that_multiplies_slowly_is_told_of(monkeypatch):
+    def note(device, **options):
+        config = RLOOConfig(use_cpu=True, **{"bf16": False, **options})
+        return preparation.precision_note(config, torch.device(device))
+
+    (said,) = note("cuda")
+    assert "tf32" in said
+    assert note("cpu") == note("cuda", bf16=True) == note("cuda", tf32=False) == []
+    monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
+    assert note("cuda") == []

@@ -164,3 +164,17 @@ def test_both_options_train_as_without_them_in_less_of_the_gpu_s_memory():
         assert bool(held) != bool(options)
     assert all(torch.allclose(results[0][n], p, atol=1e-5) for n, p in results[1].items())
     assert peaks[1] < peaks[0]
+
+
+def test_a_gpu_takes_values_from_pinned_memory_without_a_wait(monkeypatch):
+    steps = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: steps.append("pinned") or x)
+    to = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda x, *where, **how: steps.append((*where, how)) or x
+    )
+    cuda, values = torch.device("cuda", 0), torch.arange(3)
+    assert offload.send(values, cuda) is values
+    assert steps == ["pinned", (cuda, {"non_blocking": True})]
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    assert offload.send(values, CPU) is values

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rloo.data.pixels import join_inputs
 from rloo.model.attention import no_mask
+from rloo.model.offload import send
 from rloo.model.shared_prefix import PackedLayout, Span
 from rloo.types import Sample
 
@@ -136,12 +137,12 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
             positions += range(len(prompt), len(prompt) + len(inner))
             counts += [1] * len(inner)
     inputs = {
-        "input_ids": torch.tensor([tokens], device=device),
-        "position_ids": torch.tensor([positions], device=device),
+        "input_ids": send(torch.tensor([tokens]), device),
+        "position_ids": send(torch.tensor([positions]), device),
         "attention_mask": no_mask(device),
         "rloo_layout": PackedLayout(spans, ROWS_PER_CALL, device),
     }
-    multiplicity = torch.tensor([counts], device=device)
+    multiplicity = send(torch.tensor([counts]), device)
     return _micro_batch(_in_order(samples), inputs, multiplicity, source, device)
 
 
@@ -159,8 +160,8 @@ def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> M
     padded = [row + [pad_token_id] * (width - len(row)) for row in rows]
     mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
     inputs = {
-        "input_ids": torch.tensor(padded, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
+        "input_ids": send(torch.tensor(padded), device),
+        "attention_mask": send(torch.tensor(mask), device),
         **join_inputs(pixels, [0] * len(rows), width, device),
     }
     return _micro_batch(ordered, inputs, inputs["attention_mask"], source, device)
@@ -184,15 +185,15 @@ def _micro_batch(
         keys=[s.key for s in ordered],
         inputs=inputs,
         multiplicity=multiplicity,
-        source_T=torch.tensor(flat(source), device=device),
-        target_T=torch.tensor(flat(s.token_ids for s in ordered), device=device),
-        sequence_T=torch.arange(len(ordered)).repeat_interleave(lengths).to(device),
-        group_N=torch.tensor([numbers[s.key[0]] for s in ordered], device=device),
-        reward_N=torch.tensor([s.reward for s in ordered], dtype=torch.float64).to(device),
-        truncated_N=torch.tensor([s.truncated for s in ordered], device=device),
-        policy_T=torch.tensor(flat(s.policy_logprobs for s in ordered), device=device),
-        behavior_T=torch.tensor(
-            flat(s.behavior_logprobs or s.policy_logprobs for s in ordered), device=device
+        source_T=send(torch.tensor(flat(source)), device),
+        target_T=send(torch.tensor(flat(s.token_ids for s in ordered)), device),
+        sequence_T=send(torch.arange(len(ordered)).repeat_interleave(lengths), device),
+        group_N=send(torch.tensor([numbers[s.key[0]] for s in ordered]), device),
+        reward_N=send(torch.tensor([s.reward for s in ordered], dtype=torch.float64), device),
+        truncated_N=send(torch.tensor([s.truncated for s in ordered]), device),
+        policy_T=send(torch.tensor(flat(s.policy_logprobs for s in ordered)), device),
+        behavior_T=send(
+            torch.tensor(flat(s.behavior_logprobs or s.policy_logprobs for s in ordered)), device
         ),
         lengths=lengths.tolist(),
     )

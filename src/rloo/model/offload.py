@@ -111,5 +111,12 @@ def _put_back(held: list[tuple[nn.Parameter, Tensor]], *_: Any) -> None:
         parameter.data = host
 
 
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the host on `device`; a GPU copies them when it comes to it, and no one waits."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def _host_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")

@@ -58,6 +58,7 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
     notes = quantization.prepare(model, config, adapted=adapter is not None)
     if config.parallel == "replicate":
         nn.Module.to(model, device)  # else layer by layer, when they are divided
+    notes += precision_note(config, device)
     notes += ensure_float32(model, adapted=adapter is not None)
     if config.beta != 0 and adapter is not None:
         if config.sync_ref_model:
@@ -136,17 +137,39 @@ def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None)
             module.training = True
 
 
-def token_budget(model: PreTrainedModel, device: torch.device) -> int:
+def token_budget(model: PreTrainedModel, device: torch.device, config: RLOOConfig) -> int:
     """Input tokens of a micro-batch whose activations take a quarter of the free memory. Per token,
     a layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022,
     without the attention scores), and the output head a few per vocabulary entry."""
     text_config = model.config.get_text_config()
-    numbers = 34 * text_config.hidden_size * text_config.num_hidden_layers
+    layers, width = text_config.num_hidden_layers, text_config.hidden_size
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-        return max(1024, min(65536, free // 4 // (4 * numbers)))
+        a_token = activation_bytes(layers, width, config)
+        return max(1024, min(65536, free // 4 // a_token))
     # Larger micro-batches gain nothing on a CPU and exceed its caches.
-    return max(1024, min(8192, 2**32 // (4 * numbers)))
+    return max(1024, min(8192, 2**32 // (4 * 34 * width * layers)))
+
+
+def activation_bytes(layers: int, width: int, config: RLOOConfig) -> int:
+    """Of a token on a GPU: with checkpointing what one layer keeps, as the others are computed
+    again, and one float32 state of each; in 16 bits half of a layer's numbers, but those of norms
+    and the residual stream, are float32 still."""
+    number = 3 if config.bf16 or config.fp16 else 4
+    a_layer = 34 * number * width
+    return a_layer + 4 * layers * width if config.gradient_checkpointing else layers * a_layer
+
+
+def precision_note(config: RLOOConfig, device: torch.device) -> list[str]:
+    """A note where a GPU multiplies float32 matrices by its slow units."""
+    full = torch.get_float32_matmul_precision() == "highest"
+    if device.type != "cuda" or config.bf16 or config.fp16 or config.tf32 is not None or not full:
+        return []
+    return [
+        "float32 products on this GPU are computed without its tensor cores, in full precision: "
+        "tf32 true is several times faster and rounds their operands to 10 bits, bf16 to 7 (tf32, "
+        "bf16)"
+    ]
 
 
 @torch.no_grad()

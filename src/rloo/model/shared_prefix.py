@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from rloo.model import gpu_attention
 from rloo.model.attention import Options, attend
 from rloo.model.flash import Calls, attend_packed
+from rloo.model.offload import send
 
 # The number of elements of the largest mask that is kept. A larger one is replaced by masks of
 # blocks of queries, which the backward recomputes, so that no array grows with tokens squared.
@@ -150,12 +151,12 @@ class PackedLayout:
             lengths = [[s.stop - s.start for s in slices] for slices in (queries, keys)]
             edges = (torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in lengths)
             return gpu_attention.Segments(
-                *(x.to(self._device) for x in edges), *(max(of) for of in lengths)
+                *(send(x, self._device) for x in edges), *(max(of) for of in lengths)
             )
 
         def tokens(slices: Sequence[slice]) -> Tensor:
             ranges = [torch.arange(s.start, s.stop) for s in slices]
-            return torch.cat([torch.arange(0), *ranges]).to(self._device)
+            return send(torch.cat([torch.arange(0), *ranges]), self._device)
 
         queries, keys = [q for q, _ in shared], [k for _, k in shared]
         pairs = segments(queries, keys) if shared else None

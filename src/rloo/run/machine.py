@@ -6,7 +6,10 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+<<<<<<< HEAD
 from collections.abc import Mapping
+=======
+>>>>>>> gpu
 from typing import Any
 
 import torch
@@ -29,6 +32,18 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 2**30)
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def let_segments_grow(device: torch.device) -> None:
+    """Have torch's memory on a GPU grow in place, not in blocks of fixed size, between which
+    micro-batches and caches of ever other sizes leave what no one can use. What the user has set in
+    the environment stays. Must precede the first tensor there."""
+    given = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if device.type == "cuda" and not given:
+        # Not by the environment, which servers of vLLM would inherit: its pools cannot grow.
+        name = "_accelerator_setAllocatorSettings"  # older ones have it under another name
+        change: Any = getattr(torch._C, name, None) or torch.cuda.memory._set_allocator_settings
+        change("expandable_segments:True")
 
 
 def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:

@@ -33,7 +33,7 @@ from rloo.model.quantization import quantised_layers
 from rloo.rewards import RewardSet
 from rloo.rewards.model import RewardModel, as_reward
 from rloo.rewards.normalizer import Normalized
-from rloo.run.machine import set_arithmetic, set_threads
+from rloo.run.machine import let_segments_grow, set_arithmetic, set_threads
 from rloo.types import Engine, Prompt, Sampling
 
 Rows: TypeAlias = Given | str
@@ -189,13 +189,15 @@ def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool =
 
 def world_of(args: RLOOConfig) -> World:
     """The processes that train together, as `args` want them connected."""
-    return make_world(
+    world = make_world(
         use_cpu=args.use_cpu,
         timeout=args.ddp_timeout,
         divides=args.parallel != "replicate",
         gather_limit=args.gather_limit,
         workers=args.output_dir if args.remote_workers else None,
     )
+    let_segments_grow(world.device)
+    return world
 
 
 def seed_all(args: RLOOConfig) -> None:

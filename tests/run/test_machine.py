@@ -1,0 +1,40 @@
+"""What a run sets of a GPU's memory, without a GPU."""
+
+import pytest
+import torch
+
+from rloo.run.machine import let_segments_grow
+from support.models import CPU
+
+CUDA = torch.device("cuda", 0)
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.fixture
+def said(monkeypatch):
+    said = []
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append, raising=False)
+    return said
+
+
+def test_memory_grows_in_place_on_a_gpu_alone(said):
+    let_segments_grow(CPU)
+    assert said == []
+    let_segments_grow(CUDA)
+    assert said == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_user_has_set_stays(name, said, monkeypatch):
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    let_segments_grow(CUDA)
+    assert said == []
+
+
+def test_an_older_torch_has_another_name_for_it(said, monkeypatch):
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append)
+    let_segments_grow(CUDA)
+    assert said == ["expandable_segments:True"]
