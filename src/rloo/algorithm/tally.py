@@ -45,7 +45,7 @@ def read(sums: Sums) -> Tally:
     tensors = {name: value for name, value in sums.items() if isinstance(value, Tensor)}
     values = torch.stack(list(tensors.values())).tolist() if tensors else []
     found = dict(zip(tensors, values, strict=True))
-    return {name: found.get(name, value) for name, value in sums.items()}  # type: ignore[misc]
+    return {name: found.get(name, value) for name, value in sums.items()}
 
 
 def on_host(values: Mapping[T, Tensor]) -> dict[T, Tensor]:

@@ -52,7 +52,8 @@ def attend_segments(
     """Attention of queries (T, H, D) to keys (S, H_kv, D), of one 16-bit dtype, without gradients:
     output (T, H, D) and normalizers (H, T) in float32. Of a segment's keys the first `used`
     (number of segments,), int32, are seen, so that shapes need not follow lengths."""
-    return _attend(query, key, value, segments, scaling, seqused_k=used)[:2]
+    output, normalizer, *_ = _attend(query, key, value, segments, scaling, seqused_k=used)
+    return output, normalizer
 
 
 def _attend(
@@ -201,10 +202,10 @@ def _try_segments(
 ) -> list[tuple[Tensor, Tensor]]:
     """A prompt of 3 tokens with two completions, of 2 and 1 tokens, whose gradients are taken; and
     one query that sees the first 3 of 6 keys."""
-    states = [
+    query, key, value = (
         _numbers((6, heads, size), n, device, dtype).requires_grad_()
         for n, heads in enumerate((4, 2, 2))
-    ]
+    )
 
     def edges(*numbers: int) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=device)
@@ -216,17 +217,15 @@ def _try_segments(
     visible = (span == span[:, None]) | (span == 0)
     visible &= places <= places[:, None]
     mask = torch.zeros(6, 6, device=device).masked_fill_(~visible, float("-inf"))
-    found, right = (
-        attend_packed(*states, calls, scaling=0.25),
-        _by_definition(*states, mask)[0],
-    )
+    found = attend_packed(query, key, value, calls, scaling=0.25)
+    right = _by_definition(query, key, value, mask)[0]
     weights = _numbers((6, 4, size), 3, device, dtype)
     gradients = zip(
-        torch.autograd.grad(found, states, weights),
-        torch.autograd.grad(right, states, weights.float()),
+        torch.autograd.grad(found, (query, key, value), weights),
+        torch.autograd.grad(right, (query, key, value), weights.float()),
         strict=True,
     )
-    query, key, value = (x.detach() for x in states)
+    query, key, value = (x.detach() for x in (query, key, value))
     one = Segments(edges(0, 1), edges(0, 6), 1, 6)
     output, normalizer = attend_segments(query[:1], key, value, one, scaling=0.25, used=edges(3))
     seen = torch.zeros(1, 3, device=device)
@@ -244,8 +243,8 @@ def _try_dense(device: torch.device, dtype: torch.dtype, size: int) -> list[tupl
     mask[1, :2] = float("-inf")
     pairs: list[tuple[Tensor, Tensor]] = []
     for added in (None, mask):
-        states = (x.transpose(0, 1)[None] for x in (query, key, value))
-        output, normalizer = attend_dense(*states, added, 0.25)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        output, normalizer = attend_dense(q, k, v, added, 0.25)
         plain = torch.zeros_like(mask) if added is None else added
         expected = _by_definition(query, key, value, plain)
         pairs += [(output[0].transpose(0, 1), expected[0]), (normalizer[0, :, :, 0], expected[1])]

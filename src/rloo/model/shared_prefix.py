@@ -150,9 +150,8 @@ class PackedLayout:
         def segments(queries: Sequence[slice], keys: Sequence[slice]) -> gpu_attention.Segments:
             lengths = [[s.stop - s.start for s in slices] for slices in (queries, keys)]
             edges = (torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in lengths)
-            return gpu_attention.Segments(
-                *(send(x, self._device) for x in edges), *(max(of) for of in lengths)
-            )
+            of_queries, of_keys = (send(x, self._device) for x in edges)
+            return gpu_attention.Segments(of_queries, of_keys, max(lengths[0]), max(lengths[1]))
 
         def tokens(slices: Sequence[slice]) -> Tensor:
             ranges = [torch.arange(s.start, s.stop) for s in slices]
@@ -189,8 +188,9 @@ class PackedLayout:
             dtype = torch.get_autocast_dtype(device.type)
         same = query.shape[-1] == value.shape[-1]
         if same and gpu_attention.has_segments(device, dtype, query.shape[-1]):
-            states = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
-            return gpu_attention.attend_packed(*states, self._segments, scaling=scaling)[None]
+            query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+            calls = self._segments
+            return gpu_attention.attend_packed(query, key, value, calls, scaling=scaling)[None]
         if device.type == "cpu":
             # Not in 16 bits, in which its backward is many times slower on a CPU.
             precise = torch.promote_types(value.dtype, torch.float32)

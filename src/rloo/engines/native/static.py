@@ -120,10 +120,12 @@ class StaticCache:
         """Attention: query (R, H, 1, D) to (R, 1, H, D). This step's keys and values are already in
         the buffers."""
         rounded = query[:, :, 0].to(self._dtype)
-        call = partial(attend_segments, rounded, scaling=options.scaling_of(query))
-        own = (x[: self.size].flatten(0, 1) for x in self._own[self._layer])
-        output, normalizer = call(*own, self._alone, used=self.used[: self.size])
-        part, more = call(*self._prompts[self._layer], self._shared)
+        scaling, used = options.scaling_of(query), self.used[: self.size]
+        keys, values = (x[: self.size].flatten(0, 1) for x in self._own[self._layer])
+        own = attend_segments(rounded, keys, values, self._alone, scaling=scaling, used=used)
+        output, normalizer = own
+        keys, values = self._prompts[self._layer]
+        part, more = attend_segments(rounded, keys, values, self._shared, scaling=scaling)
         share = (more - normalizer).sigmoid().t()[..., None]
         merged = output.to(share.dtype).lerp(part.to(share.dtype), share)
         return merged[:, None].to(value.dtype)
@@ -173,8 +175,9 @@ class StaticDecoding:
                     self._shrink(size, left)
                     draw, compute = self._steps(sampling, repeated)
             compute()
-        drawn = (x[: self._rows] for x in (self._tokens, self._policy, self._behavior))
-        return *drawn, stop_text.lengths[: self._rows]
+        found = self._tokens, self._policy, self._behavior, stop_text.lengths
+        tokens, policy, behavior, lengths = (x[: self._rows] for x in found)
+        return tokens, policy, behavior, lengths
 
     def _steps(self, sampling: Sampling, repeated: Callable[..., Work]) -> tuple[Work, Work]:
         device = self._logits.device
