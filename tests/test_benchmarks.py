@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import distributed, jobs, model, peers, processor, report, results, turns
+from benchmarks import machine as machine_module
 from benchmarks.floors import Shape, count_decode_bytes, count_floor
 from benchmarks.long_answers import LargestTensors
 from benchmarks.plan import __main__ as plans
@@ -388,6 +389,26 @@ def test_sources_are_told_apart_by_what_is_in_them(tmp_path, monkeypatch):
         (tmp_path / name).write_text("1", encoding="utf-8")
         digests.append(results.digest_sources())
     assert len(set(digests)) == 4 and len(set(digests[3:])) == 1
+
+
+def test_the_floor_has_the_rate_of_the_faster_library(monkeypatch):
+    a, b = torch.randn(24, 24), torch.randn(24, 24).t()
+    products = machine_module._products(a, b)
+    assert len(products) == 2, "torch has two on this machine"
+    own, other = products
+    torch.testing.assert_close(products[own](), a @ b)
+    products[other]()  # a @ b.T: the same number of operations
+    for seconds, faster in ((4.0, other), (1.0, own)):
+        times = iter([seconds, 2.0, 1.0])
+        monkeypatch.setattr(machine_module, "_best_seconds", lambda *_, _t=times: next(_t))
+        rates = machine_module.measure_rates("cpu", torch.float32, 10)
+        assert (rates["library"], rates["matrix_rate"]) == (faster, 2000 / min(seconds, 2.0))
+        assert rates["library_rates"] == {own: 2000 / seconds, other: 1000}
+    merged = machine_module.faster(
+        {"matrix_rate": 1, "bandwidth": 2, "library_rates": {"a": 1}},
+        {"matrix_rate": 3, "bandwidth": 1, "library_rates": {"a": 0, "b": 3}},
+    )
+    assert merged == {"matrix_rate": 3, "bandwidth": 2, "library_rates": {"a": 1, "b": 3}}
 
 
 def test_processors_are_named_by_their_numbers():
