@@ -61,7 +61,8 @@ def render(name: str, results: Sequence[Record], machine: Mapping[str, Any]) -> 
         total = sum(len(result["steps"]) for result in measured)
         parts.append(
             f"BUSY MACHINE in {disturbed} of {total} steps: read what is in CPU time, which is in "
-            "bold type; times of sampling and update are on the wall."
+            "bold type; times of sampling and update are on the wall. Threads that wait for each "
+            "other take CPU time, too: --threads 1 has none of that."
         )
     parts += _notes(results)
     return "\n\n".join(parts)

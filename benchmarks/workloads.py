@@ -52,7 +52,7 @@ class Workload:
 
 ALL = ("rloo", "trl", "generate", "vllm")
 TRAINERS = ("rloo", "trl")
-SAMPLERS = ("rloo", "generate", "vllm")
+SAMPLERS = ("rloo", "generate", "vllm", "rloo:rollout_dtype=bfloat16", "vllm:dtype=bfloat16")
 ON_GPU = ("rloo", "padded")
 ONLY = ("rloo",)
 # Of the workloads that the others are read beside, several tables: more sides at once would not
