@@ -61,9 +61,10 @@ def render(name: str, results: Sequence[Record], machine: Mapping[str, Any]) -> 
         total = sum(len(result["steps"]) for result in measured)
         parts.append(
             f"BUSY MACHINE in {disturbed} of {total} steps: read what is in CPU time, which is in "
-            "bold type; times of sampling and update are on the wall. Threads that wait for each "
-            "other take CPU time, too: --threads 1 has none of that."
+            "bold type; times of sampling and update are on the wall."
         )
+        if machine.get("threads", 1) > 1:
+            parts[-1] += " Threads take CPU time while they wait for each other; one has no other."
     parts += _notes(results)
     return "\n\n".join(parts)
 

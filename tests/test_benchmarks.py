@@ -15,6 +15,7 @@ from benchmarks.floors import Shape, count_decode_bytes, count_floor
 from benchmarks.long_answers import LargestTensors
 from benchmarks.plan import __main__ as plans
 from benchmarks.plan import cases, side
+from benchmarks.shapes import SHAPES
 from benchmarks.side import parse_options
 from benchmarks.summary import Spread, summarise
 from benchmarks.trl_side import TorchWithProducts, add_product
@@ -157,6 +158,8 @@ def test_on_a_busy_machine_cpu_time_is_read(fault):
     assert "| **3.00x** (3.00..3.00) | **3.00x** (3.00..3.00) |" in text
     rloo["steps"][0] |= fault
     text = report.render("W", [rloo, trl], MACHINE)
+    assert "wait for each other" not in text
+    assert "wait for each other" in report.render("W", [rloo, trl], MACHINE | {"threads": 2})
     assert "1 STEPS IN WHICH IT HAD TO WAIT" in text and "BUSY MACHINE in 1 of 4 steps" in text
     assert "| trl / rloo | 3.00x (3.00..3.00) | **" in text
     rloo["steps"][0]["device"] = "cuda"
@@ -195,6 +198,8 @@ def test_sides_and_workloads_are_read_from_the_command_line():
         peers.choose("W9", None)
     assert all(name in WORKLOADS for members in FAMILIES.values() for name in members)
     everything = {w.name for name in DEFAULT for _, w in peers.choose(name, None)}
+    models = {*SHAPES, *model.RECIPES, model.PRETRAINED}
+    assert {workload.model for workload in WORKLOADS.values()} <= models
     assert set(WORKLOADS) - everything == {"G1", "G2", "D1", "D2", "TINY"}
 
 
