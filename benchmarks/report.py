@@ -63,6 +63,8 @@ def render(name: str, results: Sequence[Record], machine: Mapping[str, Any]) -> 
             f"BUSY MACHINE in {disturbed} of {total} steps: read what is in CPU time, which is in "
             "bold type; times of sampling and update are on the wall."
         )
+        if machine.get("threads", 1) > 1:
+            parts[-1] += " Threads take CPU time while they wait for each other; one has no other."
     parts += _notes(results)
     return "\n\n".join(parts)
 

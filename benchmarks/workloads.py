@@ -52,7 +52,7 @@ class Workload:
 
 ALL = ("rloo", "trl", "generate", "vllm")
 TRAINERS = ("rloo", "trl")
-SAMPLERS = ("rloo", "generate", "vllm")
+SAMPLERS = ("rloo", "generate", "vllm", "rloo:rollout_dtype=bfloat16", "vllm:dtype=bfloat16")
 ON_GPU = ("rloo", "padded")
 ONLY = ("rloo",)
 # Of the workloads that the others are read beside, several tables: more sides at once would not
@@ -217,7 +217,7 @@ _TABLE = [
     _growing_model("SIZE", "3m-8k", "3 M parameters, vocabulary 8,192"),
     _growing_model("SIZE", "17m-8k", "17 M parameters, vocabulary 8,192"),
     _growing_model("SIZE", "47m-8k", "47 M parameters, vocabulary 8,192"),
-    _growing_model("SIZE", "147m-8k", "148 M parameters, vocabulary 8,192"),
+    _growing_model("SIZE", "148m-8k", "148 M parameters, vocabulary 8,192"),
     _on_gpu("G1", "qwen3-0.6b", "Qwen3-0.6B"),
     _on_gpu("G2", "qwen3-4b", "Qwen3-4B"),
     Workload(
@@ -253,7 +253,7 @@ FAMILIES = {
     "K": ("K4", "K16", "K64"),
     "LEN": ("LEN128", "LEN256", "LEN512", "LEN1024", "LEN2048", "LEN4096"),
     "VOCAB": ("VOCAB-3m-8k", "VOCAB-3m-32k", "VOCAB-3m-152k"),
-    "SIZE": ("SIZE-3m-8k", "SIZE-17m-8k", "SIZE-47m-8k", "SIZE-147m-8k"),
+    "SIZE": ("SIZE-3m-8k", "SIZE-17m-8k", "SIZE-47m-8k", "SIZE-148m-8k"),
 }
 DEFAULT = (
     *(f"W{number}" for number in range(1, 9)),

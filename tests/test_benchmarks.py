@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from benchmarks import distributed, jobs, model, peers, processor, report, results, turns
+from benchmarks import machine as machine_module
 from benchmarks.floors import Shape, count_decode_bytes, count_floor
 from benchmarks.long_answers import LargestTensors
 from benchmarks.plan import __main__ as plans
 from benchmarks.plan import cases, side
+from benchmarks.shapes import SHAPES
 from benchmarks.side import parse_options
 from benchmarks.summary import Spread, summarise
 from benchmarks.trl_side import TorchWithProducts, add_product
@@ -156,6 +158,8 @@ def test_on_a_busy_machine_cpu_time_is_read(fault):
     assert "| **3.00x** (3.00..3.00) | **3.00x** (3.00..3.00) |" in text
     rloo["steps"][0] |= fault
     text = report.render("W", [rloo, trl], MACHINE)
+    assert "wait for each other" not in text
+    assert "wait for each other" in report.render("W", [rloo, trl], MACHINE | {"threads": 2})
     assert "1 STEPS IN WHICH IT HAD TO WAIT" in text and "BUSY MACHINE in 1 of 4 steps" in text
     assert "| trl / rloo | 3.00x (3.00..3.00) | **" in text
     rloo["steps"][0]["device"] = "cuda"
@@ -194,6 +198,8 @@ def test_sides_and_workloads_are_read_from_the_command_line():
         peers.choose("W9", None)
     assert all(name in WORKLOADS for members in FAMILIES.values() for name in members)
     everything = {w.name for name in DEFAULT for _, w in peers.choose(name, None)}
+    models = {*SHAPES, *model.RECIPES, model.PRETRAINED}
+    assert {workload.model for workload in WORKLOADS.values()} <= models
     assert set(WORKLOADS) - everything == {"G1", "G2", "D1", "D2", "TINY"}
 
 
@@ -388,6 +394,26 @@ def test_sources_are_told_apart_by_what_is_in_them(tmp_path, monkeypatch):
         (tmp_path / name).write_text("1", encoding="utf-8")
         digests.append(results.digest_sources())
     assert len(set(digests)) == 4 and len(set(digests[3:])) == 1
+
+
+def test_the_floor_has_the_rate_of_the_faster_library(monkeypatch):
+    a, b = torch.randn(24, 24), torch.randn(24, 24).t()
+    products = machine_module._products(a, b)
+    assert len(products) == 2, "torch has two on this machine"
+    own, other = products
+    torch.testing.assert_close(products[own](), a @ b)
+    products[other]()  # a @ b.T: the same number of operations
+    for seconds, faster in ((4.0, other), (1.0, own)):
+        times = iter([seconds, 2.0, 1.0])
+        monkeypatch.setattr(machine_module, "_best_seconds", lambda *_, _t=times: next(_t))
+        rates = machine_module.measure_rates("cpu", torch.float32, 10)
+        assert (rates["library"], rates["matrix_rate"]) == (faster, 2000 / min(seconds, 2.0))
+        assert rates["library_rates"] == {own: 2000 / seconds, other: 1000}
+    merged = machine_module.faster(
+        {"matrix_rate": 1, "bandwidth": 2, "library_rates": {"a": 1}},
+        {"matrix_rate": 3, "bandwidth": 1, "library_rates": {"a": 0, "b": 3}},
+    )
+    assert merged == {"matrix_rate": 3, "bandwidth": 2, "library_rates": {"a": 1, "b": 3}}
 
 
 def test_processors_are_named_by_their_numbers():
