@@ -275,7 +275,7 @@ class Options:
         "Let a GPU multiply float32 matrices in TF32; null leaves it to torch.")
     num_threads: int | None = MACHINE.own(None,
         "CPU threads; null measures which number is fastest.")
-    onednn: list[str] | None = MACHINE.own([],
+    onednn: list[str] | None = MACHINE.own(None,
         "CPU products by oneDNN, not MKL: packed (sampling), forward, backward; null measures.")
     seed: int = MACHINE.shared(42, "Seed of everything random.", basic=True)
     data_seed: int | None = MACHINE.shared(None, "Seed of the prompt order; null takes `seed`.")

@@ -1,4 +1,5 @@
-"""What a run sets of the machine: CPU threads, and what is kept of freed memory."""
+"""What a run sets of the machine: CPU threads, the library of products, and what is kept of freed
+memory."""
 
 from __future__ import annotations
 
@@ -10,10 +11,15 @@ import torch
 from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
+from rloo.model import products
+from rloo.model.policy import Policy
+from rloo.model.quantization import count_parameters
 from rloo.run.preflight import check_threads
 
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# With fewer parameters a run is over before a faster library has repaid its measurement.
+_WORTH_MEASURING = 2**20
 
 
 def keep_freed_memory() -> None:
@@ -50,3 +56,20 @@ def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
     torch.set_num_threads(chosen)
     saved = 100 * (1 - seconds[chosen] / seconds[other])
     return f"decoding took {saved:.0f} % less time than with {other} in a short test; num_threads"
+
+
+def settle_products(policy: Policy, args: RLOOConfig) -> None:
+    """Have oneDNN compute what `onednn` says, or what a measurement in the main process finds it
+    faster at. Where some process has no oneDNN, or one that computes other numbers, MKL does all,
+    with a note."""
+    chosen = args.onednn
+    if chosen is None and count_parameters(policy.model) < _WORTH_MEASURING:
+        chosen = []
+    fault = products.fault() if chosen != [] else None
+    if policy.world.any(fault is not None):
+        here = fault or "another process cannot use it"
+        policy.notes.append(f"MKL computes all products, not oneDNN: {here} (onednn)")
+        chosen = []
+    if chosen is None:
+        chosen = policy.world.from_main(products.choose() if policy.world.is_main else [])
+    products.use(chosen)

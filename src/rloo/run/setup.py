@@ -25,7 +25,6 @@ from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows
 from rloo.dist import World, make_world
 from rloo.engines import EngineInputs, build_engine
-from rloo.model import products
 from rloo.model.budget import available_bytes, gigabytes
 from rloo.model.division import is_divided, shape_of
 from rloo.model.loading import num_embedded
@@ -34,7 +33,7 @@ from rloo.model.quantization import quantised_layers
 from rloo.rewards import RewardSet
 from rloo.rewards.model import RewardModel, as_reward
 from rloo.rewards.normalizer import Normalized
-from rloo.run.machine import set_threads
+from rloo.run.machine import set_threads, settle_products
 from rloo.types import Engine, Prompt, Sampling
 
 Rows: TypeAlias = Given | str
@@ -308,8 +307,7 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
     ValueError if it cannot have the copy of the weights, or the dtype, that is asked for
     (`rollout_copy`, `rollout_dtype`)."""
     if policy.device.type == "cpu":
-        chosen = products.choose() if args.onednn is None else args.onednn
-        products.use(policy.world.from_main(chosen))
+        settle_products(policy, args)
     if args.rollout_engine.startswith("vllm"):
         from rloo.run.servers import exported, settings_of
 
