@@ -59,6 +59,56 @@ def test_a_layer_and_its_gradients_are_those_of_mkl(shape, height, bias):
     close(*both(work))
 
 
+def test_gradients_block_by_block(monkeypatch):
+    """Of more rows than are copied transposed at once, whichever of the two matrices is wider."""
+    monkeypatch.setattr(products, "BLOCK_ROWS", 64)
+    torch.manual_seed(0)
+    sizes, multiply = [], products.multiply
+    monkeypatch.setattr(
+        products, "multiply", lambda *given: sizes.append(given[1].shape) or multiply(*given)
+    )
+    for height in (8, 96):
+        layer = installed(nn.Linear(24, height))
+        given, weigh = torch.randn(200, 24), torch.randn(200, height)
+
+        def work(layer=layer, given=given, weigh=weigh):
+            layer.zero_grad()
+            sizes.clear()
+            (layer(given) * weigh).sum().backward()
+            return [layer.weight.grad.clone()]
+
+        close(*both(work))
+        assert [shape[1] for shape in sizes[-4:]] == [64, 64, 64, 8]
+
+
+def test_classes_of_shapes(monkeypatch):
+    computed, multiply = set(), products.multiply
+    monkeypatch.setattr(
+        products, "multiply", lambda *given: computed.add(tuple(given[0].shape)) or multiply(*given)
+    )
+    narrow, wide = (installed(nn.Linear(8, n, bias=False)) for n in (16, products.WIDE))
+    some, many = torch.randn(products.MIN_ROWS, 8), torch.randn(products.MANY_ROWS, 8)
+    expected = {
+        "forward:some:narrow": (narrow, some),
+        "forward:some:wide": (wide, some),
+        "forward:many:narrow": (narrow, many),
+        "forward:many:wide": (wide, many),
+    }
+    for name, by_it in expected.items():
+        products.use([name])
+        assert products.in_use() == [name]
+        for layer, rows in expected.values():
+            computed.clear()
+            layer(rows)
+            assert bool(computed) == (layer is by_it[0] and rows is by_it[1])
+    products.use(["packed:wide"])
+    assert products.packs(wide.weight) and not products.packs(narrow.weight)
+    products.use(["forward:some:narrow", "packed:wide", "packed:narrow"])
+    assert products.in_use() == ["packed", "forward:some:narrow"]
+    products.use([name for names in products.PRODUCTS.values() for name in names])
+    assert products.in_use() == list(products.KINDS)
+
+
 def test_onednn_really_computes(monkeypatch):
     asked, multiply = [], products.multiply
     monkeypatch.setattr(
@@ -136,6 +186,18 @@ def test_a_policy_s_log_probs_and_gradients_are_those_of_mkl(name, options):
     close(*both(work))
 
 
+def test_under_autocast_nothing_changes():
+    policy = make_policy(make_model("qwen3"), bf16=True)
+    batch = policy.batch(make_samples())
+
+    def work():
+        policy.model.zero_grad()
+        policy.logprobs(batch).logprobs.sum().backward()
+        return list(gradients(policy.model).values())
+
+    assert all(map(torch.equal, *both(work)))
+
+
 def test_gradients_of_an_adapter():
     policy = make_policy(make_adapted(), onednn=None)
     batch = policy.batch(make_samples())
@@ -164,29 +226,77 @@ def test_packed_matrices(dtype):
         torch.testing.assert_close(products.multiply(given, packed).float(), wanted, **limits)
 
 
-def test_a_tie_goes_to_mkl(monkeypatch):
-    products.choose.cache_clear()
+@pytest.fixture
+def unmeasured():
+    for known in (products.choose, products.fault):
+        known.cache_clear()
+    yield
+    for known in (products.choose, products.fault):
+        known.cache_clear()
+
+
+def test_a_tie_goes_to_mkl(monkeypatch, unmeasured):
     monkeypatch.setattr(products, "_seconds", lambda work: 1.0)
-    try:
-        assert products.choose() == []
-    finally:
-        products.choose.cache_clear()
+    assert products.choose() == []
 
 
-@pytest.mark.parametrize("fault", ["missing", "other numbers"])
-def test_where_onednn_is_missing_or_computes_something_else_mkl_is_chosen(monkeypatch, fault):
+def timed(monkeypatch, seconds_of):
+    """Have each call take `seconds_of` the library and the rows and matrix that it multiplies."""
+    told, multiply, linear = {}, products.multiply, F.linear
+
+    def watched(name, work):
+        def compute(rows, matrix, *rest):
+            told["of"] = (name, len(rows), max(rows.shape[1], *matrix.shape))
+            return work(rows, matrix, *rest)
+
+        return compute
+
+    monkeypatch.setattr(products, "multiply", watched("onednn", multiply))
+    monkeypatch.setattr(products.F, "linear", watched("mkl", linear))
+    monkeypatch.setattr(
+        products, "_seconds", lambda work: work() is None or seconds_of(*told["of"])
+    )
+
+
+def test_a_class_is_chosen_only_where_all_of_its_rows_gain(monkeypatch, unmeasured):
+    def seconds(library, rows, width):
+        gains = (rows >= products.MANY_ROWS and width < products.WIDE) or (rows == 64)
+        return 1.0 if library == "onednn" and gains else 2.0
+
+    timed(monkeypatch, seconds)
+    # 64 rows alone do not make a class; of the backward no call of MKL's is seen here.
+    assert [name for name in products.choose() if "backward" not in name] == ["forward:many:narrow"]
+
+
+def test_what_is_unclear_is_measured_more_often(monkeypatch):
+    turns = []
+    for ratio in (1.0, 1.3, 2.0):
+        calls = []
+
+        def seconds(work, ratio=ratio, calls=calls):
+            calls.append(work)
+            return ratio if len(calls) % 2 else 1.0
+
+        monkeypatch.setattr(products, "_seconds", seconds)
+        assert products._wins("packed", 4, "narrow") == (ratio > 1.25)
+        turns.append(len(calls) // 2 - 1)
+    assert turns == [products._TURNS, products._MOST_TURNS, products._TURNS]
+
+
+@pytest.mark.parametrize("problem", ["missing", "other numbers"])
+def test_where_onednn_is_missing_or_computes_something_else_mkl_is_chosen(
+    monkeypatch, unmeasured, problem
+):
     def multiply(rows, matrix, bias=None):
-        if fault == "missing":
+        if problem == "missing":
             raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute")
         return rows.new_ones(len(rows), len(matrix))
 
-    products.choose.cache_clear()
     monkeypatch.setattr(products, "multiply", multiply)
     monkeypatch.setattr(products, "_MARGIN", 0.0)
-    try:
-        assert products.choose() == []
-    finally:
-        products.choose.cache_clear()
+    assert products.choose() == []
+    says = {"missing": "no such products", "other numbers": "not those of MKL"}
+    assert says[problem] in products.fault()
 
 
 def test_threads_are_as_before_the_measurement():

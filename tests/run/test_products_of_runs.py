@@ -7,6 +7,7 @@ import yaml
 
 from rloo.config.config import RLOOConfig
 from rloo.model import products
+from rloo.run import machine
 from support.training import make_config, make_trainer, metrics_of, weights
 
 
@@ -22,21 +23,23 @@ def make(folder, **options):
 
 
 def test_what_was_chosen_is_recorded_and_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(products, "choose", lambda: ["packed", "backward"])
+    monkeypatch.setattr(machine, "_WORTH_MEASURING", 0)
+    chosen = ["packed", "forward:many:wide", "backward"]
+    monkeypatch.setattr(products, "choose", lambda: chosen)
     first = make(tmp_path, onednn=None, max_steps=1)
     first.train()
     recorded = yaml.safe_load(Path(first.args.output_dir, "config.yaml").read_text())
-    assert recorded["onednn"] == ["packed", "backward"]
+    assert recorded["onednn"] == chosen
     monkeypatch.setattr(products, "choose", lambda: ["forward"])
     resumed = make(tmp_path, onednn=None, max_steps=2, resume_from_checkpoint="auto")
     resumed.train()
-    assert products.in_use() == ["packed", "backward"]
+    assert products.in_use() == chosen
     assert not any("onednn" in note for note in resumed.policy.notes)
 
 
 def test_another_choice_is_told(tmp_path):
     make(tmp_path, onednn=["packed"], max_steps=1).train()
-    resumed = make(tmp_path, max_steps=2, resume_from_checkpoint="auto")
+    resumed = make(tmp_path, onednn=[], max_steps=2, resume_from_checkpoint="auto")
     resumed.train()
     assert any("onednn ['packed'] -> []" in note for note in resumed.policy.notes)
 
@@ -54,5 +57,31 @@ def test_a_run_with_onednn_is_the_run_with_mkl_to_rounding(tmp_path):
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="sampling is none of packed, forward, backward"):
-        RLOOConfig(onednn=["sampling"])
+    for name in ("sampling", "packed:some:wide", "forward:few:wide"):
+        expected = (
+            f"{name} is none of packed, forward, backward, nor a class of them as forward:some"
+        )
+        with pytest.raises(ValueError, match=expected):
+            RLOOConfig(onednn=["packed:wide", name])
+
+
+def test_a_small_model_is_not_measured_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(products, "choose", None)
+    products.use(["packed"])  # by another run of this process
+    trainer = make(tmp_path)
+    assert trainer.args.onednn is None and products.in_use() == []
+    monkeypatch.setattr(machine, "_WORTH_MEASURING", trainer.model.num_parameters())
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        make(tmp_path / "measured")
+
+
+def test_without_onednn_a_note_says_that_mkl_computes(tmp_path, monkeypatch):
+    monkeypatch.setattr(products, "fault", lambda: "this torch has no such products")
+    notes = make(tmp_path / "asked", onednn=["packed"]).policy.notes
+    assert (
+        "MKL computes all products, not oneDNN: this torch has no such products (onednn)" in notes
+    )
+    assert products.in_use() == []
+    monkeypatch.setattr(machine, "_WORTH_MEASURING", 0)
+    assert any("not oneDNN" in note for note in make(tmp_path / "measured").policy.notes)
+    assert not any("not oneDNN" in n for n in make(tmp_path / "mkl", onednn=[]).policy.notes)

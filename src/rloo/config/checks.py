@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from itertools import chain
 
 from rloo.config import deepspeed
 from rloo.config.batches import batches_of
@@ -20,8 +21,12 @@ from rloo.config.vllm_checks import check_vllm
 from rloo.config.vllm_options import VLLMOptions
 from rloo.dist import process_count
 
-# Kinds of products that oneDNN may compute on a CPU: see `rloo.model.products`.
-PRODUCTS = ("packed", "forward", "backward")
+# Kinds of products that oneDNN may compute on a CPU, and their classes: see `rloo.model.products`.
+_SHAPES = [f"{rows}:{width}" for rows in ("some", "many") for width in ("narrow", "wide")]
+PRODUCTS = {
+    "packed": ("packed:narrow", "packed:wide"),
+    **{kind: tuple(f"{kind}:{shape}" for shape in _SHAPES) for kind in ("forward", "backward")},
+}
 # Completions of one rollout, or of one evaluated prompt: each is an object in this process.
 MOST_COMPLETIONS = 2**17
 BATCH_SIZES = (
@@ -151,9 +156,11 @@ def _check_run(config: Options) -> None:
             "overwrite_output_dir and resume_from_checkpoint are both given; overwriting would "
             "delete the checkpoint to resume from, so set only one"
         )
-    if unknown := [kind for kind in config.onednn or [] if kind not in PRODUCTS]:
+    known = {*PRODUCTS, *chain(*PRODUCTS.values())}
+    if unknown := [name for name in config.onednn or [] if name not in known]:
         raise ValueError(
-            f"onednn is {config.onednn}; {unknown[0]} is none of {', '.join(PRODUCTS)} (onednn)"
+            f"onednn is {config.onednn}; {unknown[0]} is none of {', '.join(PRODUCTS)}, nor a "
+            f"class of them as {PRODUCTS['forward'][0]} (onednn)"
         )
     if config.bf16 and config.fp16:
         raise ValueError("bf16 and fp16 are both true; choose one")

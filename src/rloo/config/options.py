@@ -274,7 +274,7 @@ class Options:
     tf32: bool | None = MACHINE.shared(None,
         "Let a GPU multiply float32 matrices in TF32; null leaves it to torch.")
     num_threads: int | None = MACHINE.own(None, "CPU threads; null measures what is fastest.")
-    onednn: list[str] | None = MACHINE.own([],
+    onednn: list[str] | None = MACHINE.own(None,
         "CPU products by oneDNN, not MKL: packed (sampling), forward, backward; null measures.")
     cpu_kernels: bool | None = MACHINE.own(None,
         "Kernels in C, built at the start, for sampling and updates on a CPU; null: if possible.")

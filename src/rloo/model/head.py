@@ -132,7 +132,7 @@ def blocked_scores(hidden: Tensor, matrix: Matrix, targets: Tensor, temperature:
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor) -> Tensor:
     """rows @ weight.T + bias, in `place` where the library that multiplies can."""
-    if products.multiplies("forward", len(rows)):
+    if products.multiplies("forward", len(rows), weight):
         return products.multiply(rows, weight, bias)
     if bias is None:
         return torch.mm(rows, weight.t(), out=place)
@@ -140,7 +140,7 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor) -
 
 
 def _multiply_back(block: Tensor, weight: Tensor, place: Tensor) -> None:
-    if products.multiplies("backward", len(block)):
+    if products.multiplies("backward", len(block), weight):
         place.copy_(products.multiply(block, weight.t()))
     else:
         torch.mm(block, weight, out=place)
@@ -148,7 +148,7 @@ def _multiply_back(block: Tensor, weight: Tensor, place: Tensor) -> None:
 
 def _add_outer(total: Tensor, hidden: Tensor, block: Tensor) -> None:
     """Add the gradient of the matrix, transposed (D, V): that product is the faster one."""
-    if products.multiplies("backward", len(block)):
+    if products.multiplies("backward", len(block), total):
         total += products.outer(block, hidden).t()
     else:
         total.addmm_(hidden.t(), block)

@@ -2,14 +2,17 @@
 
 torch computes them with MKL, which on some processors reaches less than half of what oneDNN does,
 which torch has, too, and uses for bfloat16. Which one is used is asked for here alone, by kinds of
-products: those of the sampler's `packed` matrices, and those of a layer's `forward` and `backward`.
+products, those of the sampler's `packed` matrices and those of a layer's `forward` and `backward`,
+and by classes of shapes: `some` rows or `many`, a `narrow` matrix or a `wide` one.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,33 +20,55 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from rloo.config.checks import PRODUCTS as KINDS
+from rloo.config.checks import PRODUCTS
 
+KINDS = tuple(PRODUCTS)
 # A matrix that is not packed is rearranged for each product, which few rows do not repay.
 MIN_ROWS = 16
+MANY_ROWS = 256
+# The longer side of a matrix, for instance the vocabulary, that makes it a wide one.
+WIDE = 4096
+# Rows whose gradients are multiplied at once: they are copied transposed.
+BLOCK_ROWS = 1024
 # By this much oneDNN must be faster: a tie goes to MKL, so that two starts on a machine agree.
 _MARGIN = 1.25
-# Of the measurement: rows and matrix of each kind, how often each library has its turn.
-_SHAPES = {"packed": (8, 384, 1024), "forward": (64, 384, 1024), "backward": (64, 384, 1024)}
-_TURNS = 7
+# Of the measurement: rows and matrices of each class, how often each library has its turn, at least
+# and at most, and between which ratios more turns are taken.
+_ROWS = {"packed": (4, 64), "some": (MIN_ROWS, 64), "many": (MANY_ROWS,)}
+_MATRICES = {"narrow": (384, 1024), "wide": (384, WIDE)}
+_TURNS, _MOST_TURNS, _UNCLEAR = 3, 9, (1.1, 1.5)
 _in_use: frozenset[str] = frozenset()
 
 
-def use(kinds: Collection[str]) -> None:
-    """Have oneDNN compute products of these kinds from now on, in this process."""
+def use(names: Collection[str]) -> None:
+    """Have oneDNN compute products of these kinds, or classes of them, from now on, in this
+    process."""
     global _in_use
-    _in_use = frozenset(kinds)
+    _in_use = frozenset(each for name in names for each in PRODUCTS.get(name, (name,)))
 
 
 def in_use() -> list[str]:
-    """The kinds that oneDNN computes."""
-    return [kind for kind in KINDS if kind in _in_use]
+    """What oneDNN computes: kinds, or the classes of those of which it does not compute all."""
+    return _names(_in_use)
+
+
+def _names(classes: Collection[str]) -> list[str]:
+    found = []
+    for kind, all_of_it in PRODUCTS.items():
+        own = [each for each in all_of_it if each in classes]
+        found += [kind] if len(own) == len(all_of_it) else own
+    return found
+
+
+def _width(matrix: Tensor) -> str:
+    return "wide" if max(matrix.shape) >= WIDE else "narrow"
 
 
 def packs(matrix: Tensor) -> bool:
     """Whether oneDNN is to multiply by this one."""
     kinds = (torch.float32, torch.bfloat16)
-    return "packed" in _in_use and matrix.device.type == "cpu" and matrix.dtype in kinds
+    asked = f"packed:{_width(matrix)}" in _in_use
+    return asked and matrix.device.type == "cpu" and matrix.dtype in kinds
 
 
 def pack(matrix: Tensor) -> Tensor:
@@ -57,41 +82,49 @@ def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor
     return torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
 
 
-def multiplies(kind: str, rows: int) -> bool:
-    """Whether oneDNN computes products of this kind with so many rows."""
-    return kind in _in_use and rows >= MIN_ROWS
+def multiplies(kind: str, rows: int, matrix: Tensor) -> bool:
+    """Whether oneDNN computes products of this kind, forward or backward, of so many rows."""
+    shape = f"{'many' if rows >= MANY_ROWS else 'some'}:{_width(matrix)}"
+    return rows >= MIN_ROWS and f"{kind}:{shape}" in _in_use
 
 
 class _Product(torch.autograd.Function):
-    """`F.linear` of (T, K) and (N, K), with gradients."""
+    """`F.linear` of (T, K) and (N, K), with gradients. `by_onednn`: whether the forward is, and
+    whether the backward is."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, by_onednn: tuple[bool, bool]
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        if "forward" in _in_use:
-            return multiply(rows, weight, bias)
-        return F.linear(rows, weight, bias)
+        ctx.by_onednn = by_onednn[1]
+        return (multiply if by_onednn[0] else F.linear)(rows, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         of_rows = of_weight = of_bias = None
-        by_onednn = "backward" in _in_use
         if ctx.needs_input_grad[0]:
-            of_rows = multiply(grad, weight.t()) if by_onednn else grad @ weight
+            of_rows = multiply(grad, weight.t()) if ctx.by_onednn else grad @ weight
         if ctx.needs_input_grad[1]:
-            of_weight = outer(grad, rows) if by_onednn else grad.t() @ rows
+            of_weight = outer(grad, rows) if ctx.by_onednn else grad.t() @ rows
         if ctx.needs_input_grad[2]:
             of_bias = grad.sum(0)
-        return of_rows, of_weight, of_bias
+        return of_rows, of_weight, of_bias, None
 
 
 def outer(grad: Tensor, rows: Tensor) -> Tensor:
-    """grad.T @ rows by oneDNN: the wider of the two is the matrix."""
-    if grad.shape[1] > rows.shape[1]:
-        return multiply(rows.t(), grad.t()).t()
-    return multiply(grad.t(), rows.t())
+    """grad.T @ rows: the wider of the two is the matrix. Both are copied in oneDNN's order, so it
+    is done block by block."""
+    swapped = grad.shape[1] > rows.shape[1]
+    one, other = (rows, grad) if swapped else (grad, rows)
+    total: Tensor | None = None
+    for left, right in zip(one.split(BLOCK_ROWS), other.split(BLOCK_ROWS), strict=True):
+        part = multiply(left.t(), right.t())
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total.t() if swapped else total
 
 
 class Linear(nn.Linear):
@@ -103,13 +136,16 @@ class Linear(nn.Linear):
         rows = input.numel() // self.in_features
         if (
             rows < MIN_ROWS
-            or not _in_use & {"forward", "backward"}
+            or not _in_use
             or not input.dtype == weight.dtype == torch.float32
             or weight.device.type != "cpu"
             or torch.is_autocast_enabled("cpu")
         ):
             return super().forward(input)
-        output = _Product.apply(input.reshape(rows, -1), weight, self.bias)
+        by_onednn = multiplies("forward", rows, weight), multiplies("backward", rows, weight)
+        if not any(by_onednn):
+            return super().forward(input)
+        output = _Product.apply(input.reshape(rows, -1), weight, self.bias, by_onednn)
         return output.view(*input.shape[:-1], -1)
 
 
@@ -121,41 +157,58 @@ def install(model: nn.Module) -> None:
 
 
 @cache
+def fault() -> str | None:
+    """Why oneDNN cannot compute products here, or None."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2 * MIN_ROWS, 24), (40, 24), (2 * MIN_ROWS, 40))
+    rows, matrix, grad = (torch.randn(shape, generator=generator) for shape in shapes)
+    try:
+        ours = multiply(rows, pack(matrix)), multiply(grad, matrix.t()), outer(grad, rows)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return "this torch has no such products"
+    theirs = rows @ matrix.t(), grad @ matrix, grad.t() @ rows
+    same = (torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(ours, theirs, strict=True))
+    return None if all(same) else "its products are not those of MKL"
+
+
+@cache
 def choose() -> list[str]:
-    """The kinds that oneDNN computes faster here by one thread, measured for some hundredths of a
-    second; none where torch has no oneDNN, or what it computes is not the same."""
+    """What oneDNN computes faster here by one thread, measured for some tenths of a second; nothing
+    where there is a `fault`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more are disturbed by whatever else runs
     try:
-        return [kind for kind in KINDS if _is_faster(kind)]
+        return [] if fault() else _names(list(filter(_is_faster, chain(*PRODUCTS.values()))))
     finally:
         torch.set_num_threads(threads)
 
 
-def _is_faster(kind: str) -> bool:
-    rows, width, height = _SHAPES[kind]
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((rows, width), (height, width), (rows, height))
-    a, b, c = (torch.randn(shape, generator=generator) for shape in shapes)
-    try:
-        if kind == "backward":
-            theirs, ours = lambda: [c @ b, c.t() @ a], lambda: [multiply(c, b.t()), outer(c, a)]
-        else:
-            matrix = pack(b) if kind == "packed" else b
-            theirs, ours = lambda: [F.linear(a, b)], lambda: [multiply(a, matrix)]
-        if not all(map(_are_close, ours(), theirs())):
-            return False
-    except (AttributeError, NotImplementedError, RuntimeError):  # a torch without it
-        return False
-    seconds = [(_seconds(theirs), _seconds(ours)) for _ in range(_TURNS)]
-    return min(one for one, _ in seconds) > _MARGIN * min(other for _, other in seconds)
+def _is_faster(name: str) -> bool:
+    """Whether oneDNN is, for each number of rows that is tried of this class."""
+    kind, *rows, width = name.split(":")
+    return all(_wins(kind, number, width) for number in _ROWS[rows[0] if rows else kind])
+
+
+def _wins(kind: str, rows: int, width: str) -> bool:
+    inner, outer = _MATRICES[width]
+    a, b, c = torch.ones(rows, inner), torch.ones(outer, inner), torch.ones(rows, outer)
+    if kind == "backward":
+        theirs, ours = lambda: [c @ b, c.t() @ a], lambda: [multiply(c, b.t()), outer(c, a)]
+    else:
+        matrix = pack(b) if kind == "packed" else b
+        theirs, ours = lambda: F.linear(a, b), lambda: multiply(a, matrix)
+    best = [math.inf, math.inf]
+    for turn in range(1 + _MOST_TURNS):  # the first calls prepare
+        seconds = [_seconds(work) for work in (theirs, ours)]
+        best = list(map(min, best, seconds)) if turn else best
+        ratio = best[0] / best[1] if turn else 1.0
+        if turn >= _TURNS and not _UNCLEAR[0] < ratio < _UNCLEAR[1]:
+            break
+    return ratio > _MARGIN
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    """Of this thread's processor time, which others on the machine do not lengthen."""
+    start = time.thread_time()
     work()
-    return time.perf_counter() - start
-
-
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+    return time.thread_time() - start

@@ -6,10 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-<<<<<<< HEAD
 from collections.abc import Mapping
-=======
->>>>>>> gpu
 from typing import Any
 
 import torch
@@ -19,10 +16,13 @@ from rloo import kernels
 from rloo.config.config import RLOOConfig
 from rloo.model import products
 from rloo.model.policy import Policy
+from rloo.model.quantization import count_parameters
 from rloo.run.preflight import check_threads
 
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# With fewer parameters a run is over before a faster library has repaid its measurement.
+_WORTH_MEASURING = 2**20
 
 
 def keep_freed_memory() -> None:
@@ -73,14 +73,30 @@ def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
     return f"decoding took {saved:.0f} % less time than with {other} in a short test; num_threads"
 
 
+def _settle_products(policy: Policy, args: RLOOConfig) -> None:
+    """Have oneDNN compute what `onednn` says, or what a measurement in the main process finds it
+    faster at. Where some process has no oneDNN, or one that computes other numbers, MKL does all,
+    with a note."""
+    chosen = args.onednn
+    if chosen is None and count_parameters(policy.model) < _WORTH_MEASURING:
+        chosen = []
+    fault = products.fault() if chosen != [] else None
+    if policy.world.any(fault is not None):
+        here = fault or "another process cannot use it"
+        policy.notes.append(f"MKL computes all products, not oneDNN: {here} (onednn)")
+        chosen = []
+    if chosen is None:
+        chosen = policy.world.from_main(products.choose() if policy.world.is_main else [])
+    products.use(chosen)
+
+
 def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
     """Settle which library multiplies (`onednn`) and whether kernels in C compute (`cpu_kernels`),
     the same for all processes; a note tells why they do not. Raises ValueError where they are asked
     for and a process cannot have them."""
     on_cpu, reason = policy.device.type == "cpu", None
     if on_cpu:
-        chosen = products.choose() if args.onednn is None else args.onednn
-        products.use(policy.world.from_main(chosen))
+        _settle_products(policy, args)
     if args.cpu_kernels is not False:
         here = kernels.why_not() if on_cpu else "the model is not on a CPU"
         reason = next(filter(None, policy.world.gather(here)), None)
