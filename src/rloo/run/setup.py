@@ -353,6 +353,12 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
                 "(rollout_copy, rollout_dtype, rollout_engine)"
             )
     policy.notes += [note] if note else []
+    room = engine.facts.cache_bytes
+    if policy.device.type == "cuda" and room is not None:
+        policy.notes.append(
+            f"keys and values of completions sampled at once may take {gigabytes(room)}: what is "
+            "free of the GPU now but for a tenth, and asked again for each rollout"
+        )
     return engine
 
 
