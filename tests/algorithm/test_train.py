@@ -209,6 +209,7 @@ def test_the_result_loads_with_transformers_and_says_what_it_is(tmp_path):
     assert RLOOConfig(**summary["config"]) == replace(
         config,
         packing=True,
+        cpu_kernels=summary["config"]["cpu_kernels"],
         rollout_engine="native",
         max_tokens_per_micro_batch=summary["config"]["max_tokens_per_micro_batch"],
     )

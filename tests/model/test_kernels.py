@@ -29,13 +29,6 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _as_before():
-    before = kernels.in_use()
-    yield
-    kernels.use(before)
-
-
 def installed(module):
     layers.install(module)
     kernels.use(True)

@@ -101,7 +101,7 @@ def test_the_chunks_of_the_head_are_foreseen(monkeypatch):
     config = transformers.LlamaConfig(vocab_size=4096, num_hidden_layers=1, **options)
     policy = make_policy(transformers.AutoModelForCausalLM.from_config(config))
     samples = make_samples(16, 100, 8, 4)
-    assert measured_peak_bytes(policy, samples) > 60e6
+    assert measured_peak_bytes(policy, samples) > 52e6
     monkeypatch.setattr(memory, "CHUNK_ELEMENTS", 2**20)
     chunked = measured_peak_bytes(policy, samples)
     assert chunked < 40e6

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import BitsAndBytesConfig
 
-from rloo import RLOOConfig, RLOOTrainer
+from rloo import RLOOConfig, RLOOTrainer, kernels
 from rloo.engines import EngineInputs, build_engine
 from rloo.model import quantization
 from rloo.model.adapters import load_adapter
@@ -219,6 +219,7 @@ def test_the_saved_adapter_is_what_peft_loads_on_a_base_of_few_bits(tmp_path, fo
     config = make_config(tmp_path, load_in_4bit=True)
     trainer = make_trainer(config, folder)
     trainer.train()
+    kernels.use(False)  # as in a model that was only loaded
     expected = logits_of(trainer.policy.model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)

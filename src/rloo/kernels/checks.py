@@ -53,7 +53,7 @@ def _norm(random: Callable[..., Tensor]) -> Pairs:
     x, weight, grad = random(_ROWS, _WIDTH), random(_WIDTH), random(_ROWS, _WIDTH)
     y, inverse = update.rms_norm(x, weight, 1e-3)
     leaves = _leaves(x, weight)
-    theirs = _normal(*leaves, 1e-3)
+    theirs = _normal(leaves[0], leaves[1], 1e-3)
     theirs.backward(grad.double())
     yield y, theirs
     ours = update.rms_norm_backward(grad, x, weight, inverse)
@@ -75,7 +75,7 @@ def _rotary(random: Callable[..., Tensor]) -> Pairs:
     turns = random(1, _ROWS, _SIZE), random(1, _ROWS, _SIZE)
     leaves = _leaves(x, weight)
     cosine, sine = (turn.double()[:, :, None] for turn in turns)
-    normal = _normal(*leaves, 1e-3)
+    normal = _normal(leaves[0], leaves[1], 1e-3)
     one, other = normal.chunk(2, dim=-1)
     theirs = normal * cosine + torch.cat((-other, one), dim=-1) * sine
     theirs.backward(grad.double())
