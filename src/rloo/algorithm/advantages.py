@@ -194,7 +194,7 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
                 add(sums, dict(zip(("kl", "tokens", "sequences"), (kl, *counts), strict=True)))
         return {} if holders else old, penalties, sums
 
-    with policy.in_step(), policy.casting_once():
+    with policy.in_step():
         parts = policy.world.attempt(compute)
     sums, stats = Tally(), {}
     penalties: dict[Key, Tensor] = {}

@@ -160,9 +160,10 @@ class PackedLayout:
         if query.device.type == "cpu" and plain and options.sliding_window is None:
             # Not in 16 bits, in which its backward is many times slower on a CPU.
             dtype = torch.promote_types(value.dtype, torch.float32)
-            precise = (x[0].to(dtype) for x in (query, key, value))
-            output = attend_packed(*precise, self._calls, scaling=options.scaling_of(query))
-            return output[None].to(value.dtype)
+            scaling, given = options.scaling_of(query), value.dtype
+            query, key, value = (x[0].to(dtype) for x in (query, key, value))
+            output = attend_packed(query, key, value, self._calls, scaling=scaling)
+            return output[None].to(given)
         return self._attend_in_rows(query, key, value, options)
 
     def _attend_in_rows(
