@@ -193,7 +193,7 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
                 gather(sums, {"kl": kl, "tokens": watched_T.sum(), "sequences": watched_N.sum()})
         return {} if holders else old, on_host(penalties), read(sums)
 
-    with policy.in_step(), policy.casting_once():
+    with policy.in_step():
         parts = policy.world.attempt(compute)
     sums, stats = Tally(), {}
     penalties: dict[Key, Tensor] = {}

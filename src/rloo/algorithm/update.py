@@ -15,6 +15,7 @@ from rloo.algorithm.transfer import bring_seen, holders_of, with_tokens
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, deal
+from rloo.model.casts import casting_once
 from rloo.model.logprobs import TokenScores
 from rloo.model.policy import Policy
 from rloo.report.metrics import sampled_entropy
@@ -73,7 +74,7 @@ def update(
         return read(tally)
 
     tally: Tally = {}
-    with policy.in_step(), policy.casting_once():
+    with policy.in_step(), casting_once(policy):
         done = policy.world.attempt(compute)
     for sums in done:
         add(tally, sums)

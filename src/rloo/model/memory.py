@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloo.model.batch import count_input_tokens, make_sample
+from rloo.model.casts import casting_once
 from rloo.model.division import local
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.optimizers import build_optimizer
@@ -276,7 +277,7 @@ def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> li
     policy.stepper.fill()
 
     def work(mark: Mark) -> None:
-        with _marked_layers(policy.model, mark), policy.casting_once():
+        with _marked_layers(policy.model, mark), casting_once(policy):
             batch = policy.batch(samples)
             logprobs = policy.logprobs(batch, chunk_elements=chunk_elements).logprobs
             mark()

@@ -189,7 +189,7 @@ class Policy:
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probs (T,) under the frozen reference. Raises ValueError without one (beta 0)."""
-        # What is cast without gradients is of no use to the policy (`casting_once`).
+        # What is cast without gradients is of no use to the policy (see `casts`).
         with self._autocast(keeps=False):
             return self.reference.logprobs(batch)
 
@@ -200,15 +200,6 @@ class Policy:
             keeps = keeps and not self.divides
             return torch.autocast(self.device.type, dtype=dtype, cache_enabled=keeps)
         return nullcontext()
-
-    def casting_once(self) -> AbstractContextManager[Any]:
-        """Inside, where the weights must not change, autocast casts those that are trained for the
-        first micro-batch alone; not with reentrant checkpointing, which casts without gradients."""
-        reentrant = (self.config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
-        if self.divides or reentrant or not (self.config.bf16 or self.config.fp16):
-            return nullcontext()
-        # Of contexts in one another, the outermost drops what was cast; this one casts nothing.
-        return torch.autocast(self.device.type, enabled=False)
 
     def _offloading(self) -> AbstractContextManager[Any]:
         if self.config.activation_offloading and torch.is_grad_enabled():

@@ -196,7 +196,7 @@ def _wins(kind: str, rows: int, width: str) -> bool:
         theirs, ours = lambda: [c @ b, c.t() @ a], lambda: [multiply(c, b.t()), outer(c, a)]
     else:
         matrix = pack(b) if kind == "packed" else b
-        theirs, ours = lambda: F.linear(a, b), lambda: multiply(a, matrix)
+        theirs, ours = lambda: [F.linear(a, b)], lambda: [multiply(a, matrix)]
     best = [math.inf, math.inf]
     for turn in range(1 + _MOST_TURNS):  # the first calls prepare
         seconds = [_seconds(work) for work in (theirs, ours)]

@@ -193,10 +193,11 @@ class PackedLayout:
             return gpu_attention.attend_packed(query, key, value, calls, scaling=scaling)[None]
         if device.type == "cpu":
             # Not in 16 bits, in which its backward is many times slower on a CPU.
-            precise = torch.promote_types(value.dtype, torch.float32)
-            query, key, states = (x[0].to(precise) for x in (query, key, value))
-            output = attend_packed(query, key, states, self._calls, scaling=scaling)
-            return output[None].to(value.dtype)
+            dtype = torch.promote_types(value.dtype, torch.float32)
+            given = value.dtype
+            query, key, value = (x[0].to(dtype) for x in (query, key, value))
+            output = attend_packed(query, key, value, self._calls, scaling=scaling)
+            return output[None].to(given)
         return self._attend_in_rows(query, key, value, options)
 
     def _attend_in_rows(
