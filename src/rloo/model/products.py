@@ -190,8 +190,8 @@ def _is_faster(name: str) -> bool:
 
 
 def _wins(kind: str, rows: int, width: str) -> bool:
-    inner, outer = _MATRICES[width]
-    a, b, c = torch.ones(rows, inner), torch.ones(outer, inner), torch.ones(rows, outer)
+    depth, height = _MATRICES[width]
+    a, b, c = torch.ones(rows, depth), torch.ones(height, depth), torch.ones(rows, height)
     if kind == "backward":
         theirs, ours = lambda: [c @ b, c.t() @ a], lambda: [multiply(c, b.t()), outer(c, a)]
     else:
