@@ -97,6 +97,7 @@ class GivenPolicy:
 
     max_tokens, packed, aux_loss_weight = 10**9, True, 0.0
     world = World(torch.device("cpu"))
+    config, divides = RLOOConfig(bf16=False, use_cpu=True), False
 
     def __init__(self, rollout: Rollout) -> None:
         self.rows = row_of_key(rollout)
