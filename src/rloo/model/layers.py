@@ -86,7 +86,8 @@ class _RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not computes(hidden_states, self.weight):
-            return super().forward(hidden_states)  # type: ignore[misc,no-any-return]
+            theirs: Tensor = super().forward(hidden_states)
+            return theirs
         result: Tensor = _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
         return result
 
@@ -94,9 +95,14 @@ class _RMSNorm(nn.Module):
 class _MLP(nn.Module):
     """Before a gated layer of transformers."""
 
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+    act_fn: Any
+
     def forward(self, x: Tensor) -> Any:
         if not computes(x):
-            return super().forward(x)  # type: ignore[misc]
+            return super().forward(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         if computes(gate, up):
             return self.down_proj(_GatedUnit.apply(gate, up))
@@ -105,6 +111,15 @@ class _MLP(nn.Module):
 
 class _Attention(nn.Module):
     """Before an attention of transformers: what it does without a cache."""
+
+    config: Any
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: Any
+    head_dim: int
+    scaling: float
+    attention_dropout: float
 
     def forward(
         self,
@@ -121,7 +136,7 @@ class _Attention(nn.Module):
             or implementation not in ALL_ATTENTION_FUNCTIONS
             or not computes(hidden_states, *position_embeddings)
         ):
-            return super().forward(  # type: ignore[misc]
+            return super().forward(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
@@ -174,7 +189,9 @@ def install(model: nn.Module) -> None:
     else is called a module's, stay."""
     for module in model.modules():
         if (kind := _kind_of(module)) is not None:
-            module.__class__ = _asking(type(module), kind)
+            theirs: Any = type(module)
+            ours: Any = kind
+            module.__class__ = _asking(theirs, ours)
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
@@ -189,6 +206,6 @@ def _kind_of(module: nn.Module) -> type[nn.Module] | None:
 
 
 @cache
-def _asking(theirs: type[nn.Module], ours: type[nn.Module]) -> type[nn.Module]:
+def _asking(theirs: Any, ours: Any) -> type[nn.Module]:
     named = {"__module__": __name__, "__qualname__": theirs.__qualname__}
     return type(theirs.__name__, (ours, theirs), named)

@@ -119,7 +119,7 @@ def arithmetic() -> dict[str, Any]:
 def resume_arithmetic(config: RLOOConfig, before: Mapping[str, Any]) -> list[str]:
     """Go on with what computed in an earlier session, unless the options say otherwise; returns
     what is another now."""
-    earlier = {"onednn": [], "cpu_kernels": False} | before  # newer options
+    earlier = {"onednn": [], "cpu_kernels": False, **before}  # newer options
     if config.num_threads is None:
         torch.set_num_threads(earlier["num_threads"])
     if config.onednn is None:
