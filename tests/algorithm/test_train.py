@@ -210,6 +210,7 @@ def test_the_result_loads_with_transformers_and_says_what_it_is(tmp_path):
         config,
         packing=True,
         cpu_kernels=summary["config"]["cpu_kernels"],
+        onednn=[],  # too small a model for a measurement
         rollout_engine="native",
         max_tokens_per_micro_batch=summary["config"]["max_tokens_per_micro_batch"],
     )

@@ -142,7 +142,7 @@ def test_an_engine_is_made_with_one_layer_after_the_other(make):
             "intermediate_size": 384,
         }
     )
-    policy = make(AutoModelForCausalLM.from_config(config).float(), num_threads=1)
+    policy = make(AutoModelForCausalLM.from_config(config).float(), num_threads=1, onednn=[])
     weights = sum(p.numel() * p.itemsize for p in policy.model.parameters())
     largest = max(p.numel() * p.itemsize for p in policy.model.parameters())
     made = []

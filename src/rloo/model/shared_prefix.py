@@ -145,7 +145,7 @@ class PackedLayout:
     @cached_property
     def _segments(self) -> gpu_attention.Calls:
         """`_calls` for a GPU."""
-        own, shared = self._calls
+        own, shared = self._calls.own, self._calls.shared
 
         def segments(queries: Sequence[slice], keys: Sequence[slice]) -> gpu_attention.Segments:
             lengths = [[s.stop - s.start for s in slices] for slices in (queries, keys)]

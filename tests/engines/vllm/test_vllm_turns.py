@@ -245,6 +245,6 @@ def test_an_answers_token_changes_no_gradient_but_as_context(group, packing):
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             apart = (found[name] - gradient).norm()
-            assert apart <= 2e-5 * gradient.norm() + 1e-8, name
+            assert apart <= 5e-5 * gradient.norm() + 1e-8, name
     changed = production(whole, packing), production(other, packing)
     assert any(not torch.equal(changed[0][name], changed[1][name]) for name in before)
