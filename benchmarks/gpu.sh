@@ -35,12 +35,12 @@ measure() {
     fi
 }
 
-# peers SECONDS NAME STEPS SIDE...
+# peers SECONDS NAME ROUNDS SIDE...
 peers() {
-    local seconds=$1 name=$2 steps=$3
+    local seconds=$1 name=$2 rounds=$3
     shift 3
-    measure "$seconds" "$name" "$python" -m benchmarks.peers --workload "$name" --steps "$steps" \
-        --sides "$@" --json "$folder/$name.json"
+    measure "$seconds" "$name" "$python" -m benchmarks.peers --workload "$name" \
+        --rounds "$rounds" --seeds 1 --results "$folder/$name.jsonl" --sides "$@"
 }
 
 if [[ ! $dry ]]; then

@@ -11,7 +11,8 @@ from __future__ import annotations
 import tempfile
 import time
 
-from benchmarks.peers import make_job
+from benchmarks.jobs import make_job
+from benchmarks.turns import Setting
 from benchmarks.workloads import WORKLOADS
 
 _CALLS = 3
@@ -24,7 +25,7 @@ def main() -> None:
 
     from benchmarks.shapes import make_random_model, make_word_tokenizer
 
-    job = make_job(WORKLOADS["SG"], _CALLS - 1, 2)
+    job = make_job(WORKLOADS["SG"], range(1, _CALLS), 42, Setting(threads=2))
     with tempfile.TemporaryDirectory() as folder:
         model = make_random_model(job["shape"], "cuda", dtype=torch.bfloat16)
         model.save_pretrained(folder)

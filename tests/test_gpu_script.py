@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.peers import Spec, choose
+from benchmarks import gpu_vllm
+from benchmarks.jobs import make_job
+from benchmarks.peers import parse
+from benchmarks.turns import Setting
 from benchmarks.workloads import WORKLOADS
 from rloo.config.config import RLOOConfig
 
@@ -40,10 +43,10 @@ def test_its_commands_are_there_and_end_in_8_minutes(tmp_path):
     assert all(WORKLOADS[name].cuda for name in names)
     for name, command in zip(names, peers, strict=True):
         assert command[2] == "benchmarks.peers"
-        sides = re.search(r"--sides (.*) --json", command[3])[1].split()
-        assert choose(name, sides)
-        for side in sides:
-            spec = Spec.parse(side)
+        options = parse(command[3].split())
+        assert options.rounds > 0 and options.seeds == 1
+        for spec, workload in options.chosen[name]:
+            assert workload.name == name
             options = dict(option.split("=") for option in spec.options)
             RLOOConfig(**{option: value == "true" for option, value in options.items()})
     assert last[2] == "benchmarks.gpu_vllm"
@@ -59,3 +62,8 @@ def test_without_a_gpu_it_says_so():
 
 def test_what_it_does_not_know_is_refused():
     assert run("--gpu").returncode == 2
+
+
+def test_what_vllm_is_given_suffices_for_all_calls():
+    job = make_job(WORKLOADS["SG"], range(1, gpu_vllm._CALLS), 42, Setting(threads=2))
+    assert len(job["prompt_ids"]) == gpu_vllm._CALLS * job["num_prompts"]

@@ -1,6 +1,7 @@
 """Kernels in C: numbers and gradients of transformers' own modules, and who is left to torch."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -428,3 +429,29 @@ def test_a_kernel_that_computes_something_else_is_found(name, part, monkeypatch)
         assert "differs from torch's" in kernels.why_not()
     finally:
         checks.difference.cache_clear()
+
+
+@pytest.mark.parametrize("count", [0, 1, 1023, 65536, 200_003])
+def test_the_sum_of_squares(count):
+    x = torch.randn(count)
+    expected = float(x.double().square().sum())
+    assert update.sum_of_squares(x) == pytest.approx(expected, rel=1e-6)
+    if count:
+        x[-1] = float("nan")
+        assert math.isnan(update.sum_of_squares(x))
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e9, 0.0])
+def test_gradients_are_clipped_as_by_torch(limit):
+    found = []
+    for in_c in (True, False):
+        kernels.use(in_c)
+        policy = make_policy(make_model("llama"), max_grad_norm=limit, optim="sgd", learning_rate=1)
+        kernels.use(False)  # the gradients are the same
+        policy.logprobs(policy.batch(make_samples()))[0].sum().backward()
+        kernels.use(in_c)
+        norm = policy.stepper._clip()
+        found.append((norm, [p.grad.clone() for p in policy.parameters]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6) and found[0][0] > 0.5
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        close(one, other)

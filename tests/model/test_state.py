@@ -10,6 +10,7 @@ from torch import nn
 
 from rloo.model.state import (
     capture_rng,
+    first_not_finite,
     parameter_shapes,
     require_same_shapes,
     restore_rng,
@@ -90,3 +91,19 @@ def test_generator_states_of_absent_devices_are_reported(monkeypatch):
     here = len(state["cuda"])
     with pytest.warns(UserWarning, match=f"of {here + 2} CUDA devices and there are {here}"):
         restore_rng({**state, "cuda": [*state["cuda"], torch.zeros(1), torch.zeros(1)]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_the_first_tensor_that_is_not_finite_is_named(value, dtype):
+    tensors = {name: torch.ones(5, 7, dtype=dtype) for name in "abc"}
+    assert first_not_finite(tensors.items()) is None
+    tensors["b"][4, 6] = tensors["c"][0, 0] = value
+    assert first_not_finite(tensors.items()) == "b"
+    assert first_not_finite({"counts": torch.ones(3, dtype=torch.long), **tensors}.items()) == "b"
+
+
+def test_finite_numbers_whose_sum_is_not_are_finite():
+    large = torch.full((4,), torch.finfo(torch.float32).max)
+    assert not large.sum().isfinite()
+    assert first_not_finite([("large", large), ("none", torch.empty(0))]) is None

@@ -16,6 +16,7 @@ _SIGNATURES = {
     "rms_norm_backward": "ttttttt ll",
     "gated_unit": "ttt l",
     "gated_unit_backward": "ttttt l",
+    "sum_of_squares": "tt l",
     "rotary": "tttttt h",
     "rotary_backward": "ttttttttt h",
     "log_softmax": "tttttt llf",

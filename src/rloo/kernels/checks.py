@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rloo.kernels import attention, update
+from rloo.kernels import attention, decode, update
 
 # Widths that fill whole vectors and leave a rest.
 _ROWS, _WIDTH, _SIZE = 70, 83, 24
@@ -122,10 +122,27 @@ def _attention(random: Callable[..., Tensor]) -> Pairs:
     yield from zip(ours, (leaf.grad for leaf in leaves), strict=True)
 
 
+def _squares(random: Callable[..., Tensor]) -> Pairs:
+    x = random(_ROWS, _WIDTH)
+    yield torch.tensor(update.sum_of_squares(x)), x.double().square().sum()
+
+
+def _product(random: Callable[..., Tensor]) -> Pairs:
+    step = decode.columns()
+    x, weight, bias = random(_ROWS, _WIDTH), random(2 * step, _WIDTH), random(2 * step)
+    for matrix in (weight, weight.bfloat16()):
+        theirs = F.linear(x.double(), matrix.double(), bias.double())
+        yield decode.Panels(matrix, bias).times(x), theirs
+        gate, up = theirs.chunk(2, dim=-1)
+        yield decode.Panels(matrix, bias, gated=True).gated(x), F.silu(gate) * up
+
+
 _CHECKS: dict[str, Callable[[Callable[..., Tensor]], Pairs]] = {
     "norm": _norm,
     "gated unit": _gate,
     "rotary embedding": _rotary,
     "softmax": _softmax,
     "attention": _attention,
+    "sum of squares": _squares,
+    "product": _product,
 }

@@ -16,6 +16,7 @@
 #else
 #define MOST_ROWS 6
 #endif
+#define LINE 64 /* bytes that memory is read by */
 #define DRAW_BLOCK 128
 #define PARTS 4 /* of a thread's work, at least, so that threads end together */
 
@@ -29,20 +30,27 @@ int64_t rloo_columns(void)
 
 /* -- products -- */
 
+/* What is brought near meanwhile: `step` bytes for each row of a panel. */
+typedef struct {
+    const char *from;
+    int64_t step;
+} ahead;
+
+#define NOTHING ((ahead){0, 0})
+
 INLINE void multiply_rows(const int rows, const int is_half, const float *a, int64_t stride,
-                          const void *panel, const char *next, int64_t depth, vec (*sums)[2])
+                          const void *panel, ahead next, int64_t depth, vec (*sums)[2])
 {
-    const int64_t line = COLUMNS * (is_half ? 2 : 4);
     vec s[MOST_ROWS][2];
     UNROLL
     for (int r = 0; r < rows; r++)
         s[r][0] = s[r][1] = all(0);
     for (int64_t k = 0; k < depth; k++) {
         vec left, right;
-        if (next) {
-            __builtin_prefetch(next + k * line, 0, 2);
-            if (line > 64)
-                __builtin_prefetch(next + k * line + 64, 0, 2);
+        if (next.from) {
+            __builtin_prefetch(next.from + k * next.step, 0, 2);
+            if (next.step > LINE)
+                __builtin_prefetch(next.from + k * next.step + LINE, 0, 2);
         }
         if (is_half) {
             const uint16_t *w = (const uint16_t *)panel + k * COLUMNS;
@@ -63,19 +71,18 @@ INLINE void multiply_rows(const int rows, const int is_half, const float *a, int
         sums[r][0] = s[r][0], sums[r][1] = s[r][1];
 }
 
-/* The products of up to MOST_ROWS rows by one panel, into `sums`. What is read `next`, if anything,
-   is brought near meanwhile. */
+/* The products of up to MOST_ROWS rows by one panel, into `sums`. */
 static void multiply(int rows, int is_half, const float *a, int64_t stride, const void *panel,
-                     const char *next, int64_t depth, vec (*sums)[2])
+                     ahead next, int64_t depth, vec (*sums)[2])
 {
 #define CASE(n)                                                                                   \
     case n:                                                                                       \
         if (is_half)                                                                              \
             multiply_rows(n, 1, a, stride, panel, next, depth, sums);                             \
-        else if (next)                                                                            \
+        else if (next.from)                                                                       \
             multiply_rows(n, 0, a, stride, panel, next, depth, sums);                             \
         else                                                                                      \
-            multiply_rows(n, 0, a, stride, panel, 0, depth, sums);                                \
+            multiply_rows(n, 0, a, stride, panel, NOTHING, depth, sums);                                \
         break;
     switch (rows) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -133,15 +140,18 @@ static void product_part(const float *a, int64_t a_stride, int64_t rows, const m
     const int64_t tasks = panels * chunks;
     const int64_t width = how == GATE ? WIDTH : COLUMNS;
     const int64_t bytes = m->depth * COLUMNS * (m->is_half ? 2 : 4);
+    const int64_t step = m->is_half || blocks > chunks ? LINE : 2 * LINE;
     vec sums[MOST_ROWS][2];
     for (int64_t t = tasks * thread / threads; t < tasks * (thread + 1) / threads; t++) {
         const int64_t panel = t / chunks, chunk = t % chunks;
         const char *w = (const char *)m->panels + panel * bytes;
         const float *bias = m->bias ? m->bias + panel * COLUMNS : 0;
-        const int64_t end = blocks * (chunk + 1) / chunks;
-        for (int64_t b = blocks * chunk / chunks; b < end; b++) {
+        const int64_t start = blocks * chunk / chunks, end = blocks * (chunk + 1) / chunks;
+        for (int64_t b = start; b < end; b++) {
             const int64_t first = rows * b / blocks, count = rows * (b + 1) / blocks - first;
-            const char *next = b + 1 == end && panel + 1 < panels ? w + bytes : 0;
+            /* A line of the next panel for each row of this one, by the first passes over it. */
+            const int64_t from = (b - start) * m->depth * step;
+            const ahead next = {panel + 1 < panels && from < bytes ? w + bytes + from : 0, step};
             multiply(count, m->is_half, a + first * a_stride, a_stride, w, next, m->depth, sums);
             finish(sums, count, scale ? scale + first : 0, bias, how,
                    c + first * c_stride + panel * width, c_stride);
@@ -257,8 +267,8 @@ static void score(const model *m, const float *queries, int64_t query_stride, in
     for (int64_t slot = 0; slot < length; slot += COLUMNS)
         for (int64_t q = 0; q < count; q += MOST_ROWS) {
             const int64_t rows = count - q < MOST_ROWS ? count - q : MOST_ROWS;
-            multiply(rows, 0, queries + q * query_stride, query_stride, keys + slot * m->size, 0,
-                     m->size, sums);
+            multiply(rows, 0, queries + q * query_stride, query_stride, keys + slot * m->size,
+                     NOTHING, m->size, sums);
             finish(sums, rows, 0, 0, STORE, scores + q * stride + slot, stride);
         }
     for (int64_t q = 0; q < count; q++)
@@ -290,8 +300,8 @@ static void average(const model *m, const float *weights, int64_t stride, int64_
     for (int64_t part = 0; part < wide; part++)
         for (int64_t q = 0; q < count; q += MOST_ROWS) {
             const int64_t rows = count - q < MOST_ROWS ? count - q : MOST_ROWS;
-            multiply(rows, 0, weights + q * stride, stride, values + part * slots * COLUMNS, 0,
-                     length, sums);
+            multiply(rows, 0, weights + q * stride, stride, values + part * slots * COLUMNS,
+                     NOTHING, length, sums);
             finish(sums, rows, 0, 0, ADD, output + (q * wide + part) * COLUMNS, wide * COLUMNS);
         }
 }

@@ -6,6 +6,7 @@
 
 #define PART 64
 #define BLOCK 1024 /* numbers of which the sum has float32, the sum of those has float64 */
+#define SQUARES (1 << 16)
 #define PARALLEL _Pragma("omp parallel for schedule(static)")
 
 /* Up to a vector of the `count` numbers from `at` on; zeros behind them. */
@@ -92,6 +93,25 @@ void rms_norm_backward(const float *grad, const float *x, const float *w, const 
                      parts + part * width, width);
     }
     add_parts(parts, of_w, number, width);
+}
+
+/* Sums of squares of SQUARES numbers each. */
+void sum_of_squares(const float *x, double *sums, long count)
+{
+    PARALLEL
+    for (long part = 0; part < (count + SQUARES - 1) / SQUARES; part++) {
+        double sum = 0;
+        for (long from = part * SQUARES; from < smaller(count, (part + 1) * SQUARES); from += BLOCK) {
+            const long end = smaller(count, from + BLOCK);
+            vec some = {0};
+            for (long i = from; i < end; i += WIDTH) {
+                const vec v = take(x, i, end);
+                some += v * v;
+            }
+            sum += sum_of(some);
+        }
+        sums[part] = sum;
+    }
 }
 
 static inline vec sigmoid(vec x)

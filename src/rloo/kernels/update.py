@@ -12,6 +12,8 @@ from rloo.kernels.calls import Heads, call
 
 # Rows of which each gives a part of a weight's gradient (PART in update.c).
 _PART = 64
+# Numbers of which the squares have a sum of their own (SQUARES in update.c).
+_SQUARES = 1 << 16
 
 
 def _parts(like: Tensor, rows: int) -> Tensor:
@@ -34,6 +36,13 @@ def rms_norm_backward(
     parts = _parts(x, rows)
     call("rms_norm_backward", grad, x, weight, inverse, of_x, of_weight, parts, rows, width)
     return of_x, of_weight
+
+
+def sum_of_squares(x: Tensor) -> float:
+    """Of all numbers."""
+    sums = torch.empty(-(-x.numel() // _SQUARES), dtype=torch.float64)
+    call("sum_of_squares", x, sums, x.numel())
+    return float(sums.sum())
 
 
 def gated_unit(gate: Tensor, up: Tensor) -> Tensor:

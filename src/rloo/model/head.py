@@ -88,7 +88,7 @@ class _BlockedLogprobs(torch.autograd.Function):
             of_logprobs = torch.zeros_like(entropy)
         wanted = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        of_weight = hidden.new_zeros(weight.shape[::-1]) if wanted[1] else None
+        of_weight = torch.zeros_like(weight) if wanted[1] else None
         of_bias = torch.zeros_like(bias) if wanted[2] else None
         again = kept is None
         if again:
@@ -109,7 +109,7 @@ class _BlockedLogprobs(torch.autograd.Function):
                 _add_outer(of_weight, hidden[part], block)
             if of_bias is not None:
                 of_bias += block.sum(0)
-        return of_hidden, None if of_weight is None else of_weight.t(), of_bias, None
+        return of_hidden, of_weight, of_bias, None
 
 
 def blocked_logprobs(hidden: Tensor, matrix: Matrix, asked: Asked) -> tuple[Tensor, Tensor]:
@@ -147,11 +147,11 @@ def _multiply_back(block: Tensor, weight: Tensor, place: Tensor) -> None:
 
 
 def _add_outer(total: Tensor, hidden: Tensor, block: Tensor) -> None:
-    """Add the gradient of the matrix, transposed (D, V): that product is the faster one."""
+    """Add the gradient of the matrix (V, D)."""
     if products.multiplies("backward", len(block), total):
-        total += products.outer(block, hidden).t()
+        total += products.outer(block, hidden)
     else:
-        total.addmm_(hidden.t(), block)
+        total.addmm_(block.t(), hidden)
 
 
 def rows_of(vocabulary: int) -> int:

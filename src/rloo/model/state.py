@@ -4,6 +4,7 @@ optimizers and random number generators; and the version of its weights."""
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -190,7 +191,12 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     divided ones, as far as they are here."""
     parts = ((name, local(tensor)) for name, tensor in tensors)
     named = [(name, part) for name, part in parts if part.is_floating_point() and part.numel()]
-    # One number a tensor, and one comparison for all.
+    # One number a tensor, and one comparison for all. On a CPU sums are many times as fast,
+    # but those of finite numbers may not be finite.
+    on_cpu = [t for _, t in named if t.device.type == "cpu"]
+    sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in on_cpu]
+    if len(sums) == len(named) and all(map(math.isfinite, map(float, sums))):
+        return None
     norms = torch._foreach_norm([t for _, t in named], torch.inf) if named else []
     if not norms or bool(torch.stack([n.float().cpu() for n in norms]).isfinite().all()):
         return None

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from rloo.config.config import RLOOConfig
 from rloo.dist import World
 from rloo.dist.trees import Flat, flatten, unflatten
+from rloo.kernels import update
 from rloo.model.division import is_divided
+from rloo.model.layers import computes
 from rloo.model.offload import ParkedState
 from rloo.model.optimizers import Scheduler
 from rloo.model.parts import listed_parts, read_parts
@@ -31,6 +33,8 @@ from rloo.model.state import (
     probe,
 )
 
+# Added to the norm that divides the limit, as by torch's clip_grad_norm_.
+_EPSILON = 1e-6
 _OF_A_STEP = ("update/nonfinite", "update/scale_lowered", "update/changed_share")
 
 
@@ -107,6 +111,12 @@ class Stepper:
 
     def _clip(self) -> float:
         """The norm of the gradient, which is at most `max_grad_norm` afterwards."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if computes(*gradients) and all(g.is_contiguous() for g in gradients):
+            whole = math.sqrt(sum(map(update.sum_of_squares, gradients)))
+            if whole > self._limit:
+                torch._foreach_mul_(gradients, self._limit / (whole + _EPSILON))
+            return whole
         norm: Any = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
         # Of divided gradients it is what each has of a sum.
         return float(norm.full_tensor() if is_divided(norm) else norm)

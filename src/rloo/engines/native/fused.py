@@ -146,7 +146,8 @@ class FusedDecoder:
             panels = [factor for factor in factors if isinstance(factor, Panels)]
             if len(panels) < len(factors) or layer.options.sliding_window is not None:
                 return None
-            layers.append((*panels, layer.qk_norm))
+            qkv, out, gate_up, down = panels
+            layers.append((qkv, out, gate_up, down, layer.qk_norm))
         if not isinstance(self._head, Panels) or self._embedding.dtype != torch.float32:
             return None
         sizes = Sizes(
