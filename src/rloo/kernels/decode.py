@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -217,24 +217,22 @@ class Model:
 
 
 class Wave:
-    """Rows that are decoded together, one token each a step. `prompts` are the keys and the values
-    of every layer (P, H_kv, longest, D), of which prompt p has `lengths[p]` (P,); `prompt_of` (R,)
-    is each row's prompt."""
+    """Rows that are decoded together, one token each a step. `prompts` gives the keys and values of
+    each layer (P, H_kv, longest, D), of which prompt p has `lengths[p]` (P,); `prompt_of` (R,) is
+    each row's prompt."""
 
     def __init__(
         self,
         model: Model,
-        prompts: tuple[Sequence[Tensor], Sequence[Tensor]],
+        prompts: Iterable[tuple[Tensor, Tensor]],
         lengths: Tensor,
         prompt_of: Tensor,
         drawing: Drawing,
     ) -> None:
         self._model, self._drawing = model, drawing
         rows = len(prompt_of)
-        self._prompts = _Tokens(
-            [to_panels(x) for x in prompts[0]],
-            [to_panels(_whole_slots(x).transpose(-1, -2)) for x in prompts[1]],
-        )
+        panels = [(to_panels(k), to_panels(_whole_slots(v).mT)) for k, v in prompts]
+        self._prompts = _Tokens([k for k, _ in panels], [v for _, v in panels])
         self._own = self._make_cache(rows, round_up(min(_FIRST_SLOTS, drawing.width)))
         self._lengths, self._prompt_of = lengths, prompt_of
         self._positions = lengths[prompt_of]

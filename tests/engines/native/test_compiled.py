@@ -9,6 +9,7 @@ from rloo.engines.native import compiled
 from rloo.engines.native.engine import NativeEngine
 from rloo.kernels.decode import Wave
 from rloo.types import Prompt, Sampling
+from support.engines import expected_logprobs, rounding_errors
 from support.models import COMMON, VOCAB_SIZE, WINDOW
 
 WIDE = {"hidden_size": 80, "intermediate_size": 96, "head_dim": 40}
@@ -65,14 +66,6 @@ def flat(groups):
 
 def texts(groups):
     return [[(c.token_ids, c.finish) for c in group] for group in groups]
-
-
-def expected_logprobs(model, prompt, completion):
-    model.set_attn_implementation("eager")
-    ids = torch.tensor([prompt.token_ids + completion.token_ids])
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0]
 
 
 @pytest.fixture
@@ -208,13 +201,7 @@ def test_in_bfloat16_logprobs_are_near_those_of_float32():
     model = make("qwen3, a head of 40")
     sampling = Sampling(max_tokens=20, stop_token_ids=())
     groups = sample(model, sampling, dtype=torch.bfloat16)
-    errors = torch.cat(
-        [
-            torch.tensor(completion.policy_logprobs) - expected_logprobs(model, prompt, completion)
-            for prompt, group in zip(PROMPTS, groups, strict=True)
-            for completion in group
-        ]
-    ).abs()
+    errors = rounding_errors(model, PROMPTS, groups)
     # bfloat16 keeps 8 bits: rounding shows, and stays of the size of rounding.
     assert 1e-5 < errors.mean() < 0.05
 

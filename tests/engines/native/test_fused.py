@@ -9,6 +9,7 @@ from rloo.engines.native.engine import NativeEngine
 from rloo.engines.native.fused import FusedDecoder, can_fuse
 from rloo.model import products
 from rloo.types import Prompt, Sampling
+from support.engines import expected_logprobs, rounding_errors
 from support.models import COMMON, VOCAB_SIZE, WINDOW, make_model
 
 ROTARY = {
@@ -45,14 +46,6 @@ def make_fusable(name):
     return model
 
 
-def expected_logprobs(model, prompt, completion):
-    ids = torch.tensor([prompt.token_ids + completion.token_ids])
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1]
-    chosen = ids[0, len(prompt.token_ids) :, None]
-    return logits.float().log_softmax(-1).gather(1, chosen)[:, 0]
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logprobs_are_those_of_a_plain_forward(name):
     model = make_fusable(name)
@@ -62,7 +55,6 @@ def test_logprobs_are_those_of_a_plain_forward(name):
 
     groups = engine.sample(PROMPTS, 3, sampling, noise=5)
 
-    model.set_attn_implementation("eager")
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for completion in group:
             torch.testing.assert_close(
@@ -123,13 +115,7 @@ def test_in_bfloat16_logprobs_are_near_those_of_float32():
 
     groups = engine.sample(PROMPTS, 3, sampling, noise=5)
 
-    errors = torch.cat(
-        [
-            torch.tensor(c.policy_logprobs) - expected_logprobs(model, prompt, c)
-            for prompt, group in zip(PROMPTS, groups, strict=True)
-            for c in group
-        ]
-    ).abs()
+    errors = rounding_errors(model, PROMPTS, groups)
     # bfloat16 keeps 8 bits: rounding shows, and stays of the size of rounding.
     assert 1e-5 < errors.mean() < 0.05
 

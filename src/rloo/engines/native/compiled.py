@@ -3,6 +3,7 @@ rows. Rows that end leave the computation at once, and their caches when these g
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,20 +34,19 @@ class Prefilled:
         """Tokens of each prompt (P,)."""
         return self.cache.width - torch.cat(self.cache.padding)
 
-    def states(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of each layer (P, H_kv, longest, D), padded on the right."""
+    def take_states(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of one layer after the other, each (P, H_kv, longest, D), padded on the
+        right. They are in the cache no more."""
         pads, width = torch.cat(self.cache.padding), self.cache.width
-        found = []
-        for buffers in (self.cache.keys, self.cache.values):
-            layers = [buffers[layer] for layer in range(len(buffers))]
-            if bool(pads.any()):
-                slots = (torch.arange(width) + pads[:, None]).clamp_(max=width - 1)
-                layers = [
-                    x.gather(2, slots[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-                    for x in layers
-                ]
-            found.append(layers)
-        return found[0], found[1]
+        slots = (torch.arange(width) + pads[:, None]).clamp_(max=width - 1)[:, None, :, None]
+
+        def aligned(states: Tensor) -> Tensor:
+            if not bool(pads.any()):
+                return states
+            return states.gather(2, slots.expand(-1, states.shape[1], -1, states.shape[3]))
+
+        for layer in sorted(self.cache.keys):
+            yield aligned(self.cache.keys.pop(layer)), aligned(self.cache.values.pop(layer))
 
 
 def can_decode(sampling: Sampling) -> bool:
@@ -68,7 +68,7 @@ def decode(
     drawing = Drawing(
         tokens, logprobs, limits, stops, temperature=sampling.temperature, greedy=sampling.greedy
     )
-    wave = Wave(model, prompts.states(), prompts.lengths, prompts.prompt_of, drawing)
+    wave = Wave(model, prompts.take_states(), prompts.lengths, prompts.prompt_of, drawing)
     ended = torch.isin(first.tokens, stops) | (limits == 1)
     stop_text = StopText(sampling, len(rows), keys.device)
     steps = 1 if sampling.stop_strings else _STEPS
