@@ -98,10 +98,22 @@ def round_up(size: int, step: int | None = None) -> int:
 
 def to_panels(matrix: Tensor) -> Tensor:
     """(.., N, K) as panels (.., ceil(N / columns), K, columns), filled up with zeros."""
-    count = matrix.shape[-2]
-    if fill := round_up(count) - count:
-        matrix = F.pad(matrix, (0, 0, 0, fill))
-    return matrix.unflatten(-2, (-1, columns())).transpose(-1, -2).contiguous()
+    step, (*others, count, depth) = columns(), matrix.shape
+    whole, rest = divmod(count, step)
+    panels = matrix.new_empty(*others, whole + bool(rest), depth, step)
+    parts = matrix[..., : whole * step, :].unflatten(-2, (whole, step))
+    panels[..., :whole, :, :] = parts.mT
+    if rest:
+        panels[..., whole, :, rest:] = 0
+        panels[..., whole, :, :rest] = matrix[..., whole * step :, :].mT
+    return panels
+
+
+def _gates_to_panels(matrix: Tensor) -> Tensor:
+    """The same of gates above what they multiply: each panel has half of both."""
+    step = columns()
+    halves = matrix.view(2, len(matrix) // step, step // 2, -1)
+    return halves.permute(1, 3, 0, 2).reshape(len(matrix) // step, -1, step)
 
 
 class Panels:
@@ -111,13 +123,9 @@ class Panels:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
         self.size, self.depth = weight.shape
-        if gated:
-            weight = _alternate(weight)
-            bias = None if bias is None else _alternate(bias[:, None])[:, 0]
-        self._weight = to_panels(weight)
-        self._bias: Tensor | None = None
-        if bias is not None:
-            self._bias = F.pad(bias.float(), (0, round_up(self.size) - self.size)).contiguous()
+        pack = _gates_to_panels if gated else to_panels
+        self._weight = pack(weight)
+        self._bias = None if bias is None else pack(bias.float()[:, None]).flatten()
         self.struct = _Matrix(
             self._weight.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
@@ -156,12 +164,6 @@ class Panels:
             result.shape[1],
         )
         return result if how == _GATE else result[:, : self.size]
-
-
-def _alternate(weight: Tensor) -> Tensor:
-    """Half a panel of gates, half a panel of what they multiply, and so on."""
-    width = columns() // 2
-    return weight.view(2, -1, width, weight.shape[1]).transpose(0, 1).reshape(weight.shape)
 
 
 @dataclass(frozen=True, slots=True)
