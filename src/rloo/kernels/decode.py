@@ -104,7 +104,7 @@ def to_panels(matrix: Tensor) -> Tensor:
     parts = matrix[..., : whole * step, :].unflatten(-2, (whole, step))
     panels[..., :whole, :, :] = parts.mT
     if rest:
-        panels[..., whole, :, rest:] = 0
+        panels[..., whole, :, rest:].zero_()
         panels[..., whole, :, :rest] = matrix[..., whole * step :, :].mT
     return panels
 
