@@ -98,7 +98,8 @@ def test_advantages_loss_and_every_gradient_equal_trl(tmp_path, start, packing):
     advantages, loss, gradients = ours(rollout, model, packing)
     assert advantages.abs().max() > 0.1
     assert (advantages - their_advantages).abs().max() < 1e-5 * max(1, advantages.abs().max())
-    assert math.isclose(loss, their_loss, rel_tol=1e-5)
+    # The loss is a difference of much larger sums.
+    assert math.isclose(loss, their_loss, rel_tol=1e-5, abs_tol=5e-6)
     assert gradients.keys() == their_gradients.keys()
     for name, gradient in gradients.items():
         expected = their_gradients[name]

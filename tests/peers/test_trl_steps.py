@@ -18,7 +18,7 @@ OPTIONS = {
     "num_generations": K,
     "max_completion_length": 16,
     "max_steps": 5,
-    "learning_rate": 1e-2,
+    "learning_rate": 1e-3,
     "lr_scheduler_type": "linear",
     "weight_decay": 0.1,
     "logging_steps": 1,
@@ -107,7 +107,9 @@ def test_weights_and_metrics_equal_trl_s_in_every_step_also_without_signal_or_sc
             assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=2e-5), (number, name)
     weights = dict(both[1].model.named_parameters())
     start = dict(make_model("qwen3").named_parameters())
+    # Adam moves a weight whose gradient is rounding alone as far as any other one.
+    within = 1e-3 if "optim" in options else 1e-2
     for name, expected in both[0].model.named_parameters():
         moved = (expected - start[name]).norm()
         assert moved > 0, name
-        assert (weights[name] - expected).norm() <= 1e-3 * moved, name
+        assert (weights[name] - expected).norm() <= within * moved, name
