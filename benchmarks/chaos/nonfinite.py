@@ -48,6 +48,12 @@ def in_hidden(output: Any) -> Any:
     return output
 
 
+def in_drawn(drawn: Any) -> Any:
+    """Changes a log-prob of what an engine has drawn."""
+    nan(drawn[1])
+    return drawn
+
+
 def in_loss(original: Any, stepper: Any, loss: Any, **turn: Any) -> Any:
     """Backward of a loss that is infinite."""
     return original(stepper, loss * math.inf, **turn)
@@ -108,10 +114,11 @@ def in_learning_rate(original: Any, stepper: Any) -> Any:
 
 
 STEPPER = "rloo.model.stepper:Stepper"
+ENGINE = "rloo.engines.native.engine:NativeEngine"
 # Where: the function whose calls are changed, from which call on, and how.
 PLACES: dict[str, tuple[str, str, int, Callable[..., Any]]] = {
     "hidden states": ("transformers:Qwen3Model", "forward", 6, in_result(in_hidden)),
-    "log-probs of the sampler": ("rloo.engines.sampling", "gather_logprobs", 20, in_result(nan)),
+    "log-probs of the sampler": (ENGINE, "_draw", 2, in_result(in_drawn)),
     "reference": ("rloo.model.policy:Policy", "reference_logprobs", 2, in_result(nan)),
     "advantages": ("rloo.algorithm.advantages:Terms", "advantages", 2, in_result(nan)),
     "ratio": ("rloo.algorithm.objective", "ratio_of", 2, in_result(nan)),
