@@ -90,10 +90,9 @@ def columns() -> int:
     return int(_calls().rloo_columns())
 
 
-def round_up(size: int, step: int | None = None) -> int:
-    """To whole panels, or steps."""
-    step = step or columns()
-    return -(-size // step) * step
+def round_up(size: int) -> int:
+    """To whole panels."""
+    return -(-size // columns()) * columns()
 
 
 def to_panels(matrix: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from rloo.model.state import (
 )
 
 # Added to the norm that divides the limit, as by torch's clip_grad_norm_.
-_EPSILON = 1e-6
+EPSILON = 1e-6
 _OF_A_STEP = ("update/nonfinite", "update/scale_lowered", "update/changed_share")
 
 
@@ -115,7 +115,7 @@ class Stepper:
         if computes(*gradients) and all(g.is_contiguous() for g in gradients):
             whole = math.sqrt(sum(map(update.sum_of_squares, gradients)))
             if whole > self._limit:
-                torch._foreach_mul_(gradients, self._limit / (whole + _EPSILON))
+                torch._foreach_mul_(gradients, self._limit / (whole + EPSILON))
             return whole
         norm: Any = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
         # Of divided gradients it is what each has of a sum.

@@ -14,11 +14,8 @@ from rloo.model.division import shape_of
 from rloo.model.optimizers import Scheduler
 from rloo.model.scorer import Scorer
 from rloo.model.state import require_same_shapes
-from rloo.model.stepper import Stepper
+from rloo.model.stepper import EPSILON, Stepper
 from rloo.model.zero import Zero
-
-# Added to the norm that divides the limit, as by torch's clip_grad_norm_.
-_EPSILON = 1e-6
 
 
 class ZeroStepper(Stepper):
@@ -51,7 +48,7 @@ class ZeroStepper(Stepper):
 
     def _clip(self) -> float:
         norm = self.zero.norm()
-        self._factor = min(1.0, self._limit / (norm.item() + _EPSILON))
+        self._factor = min(1.0, self._limit / (norm.item() + EPSILON))
         return norm.item()
 
     def _gradients_are_finite(self) -> bool:
