@@ -154,7 +154,9 @@ def test_workers_wait_for_a_run_that_was_started_again(tmp_path, elsewhere):
     killed.open()
     process = elsewhere()
     assert hire(killed).call(b"x", 30) == b"<x"
-    killed._listener.close()  # nothing is written
+    killed._closed = True  # nothing is written, and nobody is let in any more: `accept` goes on
+    killed._listener.shutdown(socket.SHUT_RDWR)  # after a close alone
+    killed._listener.close()
     for worker in killed._members:
         worker.end()
     failed = Hub(tmp_path, "127.0.0.1")
