@@ -73,6 +73,18 @@ static inline void add_outer(const float *a, long a_row, const float *b, long b_
     }
 }
 
+static inline float dot(const float *a, const float *b, long size)
+{
+    vec sum = {0};
+    long d = 0;
+    for (; d + WIDTH <= size; d += WIDTH)
+        sum += load(a + d) * load(b + d);
+    float total = sum_of(sum);
+    for (; d < size; d++)
+        total += a[d] * b[d];
+    return total;
+}
+
 /* Where a thread keeps what it works on: `keys` and `size` are padded. */
 struct room {
     long keys, size;
@@ -237,9 +249,7 @@ static void differentiate_rows(const struct attention *of, const struct room *ro
     for (long i = 0; i < ROWS; i++) {
         float *scores = room->scores + i * room->keys, *slopes = room->slopes + i * room->keys;
         const long seen = i < count ? first + i + 1 : 0;
-        float along = 0;
-        for (long d = 0; d < of->size && i < count; d++)
-            along += grad[i * stride + d] * output[i * stride + d];
+        const float along = i < count ? dot(grad + i * stride, output + i * stride, of->size) : 0;
         for (long j = seen; j < padded(keys); j++)
             scores[j] = -INFINITY;
         for (long j = 0; j < padded(keys); j += WIDTH) {

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define WIDTH 16
 #elif defined(__AVX__)
 #define WIDTH 8
@@ -57,39 +58,58 @@ static inline vec larger(vec one, vec other)
 
 static inline float sum_of(vec x)
 {
+#if WIDTH == 16
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float sum = 0;
     for (int i = 0; i < WIDTH; i++)
         sum += x[i];
     return sum;
+#endif
 }
 
 static inline float largest_of(vec x)
 {
+#if WIDTH == 16
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float largest = x[0];
     for (int i = 1; i < WIDTH; i++)
         largest = x[i] > largest ? x[i] : largest;
     return largest;
+#endif
 }
 
-/* e^x, 0 below -87 and e^88 above 88: x = n ln 2 + r, e^r by a polynomial (Cephes' expf), relative
-   error below 2e-7. NaN stays NaN. */
-static inline vec exponential(vec x)
+/* x = n ln 2 + r with a whole n, e^r by a polynomial (Cephes' expf): relative error below 2e-7. */
+static inline vec small_power(vec x, vec n)
 {
-    const vec low = all(-87.0f), high = all(88.0f);
-    const vec magic = all(12582912.0f); /* 1.5 * 2^23, which rounds to an integer */
-    x = choose(x > high, high, x);
-    vec n = x * 1.44269504088896341f + magic;
-    const ivec exponent = ((ivec)n - (ivec)magic + 127) << 23;
-    n -= magic;
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    const vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vec p = all(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return choose(x < low, all(0.0f), p * (vec)exponent);
+    return p * r * r + r + 1.0f;
+}
+
+/* e^x, 0 below -87 and e^88 above 88. NaN stays NaN. */
+static inline vec exponential(vec x)
+{
+    const vec low = all(-87.0f), high = all(88.0f), log2e = all(1.44269504088896341f);
+#if WIDTH == 16
+    x = (vec)_mm512_min_ps((__m512)high, (__m512)x);
+    const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ);
+    const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m512 n = _mm512_roundscale_ps((__m512)(x * log2e), nearest);
+    return (vec)_mm512_maskz_scalef_ps(seen, (__m512)small_power(x, (vec)n), n);
+#else
+    const vec magic = all(12582912.0f); /* 1.5 * 2^23, which rounds to an integer */
+    x = choose(x > high, high, x);
+    const vec n = x * log2e + magic;
+    const ivec exponent = ((ivec)n - (ivec)magic + 127) << 23;
+    return choose(x < low, all(0.0f), small_power(x, n - magic) * (vec)exponent);
+#endif
 }
 
 #endif
