@@ -178,7 +178,7 @@ typedef struct {
     int64_t layers, hidden, heads, key_heads, size, inner, vocabulary;
     float hidden_floor, size_floor; /* width times epsilon */
     const layer *layer;
-    const float *embedding, *norm, *rotations; /* (V, hidden), (hidden), (positions, size) */
+    const float *embedding, *norm, *rotations; /* (V, hidden), (hidden), (positions, 2, size) */
     matrix head;
 } model;
 
@@ -238,12 +238,28 @@ static void turn(const model *m, float *x, const float *norm, int64_t position)
         for (int64_t i = 0; i < m->size; i++)
             x[i] *= scale * norm[i];
     }
-    const float *by = m->rotations + position * m->size;
-    for (int64_t i = 0; i < m->size; i += 2) {
-        const float real = x[i] * by[i] - x[i + 1] * by[i + 1];
-        x[i + 1] = x[i] * by[i + 1] + x[i + 1] * by[i];
-        x[i] = real;
+    const float *by = m->rotations + position * 2 * m->size;
+    for (int64_t i = 0; i < m->size; i += WIDTH) {
+        const vec from = take(x, i, m->size);
+        const vec across = neighbours(from) * take(by + m->size, i, m->size);
+        put(x, i, m->size, from * take(by, i, m->size) + across);
     }
+}
+
+/* Have the processor bring near what is read soon: so many numbers, */
+static inline void fetch(const float *from, int64_t count)
+{
+    for (int64_t i = 0; i < count; i += LINE / sizeof(float))
+        __builtin_prefetch(from + i, 0, 2);
+}
+
+/* and the values of `length` tokens of a row or prompt, in all panels. */
+static void fetch_values(const model *m, const cache *c, int64_t layer, int64_t row_head,
+                         int64_t length)
+{
+    const int64_t wide = (m->size + COLUMNS - 1) / COLUMNS;
+    for (int64_t part = row_head * wide; part < (row_head + 1) * wide; part++)
+        fetch(c->values[layer] + part * c->slots * COLUMNS, length * COLUMNS);
 }
 
 static void keep_token(const model *m, const cache *own, int64_t layer, int64_t row_head,
@@ -315,7 +331,8 @@ static void attend(const model *m, const state *s, const room *r, int64_t layer,
     const int64_t prompt = s->prompt_of[s->rows[first]], prompt_length = s->prompt_lengths[prompt];
     const int64_t before = (prompt_length + COLUMNS - 1) / COLUMNS * COLUMNS;
     const int64_t length = s->length + 1;
-    const int64_t stride = before + (length + COLUMNS - 1) / COLUMNS * COLUMNS;
+    const int64_t own_slots = (length + COLUMNS - 1) / COLUMNS * COLUMNS;
+    const int64_t stride = before + own_slots;
     const int64_t queries = count * repeats, at = prompt * m->key_heads + head;
     const float *norm = m->layer[layer].qk_norm;
     float *scores = r->scores + omp_get_thread_num() * r->score_room;
@@ -324,22 +341,26 @@ static void attend(const model *m, const state *s, const room *r, int64_t layer,
         const int64_t row = s->rows[first + i], position = s->positions[row] + s->length;
         float *states = r->states + (first + i) * r->states_stride;
         float *key = states + (m->heads + head) * size, *value = key + m->key_heads * size;
+        const int64_t own = s->places[row] * m->key_heads + head;
+        fetch(s->own.keys[layer] + own * s->own.slots * size, own_slots * size);
         turn(m, key, norm ? norm + (m->heads + head) * size : 0, position);
-        keep_token(m, &s->own, layer, s->places[row] * m->key_heads + head, s->length, key, value);
+        keep_token(m, &s->own, layer, own, s->length, key, value);
         for (int64_t q = 0; q < repeats; q++) {
             float *query = states + (head * repeats + q) * size;
             turn(m, query, norm ? norm + (head * repeats + q) * size : 0, position);
             memcpy(rows + (i * repeats + q) * size, query, size * sizeof *query);
         }
     }
+    fetch_values(m, &s->prompts, layer, at, prompt_length);
     const float *keys = s->prompts.keys[layer] + at * s->prompts.slots * size;
     score(m, rows, size, queries, keys, prompt_length, scores, stride);
     memset(output, 0, queries * wide * COLUMNS * sizeof *output);
     for (int64_t i = 0; i < count; i++) {
-        const int64_t own = (s->places[s->rows[first + i]] * m->key_heads + head) * s->own.slots;
+        const int64_t own = s->places[s->rows[first + i]] * m->key_heads + head;
         float *own_scores = scores + i * repeats * stride + before;
-        score(m, rows + i * repeats * size, size, repeats, s->own.keys[layer] + own * size, length,
-              own_scores, stride);
+        fetch_values(m, &s->own, layer, own, length);
+        score(m, rows + i * repeats * size, size, repeats,
+              s->own.keys[layer] + own * s->own.slots * size, length, own_scores, stride);
     }
     float totals[queries];
     for (int64_t q = 0; q < queries; q++)

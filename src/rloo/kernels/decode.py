@@ -213,7 +213,9 @@ class Model:
 
     def rotate_by(self, rotations: Tensor) -> None:
         """Use these, complex64 (positions, size / 2)."""
-        self._rotations = torch.view_as_real(rotations).contiguous()
+        cosines, sines = rotations.real, rotations.imag
+        of_pairs = torch.stack([cosines, cosines, -sines, sines], dim=-1).unflatten(-1, (2, 2))
+        self._rotations = of_pairs.movedim(-2, 1).contiguous()
         self.struct.rotations = self._rotations.data_ptr()
 
 

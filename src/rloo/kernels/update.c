@@ -9,24 +9,6 @@
 #define SQUARES (1 << 16)
 #define PARALLEL _Pragma("omp parallel for schedule(static)")
 
-/* Up to a vector of the `count` numbers from `at` on; zeros behind them. */
-static inline vec take(const float *from, long at, long count)
-{
-    if (at + WIDTH <= count)
-        return load(from + at);
-    vec x = {0};
-    memcpy(&x, from + at, sizeof(float) * (count - at));
-    return x;
-}
-
-static inline void put(float *to, long at, long count, vec x)
-{
-    if (at + WIDTH <= count)
-        store(to + at, x);
-    else
-        memcpy(to + at, &x, sizeof(float) * (count - at));
-}
-
 static inline long smaller(long one, long other)
 {
     return one < other ? one : other;

@@ -112,4 +112,31 @@ static inline vec exponential(vec x)
 #endif
 }
 
+/* Each number in the place of the other one of its pair. */
+static inline vec neighbours(vec x)
+{
+    ivec places;
+    for (int i = 0; i < WIDTH; i++)
+        places[i] = i ^ 1;
+    return __builtin_shuffle(x, places);
+}
+
+/* Up to a vector of the `count` numbers from `at` on; zeros behind them. */
+static inline vec take(const float *from, long at, long count)
+{
+    if (at + WIDTH <= count)
+        return load(from + at);
+    vec x = {0};
+    memcpy(&x, from + at, sizeof(float) * (count - at));
+    return x;
+}
+
+static inline void put(float *to, long at, long count, vec x)
+{
+    if (at + WIDTH <= count)
+        store(to + at, x);
+    else
+        memcpy(to + at, &x, sizeof(float) * (count - at));
+}
+
 #endif

@@ -6,7 +6,9 @@ import transformers
 
 from rloo import kernels
 from rloo.engines.native import compiled
+from rloo.engines.native import engine as native
 from rloo.engines.native.engine import NativeEngine
+from rloo.engines.native.fused import FusedDecoder
 from rloo.kernels.decode import Wave
 from rloo.types import Prompt, Sampling
 from support.engines import expected_logprobs, rounding_errors
@@ -153,6 +155,24 @@ def test_limits_of_rows_and_stop_strings_end_them():
         assert max(len(c.token_ids) for c in group) <= 12 - prompt.offset
     one_token = Sampling(max_tokens=1, stop_token_ids=())
     assert texts(sample(model, one_token)) == texts(sample(model, one_token, in_c=False))
+
+
+def test_prompts_are_computed_in_parts_where_they_are_many(monkeypatch):
+    model, sampling = make("qwen3, a head of 40"), Sampling(max_tokens=4)
+    expected = sample(model, sampling)
+    monkeypatch.setattr(native, "PREFILL_TOKENS", 44)
+    computed = []
+    monkeypatch.setattr(FusedDecoder, "forward", noting(FusedDecoder.forward, computed))
+    assert sample(model, sampling) == expected
+    assert computed == [(1, 44), (1, 39)]  # of 3 + 41 and 7 + 32 tokens, and none of padding
+
+
+def noting(forward, shapes):
+    def noted(self, input_ids, *rest):
+        shapes.append(tuple(input_ids.shape))
+        return forward(self, input_ids, *rest)
+
+    return noted
 
 
 def test_a_row_does_not_depend_on_the_others():

@@ -3,14 +3,13 @@ rows. Rows that end leave the computation at once, and their caches when these g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rloo.engines.in_process import Drawn, Row, limits_of
-from rloo.engines.native.cache import PromptCache
+from rloo.engines.native.packed import PackedPrompts
 from rloo.engines.noise import uniforms
 from rloo.engines.sampling import StopText, draw
 from rloo.kernels.decode import Drawing, Model, Wave
@@ -25,28 +24,9 @@ class Prefilled:
     """Prompts as `NativeEngine` has computed them: their cache, the logits (P, V) that follow each,
     the prompt of each row (R,)."""
 
-    cache: PromptCache
+    cache: PackedPrompts
     logits: Tensor
     prompt_of: Tensor
-
-    @property
-    def lengths(self) -> Tensor:
-        """Tokens of each prompt (P,)."""
-        return self.cache.width - torch.cat(self.cache.padding)
-
-    def take_states(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of one layer after the other, each (P, H_kv, longest, D), padded on the
-        right. They are in the cache no more."""
-        pads, width = torch.cat(self.cache.padding), self.cache.width
-        slots = (torch.arange(width) + pads[:, None]).clamp_(max=width - 1)[:, None, :, None]
-
-        def aligned(states: Tensor) -> Tensor:
-            if not bool(pads.any()):
-                return states
-            return states.gather(2, slots.expand(-1, states.shape[1], -1, states.shape[3]))
-
-        for layer in sorted(self.cache.keys):
-            yield aligned(self.cache.keys.pop(layer)), aligned(self.cache.values.pop(layer))
 
 
 def can_decode(sampling: Sampling) -> bool:
@@ -68,7 +48,7 @@ def decode(
     drawing = Drawing(
         tokens, logprobs, limits, stops, temperature=sampling.temperature, greedy=sampling.greedy
     )
-    wave = Wave(model, prompts.take_states(), prompts.lengths, prompts.prompt_of, drawing)
+    wave = Wave(model, prompts.cache.take_states(), prompts.cache.lengths, prompts.prompt_of, drawing)
     ended = torch.isin(first.tokens, stops) | (limits == 1)
     stop_text = StopText(sampling, len(rows), keys.device)
     steps = 1 if sampling.stop_strings else _STEPS

@@ -23,6 +23,7 @@ from rloo.engines.native.cache import DecodeCache, PromptCache, fill_holes
 from rloo.engines.native.fused import FusedDecoder, can_fuse
 from rloo.engines.native.graphs import Repeated
 from rloo.engines.native.kept import Kept
+from rloo.engines.native.packed import PackedPrompts
 from rloo.engines.native.static import StaticCache, StaticDecoding
 from rloo.engines.sampling import StopText, draw
 from rloo.kernels.decode import Model
@@ -153,9 +154,15 @@ class NativeEngine(InProcessEngine):
         """`_draw` by `compiled`."""
         assert self._decoder is not None
         prompts, numbers = _prompts_of(rows)
-        cache, logits = self._prefill(prompts)
-        model.rotate_by(self._decoder.rotations(cache.width + sampling.max_tokens))
-        prefilled = compiled.Prefilled(cache, logits, torch.tensor(numbers))
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        cache, logits = PackedPrompts(lengths), []
+        for part in _in_parts(lengths):
+            token_ids = [token for prompt in prompts[part] for token in prompt.token_ids]
+            positions, ends = cache.begin(lengths[part])
+            input_ids = torch.tensor(token_ids)[None]
+            logits.append(self._decoder.forward(input_ids, positions, cache, ends))
+        model.rotate_by(self._decoder.rotations(max(lengths) + sampling.max_tokens))
+        prefilled = compiled.Prefilled(cache, torch.cat(logits), torch.tensor(numbers))
         return compiled.decode(model, prefilled, rows, keys, sampling)
 
     def _draw_repeating(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn | None:
@@ -238,6 +245,17 @@ class NativeEngine(InProcessEngine):
             rloo_layout=cache,
         )
         return output.logits[:, -1]
+
+
+def _in_parts(lengths: list[int]) -> Iterator[slice]:
+    """Neighbours of these lengths, at least one, that are PREFILL_TOKENS together at most."""
+    start = total = 0
+    for number, length in enumerate(lengths):
+        if number > start and total + length > PREFILL_TOKENS:
+            yield slice(start, number)
+            start, total = number, 0
+        total += length
+    yield slice(start, len(lengths))
 
 
 def _prompts_of(rows: list[Row]) -> tuple[list[Prompt], list[int]]:

@@ -217,8 +217,11 @@ class FusedDecoder:
         heads = rows.view(-1, 2, self._size // 2, *rows.shape[1:])
         return heads.transpose(1, 2).reshape(rows.shape)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """The logits (B, V) after the last token, from input_ids and positions, int64 (B, Q)."""
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, cache: Cache, ends: Tensor | None = None
+    ) -> Tensor:
+        """The logits (B, V) after the last token, from input_ids and positions, int64 (B, Q); of a
+        single row those after its tokens `ends` (P,), if given."""
         with torch.autocast(input_ids.device.type, enabled=False):
             batch, length = input_ids.shape
             hidden = F.embedding(input_ids.flatten(), self._embedding).to(self._precise)
@@ -228,7 +231,7 @@ class FusedDecoder:
                 hidden = layer.out.added(hidden, states)
                 states = layer.gate_up.gated(self._normalize(hidden))
                 hidden = layer.down.added(hidden, states)
-            last = hidden.view(batch, length, -1)[:, -1]
+            last = hidden.view(batch, length, -1)[:, -1] if ends is None else hidden[ends]
             return self._head.times(self._normalize(last) * self._norm)
 
     def _attend(
