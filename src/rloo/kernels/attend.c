@@ -149,41 +149,61 @@ static void mix(const float *weights, const float *rows, const struct room *room
         multiply(weights, room->keys, rows + d, room->size, keys, to + d, room->size);
 }
 
-/* e^(scaling * (scores - the largest)) of the keys that are seen, 0 behind them; returns the sum. */
-static float soften(float *scores, long seen, long keys, float scaling, float *most)
+/* Scores of what row i, of `count` that come after `first` keys, does not see, up to a whole panel,
+   become minus infinity; rows behind those see all. */
+static void cut(float *scores, const struct room *room, long first, long count)
 {
-    for (long j = seen; j < padded(keys); j++)
-        scores[j] = -INFINITY;
-    vec peak = all(-INFINITY), sum = {0};
-    for (long j = 0; j < padded(keys); j += WIDTH)
-        peak = larger(load(scores + j), peak);
-    *most = largest_of(peak) * scaling;
-    for (long j = 0; j < padded(keys); j += WIDTH) {
-        const vec e = exponential(load(scores + j) * scaling - *most);
-        sum += e;
-        store(scores + j, e);
+    const long keys = first + count;
+    for (long i = 0; i < ROWS; i++, scores += room->keys) {
+        long j = i < count ? first + i + 1 : keys;
+        for (; j % WIDTH; j++)
+            scores[j] = -INFINITY;
+        for (; j < padded(keys); j += WIDTH)
+            store(scores + j, all(-INFINITY));
     }
-    return sum_of(sum);
+}
+
+/* e^(scaling * scores - most) of ROWS rows, `most` being the largest; `total` are their sums. Rows
+   take turns, since none of them waits for another. */
+static void soften(float *scores, const struct room *room, long keys, float scaling, float *most,
+                   float *total)
+{
+    vec peak[ROWS], sum[ROWS] = {{0}};
+    for (int i = 0; i < ROWS; i++)
+        peak[i] = all(-INFINITY);
+    for (long j = 0; j < padded(keys); j += WIDTH)
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; i++)
+            peak[i] = larger(load(scores + i * room->keys + j), peak[i]);
+    for (int i = 0; i < ROWS; i++)
+        most[i] = largest_of(peak[i]) * scaling;
+    for (long j = 0; j < padded(keys); j += WIDTH)
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; i++) {
+            float *place = scores + i * room->keys + j;
+            const vec e = exponential(load(place) * scaling - most[i]);
+            sum[i] += e;
+            store(place, e);
+        }
+    for (int i = 0; i < ROWS; i++)
+        total[i] = sum_of(sum[i]);
 }
 
 static void attend_rows(const struct attention *of, const struct room *room, const float *query,
                         long first, long count, float *output, float *normalizer)
 {
     const long stride = of->heads * of->size, keys = first + count;
+    float most[ROWS], total[ROWS];
     copy_queries(query, stride, count, of->size, room->size, room->query);
     products(room->query, room->key_columns, room, of->size, keys, room->scores);
-    float total[ROWS];
-    for (long i = 0; i < ROWS; i++) {
-        float most;
-        const long seen = i < count ? first + i + 1 : keys;
-        total[i] = soften(room->scores + i * room->keys, seen, keys, of->scaling, &most);
-        if (i < count)
-            normalizer[i * of->heads] = most + logf(total[i]);
-    }
+    cut(room->scores, room, first, count);
+    soften(room->scores, room, keys, of->scaling, most, total);
     mix(room->scores, room->values, room, keys, room->output);
-    for (long i = 0; i < count; i++)
+    for (long i = 0; i < count; i++) {
+        normalizer[i * of->heads] = most[i] + logf(total[i]);
         for (long d = 0; d < of->size; d++)
             output[i * stride + d] = room->output[i * room->size + d] / total[i];
+    }
 }
 
 /* Whose keys a span's queries see first, and where the rows of its own begin. */
@@ -246,19 +266,21 @@ static void differentiate_rows(const struct attention *of, const struct room *ro
     copy_queries(grad, stride, count, of->size, room->size, room->grad);
     products(room->query, room->key_columns, room, of->size, keys, room->scores);
     products(room->grad, room->value_columns, room, of->size, keys, room->slopes);
-    for (long i = 0; i < ROWS; i++) {
-        float *scores = room->scores + i * room->keys, *slopes = room->slopes + i * room->keys;
-        const long seen = i < count ? first + i + 1 : 0;
-        const float along = i < count ? dot(grad + i * stride, output + i * stride, of->size) : 0;
-        for (long j = seen; j < padded(keys); j++)
-            scores[j] = -INFINITY;
-        for (long j = 0; j < padded(keys); j += WIDTH) {
-            const float shift = i < count ? normalizer[i * of->heads] : 0;
-            const vec p = exponential(load(scores + j) * of->scaling - shift);
-            store(scores + j, p);
-            store(slopes + j, p * (load(slopes + j) - along) * of->scaling);
-        }
+    cut(room->scores, room, first, count);
+    float shift[ROWS] = {0}, along[ROWS] = {0};
+    for (long i = 0; i < count; i++) {
+        shift[i] = normalizer[i * of->heads];
+        along[i] = dot(grad + i * stride, output + i * stride, of->size);
     }
+    for (long j = 0; j < padded(keys); j += WIDTH)
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; i++) {
+            float *scores = room->scores + i * room->keys + j;
+            float *slopes = room->slopes + i * room->keys + j;
+            const vec p = exponential(load(scores) * of->scaling - shift[i]);
+            store(scores, p);
+            store(slopes, p * (load(slopes) - along[i]) * of->scaling);
+        }
     mix(room->slopes, room->key_rows, room, keys, room->output);
     for (long i = 0; i < count; i++)
         memcpy(of_query + i * stride, room->output + i * room->size, sizeof(float) * of->size);
@@ -326,10 +348,10 @@ void sum_heads(const float *each, float *sum, const struct attention *of)
     const long repeats = of->heads / of->key_heads, size = of->size;
 #pragma omp parallel for schedule(static)
     for (long head = 0; head < of->tokens * of->key_heads; head++)
-        for (long d = 0; d < size; d++) {
-            float total = 0;
+        for (long d = 0; d < size; d += WIDTH) {
+            vec total = {0};
             for (long r = 0; r < repeats; r++)
-                total += each[(head * repeats + r) * size + d];
-            sum[head * size + d] = total;
+                total += take(each + (head * repeats + r) * size, d, size);
+            put(sum + head * size, d, size, total);
         }
 }

@@ -158,7 +158,7 @@ def test_limits_of_rows_and_stop_strings_end_them():
 
 
 def test_prompts_are_computed_in_parts_where_they_are_many(monkeypatch):
-    model, sampling = make("qwen3, a head of 40"), Sampling(max_tokens=4)
+    model, sampling = make("qwen3, a head of 40"), Sampling(max_tokens=4, stop_token_ids=())
     expected = sample(model, sampling)
     monkeypatch.setattr(native, "PREFILL_TOKENS", 44)
     computed = []
