@@ -67,6 +67,13 @@ def make_model(name: str, seed: int = 0) -> PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).float()
 
 
+def disturb(model: PreTrainedModel) -> None:
+    """Change all weights: norms of 1 and biases of 0 would hide mistakes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+
+
 def make_wide(name: str = "qwen3", seed: int = 0):
     config = make_model(name).config
     for option, value in WIDE.items():

@@ -76,13 +76,9 @@ static inline void add_outer(const float *a, long a_row, const float *b, long b_
 static inline float dot(const float *a, const float *b, long size)
 {
     vec sum = {0};
-    long d = 0;
-    for (; d + WIDTH <= size; d += WIDTH)
-        sum += load(a + d) * load(b + d);
-    float total = sum_of(sum);
-    for (; d < size; d++)
-        total += a[d] * b[d];
-    return total;
+    for (long d = 0; d < size; d += WIDTH)
+        sum += take(a, d, size) * take(b, d, size);
+    return sum_of(sum);
 }
 
 /* Where a thread keeps what it works on: `keys` and `size` are padded. */

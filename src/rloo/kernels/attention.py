@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rloo.kernels.build import library
 from rloo.kernels.calls import Attention, call
 
 
@@ -62,5 +61,5 @@ def _shapes(query: Tensor, key: Tensor, table: Table, scaling: float) -> Attenti
 
 
 def _room(query: Tensor, table: Table, *, backward: bool) -> Tensor:
-    each = library().attend_room(table.longest, query.shape[-1], int(backward))
+    each = call("attend_room", table.longest, query.shape[-1], int(backward))
     return query.new_empty(torch.get_num_threads(), each)

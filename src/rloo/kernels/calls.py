@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rloo.kernels.build import library
 
-# The arguments of each function: tensors, whole numbers, numbers, and structures.
+# The arguments of each function: tensors or structures of their addresses, whole numbers, numbers,
+# and shapes; behind an arrow what it returns.
 _SIGNATURES = {
     "rms_norm": "tttt llf",
     "rms_norm_backward": "ttttttt ll",
@@ -23,7 +24,11 @@ _SIGNATURES = {
     "log_softmax_backward": "tttt ll",
     "attend": "tttttttt a",
     "attend_backward": "tttttttttttt a",
+    "attend_room": "lll -> l",
     "sum_heads": "tt a",
+    "rloo_columns": "-> l",
+    "rloo_product": "tll tl tl",
+    "rloo_decode": "tttt l -> l",
 }
 
 
@@ -61,11 +66,13 @@ _TYPES = {
 @cache
 def _function(name: str) -> Any:
     function = getattr(library(), name)
-    function.argtypes = [_TYPES[kind] for kind in _SIGNATURES[name].replace(" ", "")]
-    function.restype = None
+    arguments, _, result = _SIGNATURES[name].replace(" ", "").partition("->")
+    function.argtypes = [_TYPES[kind] for kind in arguments]
+    function.restype = _TYPES[result] if result else None
     return function
 
 
-def call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: Any) -> Any:
     """Call a function of the library with tensors, which must be dense, numbers and structures."""
-    _function(name)(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
+    given = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+    return _function(name)(*given)

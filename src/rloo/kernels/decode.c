@@ -207,25 +207,13 @@ typedef struct {
     int64_t score_room;
 } room;
 
-static float sum_of_squares(const float *x, int64_t n)
-{
-    vec sums = all(0);
-    int64_t i = 0;
-    for (; i + WIDTH <= n; i += WIDTH)
-        sums += load(x + i) * load(x + i);
-    float sum = sum_of(sums);
-    for (; i < n; i++)
-        sum += x[i] * x[i];
-    return sum;
-}
-
 /* 1 / sqrt(sum of squares + floor) of each row, by every thread for itself. */
 static const float *scale_rows(const model *m, const state *s, const room *r)
 {
     float *scales = r->scales + omp_get_thread_num() * s->active;
     for (int64_t i = 0; i < s->active; i++) {
         const float *x = r->hidden + i * r->hidden_stride;
-        scales[i] = 1.0f / sqrtf(sum_of_squares(x, m->hidden) + m->hidden_floor);
+        scales[i] = 1.0f / sqrtf(squares(x, m->hidden) + m->hidden_floor);
     }
     return scales;
 }
@@ -234,7 +222,7 @@ static const float *scale_rows(const model *m, const state *s, const room *r)
 static void turn(const model *m, float *x, const float *norm, int64_t position)
 {
     if (norm) {
-        const float scale = 1.0f / sqrtf(sum_of_squares(x, m->size) + m->size_floor);
+        const float scale = 1.0f / sqrtf(squares(x, m->size) + m->size_floor);
         for (int64_t i = 0; i < m->size; i++)
             x[i] *= scale * norm[i];
     }

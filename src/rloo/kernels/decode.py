@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rloo.kernels.build import library
+from rloo.kernels.calls import call
 
 _INT = ctypes.c_int64
 _POINTER = ctypes.c_void_p
@@ -75,19 +75,9 @@ _Drawing = _struct(
 
 
 @cache
-def _calls() -> Any:
-    found = library()
-    found.rloo_columns.restype = found.rloo_decode.restype = _INT
-    found.rloo_product.argtypes = [_POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT]
-    found.rloo_product.restype = None
-    found.rloo_decode.argtypes = [*[_POINTER] * 4, _INT]
-    return found
-
-
-@cache
 def columns() -> int:
     """Of a panel: two vectors of float32."""
-    return int(_calls().rloo_columns())
+    return int(call("rloo_columns"))
 
 
 def round_up(size: int) -> int:
@@ -153,15 +143,8 @@ class Panels:
     def _product(self, rows: Tensor, result: Tensor, how: int) -> Tensor:
         assert rows.dtype == torch.float32 and rows.shape[1] == self.depth
         rows = rows.contiguous()
-        _calls().rloo_product(
-            rows.data_ptr(),
-            self.depth,
-            len(rows),
-            ctypes.byref(self.struct),
-            how,
-            result.data_ptr(),
-            result.shape[1],
-        )
+        given = (rows, self.depth, len(rows), ctypes.byref(self.struct), how)
+        call("rloo_product", *given, result, result.shape[1])
         return result if how == _GATE else result[:, : self.size]
 
 
@@ -273,13 +256,8 @@ class Wave:
             if self._state.length == self._own.slots:
                 self._grow()
             few = min(steps - done, self._own.slots - self._state.length)
-            done += _calls().rloo_decode(
-                ctypes.byref(self._model.struct),
-                ctypes.byref(self._state),
-                ctypes.byref(self._room),
-                ctypes.byref(self._drawing.struct),
-                few,
-            )
+            structs = (self._model.struct, self._state, self._room, self._drawing.struct)
+            done += call("rloo_decode", *map(ctypes.byref, structs), few)
         return done
 
     def _make_cache(self, rows: int, slots: int) -> _Tokens:

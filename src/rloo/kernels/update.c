@@ -16,12 +16,7 @@ static inline long smaller(long one, long other)
 
 static inline float inverse_root(const float *x, long width, float epsilon)
 {
-    vec squares = {0};
-    for (long i = 0; i < width; i += WIDTH) {
-        const vec v = take(x, i, width);
-        squares += v * v;
-    }
-    return 1.0f / sqrtf(sum_of(squares) / width + epsilon);
+    return 1.0f / sqrtf(squares(x, width) / width + epsilon);
 }
 
 /* The gradient of y = w * x * inverse for one row, and what it adds to that of w. */
@@ -84,13 +79,7 @@ void sum_of_squares(const float *x, double *sums, long count)
     for (long part = 0; part < (count + SQUARES - 1) / SQUARES; part++) {
         double sum = 0;
         for (long from = part * SQUARES; from < smaller(count, (part + 1) * SQUARES); from += BLOCK) {
-            const long end = smaller(count, from + BLOCK);
-            vec some = {0};
-            for (long i = from; i < end; i += WIDTH) {
-                const vec v = take(x, i, end);
-                some += v * v;
-            }
-            sum += sum_of(some);
+            sum += squares(x + from, smaller(BLOCK, count - from));
         }
         sums[part] = sum;
     }

@@ -139,4 +139,14 @@ static inline void put(float *to, long at, long count, vec x)
         memcpy(to + at, &x, sizeof(float) * (count - at));
 }
 
+static inline float squares(const float *x, long count)
+{
+    vec sums = {0};
+    for (long i = 0; i < count; i += WIDTH) {
+        const vec v = take(x, i, count);
+        sums += v * v;
+    }
+    return sum_of(sums);
+}
+
 #endif

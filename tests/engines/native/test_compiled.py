@@ -12,7 +12,7 @@ from rloo.engines.native.fused import FusedDecoder
 from rloo.kernels.decode import Wave
 from rloo.types import Prompt, Sampling
 from support.engines import expected_logprobs, rounding_errors
-from support.models import COMMON, VOCAB_SIZE, WINDOW
+from support.models import COMMON, VOCAB_SIZE, WINDOW, disturb
 
 WIDE = {"hidden_size": 80, "intermediate_size": 96, "head_dim": 40}
 MANY_HEADS = {"num_attention_heads": 14, "num_key_value_heads": 1, "head_dim": 16}
@@ -44,9 +44,7 @@ def _in_c():
 def make(name):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms of 1 and biases of 0 would hide mistakes
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    disturb(model)
     return model
 
 
@@ -164,7 +162,7 @@ def test_prompts_are_computed_in_parts_where_they_are_many(monkeypatch):
     computed = []
     monkeypatch.setattr(FusedDecoder, "forward", noting(FusedDecoder.forward, computed))
     assert sample(model, sampling) == expected
-    assert computed == [(1, 44), (1, 39)]  # of 3 + 41 and 7 + 32 tokens, and none of padding
+    assert computed == [(1, 42), (1, 41)]  # of 3 + 7 + 32 tokens and of 41, and none of padding
 
 
 def noting(forward, shapes):

@@ -10,7 +10,7 @@ from rloo.engines.native.fused import FusedDecoder, can_fuse
 from rloo.model import products
 from rloo.types import Prompt, Sampling
 from support.engines import expected_logprobs, rounding_errors
-from support.models import COMMON, VOCAB_SIZE, WINDOW, make_model
+from support.models import COMMON, VOCAB_SIZE, WINDOW, disturb, make_model
 
 ROTARY = {
     "rope_type": "llama3",
@@ -40,9 +40,7 @@ PROMPTS = [
 def make_fusable(name):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms of 1 and biases of 0 would hide mistakes
-            parameter.add_(0.2 * torch.randn_like(parameter))
+    disturb(model)
     return model
 
 

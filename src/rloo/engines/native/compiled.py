@@ -48,7 +48,9 @@ def decode(
     drawing = Drawing(
         tokens, logprobs, limits, stops, temperature=sampling.temperature, greedy=sampling.greedy
     )
-    wave = Wave(model, prompts.cache.take_states(), prompts.cache.lengths, prompts.prompt_of, drawing)
+    wave = Wave(
+        model, prompts.cache.take_states(), prompts.cache.lengths, prompts.prompt_of, drawing
+    )
     ended = torch.isin(first.tokens, stops) | (limits == 1)
     stop_text = StopText(sampling, len(rows), keys.device)
     steps = 1 if sampling.stop_strings else _STEPS

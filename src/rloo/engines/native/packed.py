@@ -39,8 +39,8 @@ class PackedPrompts:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """Attention of each prompt to itself: query (1, H, T, D) to (1, T, H, D)."""
-        states = map(_by_token, (query, key, value))
-        output, _ = attend(*states, self._table, options.scaling_of(query))
+        query, key, value = (_by_token(states) for states in (query, key, value))
+        output, _ = attend(query, key, value, self._table, options.scaling_of(query))
         return output[None]
 
     def take_states(self) -> Iterator[tuple[Tensor, Tensor]]:
