@@ -19,6 +19,7 @@
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t halves __attribute__((vector_size(2 * WIDTH)));
+typedef uint64_t pairs __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t uvec __attribute__((vector_size(4 * WIDTH)));
 
 static inline vec load(const float *from)
@@ -100,8 +101,8 @@ static inline vec exponential(vec x)
 #if WIDTH == 16
     x = (vec)_mm512_min_ps((__m512)high, (__m512)x);
     const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ);
-    const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    const __m512 n = _mm512_roundscale_ps((__m512)(x * log2e), nearest);
+    const __m512 n = _mm512_roundscale_ps((__m512)(x * log2e),
+                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     return (vec)_mm512_maskz_scalef_ps(seen, (__m512)small_power(x, (vec)n), n);
 #else
     const vec magic = all(12582912.0f); /* 1.5 * 2^23, which rounds to an integer */
@@ -115,10 +116,7 @@ static inline vec exponential(vec x)
 /* Each number in the place of the other one of its pair. */
 static inline vec neighbours(vec x)
 {
-    ivec places;
-    for (int i = 0; i < WIDTH; i++)
-        places[i] = i ^ 1;
-    return __builtin_shuffle(x, places);
+    return (vec)((pairs)x << 32 | (pairs)x >> 32);
 }
 
 /* Up to a vector of the `count` numbers from `at` on; zeros behind them. */
