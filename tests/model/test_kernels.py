@@ -15,7 +15,8 @@ from rloo.kernels import attention as c_attention
 from rloo.kernels import build, checks, update
 from rloo.model import layers
 from rloo.model.flash import Calls, attend_packed
-from rloo.model.head import Asked, blocked_logprobs, blocked_scores, matrix_of
+from rloo.model.head import Asked, blocked_logprobs, blocked_scores
+from rloo.model.products import matrix_of
 from support.adapters import make_adapted
 from support.models import COMMON, make_model, make_samples
 from support.policies import gradients, make_policy, weights_of

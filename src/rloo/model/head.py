@@ -7,21 +7,18 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from rloo.model import products
-from rloo.model.division import is_divided
+from rloo.model.products import Matrix
 from rloo.model.softmax import Rows, differentiate, select
 
 # The number of elements processed at a time, so that they stay in the processor's cache.
 CACHED_ELEMENTS = 2**21
 # Fewer rows make a product slow, however many elements these are.
 _MIN_ROWS = 256
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-Matrix = tuple[Tensor, Tensor | None]
 
 
 @runtime_checkable
@@ -30,21 +27,6 @@ class HasMatrix(Protocol):
 
     def matrix(self) -> Matrix | None:
         """They, or None where logits are more than a product."""
-
-
-def matrix_of(module: Any) -> Matrix | None:
-    """Matrix and bias of a layer whose forward is that product and no more: of an `nn.Linear` in
-    float32 on a CPU that nobody watches and that is whole."""
-    if type(module) not in (nn.Linear, products.Linear) or any(map(module.__dict__.get, _HOOKS)):
-        return None
-    given = [module.weight] if module.bias is None else [module.weight, module.bias]
-    for tensor in given:
-        whole = type(tensor) is nn.Parameter and not is_divided(tensor)
-        if not whole or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
-            return None
-    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
-        return None
-    return module.weight, module.bias
 
 
 class Asked(NamedTuple):

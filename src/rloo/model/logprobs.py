@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils.checkpoint import checkpoint
 
-from rloo.model.head import Asked, HasMatrix, Matrix, blocked_logprobs, blocked_scores, rows_of
+from rloo.model.head import Asked, HasMatrix, blocked_logprobs, blocked_scores, rows_of
+from rloo.model.products import Matrix
 from rloo.model.softmax import Rows, differentiate, select
 
 # The number of logits in a chunk. With gradients, the probabilities of a single chunk are kept

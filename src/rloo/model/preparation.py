@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloo.config.config import RLOOConfig
 from rloo.config.objective_checks import FIXED_REFERENCE
-from rloo.model import adapters, attention, layers, offload, products, quantization
+from rloo.model import adapters, attention, layers, low_rank, offload, products, quantization
 from rloo.model.adapters import Adapter
 from rloo.model.batch import MicroBatch, pack, pad
 from rloo.model.scorer import Scorer
@@ -75,6 +75,8 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
         attention.install(model)
     if config.onednn != []:
         products.install(model)
+    if adapter is not None and device.type == "cpu":
+        low_rank.install(model)
     if config.cpu_kernels is not False and device.type == "cpu":
         layers.install(model)
     # An adapter without effect does not tell these weights from others.

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rloo.config.checks import PRODUCTS
+from rloo.model.division import is_divided
 
 KINDS = tuple(PRODUCTS)
 # A matrix that is not packed is rearranged for each product, which few rows do not repay.
@@ -37,7 +38,10 @@ _MARGIN = 1.25
 _ROWS = {"packed": (4, 64), "some": (MIN_ROWS, 64), "many": (MANY_ROWS,)}
 _MATRICES = {"narrow": (384, 1024), "wide": (384, WIDE)}
 _TURNS, _MOST_TURNS, _UNCLEAR = 3, 9, (1.1, 1.5)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _in_use: frozenset[str] = frozenset()
+
+Matrix = tuple[Tensor, Tensor | None]
 
 
 def use(names: Collection[str]) -> None:
@@ -86,6 +90,18 @@ def multiplies(kind: str, rows: int, matrix: Tensor) -> bool:
     """Whether oneDNN computes products of this kind, forward or backward, of so many rows."""
     shape = f"{'many' if rows >= MANY_ROWS else 'some'}:{_width(matrix)}"
     return rows >= MIN_ROWS and f"{kind}:{shape}" in _in_use
+
+
+def forward(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """rows @ weight.T + bias, without gradients, by the library that is in use for it."""
+    by_onednn = multiplies("forward", len(rows), weight)
+    return multiply(rows, weight, bias) if by_onednn else F.linear(rows, weight, bias)
+
+
+def backward(grad: Tensor, weight: Tensor) -> Tensor:
+    """grad @ weight, the same."""
+    by_onednn = multiplies("backward", len(grad), weight)
+    return multiply(grad, weight.t()) if by_onednn else grad @ weight
 
 
 class _Product(torch.autograd.Function):
@@ -147,6 +163,21 @@ class Linear(nn.Linear):
             return super().forward(input)
         output = _Product.apply(input.reshape(rows, -1), weight, self.bias, by_onednn)
         return output.view(*input.shape[:-1], -1)
+
+
+def matrix_of(module: Any) -> Matrix | None:
+    """Matrix and bias of a layer whose forward is that product and no more: of an `nn.Linear` in
+    float32 on a CPU that nobody watches and that is whole."""
+    if type(module) not in (nn.Linear, Linear) or any(map(module.__dict__.get, _HOOKS)):
+        return None
+    given = [module.weight] if module.bias is None else [module.weight, module.bias]
+    for tensor in given:
+        whole = type(tensor) is nn.Parameter and not is_divided(tensor)
+        if not whole or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            return None
+    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return None
+    return module.weight, module.bias
 
 
 def install(model: nn.Module) -> None:

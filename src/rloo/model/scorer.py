@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch
-from rloo.model.head import Matrix, matrix_of
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores, score_tokens, token_logprobs
+from rloo.model.products import Matrix, matrix_of
 
 
 class Scorer(nn.Module):

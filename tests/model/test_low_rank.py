@@ -1,0 +1,151 @@
+"""Layers with an adapter: peft's own numbers and gradients, and what is left to peft."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+peft = pytest.importorskip("peft")
+
+from peft.tuners.lora.layer import Linear  # noqa: E402
+
+from rloo.model import low_rank, products  # noqa: E402
+from support.adapters import make_adapted, perturb, wrap  # noqa: E402
+from support.models import make_samples  # noqa: E402
+from support.policies import gradients, make_policy, weights_of  # noqa: E402
+
+
+class Both(nn.Module):
+    """Two layers, so that the second one's input takes gradients."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.one, self.other = nn.Linear(12, 20, bias=bias), nn.Linear(20, 7, bias=bias)
+
+    def forward(self, x):
+        return self.other(self.one(x).relu())
+
+
+def make_both(bias=True, **options):
+    torch.manual_seed(0)
+    lora = {"r": 3, "lora_alpha": 12, "target_modules": ["one", "other"], **options}
+    model = wrap(Both(bias), peft.LoraConfig(**lora)).float().eval()
+    perturb(model)
+    return model
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The shapes of the inputs that were multiplied here."""
+    shapes = []
+    forward = low_rank._Product.forward
+
+    def noted(ctx, rows, *rest):
+        shapes.append(tuple(rows.shape))
+        return forward(ctx, rows, *rest)
+
+    monkeypatch.setattr(low_rank._Product, "forward", staticmethod(noted))
+    return shapes
+
+
+def results(model, given):
+    given = given.clone().requires_grad_()
+    output = model(given)
+    output.square().sum().backward()
+    return [output, given.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("by_onednn", [[], ["forward", "backward"]])
+@pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 300, 12)])
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"bias": "all"}])
+def test_numbers_and_gradients_are_peft_s(options, shape, by_onednn, computed):
+    model, given = make_both(**options), torch.randn(shape)
+    expected = results(copy.deepcopy(model).double(), given.double())
+    products.install(model)
+    low_rank.install(model)
+    products.use(by_onednn)
+    try:
+        ours = results(model, given)
+    finally:
+        products.use([])
+    assert len(computed) == 2
+    for one, other in zip(ours, expected, strict=True):
+        assert (one - other).abs().max() <= 2e-6 * other.abs().max()
+
+
+def test_an_update_asks_for_all_layers(computed):
+    policy = make_policy(make_adapted("qwen3", target_modules="all-linear"))
+    batch = policy.batch(make_samples())
+
+    def work():
+        policy.model.zero_grad()
+        scores = policy.logprobs(batch)
+        (scores.logprobs * weights_of(len(scores.logprobs))).sum().backward()
+        return [scores.logprobs, *gradients(policy.model).values()]
+
+    ours = work()
+    assert len(computed) == 3 * 7
+    for module in policy.model.modules():
+        if isinstance(module, Linear):
+            module.__class__ = Linear
+    theirs = work()
+    assert len(computed) == 3 * 7
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def add_another(model):
+    model.add_adapter("another", peft.LoraConfig(r=2, target_modules=["one", "other"]))
+    model.base_model.set_adapter(["default", "another"])
+
+
+def watch(model):
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.lora_A["default"].register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({}, lambda model: model.base_model.disable_adapter_layers()),
+        ({}, lambda model: model.merge_adapter()),
+        ({}, add_another),
+        ({}, watch),
+        ({}, lambda model: model.double()),
+        ({"lora_dropout": 0.5}, lambda model: model.train()),
+        ({"use_dora": True}, lambda model: None),
+        ({"lora_bias": True}, lambda model: None),
+    ],
+)
+def test_all_else_is_left_to_peft(options, change, computed):
+    model = make_both(**options)
+    change(model)
+    twin = copy.deepcopy(model)
+    low_rank.install(model)
+    given = torch.randn(4, 12, dtype=next(model.parameters()).dtype)
+    outputs = []
+    for one in (model, twin):
+        torch.manual_seed(1)
+        outputs.append(one(given))
+    assert torch.equal(*outputs)
+    assert computed == []
+
+
+def test_autocast_is_peft_s(computed):
+    model = make_both()
+    low_rank.install(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(torch.randn(4, 12)).dtype == torch.bfloat16
+    assert computed == []
+
+
+def test_names_and_classes_stay():
+    model = make_both()
+    before = list(model.state_dict())
+    low_rank.install(model)
+    assert list(model.state_dict()) == before
+    layer = model.base_model.model.one
+    assert isinstance(layer, Linear) and type(layer).__name__ == "Linear"
+    assert type(copy.deepcopy(layer)) is type(layer)
