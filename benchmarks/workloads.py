@@ -55,9 +55,10 @@ TRAINERS = ("rloo", "trl")
 SAMPLERS = ("rloo", "generate", "vllm", "rloo:rollout_dtype=bfloat16", "vllm:dtype=bfloat16")
 ON_GPU = ("rloo", "padded")
 ONLY = ("rloo",)
-# Of the workloads that the others are read beside, several tables: more sides at once would not
-# fit into memory. The last side needs so long that one step must do.
-BF16 = ("rloo", "trl", "rloo:bf16=true", "trl:bf16=true")
+# Of the workloads that the others are read beside, several tables: what waits holds memory, and with
+# little of it left a side that asks for much each step is slowed by that. The last side needs so
+# long that one step must do.
+BF16 = ("rloo:bf16=true", "trl:bf16=true")
 PEERS = (
     "rloo",
     "padded",
@@ -74,7 +75,8 @@ _GPU_OPTIONS = {"bf16": True, "gradient_checkpointing": True, "use_cpu": False}
 def _in_several_tables(workload: Workload) -> list[Workload]:
     """NAME, and NAME with a letter for other sides."""
     return [
-        replace(workload, sides=BF16, rounds=10, seeds=3),
+        replace(workload, sides=TRAINERS, rounds=10, seeds=3),
+        replace(workload, name=workload.name + "B", sides=BF16, rounds=10, seeds=3),
         replace(workload, name=workload.name + "P", sides=PEERS),
         replace(workload, name=workload.name + "T", sides=SETTINGS),
         replace(workload, name=workload.name + "C", sides=CONTINUOUS, rounds=1),
@@ -257,7 +259,7 @@ FAMILIES = {
 }
 DEFAULT = (
     *(f"W{number}" for number in range(1, 9)),
-    *(name + letter for letter in "PTC" for name in ("W1", "W2")),
+    *(name + letter for letter in "BPTC" for name in ("W1", "W2")),
     "S256",
     *FAMILIES,
 )
