@@ -55,9 +55,9 @@ TRAINERS = ("rloo", "trl")
 SAMPLERS = ("rloo", "generate", "vllm", "rloo:rollout_dtype=bfloat16", "vllm:dtype=bfloat16")
 ON_GPU = ("rloo", "padded")
 ONLY = ("rloo",)
-# Of the workloads that the others are read beside, several tables: what waits holds memory, and with
-# little of it left a side that asks for much each step is slowed by that. The last side needs so
-# long that one step must do.
+# Of the workloads that the others are read beside, several tables: what waits holds memory, and
+# with little of it left a side that asks for much each step is slowed by that. The last side needs
+# so long that one step must do.
 BF16 = ("rloo:bf16=true", "trl:bf16=true")
 PEERS = (
     "rloo",

@@ -4,7 +4,6 @@ all else that its layers can do, their own forward computes."""
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rloo.model import products
+from rloo.model.merging import peft_library
 from rloo.model.products import matrix_of
 
 
@@ -97,13 +97,10 @@ class _Linear(nn.Module):
 
 def install(model: nn.Module) -> None:
     """Have the layers of `model` that peft has adapted, and that are its plain kind, ask here."""
-    if "peft" not in sys.modules:
-        return
-    from peft.tuners.lora.layer import Linear
-
+    plain = peft_library().tuners.lora.layer.Linear
     for module in model.modules():
-        if type(module) is Linear:
-            module.__class__ = _asking(Linear)
+        if type(module) is plain:
+            module.__class__ = _asking(plain)
 
 
 @cache
