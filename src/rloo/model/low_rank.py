@@ -97,7 +97,7 @@ class _Linear(nn.Module):
 
 def install(model: nn.Module) -> None:
     """Have the layers of `model` that peft has adapted, and that are its plain kind, ask here."""
-    plain = peft_library().tuners.lora.layer.Linear
+    plain: Any = peft_library().tuners.lora.layer.Linear
     for module in model.modules():
         if type(module) is plain:
             module.__class__ = _asking(plain)
