@@ -191,7 +191,7 @@ def install(model: nn.Module) -> None:
         if (kind := _kind_of(module)) is not None:
             theirs: Any = type(module)
             ours: Any = kind
-            module.__class__ = _asking(theirs, ours)
+            module.__class__ = asking(theirs, ours)
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
@@ -206,6 +206,7 @@ def _kind_of(module: nn.Module) -> type[nn.Module] | None:
 
 
 @cache
-def _asking(theirs: Any, ours: Any) -> type[nn.Module]:
-    named = {"__module__": __name__, "__qualname__": theirs.__qualname__}
+def asking(theirs: Any, ours: Any) -> type[nn.Module]:
+    """The class of modules of the class `theirs` that ask one of ours before."""
+    named = {"__module__": ours.__module__, "__qualname__": theirs.__qualname__}
     return type(theirs.__name__, (ours, theirs), named)

@@ -4,7 +4,6 @@ all else that its layers can do, their own forward computes."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rloo.model import products
+from rloo.model.layers import asking
 from rloo.model.merging import peft_library
 from rloo.model.products import matrix_of
 
@@ -98,12 +98,7 @@ class _Linear(nn.Module):
 def install(model: nn.Module) -> None:
     """Have the layers of `model` that peft has adapted, and that are its plain kind, ask here."""
     plain: Any = peft_library().tuners.lora.layer.Linear
+    ours = asking(plain, _Linear)
     for module in model.modules():
         if type(module) is plain:
-            module.__class__ = _asking(plain)
-
-
-@cache
-def _asking(theirs: Any) -> Any:
-    named = {"__module__": __name__, "__qualname__": theirs.__qualname__}
-    return type(theirs.__name__, (_Linear, theirs), named)
+            module.__class__ = ours
