@@ -2,18 +2,16 @@
 
 import copy
 
+import peft
 import pytest
 import torch
+from peft.tuners.lora.layer import Linear
 from torch import nn
 
-peft = pytest.importorskip("peft")
-
-from peft.tuners.lora.layer import Linear  # noqa: E402
-
-from rloo.model import low_rank, products  # noqa: E402
-from support.adapters import make_adapted, perturb, wrap  # noqa: E402
-from support.models import make_samples  # noqa: E402
-from support.policies import gradients, make_policy, weights_of  # noqa: E402
+from rloo.model import low_rank, products
+from support.adapters import make_adapted, perturb, wrap
+from support.models import make_samples
+from support.policies import gradients, make_policy, weights_of
 
 
 class Both(nn.Module):
@@ -59,8 +57,11 @@ def results(model, given):
 @pytest.mark.parametrize("by_onednn", [[], ["forward", "backward"]])
 @pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 300, 12)])
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"bias": "all"}])
-def test_numbers_and_gradients_are_peft_s(options, shape, by_onednn, computed):
+@pytest.mark.parametrize("base_learns", [False, True])
+def test_numbers_and_gradients_are_peft_s(base_learns, options, shape, by_onednn, computed):
     model, given = make_both(**options), torch.randn(shape)
+    if base_learns:
+        model.requires_grad_(True)
     expected = results(copy.deepcopy(model).double(), given.double())
     products.install(model)
     low_rank.install(model)

@@ -46,7 +46,7 @@ class _Product(torch.autograd.Function):
         if wanted[0]:
             of_rows = products.backward(grad, weight).addmm_(of_inner, down)
         if wanted[1]:
-            of_weight = grad.t() @ rows
+            of_weight = products.backward_to_weight(grad, rows, weight)
         if wanted[2]:
             of_bias = grad.sum(0)
         if wanted[3]:

@@ -95,39 +95,37 @@ def multiplies(kind: str, rows: int, matrix: Tensor) -> bool:
 def forward(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """rows @ weight.T + bias, without gradients, by the library that is in use for it."""
     by_onednn = multiplies("forward", len(rows), weight)
-    return multiply(rows, weight, bias) if by_onednn else F.linear(rows, weight, bias)
+    return (multiply if by_onednn else F.linear)(rows, weight, bias)
 
 
 def backward(grad: Tensor, weight: Tensor) -> Tensor:
-    """grad @ weight, the same."""
+    """The gradient of the rows, the same: grad @ weight."""
     by_onednn = multiplies("backward", len(grad), weight)
     return multiply(grad, weight.t()) if by_onednn else grad @ weight
 
 
+def backward_to_weight(grad: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the weight, the same: grad.T @ rows."""
+    by_onednn = multiplies("backward", len(grad), weight)
+    return outer(grad, rows) if by_onednn else grad.t() @ rows
+
+
 class _Product(torch.autograd.Function):
-    """`F.linear` of (T, K) and (N, K), with gradients. `by_onednn`: whether the forward is, and
-    whether the backward is."""
+    """`F.linear` of (T, K) and (N, K), with gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, by_onednn: tuple[bool, bool]
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.by_onednn = by_onednn[1]
-        return (multiply if by_onednn[0] else F.linear)(rows, weight, bias)
+        return forward(rows, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        of_rows = of_weight = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_rows = multiply(grad, weight.t()) if ctx.by_onednn else grad @ weight
-        if ctx.needs_input_grad[1]:
-            of_weight = outer(grad, rows) if ctx.by_onednn else grad.t() @ rows
-        if ctx.needs_input_grad[2]:
-            of_bias = grad.sum(0)
-        return of_rows, of_weight, of_bias, None
+        wanted = ctx.needs_input_grad
+        of_rows = backward(grad, weight) if wanted[0] else None
+        of_weight = backward_to_weight(grad, rows, weight) if wanted[1] else None
+        return of_rows, of_weight, grad.sum(0) if wanted[2] else None
 
 
 def outer(grad: Tensor, rows: Tensor) -> Tensor:
@@ -158,10 +156,9 @@ class Linear(nn.Linear):
             or torch.is_autocast_enabled("cpu")
         ):
             return super().forward(input)
-        by_onednn = multiplies("forward", rows, weight), multiplies("backward", rows, weight)
-        if not any(by_onednn):
+        if not any(multiplies(kind, rows, weight) for kind in ("forward", "backward")):
             return super().forward(input)
-        output = _Product.apply(input.reshape(rows, -1), weight, self.bias, by_onednn)
+        output = _Product.apply(input.reshape(rows, -1), weight, self.bias)
         return output.view(*input.shape[:-1], -1)
 
 

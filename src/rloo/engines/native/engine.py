@@ -161,7 +161,8 @@ class NativeEngine(InProcessEngine):
             positions, ends = cache.begin(lengths[part])
             input_ids = torch.tensor(token_ids)[None]
             logits.append(self._decoder.forward(input_ids, positions, cache, ends))
-        model.rotate_by(self._decoder.rotations(max(lengths) + sampling.max_tokens))
+        limit = max(lengths) + sampling.max_tokens
+        model.rotate_by(self._decoder.rotations(limit)[:limit])
         prefilled = compiled.Prefilled(cache, torch.cat(logits), torch.tensor(numbers))
         return compiled.decode(model, prefilled, rows, keys, sampling)
 
