@@ -76,6 +76,18 @@ def test_fused_and_module_draw_the_same_tokens(name):
     assert [[c.token_ids for c in g] for g in fused] == [[c.token_ids for c in g] for g in module]
 
 
+def test_no_module_is_called():
+    # DeepSpeed compares, between processes, which were: longer prompts must not call more of them.
+    model, called = make_fusable("qwen3"), []
+    engine = NativeEngine(model, pad_token_id=0)
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, _: called.append(module))
+
+    engine.sample(PROMPTS, 2, Sampling(max_tokens=20, stop_token_ids=()), noise=5)
+
+    assert not called
+
+
 def test_loaded_weights_are_sampled_from_not_the_modules():
     model, other = make_fusable("qwen3"), make_fusable("qwen3")
     with torch.no_grad():

@@ -271,7 +271,9 @@ class FusedDecoder:
         if len(self._rotations) < limit:
             table = torch.arange(2 * limit, device=self._embedding.device)[None]
             like = torch.empty(0, dtype=self._precise, device=table.device)
-            rotary: Any = self._model.base_model.rotary_emb
+            # Not by a call: what watches calls, as DeepSpeed does, would see more of them in a
+            # process whose prompts are longer.
+            rotary: Any = self._model.base_model.rotary_emb.forward
             halves = (x[0, :, : self._size // 2].contiguous() for x in rotary(like, table))
             self._rotations = torch.complex(*halves)
         return self._rotations
