@@ -17,6 +17,8 @@ from rloo.kernels import update
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _PLAIN = (Tensor, nn.Parameter)
+# What a forward pass calls its cache: since transformers 5.24, and before.
+CACHES = ("cache", "past_key_values")
 
 
 def computes(*tensors: Tensor) -> bool:
@@ -126,12 +128,11 @@ class _Attention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
         implementation = self.config._attn_implementation
         if (
-            past_key_values is not None
+            any(kwargs.get(name) is not None for name in CACHES)
             or position_embeddings is None
             or implementation not in ALL_ATTENTION_FUNCTIONS
             or not computes(hidden_states, *position_embeddings)
@@ -140,9 +141,9 @@ class _Attention(nn.Module):
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 **kwargs,
             )
+        kwargs = {name: given for name, given in kwargs.items() if name not in CACHES}
         shape = hidden_states.shape[:-1]
         query, key, value = (
             projection(hidden_states).view(*shape, -1, self.head_dim)

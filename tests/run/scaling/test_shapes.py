@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from rloo.model.layers import CACHES
 from rloo.run.scaling.shapes import TYPICAL, shape_of_config, shape_of_size
 from support.models import make_model
 
@@ -20,7 +21,8 @@ def test_operations_and_parameters_are_those_of_the_module(kind):
     # The attention that is counted does not leave out what causality does.
     assert counter.get_total_flops() == tokens * shape.operations(tokens)
     with torch.no_grad():
-        kept = model(torch.arange(tokens)[None] % 40, use_cache=True).past_key_values
+        output = model(torch.arange(tokens)[None] % 40, use_cache=True)
+    kept = next(output[name] for name in CACHES if name in output)
     numbers = sum(layer.keys.numel() + layer.values.numel() for layer in kept.layers)
     assert tokens * shape.cache_bytes == 2 * numbers
 

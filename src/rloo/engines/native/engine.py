@@ -8,6 +8,7 @@ turns of an episode do, are continued from their caches.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from rloo.engines.native.static import StaticCache, StaticDecoding
 from rloo.engines.sampling import StopText, draw
 from rloo.kernels.decode import Model
 from rloo.model import attention
+from rloo.model.layers import CACHES
 from rloo.types import Completion, Prompt, Samples, Sampling, Weights
 
 # Prompt tokens of one prefill forward, padding included.
@@ -62,6 +64,8 @@ class NativeEngine(InProcessEngine):
         if model.config._attn_implementation != attention.IMPLEMENTATION:
             attention.install(model)
         fuses = fused and can_fuse(model)
+        named = inspect.signature(model.forward).parameters
+        self._name_of_cache = next((name for name in CACHES if name in named), CACHES[-1])
         self._decoder = FusedDecoder(model, dtype or model.dtype) if fuses else None
         self._model_in_c: Model | None = None
         self._keeps = False
@@ -240,10 +244,10 @@ class NativeEngine(InProcessEngine):
             input_ids=input_ids,
             position_ids=position_ids,
             attention_mask=attention.no_mask(input_ids.device),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
             rloo_layout=cache,
+            **{self._name_of_cache: cache},
         )
         return output.logits[:, -1]
 
