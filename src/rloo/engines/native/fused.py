@@ -273,7 +273,7 @@ class FusedDecoder:
             like = torch.empty(0, dtype=self._precise, device=table.device)
             # Not by a call: what watches calls, as DeepSpeed does, would see more of them in a
             # process whose prompts are longer.
-            rotary: Any = self._model.base_model.rotary_emb.forward
-            halves = (x[0, :, : self._size // 2].contiguous() for x in rotary(like, table))
+            rotary: Any = self._model.base_model.rotary_emb
+            halves = (x[0, :, : self._size // 2].contiguous() for x in rotary.forward(like, table))
             self._rotations = torch.complex(*halves)
         return self._rotations
