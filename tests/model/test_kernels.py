@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Rotary
 from rloo import kernels
 from rloo.kernels import attention as c_attention
 from rloo.kernels import build, checks, update
-from rloo.model import layers
+from rloo.model import layers, products
 from rloo.model.flash import Calls, attend_packed
 from rloo.model.head import Asked, blocked_logprobs, blocked_scores
 from rloo.model.products import matrix_of
@@ -340,8 +340,14 @@ def test_a_head_that_is_more_than_a_matrix_is_not_taken_for_one():
     assert matrix_of(nn.Linear(4, 9)) is not None
     others = [Own(4, 9), watched, nn.Linear(4, 9).double(), nn.Linear(4, 9, device="meta")]
     assert [matrix_of(other) for other in others] == [None] * 4
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert matrix_of(nn.Linear(4, 9)) is None
+    in_16_bits, half = nn.Linear(4, 9).bfloat16(), torch.bfloat16
+    for by_onednn in ([], ["bf16"]):
+        products.use(by_onednn)
+        with torch.autocast("cpu", dtype=half):
+            for layer in (nn.Linear(4, 9), in_16_bits):
+                assert (matrix_of(layer) is None) == bool(by_onednn)
+        assert matrix_of(in_16_bits) is None
+    products.use([])
 
 
 @pytest.mark.parametrize("size", [6, 32, 40])

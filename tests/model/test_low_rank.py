@@ -47,9 +47,10 @@ def computed(monkeypatch):
     return shapes
 
 
-def results(model, given):
+def results(model, given, *, bf16=False):
     given = given.clone().requires_grad_()
-    output = model(given)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        output = model(given)
     output.square().sum().backward()
     return [output, given.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
 
@@ -134,12 +135,30 @@ def test_all_else_is_left_to_peft(options, change, computed):
     assert computed == []
 
 
-def test_autocast_is_peft_s(computed):
+def test_16_bits_are_peft_s(computed):
     model = make_both()
     low_rank.install(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert model(torch.randn(4, 12)).dtype == torch.bfloat16
+    products.use(["bf16"])
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert model(torch.randn(4, 12)).dtype == torch.bfloat16
+    finally:
+        products.use([])
     assert computed == []
+
+
+def test_of_rounded_numbers_it_is_peft_s_sum_of_such_products(computed):
+    model, given = make_both(), torch.randn(5, 12)
+    products.install(model)
+    in_float32 = results(copy.deepcopy(model), given)
+    expected = results(copy.deepcopy(model), given, bf16=True)
+    assert computed == []
+    low_rank.install(model)
+    ours = results(model, given, bf16=True)
+    assert len(computed) == 2
+    for one, other, exact in zip(ours, expected, in_float32, strict=True):
+        assert (one - other).abs().max() <= 2e-6 * other.abs().max()
+        assert 1e-4 < (one - exact).abs().max() / exact.abs().max() < 0.05
 
 
 def test_names_and_classes_stay():

@@ -10,11 +10,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rloo.algorithm import update as update_module
 from rloo.algorithm.advantages import assign
 from rloo.algorithm.update import update
+from rloo.model import products, rounding
 from rloo.model.casts import casting_once
 from support.adapters import make_adapted
 from support.models import make_model, make_samples
 from support.policies import gradients, make_policy, make_policy_config, weights_of
 from support.terms import terms_of
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    products.use([])
 
 
 class Watch(TorchDispatchMode):
@@ -37,6 +44,7 @@ class Watch(TorchDispatchMode):
 def test_attention_is_computed_in_float32_and_returned_as_the_next_layer_wants_it(autocast):
     model = make_model("qwen3")
     policy = make_policy(model, bf16=True)
+    products.use(["bf16"])
     if not autocast:  # as a frozen base of 16 bits is
         model.bfloat16()
         policy.config.bf16 = False
@@ -51,7 +59,8 @@ def test_attention_is_computed_in_float32_and_returned_as_the_next_layer_wants_i
 
 
 def updated(options, make):
-    """The weights after an update of several micro-batches, their number, and casts by weight."""
+    """The weights after an update of several micro-batches, their number, and casts by weight, or
+    how often they are rounded."""
     options = {"bf16": True, "max_tokens_per_micro_batch": 60, **options}
     options |= {"optim": "sgd", "learning_rate": 1.0}
     config, policy = make_policy_config(**options), make_policy(make(), **options)
@@ -60,10 +69,18 @@ def updated(options, make):
     credit = assign(samples, policy, terms)
     count, backward = Counter(), policy.stepper.backward
     policy.stepper.backward = lambda *given, **how: count.update(n=1) or backward(*given, **how)
-    with Watch() as watch:
+    casts, rounded = Counter(), rounding.rounded
+
+    def noted(x):
+        casts[x.data_ptr()] += 1
+        return rounded(x)
+
+    with Watch() as watch, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounding, "rounded", noted)
         update(policy, samples, credit, terms)
+    casts = watch.casts if products.in_use() else casts
     after = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
-    return after, count["n"], {weights.get(place): n for place, n in watch.casts.items()}
+    return after, count["n"], {weights.get(place): n for place, n in casts.items()}
 
 
 REENTRANT = {
@@ -89,7 +106,9 @@ def whole():
     ],
 )
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_an_update_casts_each_trained_weight_once(make, options, beta, monkeypatch):
+@pytest.mark.parametrize("by_onednn", [["bf16"], []])
+def test_an_update_casts_each_trained_weight_once(make, options, beta, by_onednn, monkeypatch):
+    products.use(by_onednn)
     options = {**options, "beta": beta}
     after, micro_batches, casts = updated(options, make)
     assert micro_batches > 2

@@ -186,7 +186,7 @@ def test_a_policy_s_log_probs_and_gradients_are_those_of_mkl(name, options):
     close(*both(work))
 
 
-def test_under_autocast_nothing_changes():
+def test_of_products_in_16_bits_nothing_changes():
     policy = make_policy(make_model("qwen3"), bf16=True)
     batch = policy.batch(make_samples())
 
@@ -195,7 +195,11 @@ def test_under_autocast_nothing_changes():
         policy.logprobs(batch).logprobs.sum().backward()
         return list(gradients(policy.model).values())
 
-    assert all(map(torch.equal, *both(work)))
+    found = []
+    for kinds in (["bf16"], products.KINDS):
+        products.use(kinds)
+        found.append(work())
+    assert all(map(torch.equal, *found))
 
 
 def test_gradients_of_an_adapter():
@@ -266,6 +270,21 @@ def test_a_class_is_chosen_only_where_all_of_its_rows_gain(monkeypatch, unmeasur
     timed(monkeypatch, seconds)
     # 64 rows alone do not make a class; of the backward no call of MKL's is seen here.
     assert [name for name in products.choose() if "backward" not in name] == ["forward:many:narrow"]
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_products_in_16_bits_are_chosen_where_they_gain_and_are_wanted(
+    monkeypatch, unmeasured, gains
+):
+    computed, linear = [], F.linear
+    monkeypatch.setattr(products.F, "linear", lambda a, b: computed.append(a.dtype) or linear(a, b))
+    fast = torch.bfloat16 if gains else torch.float32
+    monkeypatch.setattr(
+        products, "_seconds", lambda work: work() is None or 2.0 - (computed[-1] == fast)
+    )
+    assert "bf16" not in products.choose() and torch.bfloat16 not in computed
+    assert ("bf16" in products.choose(bf16=True)) == gains
+    assert torch.bfloat16 in computed
 
 
 def test_what_is_unclear_is_measured_more_often(monkeypatch):

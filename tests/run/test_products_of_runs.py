@@ -25,12 +25,12 @@ def make(folder, **options):
 def test_what_was_chosen_is_recorded_and_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_WORTH_MEASURING", 0)
     chosen = ["packed", "forward:many:wide", "backward"]
-    monkeypatch.setattr(products, "choose", lambda: chosen)
+    monkeypatch.setattr(products, "choose", lambda **_: chosen)
     first = make(tmp_path, onednn=None, max_steps=1)
     first.train()
     recorded = yaml.safe_load(Path(first.args.output_dir, "config.yaml").read_text())
     assert recorded["onednn"] == chosen
-    monkeypatch.setattr(products, "choose", lambda: ["forward"])
+    monkeypatch.setattr(products, "choose", lambda **_: ["forward"])
     resumed = make(tmp_path, onednn=None, max_steps=2, resume_from_checkpoint="auto")
     resumed.train()
     assert products.in_use() == chosen
@@ -58,9 +58,8 @@ def test_a_run_with_onednn_is_the_run_with_mkl_to_rounding(tmp_path):
 
 def test_an_unknown_kind_is_refused():
     for name in ("sampling", "packed:some:wide", "forward:few:wide"):
-        expected = (
-            f"{name} is none of packed, forward, backward, nor a class of them as forward:some"
-        )
+        known = "packed, forward, backward, bf16"
+        expected = f"{name} is none of {known}, nor a class of them as forward:some"
         with pytest.raises(ValueError, match=expected):
             RLOOConfig(onednn=["packed:wide", name])
 

@@ -26,6 +26,7 @@ _SHAPES = [f"{rows}:{width}" for rows in ("some", "many") for width in ("narrow"
 PRODUCTS = {
     "packed": ("packed:narrow", "packed:wide"),
     **{kind: tuple(f"{kind}:{shape}" for shape in _SHAPES) for kind in ("forward", "backward")},
+    "bf16": ("bf16",),
 }
 # Completions of one rollout, or of one evaluated prompt: each is an object in this process.
 MOST_COMPLETIONS = 2**17

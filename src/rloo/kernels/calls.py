@@ -18,6 +18,7 @@ _SIGNATURES = {
     "gated_unit": "ttt l",
     "gated_unit_backward": "ttttt l",
     "sum_of_squares": "tt l",
+    "round_to_bfloat16": "tt l",
     "rotary": "tttttt h",
     "rotary_backward": "ttttttttt h",
     "log_softmax": "tttttt llf",

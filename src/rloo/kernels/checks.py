@@ -127,6 +127,11 @@ def _squares(random: Callable[..., Tensor]) -> Pairs:
     yield torch.tensor(update.sum_of_squares(x)), x.double().square().sum()
 
 
+def _rounding(random: Callable[..., Tensor]) -> Pairs:
+    x = random(_ROWS, _WIDTH)
+    yield update.rounded(x), x.bfloat16()
+
+
 def _product(random: Callable[..., Tensor]) -> Pairs:
     step = decode.columns()
     x, weight, bias = random(_ROWS, _WIDTH), random(2 * step, _WIDTH), random(2 * step)
@@ -144,5 +149,6 @@ _CHECKS: dict[str, Callable[[Callable[..., Tensor]], Pairs]] = {
     "softmax": _softmax,
     "attention": _attention,
     "sum of squares": _squares,
+    "rounding": _rounding,
     "product": _product,
 }

@@ -72,6 +72,18 @@ void rms_norm_backward(const float *grad, const float *x, const float *w, const 
     add_parts(parts, of_w, number, width);
 }
 
+/* y = x, rounded to what bfloat16 has, ties to even. NaN stays NaN. */
+void round_to_bfloat16(const float *x, float *y, long count)
+{
+    PARALLEL
+    for (long i = 0; i < count; i += WIDTH) {
+        const vec v = take(x, i, count);
+        const uvec bits = (uvec)v, odd = (bits >> 16) & 1;
+        const uvec near = (bits + 0x7fff + odd) & 0xffff0000;
+        put(y, i, count, choose(v != v, v, (vec)near));
+    }
+}
+
 /* Sums of squares of SQUARES numbers each. */
 void sum_of_squares(const float *x, double *sums, long count)
 {

@@ -45,6 +45,13 @@ def sum_of_squares(x: Tensor) -> float:
     return float(sums.sum())
 
 
+def rounded(x: Tensor, place: Tensor | None = None) -> Tensor:
+    """x in values of bfloat16, ties to even, in `place` (which may be x) or new memory."""
+    y = torch.empty_like(x) if place is None else place
+    call("round_to_bfloat16", x, y, x.numel())
+    return y
+
+
 def gated_unit(gate: Tensor, up: Tensor) -> Tensor:
     """gate * sigmoid(gate) * up."""
     y = torch.empty_like(gate)

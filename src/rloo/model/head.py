@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from rloo.model import products
 from rloo.model.products import Matrix
+from rloo.model.rounding import in_float32, operands, round_in_place, rounded_layer
 from rloo.model.softmax import Rows, differentiate, select
 
 # The number of elements processed at a time, so that they stay in the processor's cache.
@@ -32,11 +33,12 @@ class HasMatrix(Protocol):
 class Asked(NamedTuple):
     """What is asked of hidden states (T, D): the log-probs of `targets` (T,) at a temperature.
     `chunk_elements`: of so many logits the softmax is kept for the backward, of more it is
-    computed there again."""
+    computed there again. `rounds`: products are of rounded numbers."""
 
     targets: Tensor
     temperature: float
     chunk_elements: int
+    rounds: bool = False
 
 
 class _BlockedLogprobs(torch.autograd.Function):
@@ -47,6 +49,9 @@ class _BlockedLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked
     ) -> tuple[Tensor, Tensor]:
         hidden = hidden.contiguous()
+        given = weight, bias
+        if asked.rounds:
+            hidden, weight, bias = operands(hidden, weight, bias)
         kept, size = _room(hidden, weight, asked)
         logprobs, entropy, total = (hidden.new_empty(len(hidden)) for _ in range(3))
         for part in _blocks(len(hidden), size):
@@ -55,7 +60,7 @@ class _BlockedLogprobs(torch.autograd.Function):
             rows = Rows(logprobs[part], entropy[part], place, total[part])
             select(logits, asked.targets[part], asked.temperature, rows)
         all_kept = kept if len(kept) == len(hidden) else None
-        ctx.save_for_backward(hidden, weight, bias, entropy, total, all_kept)
+        ctx.save_for_backward(hidden, *given, entropy, total, all_kept)
         ctx.asked, ctx.size = asked, size
         ctx.set_materialize_grads(False)
         return logprobs, entropy
@@ -64,7 +69,9 @@ class _BlockedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, entropy, total, kept = ctx.saved_tensors
-        targets, temperature, _ = ctx.asked
+        targets, temperature, _, rounds = ctx.asked
+        if rounds:
+            weight, bias = rounded_layer(weight, bias)
         of_logprobs, of_entropy = (None if g is None else g / temperature for g in gradients)
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(entropy)
@@ -85,6 +92,8 @@ class _BlockedLogprobs(torch.autograd.Function):
                 select(logits, targets[part], temperature, rows._replace(entropy=None))
             slope = None if of_entropy is None else of_entropy[part]
             differentiate(rows, targets[part], of_logprobs[part], slope)
+            if rounds:
+                round_in_place(block)
             if of_hidden is not None:
                 _multiply_back(block, weight, of_hidden[part])
             if of_weight is not None:
@@ -96,7 +105,8 @@ class _BlockedLogprobs(torch.autograd.Function):
 
 def blocked_logprobs(hidden: Tensor, matrix: Matrix, asked: Asked) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, both (T,), with gradients of hidden states (T, D) and matrix."""
-    scores: tuple[Tensor, Tensor] = _BlockedLogprobs.apply(hidden, *matrix, asked)
+    with in_float32(asked.rounds):
+        scores: tuple[Tensor, Tensor] = _BlockedLogprobs.apply(hidden, *matrix, asked)
     return scores
 
 
@@ -104,11 +114,14 @@ def blocked_logprobs(hidden: Tensor, matrix: Matrix, asked: Asked) -> tuple[Tens
 def blocked_scores(hidden: Tensor, matrix: Matrix, targets: Tensor, temperature: float) -> Tensor:
     """Only the log-probs (T,), without gradients."""
     weight, bias = matrix
+    if rounding := products.rounds():
+        hidden, weight, bias = operands(hidden, weight, bias)
     size = min(rows_of(len(weight)), len(hidden))
     kept, logprobs = hidden.new_empty(size, len(weight)), hidden.new_empty(len(hidden))
-    for part in _blocks(len(hidden), size):
-        logits = _product(hidden[part], weight, bias, _place(kept, part, hidden))
-        select(logits, targets[part], temperature, Rows(logprobs[part]))
+    with in_float32(rounding):
+        for part in _blocks(len(hidden), size):
+            logits = _product(hidden[part], weight, bias, _place(kept, part, hidden))
+            select(logits, targets[part], temperature, Rows(logprobs[part]))
     return logprobs
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils.checkpoint import checkpoint
 
+from rloo.model import products
 from rloo.model.head import Asked, HasMatrix, blocked_logprobs, blocked_scores, rows_of
 from rloo.model.products import Matrix
 from rloo.model.softmax import Rows, differentiate, select
@@ -89,7 +90,8 @@ def token_logprobs(
     """
 
     if (matrix := _matrix(head)) is not None:
-        return blocked_logprobs(hidden, matrix, Asked(targets, temperature, chunk_elements))
+        asked = Asked(targets, temperature, chunk_elements, products.rounds())
+        return blocked_logprobs(hidden, matrix, asked)
 
     def select_from(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:
         return _SelectLogprobs.apply(head(hidden_chunk), targets_chunk, temperature)

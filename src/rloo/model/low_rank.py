@@ -4,7 +4,7 @@ all else that its layers can do, their own forward computes."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,14 @@ from rloo.model import products
 from rloo.model.layers import asking
 from rloo.model.merging import peft_library
 from rloo.model.products import matrix_of
+from rloo.model.rounding import in_float32, operands, rounded, rounded_matrix
+
+
+class _How(NamedTuple):
+    """The factor of the adapter's product, and whether products are of rounded numbers."""
+
+    scaling: float
+    rounds: bool
 
 
 class _Product(torch.autograd.Function):
@@ -28,21 +36,31 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         down: Tensor,
         up: Tensor,
-        scaling: float,
+        how: _How,
     ) -> Tensor:
-        inner = (rows @ down.t()).mul_(scaling)
-        ctx.save_for_backward(rows, weight, down, up, inner)
-        ctx.scaling = scaling
+        given = weight, down, up
+        if how.rounds:
+            rows, weight, bias = operands(rows, weight, bias)
+            down, up = rounded_matrix(down), rounded_matrix(up)
+        inner = rows @ down.t()
+        inner = (rounded(inner) if how.rounds else inner).mul_(how.scaling)
+        ctx.save_for_backward(rows, *given, inner)
+        ctx.how = how
         return products.forward(rows, weight, bias).addmm_(inner, up.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, down, up, inner = ctx.saved_tensors
+        scaling, rounds = ctx.how
+        if rounds:
+            grad = rounded(grad)
+            weight, down, up = map(rounded_matrix, (weight, down, up))
         wanted = ctx.needs_input_grad
         of_rows = of_weight = of_bias = of_down = of_up = None
         if wanted[0] or wanted[3]:
-            of_inner = (grad @ up).mul_(ctx.scaling)
+            of_inner = (grad @ up).mul_(scaling)
+            of_inner = rounded(of_inner) if rounds else of_inner
         if wanted[0]:
             of_rows = products.backward(grad, weight).addmm_(of_inner, down)
         if wanted[1]:
@@ -73,13 +91,16 @@ class _Linear(nn.Module):
         """See peft."""
         if args or kwargs or (factors := self._factors()) is None or x.dtype != torch.float32:
             return super().forward(x, *args, **kwargs)
+        scaling = self.scaling[self.active_adapters[0]]
         rows = x.reshape(-1, x.shape[-1])
-        output = _Product.apply(rows, *factors)
+        rounding = products.rounds()
+        with in_float32(rounding):
+            output = _Product.apply(rows, *factors, _How(scaling, rounding))
         return output.view(*x.shape[:-1], -1)
 
-    def _factors(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | None:
-        """Matrix and bias, the adapter's two matrices, and its factor; None where it is more than
-        these that is to be computed."""
+    def _factors(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor] | None:
+        """Matrix and bias, and the adapter's two matrices; None where it is more than these that is
+        to be computed."""
         if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
             return None
         (name,) = self.active_adapters
@@ -92,7 +113,7 @@ class _Linear(nn.Module):
         own, down, up = (matrix_of(layer) for layer in layers)
         if own is None or down is None or up is None or down[1] is not None or up[1] is not None:
             return None
-        return *own, down[0], up[0], self.scaling[name]
+        return *own, down[0], up[0]
 
 
 def install(model: nn.Module) -> None:

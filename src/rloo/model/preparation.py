@@ -73,7 +73,7 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
     packed = config.packing is not False and reason is None
     if packed:
         attention.install(model)
-    if config.onednn != []:
+    if config.onednn != [] or config.bf16:
         products.install(model)
     if adapter is not None and device.type == "cpu":
         low_rank.install(model)

@@ -1,9 +1,13 @@
-"""float32 products on a CPU by the faster of two libraries.
+"""Products on a CPU by the faster of two libraries.
 
 torch computes them with MKL, which on some processors reaches less than half of what oneDNN does,
 which torch has, too, and uses for bfloat16. Which one is used is asked for here alone, by kinds of
 products, those of the sampler's `packed` matrices and those of a layer's `forward` and `backward`,
 and by classes of shapes: `some` rows or `many`, a `narrow` matrix or a `wide` one.
+
+Autocast's products in bfloat16 are oneDNN's where that is said to be faster (`bf16`). On processors
+on which it is not they are float32's of numbers that were rounded to bfloat16: of the same numbers,
+with results that are not rounded, and what lies between them stays in float32.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Collection
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from torch.nn import functional as F
 
 from rloo.config.checks import PRODUCTS
 from rloo.model.division import is_divided
+from rloo.model.rounding import in_float32, operands, rounded, rounded_matrix
 
 KINDS = tuple(PRODUCTS)
 # A matrix that is not packed is rearranged for each product, which few rows do not repay.
@@ -36,9 +40,11 @@ _MARGIN = 1.25
 # Of the measurement: rows and matrices of each class, how often each library has its turn, at least
 # and at most, and between which ratios more turns are taken.
 _ROWS = {"packed": (4, 64), "some": (MIN_ROWS, 64), "many": (MANY_ROWS,)}
+_ROWS["bf16"] = _ROWS["many"]
 _MATRICES = {"narrow": (384, 1024), "wide": (384, WIDE)}
 _TURNS, _MOST_TURNS, _UNCLEAR = 3, 9, (1.1, 1.5)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ROUNDED = {torch.float32, torch.bfloat16}
 _in_use: frozenset[str] = frozenset()
 
 Matrix = tuple[Tensor, Tensor | None]
@@ -92,6 +98,15 @@ def multiplies(kind: str, rows: int, matrix: Tensor) -> bool:
     return rows >= MIN_ROWS and f"{kind}:{shape}" in _in_use
 
 
+def rounds() -> bool:
+    """Whether an autocast to bfloat16 is in force whose products are float32's."""
+    return (
+        "bf16" not in _in_use
+        and torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    )
+
+
 def forward(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """rows @ weight.T + bias, without gradients, by the library that is in use for it."""
     by_onednn = multiplies("forward", len(rows), weight)
@@ -111,21 +126,29 @@ def backward_to_weight(grad: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """`F.linear` of (T, K) and (N, K), with gradients."""
+    """`F.linear` of (T, K) and (N, K), with gradients; `rounds`: of rounded numbers."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        return forward(rows, weight, bias)
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, rounds: bool
+    ) -> Tensor:
+        matrix = weight
+        if rounds:
+            rows, matrix, bias = operands(rows, weight, bias)
+        ctx.save_for_backward(rows, weight)  # not what was rounded, which would be held for each
+        ctx.rounds = rounds
+        return forward(rows, matrix, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
+        if ctx.rounds:
+            grad, weight = rounded(grad), rounded_matrix(weight)
         wanted = ctx.needs_input_grad
         of_rows = backward(grad, weight) if wanted[0] else None
         of_weight = backward_to_weight(grad, rows, weight) if wanted[1] else None
-        return of_rows, of_weight, grad.sum(0) if wanted[2] else None
+        return of_rows, of_weight, grad.sum(0) if wanted[2] else None, None
 
 
 def outer(grad: Tensor, rows: Tensor) -> Tensor:
@@ -146,33 +169,42 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """See `nn.Linear`."""
-        weight = self.weight
-        rows = input.numel() // self.in_features
-        if (
-            rows < MIN_ROWS
-            or not _in_use
-            or not input.dtype == weight.dtype == torch.float32
-            or weight.device.type != "cpu"
-            or torch.is_autocast_enabled("cpu")
-        ):
+        if self.weight.device.type != "cpu":
             return super().forward(input)
-        if not any(multiplies(kind, rows, weight) for kind in ("forward", "backward")):
+        rounding = rounds() and {input.dtype, self.weight.dtype} <= _ROUNDED
+        if not rounding and not self._is_for_onednn(input):
             return super().forward(input)
-        output = _Product.apply(input.reshape(rows, -1), weight, self.bias)
+        rows = input.reshape(-1, self.in_features)
+        with in_float32(rounding):
+            output = _Product.apply(rows, self.weight, self.bias, rounding)
         return output.view(*input.shape[:-1], -1)
+
+    def _is_for_onednn(self, input: Tensor) -> bool:
+        """Whether it computes a float32 product of these, or that of its gradients."""
+        rows = input.numel() // self.in_features
+        return (
+            rows >= MIN_ROWS
+            and bool(_in_use)
+            and input.dtype == self.weight.dtype == torch.float32
+            and not torch.is_autocast_enabled("cpu")
+            and any(multiplies(kind, rows, self.weight) for kind in ("forward", "backward"))
+        )
 
 
 def matrix_of(module: Any) -> Matrix | None:
     """Matrix and bias of a layer whose forward is that product and no more: of an `nn.Linear` in
-    float32 on a CPU that nobody watches and that is whole."""
+    float32 on a CPU that nobody watches and that is whole. Where autocast `rounds`, they are to be
+    rounded, and may have been."""
     if type(module) not in (nn.Linear, Linear) or any(map(module.__dict__.get, _HOOKS)):
         return None
+    rounding = rounds()
+    known = _ROUNDED if rounding else {torch.float32}
     given = [module.weight] if module.bias is None else [module.weight, module.bias]
     for tensor in given:
         whole = type(tensor) is nn.Parameter and not is_divided(tensor)
-        if not whole or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+        if not whole or tensor.dtype not in known or tensor.device.type != "cpu":
             return None
-    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    if (torch.is_autocast_enabled("cpu") and not rounding) or torch.compiler.is_compiling():
         return None
     return module.weight, module.bias
 
@@ -200,21 +232,23 @@ def fault() -> str | None:
 
 
 @cache
-def choose() -> list[str]:
-    """What oneDNN computes faster here by one thread, measured for some tenths of a second; nothing
-    where there is a `fault`."""
+def choose(*, bf16: bool = False) -> list[str]:
+    """What oneDNN computes faster here by one thread, measured for some tenths of a second, `bf16`
+    among it or not; nothing where there is a `fault`."""
+    names = [n for kind, names in PRODUCTS.items() if bf16 or kind != "bf16" for n in names]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more are disturbed by whatever else runs
     try:
-        return [] if fault() else _names(list(filter(_is_faster, chain(*PRODUCTS.values()))))
+        return [] if fault() else _names(list(filter(_is_faster, names)))
     finally:
         torch.set_num_threads(threads)
 
 
 def _is_faster(name: str) -> bool:
     """Whether oneDNN is, for each number of rows that is tried of this class."""
-    kind, *rows, width = name.split(":")
-    return all(_wins(kind, number, width) for number in _ROWS[rows[0] if rows else kind])
+    kind, *shape = name.split(":")
+    rows, width = shape[0] if len(shape) > 1 else kind, shape[-1] if shape else "narrow"
+    return all(_wins(kind, number, width) for number in _ROWS[rows])
 
 
 def _wins(kind: str, rows: int, width: str) -> bool:
@@ -222,6 +256,12 @@ def _wins(kind: str, rows: int, width: str) -> bool:
     a, b, c = torch.ones(rows, depth), torch.ones(height, depth), torch.ones(rows, height)
     if kind == "backward":
         theirs, ours = lambda: [c @ b, c.t() @ a], lambda: [multiply(c, b.t()), outer(c, a)]
+    elif kind == "bf16":
+        matrix = b.bfloat16()
+        theirs, ours = (
+            lambda: [F.linear(rounded(a), b)],
+            lambda: [F.linear(a.bfloat16(), matrix).float()],
+        )
     else:
         matrix = pack(b) if kind == "packed" else b
         theirs, ours = lambda: [F.linear(a, b)], lambda: [multiply(a, matrix)]

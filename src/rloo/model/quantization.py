@@ -17,6 +17,8 @@ from transformers import BitsAndBytesConfig
 
 from rloo.config.config import RLOOConfig
 from rloo.model.division import shape_of
+from rloo.model.products import rounds
+from rloo.model.rounding import in_float32, operands, rounded
 
 
 def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
@@ -205,21 +207,30 @@ class _Product(torch.autograd.Function):
     """states @ weight.T + bias. The dequantised weight exists only while it is used."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, layer: Any) -> Tensor:
-        ctx.layer = layer
-        bias = None if layer.bias is None else layer.bias.to(states.dtype)
-        return F.linear(states, full_weight(layer).to(states.dtype), bias)
+    def forward(ctx: Any, states: Tensor, layer: Any, rounds: bool) -> Tensor:
+        ctx.layer, ctx.rounds = layer, rounds
+        weight, bias = full_weight(layer).to(states.dtype), layer.bias
+        bias = None if bias is None else bias.to(states.dtype)
+        if rounds:
+            states, weight, bias = operands(states, weight, bias)
+        return F.linear(states, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] @ full_weight(ctx.layer).to(gradients[0].dtype), None
+        grad, weight = gradients[0], full_weight(ctx.layer).to(gradients[0].dtype)
+        if ctx.rounds:
+            grad, weight = rounded(grad), rounded(weight)
+        return grad @ weight, None, None
 
 
 def _multiply(layer: Any, states: Tensor) -> Tensor:
-    kind = states.device.type
-    if torch.is_autocast_enabled(kind):
+    kind, rounding = states.device.type, rounds()
+    if rounding:
+        states = states.float()
+    elif torch.is_autocast_enabled(kind):
         states = states.to(torch.get_autocast_dtype(kind))
-    return _Product.apply(states, layer)
+    with in_float32(rounding):
+        return _Product.apply(states, layer, rounding)
 
 
 def _is_4bit(layer: Any) -> bool:

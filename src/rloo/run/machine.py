@@ -86,7 +86,9 @@ def _settle_products(policy: Policy, args: RLOOConfig) -> None:
         policy.notes.append(f"MKL computes all products, not oneDNN: {here} (onednn)")
         chosen = []
     if chosen is None:
-        chosen = policy.world.from_main(products.choose() if policy.world.is_main else [])
+        chosen = policy.world.from_main(
+            products.choose(bf16=args.bf16) if policy.world.is_main else []
+        )
     products.use(chosen)
 
 
