@@ -2,6 +2,7 @@
 and gradient."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rloo import kernels
+from rloo.engines.native.engine import NativeEngine
 from rloo.model import products, rounding
 from rloo.model.head import Asked, blocked_logprobs, blocked_scores
 from rloo.model.products import matrix_of
+from rloo.types import Prompt, Sampling
 from support.models import make_model, make_samples
 from support.policies import gradients, make_policy, weights_of
 
@@ -153,6 +156,17 @@ def test_an_update_is_as_near_to_float32_as_with_16_bits(name):
         assert 1e-6 < near <= far < 0.05
     logprobs, reference, _ = found["rounded"]
     assert torch.equal(logprobs, reference)
+
+
+def test_an_engine_that_runs_the_module_rounds_each_weight_once(monkeypatch):
+    model, counts, rounded = make_model("qwen3"), Counter(), rounding.rounded
+    engine = NativeEngine(model, pad_token_id=0, fused=False, precision=HALF)
+    products.install(model)
+    monkeypatch.setattr(rounding, "rounded", lambda x: counts.update([x.data_ptr()]) or rounded(x))
+    prompts = [Prompt(0, [3, 4, 5], "")]
+    engine.sample(prompts, 2, Sampling(max_tokens=6, stop_token_ids=()), noise=1)
+    layers = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    assert {counts[weight.data_ptr()] for weight in layers} == {1}
 
 
 def test_what_is_kept_is_that_of_the_same_numbers():

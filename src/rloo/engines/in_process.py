@@ -17,6 +17,7 @@ from rloo.engines.noise import behind, row_keys
 from rloo.engines.sampling import check_request, collect_completions, numbers_of
 from rloo.model.budget import available_bytes
 from rloo.model.division import is_divided
+from rloo.model.rounding import keeping
 from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
 
 # One row: a prompt and the sample's number k in its group.
@@ -53,6 +54,7 @@ def borrowed(model: PreTrainedModel, precision: torch.dtype | None = None) -> It
         with (
             torch.autocast(model.device.type, dtype=precision, enabled=casts),
             torch.no_grad() if casts or divided else torch.inference_mode(),
+            keeping() if casts and not divided else nullcontext(),
         ):
             yield
     finally:
