@@ -98,10 +98,10 @@ PREDICTED_REAL = {
 class Sleeping(Qwen3ForCausalLM):
     """Takes its time to sample, also in another process."""
 
-    def generate(self, inputs: Any, **how: Any) -> Any:  # type: ignore[override]
+    def generate(self, inputs: Any, **how: Any) -> Any:  # type: ignore[override, unused-ignore]
         """As ever, and sleeps for each completion."""
         time.sleep(given().sampling * len(inputs))
-        return super().generate(inputs, **how)  # type: ignore[misc]
+        return super().generate(inputs, **how)  # type: ignore[misc, unused-ignore]
 
 
 def sleeping(completions: list[str], **_: Any) -> list[float]:
