@@ -232,7 +232,8 @@ class EngineFacts:
 
     The rest is the memory that a completion may occupy while it is sampled: for each token of its
     prompt, for each that may follow, and once. What needs more than `cache_bytes` is not sampled
-    at the same time (None: no limit).
+    at the same time (None: no limit). Beside it, `cast_bytes` of weights in other numbers, while
+    any are sampled.
     """
 
     name: str
@@ -243,6 +244,7 @@ class EngineFacts:
     prompt_token_bytes: int = 0
     completion_token_bytes: int = 0
     row_bytes: int = 0
+    cast_bytes: int = 0
     cache_bytes: int | None = None
     central: bool = False
     whole_groups: bool = False

@@ -162,3 +162,13 @@ def test_caches_of_16_bits_hold_them_and_are_near_the_trainers_autocast():
             logits = model(input_ids=ids, use_cache=False).logits[0, 11:-1].float()
         expected = logits.log_softmax(-1).gather(1, ids[0, 12:, None])[:, 0]
         assert completion.policy_logprobs == pytest.approx(expected.tolist(), abs=0.02)
+
+
+def test_weights_that_autocast_has_in_other_numbers_are_counted_where_the_module_samples():
+    model = make_model("qwen3")
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    make_engine = functools.partial(ENGINES["hf"], model, pad_token_id=0)
+    assert make_engine().facts.cast_bytes == 0
+    assert make_engine(precision=torch.bfloat16).facts.cast_bytes == 4 * matrices
+    fused = NativeEngine(model, pad_token_id=0, precision=torch.bfloat16)
+    assert fused.facts.cast_bytes == 0

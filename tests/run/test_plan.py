@@ -157,7 +157,7 @@ def test_rows_sampled_at_once_are_those_of_the_engines_own_facts(folder, monkeyp
         return engine, note
 
     monkeypatch.setitem(MAKERS, "native", make)
-    native = ["--rollout_engine", "native"]
+    native = ["--rollout_engine", "native", "--cpu_kernels", "false"]
     # Of 24 completions of up to 40 tokens.
     memory = {"completion_token_bytes": 7, "row_bytes": 3, "cache_bytes": 5 * 283}
     assert make_plan(config_of(*native)).memory["sampling"] == 5 * 283

@@ -30,6 +30,9 @@ Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
 # The share of a GPU's memory that caches leave: for a prompt's forward, and what is scattered.
 RESERVE = 0.1
 
+# A token and its two log-probabilities.
+TOKEN_BYTES = 16
+
 # In the block of what this returns, a process has all weights.
 Whole = Callable[[], AbstractContextManager[object]]
 
@@ -103,6 +106,20 @@ def cache_bytes_per_token(model: PreTrainedModel, dtype: torch.dtype | None = No
     return 2 * config.num_hidden_layers * kv_heads * width * size
 
 
+def row_bytes(model: PreTrainedModel) -> int:
+    """Of four float32 numbers per vocabulary entry, while a token is drawn."""
+    return 16 * int(model.config.get_text_config().vocab_size)
+
+
+def cast_bytes(model: PreTrainedModel, precision: torch.dtype | None) -> int:
+    """Bytes of the weights that are kept as autocast to `precision` has them (an upper estimate):
+    the trained matrices; float32, too, where those are rounded."""
+    if precision is None:
+        return 0
+    size = 4 if model.device.type == "cpu" else precision.itemsize
+    return size * sum(p.numel() for p in model.parameters() if p.requires_grad and p.dim() > 1)
+
+
 def cache_room(device: torch.device, on_cpu: int) -> int:
     """Bytes that the caches of one wave may occupy now: on a GPU what is free but for a reserve, on
     a CPU always as many, so that free memory does not decide which rows are computed together."""
@@ -148,10 +165,9 @@ class InProcessEngine(ABC):
             exact_noise=True,
             filters=True,
             prompt_token_bytes=cached,
-            # And the token itself with its two log-probabilities.
-            completion_token_bytes=cached + 16,
-            # Four float32 numbers per vocabulary entry while a token is drawn.
-            row_bytes=16 * model.config.get_text_config().vocab_size,
+            completion_token_bytes=cached + TOKEN_BYTES,
+            row_bytes=row_bytes(model),
+            cast_bytes=0 if copies_weights else cast_bytes(model, precision),
             cache_bytes=self._room(),
             keeps_finished=self.keeps_finished,
         )

@@ -85,6 +85,13 @@ def round_up(size: int) -> int:
     return -(-size // columns()) * columns()
 
 
+def filled_up(bytes_per_token: int, size: int) -> tuple[int, int]:
+    """What a token's keys and values of so many bytes, in heads of this size, occupy in a `Wave`,
+    whose panels of values are filled up; and by how many tokens a row and its prompt are."""
+    values = bytes_per_token // 2
+    return bytes_per_token - values + values * round_up(size) // size, 2 * (columns() - 1)
+
+
 def to_panels(matrix: Tensor) -> Tensor:
     """(.., N, K) as panels (.., ceil(N / columns), K, columns), filled up with zeros."""
     step, (*others, count, depth) = columns(), matrix.shape
@@ -271,9 +278,9 @@ class Wave:
         return _Tokens([make(key) for _ in layers], [make(value) for _ in layers])
 
     def _grow(self) -> None:
-        """Twice as many slots, for the rows that are left."""
+        """Twice as many slots, but no more than will be used, for the rows that are left."""
         left, old = self._places[self.rows], self._own
-        new = self._make_cache(len(left), 2 * old.slots)
+        new = self._make_cache(len(left), min(2 * old.slots, round_up(self._drawing.width)))
         for layer in range(self._model.num_layers):
             part = old.keys[layer]
             new.keys[layer][:, :, : part.shape[2]] = part[left]

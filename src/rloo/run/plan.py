@@ -252,8 +252,8 @@ def _peaks(parts: Parts, largest: list[Sample], processes: int) -> dict[str, int
     rows = -(-parts.batches.completions_per_rollout // processes)
     facts = parts.engine.facts
     return {
-        "sampling": facts.rows_at_once(rows, longest, tokens)
-        * facts.bytes_per_row(longest, tokens),
+        "sampling": facts.rows_at_once(rows, longest, tokens) * facts.bytes_per_row(longest, tokens)
+        + facts.cast_bytes,
         "micro-batch": memory.predicted_peak_bytes(parts.policy, largest),
         "step": memory.step_bytes(parts.policy),
     }

@@ -9,7 +9,7 @@ from rloo.engines.native import compiled
 from rloo.engines.native import engine as native
 from rloo.engines.native.engine import NativeEngine
 from rloo.engines.native.fused import FusedDecoder
-from rloo.kernels.decode import Wave
+from rloo.kernels.decode import Wave, round_up
 from rloo.types import Prompt, Sampling
 from support.engines import expected_logprobs, rounding_errors
 from support.models import COMMON, VOCAB_SIZE, WINDOW, disturb
@@ -238,3 +238,25 @@ def test_new_weights_are_used_and_diverged_ones_reported():
     engine.load(model.named_parameters, 2)
     with pytest.raises(FloatingPointError, match="not finite"):
         engine.sample(PROMPTS, 2, sampling, noise=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("width", [16, 65, 131])
+def test_caches_take_no_more_than_is_said(monkeypatch, name, width):
+    """One completion a prompt, so that none shares its prompt's."""
+    engine = make_engine(make(name))
+    sizes, decode = [], Wave.decode
+
+    def measuring(wave, *args):
+        done = decode(wave, *args)
+        caches = wave._prompts, wave._own
+        sizes.append(sum(x.nbytes for c in caches for x in (*c.keys, *c.values)))
+        slots.append(wave._own.slots)
+        return done
+
+    slots = []
+    monkeypatch.setattr(Wave, "decode", measuring)
+    engine.sample(PROMPTS, 1, Sampling(width, ()), noise=5)
+
+    assert slots[-1] == round_up(width - 1)  # the last token is read by none
+    assert max(sizes) <= len(PROMPTS) * engine.facts.bytes_per_row(41, width)
