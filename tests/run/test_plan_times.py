@@ -14,7 +14,7 @@ from rloo.run.due import count_due, never_due, writing_seconds
 from rloo.run.learning_cost import LearningCost, Measured, unsampled
 from rloo.run.sampling_cost import SamplingCost, made_up, share_alive
 from rloo.run.setup import make_state
-from rloo.run.times import Case, Times
+from rloo.run.times import Case, Times, _draw
 from rloo.run.timing import Stopwatch
 from rloo.types import Completion, EngineFacts, Sampling
 
@@ -140,6 +140,30 @@ def test_a_rollout_that_is_short_is_measured_whole():
     contexts = 8 * (21 + 22) + 4 * (23 + 24 + 25 + 26)
     by_hand = PROMPT * 80 + 6 * STEP + ROW * (2 * 8 + 4 * 4) + CONTEXT * contexts
     assert drawn.seconds == pytest.approx(by_hand)
+
+
+def test_a_rollout_that_was_measured_whole_tells_how_long_the_next_one_may_be():
+    cost, clock = known((3, 7))
+    prompts, how = made_up(4, 20), sampling(2000)
+    cost.calibrate(prompts, 2, how)
+    first = cost.expected(prompts, 2, how)
+    before = clock.now
+    again = cost.expected(prompts, 2, how)
+    assert again.seconds == pytest.approx(first.seconds)
+    assert clock.now - before == pytest.approx(again.seconds), "nothing was tried before"
+
+
+def test_rollouts_are_measured_as_long_as_another_fits_into_half_of_the_time_that_is_left():
+    cost, clock = known((3, 7))
+    prompts, how = made_up(4, 20), sampling(2000)
+    cost.calibrate(prompts, 2, how)
+    source = SimpleNamespace(next=lambda groups: prompts[:groups])
+    for times, number in ((2.0, 1), (3.5, 2), (4.5, 3), (60, 4)):
+        seconds = cost.expected(prompts, 2, how).seconds
+        cost.watch = Stopwatch(times * seconds, CPU, clock)
+        chosen, drawn = _draw(cost, source, 4, 2, how)
+        assert len(chosen) == len(drawn) == number
+        cost.watch = Stopwatch(60.0, CPU, clock)
 
 
 @pytest.mark.parametrize("slower", [0.001, 0.1, 1, 10, 100])

@@ -30,8 +30,9 @@ Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
 # The share of a GPU's memory that caches leave: for a prompt's forward, and what is scattered.
 RESERVE = 0.1
 
-# A token and its two log-probabilities.
-TOKEN_BYTES = 16
+# A token and its two log-probabilities; four float32 numbers for an entry of the vocabulary, while
+# one is drawn.
+_DRAWN_TOKEN_BYTES, _ENTRY_BYTES = 16, 16
 
 # In the block of what this returns, a process has all weights.
 Whole = Callable[[], AbstractContextManager[object]]
@@ -106,11 +107,6 @@ def cache_bytes_per_token(model: PreTrainedModel, dtype: torch.dtype | None = No
     return 2 * config.num_hidden_layers * kv_heads * width * size
 
 
-def row_bytes(model: PreTrainedModel) -> int:
-    """Of four float32 numbers per vocabulary entry, while a token is drawn."""
-    return 16 * int(model.config.get_text_config().vocab_size)
-
-
 def cast_bytes(model: PreTrainedModel, precision: torch.dtype | None) -> int:
     """Bytes of the weights that are kept as autocast to `precision` has them (an upper estimate):
     the trained matrices; float32, too, where those are rounded."""
@@ -157,19 +153,27 @@ class InProcessEngine(ABC):
         self._whole = nullcontext if copies_weights else whole
         self.version = -1
         self._cache_bytes = cache_bytes
-        cached = cache_bytes_per_token(model, self.cache_dtype)
         self.facts = EngineFacts(
             self.name,
             copies_weights=copies_weights,
             shares_memory=True,
             exact_noise=True,
             filters=True,
-            prompt_token_bytes=cached,
-            completion_token_bytes=cached + TOKEN_BYTES,
-            row_bytes=row_bytes(model),
             cast_bytes=0 if copies_weights else cast_bytes(model, precision),
             cache_bytes=self._room(),
             keeps_finished=self.keeps_finished,
+        )
+        self._count_rows(cache_bytes_per_token(model, self.cache_dtype))
+
+    def _count_rows(self, token_bytes: int, more_tokens: int = 0) -> None:
+        """Say in `facts` what rows occupy: so many bytes of keys and values for each token, and in
+        a row and its prompt room for `more_tokens`."""
+        self.facts = replace(
+            self.facts,
+            prompt_token_bytes=token_bytes,
+            completion_token_bytes=token_bytes + _DRAWN_TOKEN_BYTES,
+            row_bytes=_ENTRY_BYTES * int(self._model.config.get_text_config().vocab_size)
+            + more_tokens * token_bytes,
         )
 
     def sample(

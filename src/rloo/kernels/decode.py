@@ -85,11 +85,16 @@ def round_up(size: int) -> int:
     return -(-size // columns()) * columns()
 
 
-def filled_up(bytes_per_token: int, size: int) -> tuple[int, int]:
+def filled_up(token_bytes: int, size: int) -> int:
     """What a token's keys and values of so many bytes, in heads of this size, occupy in a `Wave`,
-    whose panels of values are filled up; and by how many tokens a row and its prompt are."""
-    values = bytes_per_token // 2
-    return bytes_per_token - values + values * round_up(size) // size, 2 * (columns() - 1)
+    whose panels of values are filled up."""
+    values = token_bytes // 2
+    return token_bytes - values + values * round_up(size) // size
+
+
+def filling() -> int:
+    """By how many tokens the panels of a row's keys and of its prompt's are filled up at most."""
+    return 2 * (columns() - 1)
 
 
 def to_panels(matrix: Tensor) -> Tensor:

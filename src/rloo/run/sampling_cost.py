@@ -99,6 +99,8 @@ class SamplingCost:
         self.decoding = Decoding(engine.facts.keeps_finished)
         # Rows -> seconds of their prompts and first tokens.
         self._firsts: dict[int, float] = {}
+        # How completions ended that were drawn whole the last time.
+        self._alive: dict[Sampling, np.ndarray] = {}
         # Of the rollouts that were measured whole.
         self._measured, self._foretold = 0.0, 0.0
 
@@ -140,7 +142,8 @@ class SamplingCost:
 
     def expected(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> Drawn:
         """What a rollout takes whose completions are as the policy samples them now."""
-        alive, most = np.ones(sampling.max_tokens - 1), _FOR_EXPECTED * self.watch.left
+        most = _FOR_EXPECTED * self.watch.left
+        alive = self._alive.get(sampling, np.ones(sampling.max_tokens - 1))
         predicted = self._ratio * self._predicted(prompts, size, alive, sampling)
         if predicted > most:
             part, positions = self._affordable(prompts, size, sampling, most / 2)
@@ -157,6 +160,7 @@ class SamplingCost:
 
         seconds = self.watch.of(draw)
         alive = share_alive(drawn, sampling.max_tokens, sampling.max_tokens)
+        self._alive[sampling] = alive
         self._measured += seconds
         self._foretold += self._predicted(prompts, size, alive, sampling)
         return Drawn(seconds, drawn, alive)

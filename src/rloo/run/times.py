@@ -128,14 +128,14 @@ def measure_times(
 def _draw(
     cost: SamplingCost, source: PromptSource, groups: int, size: int, sampling: Sampling
 ) -> tuple[list[list[Prompt]], list[Drawn]]:
-    """The prompts of a rollout and what sampling it takes; of several, if they are short, since
-    their lengths differ."""
+    """The prompts of a rollout and what sampling it takes; of several, while another fits into half
+    of the time that is left, since their lengths differ."""
     prompts: list[list[Prompt]] = []
     drawn: list[Drawn] = []
     while len(drawn) < _ROLLOUTS:
         prompts.append(source.next(groups))
         drawn.append(cost.expected(prompts[-1], size, sampling))
-        if drawn[-1].completions is None or drawn[-1].seconds > cost.watch.left / 10:
+        if drawn[-1].completions is None or drawn[-1].seconds > cost.watch.left / 2:
             break
     return prompts, drawn
 

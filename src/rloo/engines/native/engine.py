@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,14 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rloo.engines.in_process import (
-    TOKEN_BYTES,
     Drawn,
     InProcessEngine,
     Row,
     cache_bytes_per_token,
     limits_of,
     pad_left,
-    row_bytes,
 )
 from rloo.engines.native import compiled, static
 from rloo.engines.native.active import ActiveRows
@@ -37,7 +34,7 @@ from rloo.engines.native.kept import Kept
 from rloo.engines.native.packed import PackedPrompts
 from rloo.engines.native.static import StaticCache, StaticDecoding
 from rloo.engines.sampling import StopText, draw
-from rloo.kernels.decode import Model, filled_up
+from rloo.kernels.decode import Model, filled_up, filling
 from rloo.model import attention
 from rloo.model.layers import CACHES
 from rloo.types import Completion, Prompt, Samples, Sampling, Weights
@@ -111,13 +108,7 @@ class NativeEngine(InProcessEngine):
         self._model_in_c = self._decoder.in_c()
         if self._model_in_c is not None:
             bare = cache_bytes_per_token(self._model, self.cache_dtype)
-            a_token, more_tokens = filled_up(bare, self._decoder.head_size)
-            self.facts = replace(
-                self.facts,
-                prompt_token_bytes=a_token,
-                completion_token_bytes=a_token + TOKEN_BYTES,
-                row_bytes=row_bytes(self._model) + more_tokens * a_token,
-            )
+            self._count_rows(filled_up(bare, self._decoder.head_size), filling())
 
     @property
     def hidden_bytes(self) -> int:
