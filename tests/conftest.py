@@ -25,9 +25,12 @@ def _no_group_remains():
 
 
 @pytest.fixture(autouse=True)
-def _no_kernels_remain():
-    """A run has them compute in its process, and the next test may compare bits with torch's."""
+def _torch_computes_again():
+    """A run has kernels or oneDNN compute in its process; the next test may compare bits with
+    torch's."""
     yield
-    kernels = sys.modules.get("rloo.kernels")
+    kernels, products = map(sys.modules.get, ("rloo.kernels", "rloo.model.products"))
     if kernels is not None:
         kernels.use(False)
+    if products is not None:
+        products.use([])

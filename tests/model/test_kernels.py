@@ -347,7 +347,6 @@ def test_a_head_that_is_more_than_a_matrix_is_not_taken_for_one():
             for layer in (nn.Linear(4, 9), in_16_bits):
                 assert (matrix_of(layer) is None) == bool(by_onednn)
         assert matrix_of(in_16_bits) is None
-    products.use([])
 
 
 @pytest.mark.parametrize("size", [6, 32, 40])

@@ -18,12 +18,6 @@ from support.policies import gradients, make_policy, make_policy_config, weights
 from support.terms import terms_of
 
 
-@pytest.fixture(autouse=True)
-def _as_before():
-    yield
-    products.use([])
-
-
 class Watch(TorchDispatchMode):
     """Counts operations by name and by the dtype and memory of their first tensor."""
 

@@ -3,19 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from rloo.config.config import RLOOConfig
 from rloo.model import products
 from rloo.run import machine
 from support.training import make_config, make_trainer, metrics_of, weights
-
-
-@pytest.fixture(autouse=True)
-def _as_before():
-    before = products.in_use()
-    yield
-    products.use(before)
 
 
 def make(folder, **options):
@@ -72,6 +66,30 @@ def test_a_small_model_is_not_measured_for(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_WORTH_MEASURING", trainer.model.num_parameters())
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         make(tmp_path / "measured")
+
+
+def test_where_16_bits_cannot_be_packed_a_note_says_so_and_they_are_not(tmp_path, monkeypatch):
+    def pack(matrix):
+        if matrix.dtype == torch.bfloat16:
+            raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw")
+        return whole(matrix)
+
+    whole = products.pack
+    monkeypatch.setattr(products, "pack", pack)
+    products.can_pack.cache_clear()
+    try:
+        options = {"onednn": ["packed"], "rollout_dtype": "bfloat16", "max_steps": 1}
+        trainer = make(tmp_path / "torch", cpu_kernels=False, **options)
+        trainer.train()
+        assert any("packs no matrices in bfloat16" in note for note in trainer.policy.notes)
+        in_float32 = make(
+            tmp_path / "32", cpu_kernels=False, **options | {"rollout_dtype": "float32"}
+        )
+        kernels = make(tmp_path / "kernels", cpu_kernels=True, **options)
+        for other in (in_float32, kernels):
+            assert not any("packs no" in note for note in other.policy.notes)
+    finally:
+        products.can_pack.cache_clear()
 
 
 def test_without_onednn_a_note_says_that_mkl_computes(tmp_path, monkeypatch):

@@ -76,9 +76,22 @@ def _width(matrix: Tensor) -> str:
 
 def packs(matrix: Tensor) -> bool:
     """Whether oneDNN is to multiply by this one."""
-    kinds = (torch.float32, torch.bfloat16)
     asked = f"packed:{_width(matrix)}" in _in_use
-    return asked and matrix.device.type == "cpu" and matrix.dtype in kinds
+    return asked and matrix.device.type == "cpu" and can_pack(matrix.dtype)
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has an order of its own for matrices of this dtype, which for bfloat16 only
+    some processors give it."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    ones = torch.ones(MIN_ROWS, MIN_ROWS, dtype=dtype)
+    try:
+        multiply(ones, pack(ones))
+    except RuntimeError:
+        return False
+    return True
 
 
 def pack(matrix: Tensor) -> Tensor:

@@ -107,6 +107,13 @@ def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
         if reason and on_cpu:
             policy.notes.append(f"torch computes without kernels in C: {reason} (cpu_kernels)")
     kernels.use(args.cpu_kernels is not False and reason is None)
+    in_16_bits = "bfloat16" in (args.rollout_dtype or ("bfloat16" if args.bf16 else ""))
+    packs = any(name.startswith("packed") for name in products.in_use())
+    if in_16_bits and packs and not kernels.in_use() and not products.can_pack(torch.bfloat16):
+        policy.notes.append(
+            "oneDNN packs no matrices in bfloat16 on this processor: the sampler multiplies by "
+            "them as they are (onednn, rollout_dtype)"
+        )
 
 
 def arithmetic() -> dict[str, Any]:

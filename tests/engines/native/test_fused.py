@@ -145,7 +145,6 @@ def test_packed_matrices_give_the_same_completions(dtype):
                 for c in group
             ]
         )
-    products.use(())
     assert [c.token_ids for c in found[0]] == [c.token_ids for c in found[1]]
     limit = 1e-5 if dtype == torch.float32 else 0.05
     for one, other in zip(*found, strict=True):
