@@ -9,6 +9,9 @@ from support import played
 from support.launched import HARDEST, launch, require_equal, require_loaded_in_turn
 from support.processes import BETWEEN, CASES, DIVIDED, ENDS, RESUMED, run
 
+# The time is that of the fixture, which makes the runs for all of them.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
 # Where tokens are needed elsewhere: to score a group, to train it, in later steps and files.
 FAR = (*HARDEST, "ranked in its group", "two passes", BETWEEN, *played.FAR)
 SOME = (*HARDEST, "LoRA", "over the batch")
@@ -55,20 +58,17 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", (2, 3, 4))
 @pytest.mark.parametrize("parallel", ("replicate", "fsdp2"))
 def test_several_processes_end_as_one(made, parallel, processes):
     require_equal(made / "alone", made / f"{parallel}-{processes}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ("far-2", "far-fsdp2-2"))
 def test_tokens_that_stay_where_they_were_sampled_change_nothing(made, where):
     require_equal(made / "alone", made / where)
 
 
-@pytest.mark.slow
 def test_what_goes_wrong_in_an_episode_ends_all_processes_with_the_reason(made):
     def ended(name: str, rank: int) -> str:
         return (made / "ends-2" / name / f"ended-{rank}").read_text()
@@ -81,23 +81,19 @@ def test_what_goes_wrong_in_an_episode_ends_all_processes_with_the_reason(made):
     assert "rank 1 has failed in sample of step 1: ConnectionError: no rollout today" in said
 
 
-@pytest.mark.slow
 def test_weights_may_wait_in_host_memory(made):
     require_equal(made / "alone", made / "host-2")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ("replicate", "fsdp2"))
 def test_in_float32_they_end_as_one_but_for_rounding(made, parallel):
     require_equal(made / "single", made / f"single-{parallel}-2", most=1e-5)
 
 
-@pytest.mark.slow
 def test_an_engine_takes_divided_weights_one_after_the_other(made):
     require_loaded_in_turn(made / "fsdp2-2")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ("full-1", "full-3", "sharded-1", "sharded-4", "half-2"))
 def test_divided_weights_go_on_with_other_numbers_of_processes(made, where):
     require_equal(made / "alone", made / where)

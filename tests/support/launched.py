@@ -36,7 +36,7 @@ def launch(
         str(ROOT / "tests/support/processes.py"),
         json.dumps([(str(folder), [*names], options) for folder, names, options in jobs]),
     ]  # fmt: skip
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 
