@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rloo import kernels
 from rloo.config.config import RLOOConfig
+from rloo.config.vllm_options import servers_dtype
 from rloo.model import products
 from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
@@ -107,9 +108,9 @@ def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
         if reason and on_cpu:
             policy.notes.append(f"torch computes without kernels in C: {reason} (cpu_kernels)")
     kernels.use(args.cpu_kernels is not False and reason is None)
-    in_16_bits = "bfloat16" in (args.rollout_dtype or ("bfloat16" if args.bf16 else ""))
+    by_torch = on_cpu and not kernels.in_use() and servers_dtype(args) == "bfloat16"
     packs = any(name.startswith("packed") for name in products.in_use())
-    if in_16_bits and packs and not kernels.in_use() and not products.can_pack(torch.bfloat16):
+    if by_torch and packs and not products.can_pack(torch.bfloat16):
         policy.notes.append(
             "oneDNN packs no matrices in bfloat16 on this processor: the sampler multiplies by "
             "them as they are (onednn, rollout_dtype)"
