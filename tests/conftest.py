@@ -15,6 +15,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.fsync = os.fstat
 
 
+def pytest_collection_modifyitems(items):
+    """What starts processes takes as long as the machine takes to start them."""
+    kinds = ("slow", "peers", "docs", "gpu", "slurm", "ray")
+    for item in items:
+        if any(map(item.get_closest_marker, kinds)) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 @pytest.fixture(autouse=True)
 def _no_group_remains():
     """What divides weights sets torch.distributed up, which the next test would meet."""

@@ -9,8 +9,7 @@ from support import played
 from support.launched import HARDEST, launch, require_equal, require_loaded_in_turn
 from support.processes import BETWEEN, CASES, DIVIDED, ENDS, RESUMED, run
 
-# The time is that of the fixture, which makes the runs for all of them.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.slow
 
 # Where tokens are needed elsewhere: to score a group, to train it, in later steps and files.
 FAR = (*HARDEST, "ranked in its group", "two passes", BETWEEN, *played.FAR)

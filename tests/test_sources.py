@@ -5,7 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -240,39 +241,44 @@ def test_the_policy_has_few_public_methods():
 def test_nothing_that_runs_data_as_code():
     found = []
     for path in source_files():
+        module = name_of(path)
+        # What is sent behind a wall and runs there alone.
+        behind = module.startswith("rloo.rewards.code.inside.")
+        # TRL's default of vllm_server_host, where a client looks.
+        is_table = module == "rloo.config.vllm_options"
         for node in ast.walk(parse(path)):
-            where = f"{name_of(path)}:{getattr(node, 'lineno', 0)}"
-            # What is sent behind a wall and runs there alone.
-            behind = name_of(path).startswith("rloo.rewards.code.inside.")
-            runs = isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS
-            if runs and not behind:
-                found.append(f"{where} calls {ast.unparse(node.func)}")
-            if isinstance(node, ast.keyword) and ast.unparse(node) in FORBIDDEN_ARGUMENTS:
-                found.append(f"{where} passes {ast.unparse(node)}")
-            # TRL's default of vllm_server_host, where a client looks.
-            is_table = name_of(path) == "rloo.config.vllm_options"
-            if isinstance(node, ast.Constant) and node.value == "0.0.0.0" and not is_table:
+            where = f"{module}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Call) and not behind:
+                if (called := ast.unparse(node.func)) in FORBIDDEN_CALLS:
+                    found.append(f"{where} calls {called}")
+            elif isinstance(node, ast.keyword):
+                if (passed := ast.unparse(node)) in FORBIDDEN_ARGUMENTS:
+                    found.append(f"{where} passes {passed}")
+            elif isinstance(node, ast.Constant) and node.value == "0.0.0.0" and not is_table:
                 found.append(f"{where} names 0.0.0.0")
             for name in imported(node):
                 # What it reads there was written by the process that has started it.
-                own = (name_of(path), name) == ("rloo.rewards.workers", "dill")
+                own = (module, name) == ("rloo.rewards.workers", "dill")
                 if name.split(".")[0] in FORBIDDEN_IMPORTS and not own:
                     found.append(f"{where} imports {name}")
     assert not found
 
 
-@pytest.mark.parametrize("library", OPTIONAL)
-def test_optional_libraries_are_imported_in_one_file_inside_functions(library):
-    def imports_it(node: ast.AST) -> bool:
-        return any(name.split(".")[0] == library for name in imported(node))
+def libraries(nodes: Iterable[ast.AST]) -> Counter[str]:
+    """How often each library is imported."""
+    return Counter(name.split(".")[0] for node in nodes for name in imported(node))
 
-    files = [p for p in source_files() if any(map(imports_it, run_time_nodes(parse(p))))]
-    assert len(files) <= 1, files
-    for path in files:  # or at the head of a file that is itself imported inside functions only
-        inside = sum(imports_it(node) for f in functions(path) for node in ast.walk(f))
-        if inside != sum(imports_it(node) for node in run_time_nodes(parse(path))):
-            heads = [name for p in source_files() for n in parse(p).body for name in imported(n)]
-            assert not any(f"{name}.".startswith(f"{name_of(path)}.") for name in heads)
+
+def test_optional_libraries_are_imported_in_one_file_inside_functions():
+    everywhere = {path: libraries(run_time_nodes(parse(path))) for path in source_files()}
+    heads = [name for p in source_files() for n in parse(p).body for name in imported(n)]
+    for library in OPTIONAL:
+        files = [path for path, found in everywhere.items() if library in found]
+        assert len(files) <= 1, (library, files)
+        for path in files:  # or at the head of a file that is itself imported inside functions only
+            inside = libraries(node for f in functions(path) for node in ast.walk(f))
+            if inside[library] != everywhere[path][library]:
+                assert not any(f"{name}.".startswith(f"{name_of(path)}.") for name in heads)
 
 
 @pytest.mark.parametrize(

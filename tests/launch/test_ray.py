@@ -28,7 +28,6 @@ from support.local_ray import LocalRay, why_not
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 BY_RAY = (*RUN, "--backend=ray", "--nodes=2")
@@ -69,7 +68,7 @@ def printed(folder: Path) -> str:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    wait_until(lambda: steps(folder / "run") >= step, 240.0, lambda: printed(folder))
+    wait_until(lambda: steps(folder / "run") >= step, told=lambda: printed(folder))
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +109,11 @@ def test_a_run_ends_with_the_weights_of_a_local_one_whatever_happens(
     wait_for_step(tmp_path, 8)
     for process in processes(run, "launch"):
         os.kill(process, signal.SIGKILL)
-    wait_until(lambda: not processes(run), 60.0)
+    wait_until(lambda: not processes(run))
     driver = launch()
     wait_for_step(tmp_path, 10)
     driver.terminate()
-    assert driver.wait(60) == 143, printed(tmp_path)
+    assert driver.wait(600) == 143, printed(tmp_path)
     assert (run / f"checkpoint-{steps(run)}").is_dir() and not processes(run)
     here = rloo("launch", *RUN, "--resume_from_checkpoint=auto", f"--output_dir={run}")
     subprocess.run(here, env=environment_here(), cwd=tmp_path, check=True)
@@ -125,11 +124,11 @@ def test_gsm8k_ends_the_same_by_ray_and_on_this_machine(launch, tmp_path):
     arguments, here = gsm8k(tmp_path), environment_here()
     local = rloo("launch", *arguments, f"--output_dir={tmp_path / 'local'}")
     subprocess.run(local, env=here, cwd=tmp_path, check=True)
-    assert launch(*arguments).wait(180) == 0, printed(tmp_path)
+    assert launch(*arguments).wait(600) == 0, printed(tmp_path)
     assert weights(tmp_path / "run") == weights(tmp_path / "local")
 
 
 @pytest.mark.skipif("RLOO_VLLM_PYTHON" not in os.environ, reason="there is no vLLM")
 def test_vllm_samples_the_same_groups(launch, undisturbed, tmp_path):
-    assert launch(*vllm()).wait(300) == 0, printed(tmp_path)
+    assert launch(*vllm()).wait(600) == 0, printed(tmp_path)
     assert groups(tmp_path / "run") == groups(undisturbed)[:VLLM_STEPS]

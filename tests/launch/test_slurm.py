@@ -25,7 +25,6 @@ from support.local_slurm import LocalSlurm, why_not
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
@@ -71,7 +70,7 @@ def submit(launch, folder: Path, *arguments: str) -> str:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    wait_until(lambda: steps(folder / "run") >= step, 240.0, lambda: log_of(folder))
+    wait_until(lambda: steps(folder / "run") >= step, told=lambda: log_of(folder))
 
 
 def log_of(folder: Path) -> str:

@@ -72,7 +72,7 @@ tpu_use_sudo: false
 use_cpu: false
 """
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.peers
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ ARGUMENTS = ["--enforce-eager", "--max-num-seqs", "128"]
 
 pytestmark = [
     pytest.mark.peers,
-    pytest.mark.timeout(600),
     pytest.mark.skipif("RLOO_VLLM_PYTHON" not in os.environ, reason="there is no vLLM"),
 ]
 

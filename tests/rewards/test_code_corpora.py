@@ -17,7 +17,7 @@ from support.cases.honest import HONEST
 from support.code_rewards import escapes, score
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=WALLS)

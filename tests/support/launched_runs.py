@@ -47,7 +47,7 @@ def rloo(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "rloo", *arguments]
 
 
-def wait_until(what: Callable[[], object], seconds: float = 90.0, told=lambda: "") -> None:
+def wait_until(what: Callable[[], object], seconds: float = 600.0, told=lambda: "") -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline, told()

@@ -176,7 +176,8 @@ class RLOOConfig(Base):
         return f"{type(self).__qualname__}({values})"
 
     def _values(self) -> dict[str, Any]:
-        return deepcopy({option.name: getattr(self, option.name) for option in OPTIONS})
+        values = {option.name: getattr(self, option.name) for option in OPTIONS}
+        return {n: v if type(v) in _UNCHANGING else deepcopy(v) for n, v in values.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved options as JSON types; `RLOOConfig(**config.to_dict()) == config`, but for
@@ -197,6 +198,8 @@ class RLOOConfig(Base):
         values, plain = self.to_dict() | sizes, (bool, int, float, str)
         return {n: v if type(v) in plain else str(v) for n, v in values.items()}
 
+
+_UNCHANGING = {bool, int, float, str, type(None)}  # most values, which deepcopy is slow to return
 
 # Before, parsers needed a class of its own.
 RLOOArguments = RLOOConfig

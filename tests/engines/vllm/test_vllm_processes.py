@@ -10,7 +10,7 @@ from support.models import make_model
 from support.processes import run
 from support.text import make_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 CASES = ("one group over all", "several updates")
 
 
