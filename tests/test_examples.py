@@ -74,6 +74,7 @@ def test_unsloths_recipe_runs_without_unsloth(monkeypatch, tmp_path):
         assert prompt.endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_trained_and_then_used(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     example = runpy.run_path(str(EXAMPLES / "reward_model.py"))

@@ -74,6 +74,7 @@ def config_of_run() -> dict:
     return json.loads(Path("run/summary.json").read_text())["config"]
 
 
+@pytest.mark.slow
 def test_areal_s_example_trains_and_evaluates(folder, capsys):
     data = {"dataset": "data", "eval_dataset": "data", "dataset_config": "null"}
     rows = train_imported(

@@ -108,6 +108,7 @@ def test_all_parameters_change(result):
     assert [n for n in after if torch.equal(after[n], result.before[n])] == []
 
 
+@pytest.mark.slow
 def test_packed_equals_padded(result):
     unwatched = {"eval_on_start": "false", "eval_strategy": "no"}
     padded = train(result.model.parent, result.model, "padded", packing="false", **unwatched)

@@ -7,6 +7,7 @@ from functools import cached_property
 import pytest
 import torch
 
+from support import slow
 from support.episodes import ANSWER, CALL, END, every_episode
 from support.policies import make_policy_config
 from support.production import PROMPTS, Production, compare
@@ -73,8 +74,9 @@ def test_the_episodes_are_all_there_are():
     assert sum(chances) == pytest.approx(1.0, abs=1e-12)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("beta", "packing"), [(0.0, False), (0.3, True), slow(0.0, True), slow(0.3, False)]
+)
 def test_the_mean_gradient_over_all_groups_of_episodes_is_exact(beta, packing):
     production = make(beta=beta, packing=packing)
     exact = production.exact(beta)

@@ -23,6 +23,7 @@ from rloo.model.memory import (
     predicted_peak_bytes,
 )
 from rloo.run.checkpoint import load_checkpoint
+from support import slow
 from support.models import CONFIGS, CPU, make_model
 from support.policies import make_policy
 from support.training import (
@@ -420,11 +421,11 @@ def shaped_model(tmp_path_factory) -> Path:
     [
         "full, reference",
         "full, checkpointing",
-        "full, 8-bit AdamW",
-        "LoRA, reference",
+        slow("full, 8-bit AdamW"),
+        slow("LoRA, reference"),
         "LoRA, no engine copy",
         "QLoRA, 4 bits",
-        "QLoRA, 8 bits",
+        slow("QLoRA, 8 bits"),
     ],
 )
 def test_what_is_planned_for_a_choice_is_what_it_takes(shaped_model, name):
@@ -441,6 +442,7 @@ def test_what_is_planned_for_a_choice_is_what_it_takes(shaped_model, name):
     )
 
 
+@pytest.mark.slow
 def test_a_critic_takes_more_than_the_policy_alone(shaped_model):
     options = {**CHOICES["full, checkpointing, reference"], "use_cpu": True}
     none, apart, joint = (

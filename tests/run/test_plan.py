@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from rloo.model.policy import Policy
 from rloo.run import learning_cost
 from rloo.run.plan import _rows, make_plan
 from rloo.run.trainer import RLOOTrainer
+from support import slow
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -56,9 +56,6 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def config_of(*arguments: str):
     return parse_command_line(["run.yaml", *arguments])
-
-
-slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +145,7 @@ def test_the_work_of_several_processes_is_that_of_one_divided(folder, monkeypatc
     )
 
 
+@pytest.mark.slow
 def test_rows_sampled_at_once_are_those_of_the_engines_own_facts(folder, monkeypatch):
     build = MAKERS["native"]
 
