@@ -489,6 +489,20 @@ def test_a_plan_is_compared_with_a_run_as_it_is_and_with_one_of_the_worst_case(
     assert f"| **{ratio:.2f}** | none |" in table
 
 
+def test_a_plan_is_compared_with_the_run_beside_it(monkeypatch):
+    """Where the machine is slower in one of three repeats, both of that one are."""
+    repeats = [(1.0, 1.0, 1.5), (1.0, 2.0, 3.0), (4.0, 2.0, 6.0)]
+    rows = []
+    for planned, as_is, worst in repeats:
+        both = {"expected": planned, "worst": planned}
+        steps = {name: {"step": step, "evaluation": None} for name, step in both.items()}
+        rows.append({"kind": "plan", "seconds": 30.0, **steps})
+        rows += [{"kind": "expected", "step": as_is}, {"kind": "worst", "step": worst}]
+    monkeypatch.setattr(plans, "CASES", [TINY])
+    table = plans.table([{**row, "case": "tiny"} for row in rows[:-1]])
+    assert "| 30 s | 1 s | 2 s | **1.00** | 1 s | 2.25 s | **0.50** | none |" in table
+
+
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_configurations_of_plans_are_ones_that_rloo_takes(case, tmp_path):
     config = parse_command_line(case.arguments(tmp_path, 1))

@@ -5,7 +5,7 @@
 Of each configuration a plan, a short run as it is, and one of the worst case (no token ends a
 completion, all prompts are the longest), each in a process of its own, and all of them again:
 medians, since the machine itself is not as fast at any time. Goes on where FILE ends. Ratios are
-plan / run, of an optimizer step and of an evaluation, without rewards.
+plan / run in one repeat, of an optimizer step and of an evaluation, without rewards.
 """
 
 from __future__ import annotations
@@ -61,12 +61,11 @@ def table(results: list[Result]) -> str:
 def _row(case: Case, found: dict[str, list[Result]]) -> str:
     plans, cells, evaluations = found["plan"], [], []
     for kind in ("expected", "worst"):
-        of_kind = [plan[kind] for plan in plans]
-        planned, run = _middle(of_kind, "step"), _middle(found[kind], "step")
-        cells += [f"{planned:.3g} s", f"{run:.3g} s", f"**{planned / run:.2f}**"]
-        if "evaluation" in found[kind][0] and of_kind[0]["evaluation"]:
-            ratio = _middle(of_kind, "evaluation") / _middle(found[kind], "evaluation")
-            evaluations.append(f"{ratio:.2f}")
+        planned, runs = [plan[kind] for plan in plans], found[kind]
+        ratio = _ratio(planned, runs, "step")
+        cells += [f"{_middle(planned, 'step'):.3g} s", f"{_middle(runs, 'step'):.3g} s", ratio]
+        if "evaluation" in runs[0] and planned[0]["evaluation"]:
+            evaluations.append(_ratio(planned, runs, "evaluation").strip("*"))
     title = case.title if case.fitted else f"{case.title} (not fitted)"
     ends, took = " and ".join(evaluations) or "none", _middle(plans, "seconds")
     return f"| {title} | {took:.0f} s | {' | '.join(cells)} | {ends} |"
@@ -74,6 +73,12 @@ def _row(case: Case, found: dict[str, list[Result]]) -> str:
 
 def _middle(results: list[Result], name: str) -> float:
     return median(result[name] for result in results)
+
+
+def _ratio(planned: list[Result], runs: list[Result], name: str) -> str:
+    """Of a plan and the run beside it, which the same minutes have slowed down."""
+    pairs = zip(planned, runs, strict=False)  # the last repeat may be half done
+    return f"**{median(one[name] / run[name] for one, run in pairs):.2f}**"
 
 
 def main() -> None:
