@@ -494,9 +494,8 @@ def test_a_plan_is_compared_with_the_run_beside_it(monkeypatch):
     repeats = [(1.0, 1.0, 1.5), (1.0, 2.0, 3.0), (4.0, 2.0, 6.0)]
     rows = []
     for planned, as_is, worst in repeats:
-        both = {"expected": planned, "worst": planned}
-        steps = {name: {"step": step, "evaluation": None} for name, step in both.items()}
-        rows.append({"kind": "plan", "seconds": 30.0, **steps})
+        plan = {"step": planned, "evaluation": None}
+        rows.append({"kind": "plan", "seconds": 30.0, "expected": plan, "worst": plan})
         rows += [{"kind": "expected", "step": as_is}, {"kind": "worst", "step": worst}]
     monkeypatch.setattr(plans, "CASES", [TINY])
     table = plans.table([{**row, "case": "tiny"} for row in rows[:-1]])

@@ -15,6 +15,7 @@ from rloo.algorithm.advantages import Terms
 from rloo.cli import main
 from rloo.config.batches import batches_of
 from rloo.config.parsing import parse_command_line
+from support import slow
 from support.gsm8k import (
     DATA,
     EXAMPLE,
@@ -54,7 +55,7 @@ class Result:
     advantages: list[torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
+@pytest.fixture(scope="module", params=[slow("llama"), "qwen3"])
 def result(request, tokenizer, tmp_path_factory) -> Result:
     folder = tmp_path_factory.mktemp(request.param)
     model = save_random_model(request.param, tokenizer, folder / "model")

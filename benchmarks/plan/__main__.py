@@ -62,10 +62,10 @@ def _row(case: Case, found: dict[str, list[Result]]) -> str:
     plans, cells, evaluations = found["plan"], [], []
     for kind in ("expected", "worst"):
         planned, runs = [plan[kind] for plan in plans], found[kind]
-        ratio = _ratio(planned, runs, "step")
-        cells += [f"{_middle(planned, 'step'):.3g} s", f"{_middle(runs, 'step'):.3g} s", ratio]
+        cells += [f"{_middle(planned, 'step'):.3g} s", f"{_middle(runs, 'step'):.3g} s"]
+        cells.append(f"**{_ratio(planned, runs, 'step'):.2f}**")
         if "evaluation" in runs[0] and planned[0]["evaluation"]:
-            evaluations.append(_ratio(planned, runs, "evaluation").strip("*"))
+            evaluations.append(f"{_ratio(planned, runs, 'evaluation'):.2f}")
     title = case.title if case.fitted else f"{case.title} (not fitted)"
     ends, took = " and ".join(evaluations) or "none", _middle(plans, "seconds")
     return f"| {title} | {took:.0f} s | {' | '.join(cells)} | {ends} |"
@@ -75,10 +75,10 @@ def _middle(results: list[Result], name: str) -> float:
     return median(result[name] for result in results)
 
 
-def _ratio(planned: list[Result], runs: list[Result], name: str) -> str:
+def _ratio(planned: list[Result], runs: list[Result], name: str) -> float:
     """Of a plan and the run beside it, which the same minutes have slowed down."""
     pairs = zip(planned, runs, strict=False)  # the last repeat may be half done
-    return f"**{median(one[name] / run[name] for one, run in pairs):.2f}**"
+    return median(one[name] / run[name] for one, run in pairs)
 
 
 def main() -> None:

@@ -68,7 +68,7 @@ def printed(folder: Path) -> str:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    wait_until(lambda: steps(folder / "run") >= step, told=lambda: printed(folder))
+    wait_until(lambda: steps(folder / "run") >= step, lambda: printed(folder))
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def submit(launch, folder: Path, *arguments: str) -> str:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    wait_until(lambda: steps(folder / "run") >= step, told=lambda: log_of(folder))
+    wait_until(lambda: steps(folder / "run") >= step, lambda: log_of(folder))
 
 
 def log_of(folder: Path) -> str:

@@ -47,8 +47,8 @@ def rloo(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "rloo", *arguments]
 
 
-def wait_until(what: Callable[[], object], seconds: float = 600.0, told=lambda: "") -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(what: Callable[[], object], told=lambda: "") -> None:
+    deadline = time.monotonic() + 600.0
     while not what():
         assert time.monotonic() < deadline, told()
         time.sleep(0.05)
