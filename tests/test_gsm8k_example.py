@@ -15,7 +15,6 @@ from rloo.algorithm.advantages import Terms
 from rloo.cli import main
 from rloo.config.batches import batches_of
 from rloo.config.parsing import parse_command_line
-from support import slow
 from support.gsm8k import (
     DATA,
     EXAMPLE,
@@ -26,6 +25,7 @@ from support.gsm8k import (
     save_random_model,
     shaped_arguments,
 )
+from support.marks import slow
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from rloo.algorithm.advantages import Stored, batch_advantages
 from rloo.algorithm.enumeration import Bandit, logits_table
 from rloo.algorithm.update import micro_loss
 from rloo.model.logprobs import TokenScores
-from support import slow
+from support.marks import slow
 from support.policies import make_policy_config
 from support.terms import terms_of
 

@@ -132,7 +132,7 @@ def test_another_position_is_refused():
 
 def source(**columns):
     rows = Dataset.from_dict({"prompt": ["x", "y", "z"], **columns})
-    return PromptSource(rows, lambda text: [ord(text)], seed=1, limit=Limit(9))
+    return PromptSource(rows, lambda texts: [[ord(text)] for text in texts], seed=1, limit=Limit(9))
 
 
 def test_prompts_are_drawn_by_it_where_that_is_asked_for():

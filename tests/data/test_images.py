@@ -1,4 +1,5 @@
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.data.images import with_images
-from rloo.data.prompts import Limit, PromptSource, encode_prompt, image_reader, with_prompts
+from rloo.data.prompts import Limit, PromptSource, encode_prompts, image_reader, with_prompts
 from rloo.dist import World
 from rloo.engines import EngineInputs, build_engine
 from rloo.engines.hf import HFEngine, _Drawing
@@ -51,7 +52,7 @@ def make_rows(texts=TEXTS, sizes=SIZES, seed=0) -> Dataset:
 def make_source(rows, processor, limit=500, overlong="error") -> PromptSource:
     return PromptSource(
         rows,
-        lambda content: encode_prompt(content, processor, chat_template_kwargs={}),
+        partial(encode_prompts, processing_class=processor, chat_template_kwargs={}),
         seed=0,
         shuffle=False,
         images=image_reader(rows, processor, chat_template_kwargs={}),
@@ -325,7 +326,7 @@ def test_pixels_are_made_when_asked_for_and_not_kept():
 
     source = PromptSource(
         rows,
-        lambda content: [1, 2],
+        lambda contents: [[1, 2] for _ in contents],
         seed=0,
         limit=Limit(9),
         images=type(reader)(reader.columns, process),

@@ -1,5 +1,6 @@
 import collections
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rloo.data.prompts import Limit, PromptSource, encode_prompt, with_prompts
+from rloo.data.prompts import Limit, PromptSource, encode_prompt, encode_prompts, with_prompts
 from rloo.data.rows import load_rows
 
 CHAT = (
@@ -50,9 +51,11 @@ def user(content):
 def source(texts, *, limit=100, overlong="error", **options):
     rows = Dataset.from_dict({"prompt": texts, "answer": list(range(len(texts)))})
     options = {"seed": 1, **options}
-    return PromptSource(
-        rows, lambda text: [ord(c) for c in text], limit=Limit(limit, overlong), **options
-    )
+    return PromptSource(rows, letters, limit=Limit(limit, overlong), **options)
+
+
+def letters(texts):
+    return [[ord(letter) for letter in text] for text in texts]
 
 
 # Reading
@@ -295,7 +298,29 @@ def test_a_fault_in_a_row_is_found_at_construction_and_names_the_row():
     with pytest.raises(ValueError, match="row 2: the prompt has 0 tokens"):
         PromptSource(
             rows,
-            lambda content: encode_prompt(content, tokenizer, chat_template_kwargs={}),
+            partial(encode_prompts, processing_class=tokenizer, chat_template_kwargs={}),
+            seed=0,
+            limit=Limit(9),
+        )
+
+
+def test_rows_that_are_tokenised_together_are_what_each_is_alone():
+    tokenizer = make_tokenizer()
+    texts = ["a" * (1 + row % 7) if row % 3 else f"^{row}" for row in range(2500)]
+    encode_all = partial(encode_prompts, processing_class=tokenizer, chat_template_kwargs={})
+    made = PromptSource(
+        Dataset.from_dict({"prompt": texts}), encode_all, seed=0, shuffle=False, limit=Limit(9)
+    )
+    tokens = [prompt.token_ids for prompt in made.next(len(texts))]
+    assert tokens == [encode_prompt(text, tokenizer, chat_template_kwargs={}) for text in texts]
+    turns = [texts[0], [user("a")], [user("b")], *texts[1:3]]
+    assert [*encode_all(turns)] == [next(encode_all([turn])) for turn in turns]
+    letters_alone = make_tokenizer(begin=False)
+    faulty = Dataset.from_dict({"prompt": [*["a"] * 2100, "", "b"]})
+    with pytest.raises(ValueError, match="row 2100: the prompt has 0 tokens"):
+        PromptSource(
+            faulty,
+            partial(encode_prompts, processing_class=letters_alone, chat_template_kwargs={}),
             seed=0,
             limit=Limit(9),
         )
@@ -382,7 +407,7 @@ def test_a_position_in_other_prompts_is_refused_and_says_what_differs():
         with pytest.raises(ValueError, match=difference):
             other.load_state_dict(state)
     rows = Dataset.from_dict({"prompt": ["a", "bcd"], "result": [0, 1]})
-    renamed = PromptSource(rows, lambda text: [1], seed=1, limit=Limit(9))
+    renamed = PromptSource(rows, lambda texts: [[1] for _ in texts], seed=1, limit=Limit(9))
     with pytest.raises(ValueError, match=r"columns is .*answer.*result"):
         renamed.load_state_dict(state)
 
@@ -392,7 +417,7 @@ def test_the_content_is_the_same_however_the_rows_are_stored(tmp_path):
     rows.save_to_disk(tmp_path)
     reordered = Dataset.from_dict({"answer": [9, 0, 1, 2], "prompt": ["z", "a", "b", "c"]})
     states = [
-        PromptSource(r, lambda text: [1], seed=1, limit=Limit(9)).state_dict()
+        PromptSource(r, lambda texts: [[1] for _ in texts], seed=1, limit=Limit(9)).state_dict()
         for r in (rows, load_rows(tmp_path), reordered.select([1, 2, 3]))
     ]
     assert states[0] == states[1] == states[2]

@@ -25,8 +25,8 @@ def block(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 4)
 
 
-def encode(text):
-    return list(text.encode())
+def encode(texts):
+    return [list(text.encode()) for text in texts]
 
 
 def make_source(rows, *, seed=0, shuffle=False, limit=20, overlong="error"):

@@ -7,8 +7,8 @@ from functools import cached_property
 import pytest
 import torch
 
-from support import slow
 from support.episodes import ANSWER, CALL, END, every_episode
+from support.marks import slow
 from support.policies import make_policy_config
 from support.production import PROMPTS, Production, compare
 

@@ -23,7 +23,7 @@ from rloo.model.memory import (
     predicted_peak_bytes,
 )
 from rloo.run.checkpoint import load_checkpoint
-from support import slow
+from support.marks import slow
 from support.models import CONFIGS, CPU, make_model
 from support.policies import make_policy
 from support.training import (

@@ -16,7 +16,7 @@ from rloo.model.policy import Policy
 from rloo.run import learning_cost
 from rloo.run.plan import _rows, make_plan
 from rloo.run.trainer import RLOOTrainer
-from support import slow
+from support.marks import slow
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 

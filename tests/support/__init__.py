@@ -1,8 +1,1 @@
 """What tests are made of: models, texts, samples, policies, runs. No test stands here."""
-
-from functools import partial
-
-import pytest
-
-# A case of a parametrized test that is left to .ci/run.
-slow = partial(pytest.param, marks=pytest.mark.slow)

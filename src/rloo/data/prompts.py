@@ -7,9 +7,10 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 from datasets import Dataset, Image
@@ -21,6 +22,7 @@ from rloo.data.order import Order, Passes
 from rloo.types import Group, Message, Prompt, Text
 
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+Encode: TypeAlias = Callable[[Iterable[Text]], Iterable[list[int]]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -71,21 +73,44 @@ def encode_prompt(
     last message is the assistant's. Raises ValueError for other content, and for messages that the
     chat template refuses.
     """
-    if isinstance(content, str):
-        tokenizer = tokenizer_of(processing_class)
-        begins = tokenizer.bos_token is not None and content.startswith(str(tokenizer.bos_token))
-        ids = tokenizer(content, add_special_tokens=not begins)["input_ids"]
-    elif isinstance(content, list):
-        ids = apply_chat_template(content, processing_class, chat_template_kwargs)["input_ids"]
-        if isinstance(processing_class, ProcessorMixin):
-            ids = ids[0].tolist()
-    else:
+    one = encode_prompts([content], processing_class, chat_template_kwargs=chat_template_kwargs)
+    return next(one)
+
+
+def encode_prompts(
+    contents: Iterable[Text],
+    processing_class: ProcessingClass,
+    *,
+    chat_template_kwargs: dict[str, Any],
+) -> Iterator[list[int]]:
+    """What `encode_prompt` gives and raises for each in turn. Strings that follow each other are
+    tokenised in one call, since a call takes longer than a prompt."""
+    tokenizer = tokenizer_of(processing_class)
+    begin = str(tokenizer.bos_token) if tokenizer.bos_token is not None else None
+
+    def kind(content: Text) -> str:
+        if not isinstance(content, str):
+            return "messages"
+        return "begun" if begin is not None and content.startswith(begin) else "text"
+
+    for one, alike in groupby(contents, kind):
+        if one == "messages":
+            encoded = (_encode(each, processing_class, chat_template_kwargs) for each in alike)
+        else:
+            encoded = tokenizer(list(alike), add_special_tokens=one == "text")["input_ids"]
+        for ids in encoded:
+            if not ids:
+                raise ValueError("the prompt has 0 tokens; a completion needs at least 1 to follow")
+            yield list(ids)
+
+
+def _encode(messages: Text, processing_class: ProcessingClass, kwargs: dict[str, Any]) -> list[int]:
+    if not isinstance(messages, list):
         raise ValueError(
-            f"the prompt is a {type(content).__name__}; it must be a string or a list of messages"
+            f"the prompt is a {type(messages).__name__}; it must be a string or a list of messages"
         )
-    if not ids:
-        raise ValueError("the prompt has 0 tokens; a completion needs at least 1 to follow")
-    return list(ids)
+    ids = apply_chat_template(messages, processing_class, kwargs)["input_ids"]
+    return ids[0].tolist() if isinstance(processing_class, ProcessorMixin) else ids
 
 
 def image_reader(
@@ -135,7 +160,7 @@ class PromptSource:
     def __init__(
         self,
         rows: Dataset,
-        encode: Callable[[Text], list[int]],
+        encode: Encode,
         *,
         seed: int,
         shuffle: bool = True,
@@ -254,22 +279,25 @@ class PromptSource:
         )
 
 
-def _tokenise(
-    rows: Dataset, encode: Callable[[Text], list[int]], images: ImageReader, vocabulary: int
-) -> list[array]:
+def _tokenise(rows: Dataset, encode: Encode, images: ImageReader, vocabulary: int) -> list[array]:
     # Four bytes per token; a list of ints takes 36.
-    tokens = []
-    for number, row in enumerate(rows.select_columns(["prompt", *images.columns])):
-        try:
-            ids = encode(images.content(row))
-        except ValueError as error:
-            raise ValueError(f"row {number}: {error} (dataset)") from error
-        if max(ids) >= vocabulary:
+    tokens: list[array] = []
+    columns = ["prompt", *images.columns]
+    together = 1 if images.columns else 1000  # what is decoded at once
+    try:
+        for batch in rows.select_columns(columns).iter(batch_size=together):
+            values = zip(*(batch[name] for name in columns), strict=True)
+            contents = (images.content(dict(zip(columns, row, strict=True))) for row in values)
+            for ids in encode(contents):
+                tokens.append(array("i", ids))
+    except ValueError as error:
+        raise ValueError(f"row {len(tokens)}: {error} (dataset)") from error
+    for number, prompt in enumerate(tokens):
+        if max(prompt) >= vocabulary:
             raise ValueError(
-                f"row {number}: the tokenizer makes token {max(ids)} of it and the model embeds "
+                f"row {number}: the tokenizer makes token {max(prompt)} of it and the model embeds "
                 f"{vocabulary}; they do not belong together (model, processing_class)"
             )
-        tokens.append(array("i", ids))
     return tokens
 
 

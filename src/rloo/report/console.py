@@ -29,6 +29,8 @@ def inert(text: str, encoding: str = "utf-8") -> str:
     """Escape every character of `text`, except newlines, that is not printable (control, direction
     override, surrogate, unassigned) or not in `encoding`. The result cannot move the cursor or set
     colours or titles, and any stream can print it."""
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
     shown = (
         character
         if character == "\n" or unicodedata.category(character)[0] not in "CZ" or character == " "

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from numbers import Integral, Real
 from pathlib import Path
@@ -123,5 +124,10 @@ def write_text(path: Path, text: str) -> None:
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that determine a result."""
-    libraries = {name: version(name) for name in ("torch", "transformers")}
+    libraries = {name: _installed(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), **libraries, "rloo": __version__}
+
+
+@cache
+def _installed(name: str) -> str:
+    return version(name)  # reads and parses a file

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.generation_kwargs import stop_tokens
-from rloo.data.prompts import Limit, PromptSource, encode_prompt, image_reader, with_prompts
+from rloo.data.prompts import Limit, PromptSource, encode_prompts, image_reader, with_prompts
 from rloo.data.rows import Given, load_rows
 from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows
@@ -102,7 +102,7 @@ def make_source(
     """
     rows = load_given(spec, split, args)
     options = args.chat_template_kwargs or {}
-    encode = partial(encode_prompt, processing_class=tokenizer, chat_template_kwargs=options)
+    encode = partial(encode_prompts, processing_class=tokenizer, chat_template_kwargs=options)
 
     def source_of(rows: Dataset, seed: int) -> PromptSource:
         rows = with_prompts(rows, args.prompt_template)
