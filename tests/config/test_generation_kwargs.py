@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.config import generation_kwargs as generation
 from rloo.config.unsupported import WITHOUT_EFFECT
-from rloo.data.prompts import encode_prompt
+from rloo.data.encoding import encode_prompt
 from rloo.engines.hf import HFEngine
 from rloo.engines.native.engine import NativeEngine
 from rloo.engines.sampling import StopText

@@ -9,8 +9,9 @@ from PIL.Image import Image as Picture
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rloo import RLOOConfig, RLOOTrainer
+from rloo.data.encoding import encode_prompts
 from rloo.data.images import with_images
-from rloo.data.prompts import Limit, PromptSource, encode_prompts, image_reader, with_prompts
+from rloo.data.prompts import Limit, PromptSource, image_reader, with_prompts
 from rloo.dist import World
 from rloo.engines import EngineInputs, build_engine
 from rloo.engines.hf import HFEngine, _Drawing

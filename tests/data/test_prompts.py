@@ -8,7 +8,8 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rloo.data.prompts import Limit, PromptSource, encode_prompt, encode_prompts, with_prompts
+from rloo.data.encoding import encode_prompt, encode_prompts
+from rloo.data.prompts import Limit, PromptSource, with_prompts
 from rloo.data.rows import load_rows
 
 CHAT = (

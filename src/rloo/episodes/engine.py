@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from rloo.data.prompts import encode_prompt
+from rloo.data.encoding import encode_prompt
 from rloo.engines.sampling import numbers_of
 from rloo.episodes.dialect import Dialect, Said
 from rloo.episodes.stage import Lease, Stage

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.generation_kwargs import stop_tokens
-from rloo.data.prompts import Limit, PromptSource, encode_prompts, image_reader, with_prompts
+from rloo.data.encoding import encode_prompts
+from rloo.data.prompts import Limit, PromptSource, image_reader, with_prompts
 from rloo.data.rows import Given, load_rows
 from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows

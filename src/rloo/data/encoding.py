@@ -1,0 +1,126 @@
+"""From the content of a prompt, a string or messages, to its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any, TypeAlias
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from rloo.data.images import check_parts, in_colour, tokenizer_of
+from rloo.types import Message, Text
+
+ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
+Encode: TypeAlias = Callable[[Iterable[Text]], Iterable[list[int]]]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def encode_prompt(
+    content: Text, processing_class: ProcessingClass, *, chat_template_kwargs: dict[str, Any]
+) -> list[int]:
+    """Token ids of a prompt, at least one.
+
+    A string gets the special tokens that the tokenizer adds, but no second beginning of sequence.
+    Messages go through the chat template, which opens the assistant's turn, or continues it if the
+    last message is the assistant's. Raises ValueError for other content, and for messages that the
+    chat template refuses.
+    """
+    one = encode_prompts([content], processing_class, chat_template_kwargs=chat_template_kwargs)
+    return next(one)
+
+
+def encode_prompts(
+    contents: Iterable[Text],
+    processing_class: ProcessingClass,
+    *,
+    chat_template_kwargs: dict[str, Any],
+) -> Iterator[list[int]]:
+    """What `encode_prompt` gives and raises for each in turn. Strings that follow each other are
+    tokenised in one call, since a call takes longer than a prompt."""
+    tokenizer = tokenizer_of(processing_class)
+    begin = str(tokenizer.bos_token) if tokenizer.bos_token is not None else None
+
+    def kind(content: Text) -> str:
+        if not isinstance(content, str):
+            return "messages"
+        return "begun" if begin is not None and content.startswith(begin) else "text"
+
+    for one, alike in groupby(contents, kind):
+        if one == "messages":
+            encoded = (_encode(each, processing_class, chat_template_kwargs) for each in alike)
+        else:
+            encoded = tokenizer(list(alike), add_special_tokens=one == "text")["input_ids"]
+        for ids in encoded:
+            if not ids:
+                raise ValueError("the prompt has 0 tokens; a completion needs at least 1 to follow")
+            yield list(ids)
+
+
+def _encode(messages: Text, processing_class: ProcessingClass, kwargs: dict[str, Any]) -> list[int]:
+    if not isinstance(messages, list):
+        raise ValueError(
+            f"the prompt is a {type(messages).__name__}; it must be a string or a list of messages"
+        )
+    ids = apply_chat_template(messages, processing_class, kwargs)["input_ids"]
+    return ids[0].tolist() if isinstance(processing_class, ProcessorMixin) else ids
+
+
+def apply_chat_template(
+    messages: list[Message], processing_class: ProcessingClass, kwargs: dict[str, Any]
+) -> Mapping[str, Any]:
+    """Apply the chat template of a tokenizer (returns lists), or of a processor, which also reads
+    the images in the messages (returns a batch of one, as tensors)."""
+    if not messages:
+        raise ValueError("the prompt is an empty list of messages; it needs at least 1")
+    processes = isinstance(processing_class, ProcessorMixin)
+    for message in messages:
+        check_message(message, parts=processes)
+    if processing_class.chat_template is None:
+        raise ValueError(
+            "the prompt is a list of messages and the tokenizer has no chat template; give "
+            "prompts as strings, or a model whose tokenizer has one (model)"
+        )
+    continues = messages[-1]["role"] == "assistant"
+    fixed: dict[str, Any] = {
+        "add_generation_prompt": not continues,
+        "continue_final_message": continues,
+        "tokenize": True,
+        "return_dict": True,
+        "return_tensors": "pt" if processes else None,
+    }
+    if clashes := sorted(fixed.keys() & kwargs.keys()):
+        raise ValueError(
+            f"chat_template_kwargs has {', '.join(clashes)}, which follow from the prompt itself; "
+            "leave them out (chat_template_kwargs)"
+        )
+    # Arrow adds the keys of every message to each message, and some templates take
+    # `tool_calls: None` for a call. transformers 5.23 removes such keys, 5.17 does not.
+    present = [{k: v for k, v in m.items() if v is not None} for m in messages]
+    if processes:
+        present = in_colour(present)
+    try:
+        # The return type depends on `tokenize` and `return_dict`, which mypy cannot see here.
+        encoded: Any = processing_class.apply_chat_template(present, **fixed, **kwargs)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    return encoded
+
+
+def check_message(message: Any, *, parts: bool = False) -> None:
+    """Raise ValueError for what is no message of a conversation."""
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        found = sorted(message) if isinstance(message, dict) else type(message).__name__
+        raise ValueError(f"a message needs the keys role and content; this one is {found}")
+    if message["role"] not in ROLES:
+        raise ValueError(
+            f"a message has the role {message['role']!r}; roles are {', '.join(ROLES)}"
+        )
+    if parts and isinstance(message["content"], list):
+        check_parts(message["content"])
+    elif not isinstance(message["content"], str) and not message.get("tool_calls"):
+        raise ValueError(
+            f"the content of a message is a {type(message['content']).__name__}; it must be a "
+            "string, or for a model that reads images a list of parts"
+        )
