@@ -2,12 +2,14 @@
 
 A random model never ends an answer, so every completion would be of the greatest length and padding
 would look free. A few minutes of training give lengths spread as real answers are. Models are
-cached; delete their folder to make them anew. Knows nothing of what is measured with them.
+cached (in the folder RLOO_BENCH_MODELS); delete theirs to make them anew. Knows nothing of what is
+measured with them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import runpy
 import shutil
@@ -23,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
-CACHE = ROOT / ".data"
+CACHE = Path(os.environ.get("RLOO_BENCH_MODELS") or ROOT / ".data")
 VOCAB_SIZE = 8192
 # Real files beside the clone, else the hub.
 LOCAL_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"

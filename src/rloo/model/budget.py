@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
-from rloo.data.stream import Prompts
 from rloo.model import memory
 from rloo.model.batch import make_sample
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.memory import count_tokens, make_samples, measured_peak_bytes, predicted_peak_bytes
 from rloo.model.policy import Policy
 from rloo.types import Sample
+
+if TYPE_CHECKING:  # processes that sample load no datasets
+    from rloo.data.stream import Prompts
 
 # The usable share of a CPU's free memory; the rest is for memory that torch does not allocate.
 CPU_SHARE = 0.9
