@@ -59,7 +59,7 @@ def test_accuracy_rises_from_below_40_to_above_80_percent(tmp_path, seed, proces
 
 
 def test_fast_paths_learn_as_generate_and_padded_updates_do(tmp_path):
-    options = {"max_steps": 12, "eval_on_start": False, "eval_split": None}
+    options = {"max_steps": 12, "num_prompts": 8, "eval_on_start": False, "eval_split": None}
     run_embedded(tmp_path / "fast", 0, **options)
     run_embedded(tmp_path / "plain", 0, rollout_engine="hf", packing=False, **options)
     fast, plain = read_rewards(tmp_path / "fast"), read_rewards(tmp_path / "plain")

@@ -134,8 +134,13 @@ CASES = {
     GOES_ON: (mixed, {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}),
     **{name: (reward, options) for name, (reward, options, _) in played.CASES.items()},
 }
-# Whose weights may be divided: episodes do not care.
-DIVIDED = {name: case for name, case in CASES.items() if name not in played.CASES}
+# Which rows are drawn, what they are worth and how a loss adds them up: weights have no part in it.
+OF_ROWS = (
+    "ranked in its group", "KL in the loss", "no signal on one", "dynamic sampling",
+    "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, *played.CASES,
+)  # fmt: skip
+# Whose weights may be divided.
+DIVIDED = {name: case for name, case in CASES.items() if name not in OF_ROWS}
 ENDS = {name: (reward, options) for name, (reward, options, _) in played.ENDS.items()}
 
 

@@ -1,6 +1,7 @@
 """Several processes and one server: they are one process and that server."""
 
 import json
+from contextlib import ExitStack
 
 import pytest
 
@@ -11,36 +12,39 @@ from support.processes import run
 from support.text import make_tokenizer
 
 pytestmark = pytest.mark.slow
-CASES = ("one group over all", "several updates")
+CASES = {"weights": ("one group over all", "several updates"), "adapter": ("LoRA",)}
+PARALLEL = ("replicate", "fsdp2")
 
 
-@pytest.fixture(scope="module", params=[CASES, ("LoRA",)], ids=["weights", "adapter"])
-def made(request, tmp_path_factory):
-    """The runs of one process, and those of two, which keep their weights whole or divide them."""
-    folder, cases = tmp_path_factory.mktemp("made"), list(request.param)
-    server = FakeVLLM(make_model("qwen3"), make_tokenizer(), lora="LoRA" in cases)
-    server.lora_rank = 16
-    given = {"rollout_engine": "vllm_server", "vllm_server_base_url": [server.url]}
-    given |= {"single": True}
-    try:
-        run(folder / "alone", cases, **given)
-        jobs = [
-            (folder / parallel, cases, {"parallel": parallel, **given})
-            for parallel in ("replicate", "fsdp2")
-        ]
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The runs of one process (KIND/alone), and of two, which keep their weights whole or divide
+    them (KIND/PARALLEL), with a server for each kind."""
+    folder = tmp_path_factory.mktemp("made")
+    with ExitStack() as stack:
+        jobs = []
+        for kind, cases in CASES.items():
+            server = FakeVLLM(make_model("qwen3"), make_tokenizer(), lora=kind == "adapter")
+            stack.callback(server.close)
+            server.lora_rank = 16
+            given = {"rollout_engine": "vllm_server", "vllm_server_base_url": [server.url]}
+            given |= {"single": True}
+            run(folder / kind / "alone", [*cases], **given)
+            jobs += [(folder / kind / p, cases, {"parallel": p, **given}) for p in PARALLEL]
         launch(2, jobs)
-    finally:
-        server.close()
     return folder
 
 
-@pytest.mark.parametrize("parallel", ["replicate", "fsdp2"])
-def test_two_processes_and_a_server_are_one_and_that_server(made, parallel):
-    require_equal(made / "alone", made / parallel, most=1e-5)
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("kind", CASES)
+def test_two_processes_and_a_server_are_one_and_that_server(made, kind, parallel):
+    require_equal(made / kind / "alone", made / kind / parallel, most=1e-5)
 
 
-def test_writing_divided_weights_takes_no_more_than_the_largest_layer(made):
-    found = [json.loads(p.read_text()) for p in (made / "fsdp2").glob("*/writing-*.json")]
-    assert len(found) >= 2
+@pytest.mark.parametrize(("kind", "least"), [("weights", 4), ("adapter", 2)])
+def test_writing_divided_weights_takes_no_more_than_the_largest_layer(made, kind, least):
+    files = (made / kind / "fsdp2").glob("*/writing-*.json")
+    found = [json.loads(path.read_text()) for path in files]
+    assert len(found) >= least
     for peak, largest in found:
         assert peak <= largest + 1024  # what processes say to each other
