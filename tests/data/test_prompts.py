@@ -327,6 +327,16 @@ def test_rows_that_are_tokenised_together_are_what_each_is_alone():
         )
 
 
+def test_rows_may_be_formatted_but_not_as_tables():
+    rows = Dataset.from_dict({"prompt": ["ab", "c"]})
+    encode_all = partial(encode_prompts, processing_class=make_tokenizer(), chat_template_kwargs={})
+    for form in (None, "numpy", "torch"):
+        made = PromptSource(rows.with_format(form), encode_all, seed=0, limit=Limit(9))
+        assert sorted(p.token_ids for p in made.next(2)) == [[94, 97, 98], [94, 99]]
+    with pytest.raises(ValueError, match="row 0: the prompt is a Series"):
+        PromptSource(rows.with_format("pandas"), encode_all, seed=0, limit=Limit(9))
+
+
 def test_a_prompt_carries_its_row_its_tokens_and_the_other_columns():
     (prompt,) = source(["ab"]).next(1)
     assert (prompt.id, prompt.token_ids, prompt.content) == (0, [97, 98], "ab")

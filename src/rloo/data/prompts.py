@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 from datasets import Dataset, Image
@@ -227,12 +228,10 @@ class PromptSource:
 def _tokenise(rows: Dataset, encode: Encode, images: ImageReader, vocabulary: int) -> list[array]:
     # Four bytes per token; a list of ints takes 36.
     tokens: list[array] = []
-    columns = ["prompt", *images.columns]
+    read = iter(rows.select_columns(["prompt", *images.columns]))
     together = 1 if images.columns else 1000  # what is decoded at once
     try:
-        for batch in rows.select_columns(columns).iter(batch_size=together):
-            values = zip(*(batch[name] for name in columns), strict=True)
-            contents = (images.content(dict(zip(columns, row, strict=True))) for row in values)
+        while contents := [images.content(row) for row in islice(read, together)]:
             for ids in encode(contents):
                 tokens.append(array("i", ids))
     except ValueError as error:
