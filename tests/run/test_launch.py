@@ -39,10 +39,15 @@ child = subprocess.Popen(["sleep", "60"]) if "child" in plan else None
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 note(started={name: os.environ[name] for name in names}, child=child and child.pid)
 print(f"rank {rank} is here", flush=True)
-others = [f"rank-{other}.notes" for other in range(int(os.environ["WORLD_SIZE"]))]
-while sum(open(o).read().count("started") for o in others if os.path.exists(o)) < (
-    (attempt + 1) * len(others)
-):
+
+def starts(rank):  # closed here: what a signal raises while an object ends is lost
+    if not os.path.exists(f"rank-{rank}.notes"):
+        return 0
+    with open(f"rank-{rank}.notes") as file:
+        return file.read().count("started")
+
+size = int(os.environ["WORLD_SIZE"])
+while sum(map(starts, range(size))) < (attempt + 1) * size:
     time.sleep(0.01)
 if "exit" in plan:
     print("\\n".join(f"line {i}" for i in range(30)))
@@ -82,7 +87,12 @@ class Launched:
         )
 
     def end(self) -> int:
-        self.out, self.err = self.process.communicate(timeout=60)
+        try:
+            self.out, self.err = self.process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+            raise
         return self.process.returncode
 
     def started(self) -> None:
