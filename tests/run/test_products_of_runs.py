@@ -52,7 +52,7 @@ def test_a_run_with_onednn_is_the_run_with_mkl_to_rounding(tmp_path):
 
 def test_an_unknown_kind_is_refused():
     for name in ("sampling", "packed:some:wide", "forward:few:wide"):
-        known = "packed, forward, backward, bf16"
+        known = "packed, forward, backward, weight, bf16"
         expected = f"{name} is none of {known}, nor a class of them as forward:some"
         with pytest.raises(ValueError, match=expected):
             RLOOConfig(onednn=["packed:wide", name])

@@ -23,9 +23,10 @@ from rloo.dist import process_count
 
 # Kinds of products that oneDNN may compute on a CPU, and their classes: see `rloo.model.products`.
 _SHAPES = [f"{rows}:{width}" for rows in ("some", "many") for width in ("narrow", "wide")]
+OF_LAYERS = ("forward", "backward", "weight")
 PRODUCTS = {
     "packed": ("packed:narrow", "packed:wide"),
-    **{kind: tuple(f"{kind}:{shape}" for shape in _SHAPES) for kind in ("forward", "backward")},
+    **{kind: tuple(f"{kind}:{shape}" for shape in _SHAPES) for kind in OF_LAYERS},
     "bf16": ("bf16",),
 }
 # Completions of one rollout, or of one evaluated prompt: each is an object in this process.

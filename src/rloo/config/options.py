@@ -275,8 +275,8 @@ class Options:
         "Let a GPU multiply float32 matrices in TF32; null leaves it to torch.")
     num_threads: int | None = MACHINE.own(None, "CPU threads; null measures what is fastest.")
     onednn: list[str] | None = MACHINE.own(None,
-        "CPU products by oneDNN, not MKL: packed (sampling), forward, backward; bf16, else "
-        "float32's of rounded numbers; null measures.")
+        "CPU products by oneDNN, not MKL: packed (sampling), forward, backward (of rows), weight "
+        "(gradients of matrices); bf16, else float32's of rounded numbers; null measures.")
     cpu_kernels: bool | None = MACHINE.own(None,
         "Kernels in C, built at the start, for sampling and updates on a CPU; null: if possible.")
     seed: int = MACHINE.shared(42, "Seed of everything random.", basic=True)

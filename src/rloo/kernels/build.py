@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from rloo.kernels import kept
 
 SOURCES = ("vector.h", "decode.c", "update.c", "attend.c")
 _FLAGS = (
@@ -39,7 +40,7 @@ class CannotBuild(RuntimeError):
 def library() -> ctypes.CDLL:
     """The library. Raises CannotBuild where there is none."""
     compiler = _find_compiler()
-    file = _cache() / f"kernels-{_digest(compiler)}.so"
+    file = kept.folder() / f"kernels-{_digest(compiler)}.so"
     if not file.exists():
         _build(compiler, file)
     try:
@@ -67,24 +68,6 @@ def _find_compiler() -> str:
     raise CannotBuild("there is no C compiler (cc, gcc, clang, or the one that CC names)")
 
 
-def _cache() -> Path:
-    """A folder that is the user's alone, since what lies there is run."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rloo")
-    try:
-        base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = base.stat()
-        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(base, os.W_OK):
-            return base
-    except OSError:
-        pass
-    return _private()
-
-
-@cache
-def _private() -> Path:
-    return Path(tempfile.mkdtemp(prefix="rloo-kernels-"))
-
-
 def _openmp() -> list[str]:
     """The OpenMP library that torch has brought, so that there is one pool of threads."""
     found = sorted(Path(torch.__file__).parent.glob("lib*/lib?omp*.so*"))
@@ -92,17 +75,9 @@ def _openmp() -> list[str]:
     return [str(found[0])] if found else []
 
 
-def _processor() -> str:
-    """What `-march=native` depends on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
-    facts = ("model name", "cpu family", "model\t", "flags", "Features", "CPU part")
-    return platform.machine() + "".join(line for line in lines if line.startswith(facts))
-
-
 def _digest(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20)
-    words = [version.stdout, _processor(), *_FLAGS, *_openmp()]
+    words = [version.stdout, kept.processor(), *_FLAGS, *_openmp()]
     here = Path(__file__).parent
     words += [(here / name).read_text(encoding="utf-8") for name in SOURCES]
     return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]

@@ -143,7 +143,7 @@ def _multiply_back(block: Tensor, weight: Tensor, place: Tensor) -> None:
 
 def _add_outer(total: Tensor, hidden: Tensor, block: Tensor) -> None:
     """Add the gradient of the matrix (V, D)."""
-    if products.multiplies("backward", len(block), total):
+    if products.multiplies("weight", len(block), total):
         total += products.outer(block, hidden)
     else:
         total.addmm_(block.t(), hidden)

@@ -2,8 +2,9 @@
 
 torch computes them with MKL, which on some processors reaches less than half of what oneDNN does,
 which torch has, too, and uses for bfloat16. Which one is used is asked for here alone, by kinds of
-products, those of the sampler's `packed` matrices and those of a layer's `forward` and `backward`,
-and by classes of shapes: `some` rows or `many`, a `narrow` matrix or a `wide` one.
+products, those of the sampler's `packed` matrices, of a layer's `forward`, of the gradients of its
+rows (`backward`) and of its matrix (`weight`), and by classes of shapes: `some` rows or `many`, a
+`narrow` matrix or a `wide` one.
 
 Autocast's products in bfloat16 are oneDNN's where that is said to be faster (`bf16`). On processors
 on which it is not they are float32's of numbers that were rounded to bfloat16: of the same numbers,
@@ -12,6 +13,7 @@ with results that are not rounded, and what lies between them stays in float32.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Collection
@@ -23,7 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from rloo.config.checks import PRODUCTS
+from rloo.config.checks import OF_LAYERS, PRODUCTS
+from rloo.kernels import kept
 from rloo.model.division import is_divided
 from rloo.model.rounding import in_float32, operands, rounded, rounded_matrix
 
@@ -35,14 +38,14 @@ MANY_ROWS = 256
 WIDE = 4096
 # Rows whose gradients are multiplied at once: they are copied transposed.
 BLOCK_ROWS = 1024
-# By this much oneDNN must be faster: a tie goes to MKL, so that two starts on a machine agree.
-_MARGIN = 1.25
+# By this much oneDNN must be faster: a tie goes to MKL.
+_MARGIN = 1.04
 # Of the measurement: rows and matrices of each class, how often each library has its turn, at least
 # and at most, and between which ratios more turns are taken.
 _ROWS = {"packed": (4, 64), "some": (MIN_ROWS, 64), "many": (MANY_ROWS,)}
 _ROWS["bf16"] = _ROWS["many"]
 _MATRICES = {"narrow": (384, 1024), "wide": (384, WIDE)}
-_TURNS, _MOST_TURNS, _UNCLEAR = 3, 9, (1.1, 1.5)
+_TURNS, _MOST_TURNS, _UNCLEAR = 3, 15, (0.9, 1.25)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ROUNDED = {torch.float32, torch.bfloat16}
 _in_use: frozenset[str] = frozenset()
@@ -106,7 +109,7 @@ def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def multiplies(kind: str, rows: int, matrix: Tensor) -> bool:
-    """Whether oneDNN computes products of this kind, forward or backward, of so many rows."""
+    """Whether oneDNN computes products of this kind, of a layer, of so many rows."""
     shape = f"{'many' if rows >= MANY_ROWS else 'some'}:{_width(matrix)}"
     return rows >= MIN_ROWS and f"{kind}:{shape}" in _in_use
 
@@ -134,7 +137,7 @@ def backward(grad: Tensor, weight: Tensor) -> Tensor:
 
 def backward_to_weight(grad: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the weight, the same: grad.T @ rows."""
-    by_onednn = multiplies("backward", len(grad), weight)
+    by_onednn = multiplies("weight", len(grad), weight)
     return outer(grad, rows) if by_onednn else grad.t() @ rows
 
 
@@ -200,7 +203,7 @@ class Linear(nn.Linear):
             and bool(_in_use)
             and input.dtype == self.weight.dtype == torch.float32
             and not torch.is_autocast_enabled("cpu")
-            and any(multiplies(kind, rows, self.weight) for kind in ("forward", "backward"))
+            and any(multiplies(kind, rows, self.weight) for kind in OF_LAYERS)
         )
 
 
@@ -246,13 +249,23 @@ def fault() -> str | None:
 
 @cache
 def choose(*, bf16: bool = False) -> list[str]:
-    """What oneDNN computes faster here by one thread, measured for some tenths of a second, `bf16`
-    among it or not; nothing where there is a `fault`."""
+    """What oneDNN computes faster here, `bf16` among it or not; nothing where there is a `fault`.
+    It is measured for a second the first time on a machine and kept for it, so that two starts
+    agree."""
+    if fault():
+        return []
     names = [n for kind, names in PRODUCTS.items() if bf16 or kind != "bf16" for n in names]
+    facts = (torch.__version__, kept.processor(), names, _MARGIN, _ROWS, _MATRICES)
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    return kept.names_kept(f"products-{digest}.json", lambda: _measure(names))
+
+
+def _measure(names: list[str]) -> list[str]:
+    """Which of these classes one thread computes faster with oneDNN."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more are disturbed by whatever else runs
     try:
-        return [] if fault() else _names(list(filter(_is_faster, names)))
+        return _names(list(filter(_is_faster, names)))
     finally:
         torch.set_num_threads(threads)
 
@@ -268,7 +281,9 @@ def _wins(kind: str, rows: int, width: str) -> bool:
     depth, height = _MATRICES[width]
     a, b, c = torch.ones(rows, depth), torch.ones(height, depth), torch.ones(rows, height)
     if kind == "backward":
-        theirs, ours = lambda: [c @ b, c.t() @ a], lambda: [multiply(c, b.t()), outer(c, a)]
+        theirs, ours = lambda: [c @ b], lambda: [multiply(c, b.t())]
+    elif kind == "weight":
+        theirs, ours = lambda: [c.t() @ a], lambda: [outer(c, a)]
     elif kind == "bf16":
         matrix = b.bfloat16()
         theirs, ours = (
