@@ -80,16 +80,12 @@ def _use_onednn(trainer: Any, kinds: list[str] | None) -> str:
     products.use(products.choose() if kinds is None else kinds)
     for model in filter(None, (trainer.model, trainer.ref_model)):
         products.install(model)
-    in_use = products.in_use()
-    if "forward" in in_use:
-        head["torch"] = TorchWithProducts()
-    if "backward" in in_use:
-        head["_addmm_fp32"] = add_product
-    return name_library(in_use)
+    head["torch"], head["_addmm_fp32"] = TorchWithProducts(), add_product
+    return name_library(products.in_use())
 
 
 class TorchWithProducts:
-    """torch, but that `mm` of two float32 matrices is oneDNN's."""
+    """torch, but that `mm` of two matrices is by the library that is in use for it."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -98,18 +94,27 @@ class TorchWithProducts:
 
     @staticmethod
     def mm(rows: Any, columns: Any, *, out: Any) -> Any:
-        """`torch.mm` of (T, K) and (K, N)."""
-        from rloo.model.products import multiply
+        """`torch.mm` of (T, K) and (K, N), forward."""
+        import torch
 
+        from rloo.model.products import multiplies, multiply
+
+        if not multiplies("forward", len(rows), columns.t()):
+            return torch.mm(rows, columns, out=out)
         return out.copy_(multiply(rows, columns.t()))
 
 
 def add_product(total: Any, a: Any, b: Any) -> None:
-    """total += a @ b, in place: (M, K) and (K, N). The wider of the two is the matrix."""
-    from rloo.model.products import multiply
+    """total += a @ b, in place: the gradient of T rows, of (T, N) and (N, K), or that of a matrix
+    (N, K), of (T, N) transposed and (T, K)."""
+    from rloo.model.products import multiplies, multiply, outer
 
-    wide = a.shape[0] > b.shape[1]
-    total += multiply(b.t(), a).t() if wide else multiply(a, b.t())
+    of_matrix = a.stride(0) == 1
+    asked = ("weight", len(b), total) if of_matrix else ("backward", len(a), b)
+    if not multiplies(*asked):
+        total.addmm_(a, b)
+    else:
+        total += outer(a.t(), b) if of_matrix else multiply(a, b.t())
 
 
 class _TRLPhases:

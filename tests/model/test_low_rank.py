@@ -8,6 +8,7 @@ import torch
 from peft.tuners.lora.layer import Linear
 from torch import nn
 
+from rloo.config.checks import OF_LAYERS
 from rloo.model import low_rank, products
 from support.adapters import make_adapted, perturb, wrap
 from support.models import make_samples
@@ -55,7 +56,7 @@ def results(model, given, *, bf16=False):
     return [output, given.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
 
 
-@pytest.mark.parametrize("by_onednn", [[], ["forward", "backward"]])
+@pytest.mark.parametrize("by_onednn", [[], OF_LAYERS])
 @pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 300, 12)])
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"bias": "all"}])
 @pytest.mark.parametrize("base_learns", [False, True])

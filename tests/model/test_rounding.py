@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rloo import kernels
+from rloo.config.checks import OF_LAYERS
 from rloo.engines.native.engine import NativeEngine
 from rloo.model import products, rounding
 from rloo.model.head import Asked, blocked_logprobs, blocked_scores
@@ -81,7 +82,7 @@ def test_numbers_are_rounded_as_torch_does():
     assert torch.equal(place, expected)
 
 
-@pytest.mark.parametrize("by_onednn", [[], ["forward", "backward"]])
+@pytest.mark.parametrize("by_onednn", [[], OF_LAYERS])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(24,), (3, 7, 24), (300, 24)])

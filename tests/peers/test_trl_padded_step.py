@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.padded_step import Rollout, leave_one_out, loss_sum, sum_kl
 from benchmarks.trl_side import _use_onednn
+from rloo.config.checks import OF_LAYERS
 from rloo.model import products
 from support.beside_trl import make_rollout, perturb, theirs
 from support.models import make_model
@@ -48,35 +49,39 @@ def test_the_padded_step_is_that_of_trl(tmp_path):
 
 @pytest.mark.peers
 @pytest.mark.filterwarnings("default")
-def test_products_of_trl_by_onednn_are_those_it_makes_itself(monkeypatch):
+@pytest.mark.parametrize("kinds", [OF_LAYERS, *([kind] for kind in OF_LAYERS)])
+def test_products_of_trl_by_onednn_are_those_it_makes_itself(kinds, monkeypatch):
     from trl.trainer.utils import add_fused_lm_head
 
     head = vars(importlib.import_module("trl.kernels.chunked_logprob"))
     for name in ("torch", "_addmm_fp32"):
         monkeypatch.setitem(head, name, head[name])
     tokens = torch.randint(3, 20, (4, 9), generator=torch.Generator().manual_seed(0))
-    computed = []
+    computed, asked = [], []
 
-    def pass_through(patch):
+    def pass_through(kinds):
         model = make_model("qwen3")
         perturb(model, seed=2)
         add_fused_lm_head(model)
-        if patch:
-            kinds = ["forward", "backward"]
-            assert "oneDNN" in _use_onednn(SimpleNamespace(model=model, ref_model=None), kinds)
+        if kinds is not None:
+            _use_onednn(SimpleNamespace(model=model, ref_model=None), kinds)
         found = model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs
         found.sin().sum().backward()
         return found, {name: p.grad for name, p in model.named_parameters()}
 
-    expected, their_gradients = pass_through(patch=False)
-    multiply = products.multiply
+    expected, their_gradients = pass_through(None)
+    multiply, multiplies = products.multiply, products.multiplies
     monkeypatch.setattr(
         products, "multiply", lambda *words: computed.append(len(words)) or multiply(*words)
     )
-    found, gradients = pass_through(patch=True)
-    # 7 matrices of each of 3 layers, and the head: forward, and twice in the backward, where the
-    # head goes forward again.
-    assert len(computed) == 3 * (7 * 3 + 1) + 1
+    monkeypatch.setattr(
+        products, "multiplies", lambda *words: asked.append(words) or multiplies(*words)
+    )
+    found, gradients = pass_through(kinds)
+    # 7 matrices of each of 3 layers, and the head, of all tokens but the first, which goes forward
+    # again in the backward.
+    assert len(computed) == len(kinds) * (7 * 3 + 1) + ("forward" in kinds)
+    assert {words[:2] for words in asked} == {(kind, n) for kind in OF_LAYERS for n in (32, 36)}
     torch.testing.assert_close(found, expected)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, their_gradients[name])
