@@ -38,11 +38,15 @@ class Clock:
 
 
 class KnownEngine:
-    """Spends what the formula above says, row by row and step by step. Completion k of a prompt
-    ends after `lengths[k]` tokens, where tokens may end one."""
+    """Spends what the formula above says, row by row and step by step, and `squared` for the square
+    of each context. Completion k of a prompt ends after `lengths[k]` tokens, where tokens may end
+    one."""
 
-    def __init__(self, clock, lengths=(), *, wave=None, keeps_finished=False, slower=1.0):
+    def __init__(
+        self, clock, lengths=(), *, wave=None, keeps_finished=False, slower=1.0, squared=0.0
+    ):
         self.clock, self.lengths, self.wave, self.slower = clock, lengths, wave, slower
+        self.squared = squared
         cache = {"row_bytes": 1, "cache_bytes": wave} if wave else {}
         self.facts = EngineFacts(
             "known",
@@ -74,6 +78,7 @@ class KnownEngine:
             alive = [length for length, _ in rows] if self.facts.keeps_finished else alive
             contexts = sum(length + position for length in alive)
             seconds += STEP + ROW * len(alive) + CONTEXT * contexts
+            seconds += self.squared * sum((length + position) ** 2 for length in alive)
         self.clock.spend(self.slower * seconds)
 
     def _completion(self, length, sampling):
@@ -151,6 +156,26 @@ def test_a_rollout_that_was_measured_whole_tells_how_long_the_next_one_may_be():
     again = cost.expected(prompts, 2, how)
     assert again.seconds == pytest.approx(first.seconds)
     assert clock.now - before == pytest.approx(again.seconds), "nothing was tried before"
+
+
+def test_a_worst_case_that_was_measured_whole_tells_what_another_takes():
+    squared = 1e-7
+    cost, clock = known((3, 7), limit=1000.0, squared=squared)
+    prompts, how = made_up(4, 20), sampling(400)
+    cost.calibrate(prompts, 2, how)
+    cost.expected(prompts, 2, how)
+
+    def by_hand(rows, groups):
+        contexts, squares = sum(range(21, 420)), sum(n * n for n in range(21, 420))
+        steps = 399 * (STEP + rows * ROW) + rows * (CONTEXT * contexts + squared * squares)
+        return PROMPT * 20 * groups + steps
+
+    assert cost.worst(prompts, 2, how) == pytest.approx(by_hand(8, 4))
+    cost.watch = Stopwatch(0.0, CPU, clock)
+    before = clock.now
+    assert cost.worst(prompts[:2], 4, how) == pytest.approx(by_hand(8, 2), rel=0.01)
+    assert cost.worst(prompts[:3], 2, how) == pytest.approx(by_hand(6, 3), rel=0.1)
+    assert clock.now == before
 
 
 def test_rollouts_are_measured_as_long_as_another_fits_into_half_of_the_time_that_is_left():

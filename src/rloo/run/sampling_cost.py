@@ -101,8 +101,10 @@ class SamplingCost:
         self._firsts: dict[int, float] = {}
         # How completions ended that were drawn whole the last time.
         self._alive: dict[Sampling, np.ndarray] = {}
-        # Of the rollouts that were measured whole.
+        # Of the rollouts that were measured whole; and the ratio of one at worst, whose contexts
+        # are longer.
         self._measured, self._foretold = 0.0, 0.0
+        self._ratio_at_worst: float | None = None
 
     @property
     def _ratio(self) -> float:
@@ -135,10 +137,13 @@ class SamplingCost:
     def worst(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> float:
         """Seconds of a rollout whose completions all have the maximum length."""
         everyone = np.ones(sampling.max_tokens - 1)
-        seconds = self._ratio * self._predicted(prompts, size, everyone, sampling)
+        foretold = self._predicted(prompts, size, everyone, sampling)
+        seconds = (self._ratio_at_worst or self._ratio) * foretold
         if seconds > _FOR_WORST * self.watch.left:
             return seconds
-        return self._seconds(prompts, size, _endless(sampling), sampling.max_tokens - 1)
+        measured = self._seconds(prompts, size, _endless(sampling), sampling.max_tokens - 1)
+        self._ratio_at_worst = measured / foretold if foretold else None
+        return measured
 
     def expected(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> Drawn:
         """What a rollout takes whose completions are as the policy samples them now."""
