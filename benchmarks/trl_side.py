@@ -95,26 +95,24 @@ class TorchWithProducts:
     @staticmethod
     def mm(rows: Any, columns: Any, *, out: Any) -> Any:
         """`torch.mm` of (T, K) and (K, N), forward."""
-        import torch
+        from rloo.model.head import product
 
-        from rloo.model.products import multiplies, multiply
-
-        if not multiplies("forward", len(rows), columns.t()):
-            return torch.mm(rows, columns, out=out)
-        return out.copy_(multiply(rows, columns.t()))
+        found = product(rows, columns.t(), None, out)
+        return out if found is out else out.copy_(found)
 
 
 def add_product(total: Any, a: Any, b: Any) -> None:
     """total += a @ b, in place: the gradient of T rows, of (T, N) and (N, K), or that of a matrix
     (N, K), of (T, N) transposed and (T, K)."""
-    from rloo.model.products import multiplies, multiply, outer
+    from rloo.model.head import add_outer
+    from rloo.model.products import multiplies, multiply
 
-    of_matrix = a.stride(0) == 1
-    asked = ("weight", len(b), total) if of_matrix else ("backward", len(a), b)
-    if not multiplies(*asked):
-        total.addmm_(a, b)
+    if a.stride(0) == 1:
+        add_outer(total, b, a.t())
+    elif multiplies("backward", len(a), b):
+        total += multiply(a, b.t())
     else:
-        total += outer(a.t(), b) if of_matrix else multiply(a, b.t())
+        total.addmm_(a, b)
 
 
 class _TRLPhases:

@@ -64,7 +64,7 @@ def test_products_of_trl_by_onednn_are_those_it_makes_itself(kinds, monkeypatch)
         perturb(model, seed=2)
         add_fused_lm_head(model)
         if kinds is not None:
-            _use_onednn(SimpleNamespace(model=model, ref_model=None), kinds)
+            assert "oneDNN" in _use_onednn(SimpleNamespace(model=model, ref_model=None), kinds)
         found = model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs
         found.sin().sum().backward()
         return found, {name: p.grad for name, p in model.named_parameters()}

@@ -56,7 +56,7 @@ class _BlockedLogprobs(torch.autograd.Function):
         logprobs, entropy, total = (hidden.new_empty(len(hidden)) for _ in range(3))
         for part in _blocks(len(hidden), size):
             place = _place(kept, part, hidden)
-            logits = _product(hidden[part], weight, bias, place)
+            logits = product(hidden[part], weight, bias, place)
             rows = Rows(logprobs[part], entropy[part], place, total[part])
             select(logits, asked.targets[part], asked.temperature, rows)
         all_kept = kept if len(kept) == len(hidden) else None
@@ -88,7 +88,7 @@ class _BlockedLogprobs(torch.autograd.Function):
             block = _place(kept, part, hidden)
             rows = Rows(torch.empty_like(total[part]), entropy[part], block, total[part])
             if again:
-                logits = _product(hidden[part], weight, bias, block)
+                logits = product(hidden[part], weight, bias, block)
                 select(logits, targets[part], temperature, rows._replace(entropy=None))
             slope = None if of_entropy is None else of_entropy[part]
             differentiate(rows, targets[part], of_logprobs[part], slope)
@@ -97,7 +97,7 @@ class _BlockedLogprobs(torch.autograd.Function):
             if of_hidden is not None:
                 _multiply_back(block, weight, of_hidden[part])
             if of_weight is not None:
-                _add_outer(of_weight, hidden[part], block)
+                add_outer(of_weight, hidden[part], block)
             if of_bias is not None:
                 of_bias += block.sum(0)
         return of_hidden, of_weight, of_bias, None
@@ -120,13 +120,14 @@ def blocked_scores(hidden: Tensor, matrix: Matrix, targets: Tensor, temperature:
     kept, logprobs = hidden.new_empty(size, len(weight)), hidden.new_empty(len(hidden))
     with in_float32(rounding):
         for part in _blocks(len(hidden), size):
-            logits = _product(hidden[part], weight, bias, _place(kept, part, hidden))
+            logits = product(hidden[part], weight, bias, _place(kept, part, hidden))
             select(logits, targets[part], temperature, Rows(logprobs[part]))
     return logprobs
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor) -> Tensor:
-    """rows @ weight.T + bias, in `place` where the library that multiplies can."""
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor) -> Tensor:
+    """rows @ weight.T + bias of (T, D) and (V, D), without gradients, in `place` (T, V) where the
+    library that multiplies can."""
     if products.multiplies("forward", len(rows), weight):
         return products.multiply(rows, weight, bias)
     if bias is None:
@@ -141,8 +142,9 @@ def _multiply_back(block: Tensor, weight: Tensor, place: Tensor) -> None:
         torch.mm(block, weight, out=place)
 
 
-def _add_outer(total: Tensor, hidden: Tensor, block: Tensor) -> None:
-    """Add the gradient of the matrix (V, D)."""
+def add_outer(total: Tensor, hidden: Tensor, block: Tensor) -> None:
+    """Add to `total`, in place, the gradient of a matrix (V, D), of hidden states (T, D) and the
+    gradient of their logits (T, V), by the library that is in use for it."""
     if products.multiplies("weight", len(block), total):
         total += products.outer(block, hidden)
     else:
