@@ -56,19 +56,19 @@ environment=$root/$1-$hash
 mkdir -p "$root"
 exec 9>"$environment.lock"
 flock 9
-if [[ ! -d $environment ]]; then
-    # Renamed when complete, so that an interrupted build is never taken for an environment. Its
-    # scripts name the old folder; `bin/python -m ...` does not care.
-    building=$environment.building
-    rm -rf "$building"
-    python3 -m venv "$building" >&2
+# Built where it stays, since its console scripts name their folder in their first line. The file
+# `complete` comes last, so that an interrupted build is never taken for an environment.
+if [[ ! -f $environment/complete ]]; then
+    rm -rf "$environment"
+    python3 -m venv "$environment" >&2
     mapfile -t lines <<<"$requirements"
-    "$building/bin/python" -m pip install --quiet "${lines[@]}" >&2
+    "$environment/bin/python" -m pip install --quiet "${lines[@]}" >&2
     if ((${#last[@]})); then
-        "$building/bin/python" -m pip install --quiet --no-deps "${last[@]}" >&2
+        "$environment/bin/python" -m pip install --quiet --no-deps "${last[@]}" >&2
         # A gigabyte that a CPU has no use for.
-        "$building/bin/python" -m pip uninstall --quiet --yes triton >&2
+        "$environment/bin/python" -m pip uninstall --quiet --yes triton >&2
     fi
-    mv "$building" "$environment"
+    "$environment/bin/pip" --version >&2 # a console script
+    touch "$environment/complete"
 fi
 echo "$environment/bin/python"
