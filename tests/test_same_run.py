@@ -1,16 +1,25 @@
-"""The judge of sameness sees one bit, one number, one file, and lets clocks pass."""
+"""The judge of sameness sees one bit, one number, one file, and lets clocks and paths pass."""
 
 import json
 import math
+import re
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from same_folders import compare_folders
+from same_run import Case, compare_case, compare_trees, read_cases
+from same_sides import ROOT, copy_source
+from same_speed import interval_of_median
+from same_words import Words, words_for
 from scipy import stats
 
-from tools.same_folders import compare_folders
+from rloo.config.presets import PRESETS
 
 STEP = {"step": 1, "loss": 0.1, "time/sample": 0.5, "grad_norm": math.nan, "num_tokens": 12}
 STATE = {
@@ -51,7 +60,7 @@ def write_rows(path, rows):
 
 
 def places(folders):
-    return [difference.place for difference in compare_folders(*folders)]
+    return [difference.place for difference in compare_folders(*folders, Words())]
 
 
 def test_equal_folders_and_other_clocks_are_the_same(folders):
@@ -131,13 +140,122 @@ def test_a_row_a_value_in_a_checkpoint_a_line_and_a_file_differ(folders):
 
 
 @pytest.mark.parametrize("size", [6, 7, 19, 20, 33])
-def test_the_median_lies_between_its_bounds_with_95_percent(size, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tools")
-    from same_run import interval_of_median
-
+def test_the_median_lies_between_its_bounds_with_95_percent(size):
     low, high = interval_of_median([*range(size // 2, size), *range(size // 2)])
     # So many of `size` coins show heads that the median is among the values in between.
     coins = stats.binom(size, 0.5)
     assert coins.cdf(high) - coins.cdf(low) >= 0.95
     assert high == size - 1 - low
     assert coins.cdf(high - 1) - coins.cdf(low + 1) < 0.95
+
+
+PLACES = {Path("/tmp/side/before"): "SIDE", Path("/tmp/side"): "ABOVE"}
+RENAMES = {
+    "modules": {"rloo.report.page": "rloo.addons.html", "rloo.dist": "rloo.distributed"},
+    "names": {"crew": "worker_pool"},
+}
+
+
+@pytest.fixture
+def words(tmp_path):
+    (tmp_path / "renames.yaml").write_text(json.dumps(RENAMES))
+    return words_for(PLACES, tmp_path / "renames.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "common"),
+    [
+        ("resumed from /tmp/side/before/run/checkpoint-2", "resumed from SIDE/run/checkpoint-2"),
+        ("the log is /tmp/side/before.log", "the log is SIDE.log"),
+        ("in 2 s, in 1 min 07 s, 0.35 s a step", "in DURATION, in DURATION, DURATION a step"),
+        ("began 2026-11-27T05:36:22.123Z", "began TIME"),
+        ("05:36:22: rank 0 ended with 1", "TIME: rank 0 ended with 1"),
+        ("rank 1 is process 41237", "rank 1 is process ID"),
+        ("http://127.0.0.1:40371/v1", "http://127.0.0.1:PORT/v1"),
+        ("<function f at 0x7f2ab3c4d5e0>", "<function f at ADDRESS>"),
+        (f"up: trainer 0 on {socket.gethostname()}", "up: trainer 0 on HOST"),
+        ("rloo.report.page.command says", "rloo.addons.html.command says"),
+        ("src/rloo/report/page/chart.js", "src/rloo/addons/html/chart.js"),
+        ("from rloo.dist import a crew", "from rloo.distributed import a worker_pool"),
+        ("rloo.distant, screw and rloo.distributed", "rloo.distant, screw and rloo.distributed"),
+        ("step 12 of 60, 3 seconds and 4 samples", "step 12 of 60, 3 seconds and 4 samples"),
+    ],
+)
+def test_what_may_differ_has_a_common_word_and_nothing_else_has(words, text, common):
+    assert words.common(text) == common
+
+
+def test_of_what_is_not_the_same_twice_only_what_is_promised_is_compared(tmp_path):
+    case = Case("late", [], promised=(r"^[^ \[]+$", r" step$"))
+    for side, rows in (("before", [STEP]), ("after", [STEP | {"loss": 9.0}])):
+        (tmp_path / side / "late").mkdir(parents=True)
+        write_rows(tmp_path / side / "late" / "metrics.jsonl", rows)
+    assert compare_case(case, tmp_path, Words()) == []
+    write_rows(tmp_path / "after" / "late" / "metrics.jsonl", [STEP | {"step": 2}, STEP])
+    found = compare_case(case, tmp_path, Words())
+    assert [d.place for d in found] == ["late/metrics.jsonl", "late/metrics.jsonl[0] step"]
+    (tmp_path / "after" / "late" / "metrics.jsonl").unlink()
+    assert [d.after for d in compare_case(case, tmp_path, Words())] == ["missing"]
+
+
+def test_every_preset_has_a_case_and_a_pattern_chooses_several():
+    names = {case.name for case in read_cases(None)}
+    assert {f"preset-{name}" for name in PRESETS} <= names
+    assert {case.name for case in read_cases(["preset-*", "ranks"])} == {
+        "ranks", *(name for name in names if name.startswith("preset-"))
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="there is no case no-such"):
+        read_cases(["ranks", "no-such"])
+
+
+SMALL = ["graded", "tools", "doctor", "from-verl"]
+
+
+@pytest.mark.slow
+def test_a_tree_is_the_same_as_its_own_commit():
+    """Of a clean tree; with changes, as the tree itself."""
+    git = ["git", "-C", str(ROOT), "status", "--porcelain"]
+    changed = subprocess.run(git, capture_output=True, text=True, check=True).stdout
+    commit = "." if changed else "HEAD"
+    command = [sys.executable, "tools/same_run.py", commit, "--cases", *SMALL, "ranks"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("same (")
+    assert sum(line.endswith("  same") for line in done.stdout.splitlines()) == len(SMALL) + 1
+
+
+# What is changed in one place of the sources, by little, and the case that sees it.
+CHANGES = {
+    "noise": (r"2\.0\*\*-53", r"(2.0**-53 + 2.0**-60)", "graded"),
+    "baseline": (
+        r"relative - \(totals - relative\) / \(counts - 1\)",
+        r"relative - (1 + 2.0**-22) * (totals - relative) / (counts - 1)",
+        "graded",
+    ),
+    "sum over ranks": (
+        r"(?<=grad\.copy_\()part\.view_as\(grad\)",
+        r"part.view_as(grad).mul_(1 + 2.0**-23)",
+        "ranks",
+    ),
+    "kernel": (r"return 1\.0f / \(1\.0f \+ exp", r"return 1.0000001f / (1.0f + exp", "graded"),
+    "finding": ("Length is being paid for,", "Length is being paid for;", "doctor"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "name"), [(c, CHANGES[c][2]) for c in CHANGES], ids=CHANGES)
+def test_a_change_of_one_bit_or_letter_is_seen(change, name, tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    copy_source(ROOT, old)
+    copy_source(ROOT, new)
+    pattern, replacement, _ = CHANGES[change]
+    files = [f for f in new.rglob("*") if f.suffix in (".py", ".c", ".h")]
+    places = [f for f in files if re.search(pattern, f.read_text())]
+    assert len(places) == 1
+    text, count = re.subn(pattern, replacement, places[0].read_text())
+    assert count == 1
+    places[0].write_text(text)
+    found = compare_trees((old, new), read_cases([name, "config"]), tmp_path)
+    assert not found[name].errors
+    assert found[name].differences
+    assert found["config"].verdict == "same"

@@ -3,15 +3,19 @@
     python tools/same_run.py COMMIT [--cases NAME ...] [--fresh] [--keep FOLDER] [--results]
     python tools/same_run.py COMMIT --speed [--pairs 20] [--gsm8k FOLDER]
 
-Checks the commit out beside the working tree, runs the small trainings of `same_cases.yaml` with
-both in this environment, most of them also resumed from their first checkpoint, and compares the
-output folders file by file: tensors by their bits, JSON by key and value, other text by line, and
-what the commands printed. Prints `same` or the first differences of each case; the exit status is 1
-if anything differs or fails. What may differ, clocks above all, stands in `same_folders.py`.
+Checks the commit out beside the working tree and runs the cases of `same_cases.yaml` with both in
+this environment: small trainings, most of them also resumed from their first checkpoint, scripts,
+and other commands. Then it compares the output folders file by file: tensors by their bits, JSON by
+key and value, other text by line, and what the commands printed. It prints `same` or the first
+differences of each case; the exit status is 1 if anything differs or fails. What may differ, such
+as clocks and paths, stands in `same_words.py`; names that a move has changed stand in
+`same_renames.yaml`.
 
-A side runs its cases in one process; `--fresh` gives each case its own, for the cost of an import.
-`--keep` leaves the output folders there. `--results` compares what was computed and not what was
-said: tensors, metrics, completions, evaluations, counters, but no prose and no names of options.
+COMMIT may be `.`, the working tree itself. A name after `--cases` may be a pattern (`preset-*`). A
+side runs its cases in one process, while the other side runs them in another; `--fresh` gives each
+case a process of its own, for the cost of an import. `--keep` leaves the output folders there.
+`--results` compares what was computed (tensors, metrics, completions, evaluations, counters), and
+neither prose nor names of options.
 
 `--speed` measures instead the CPU time of an optimizer step, of the embedded run and of workload W1
 of the benchmarks: two processes take turns step by step, so that step i is the same work. It prints
@@ -22,325 +26,194 @@ that lies wholly below 0.97.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import math
-import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
-import torch
 import yaml
-from same_folders import SPOKEN, Difference, compare_files, compare_folders
+from same_files import make_inputs
+from same_folders import Difference, compare_files, compare_folders
+from same_sides import ITSELF, ROOT, SIDES, read, side, two_trees
+from same_speed import judge_speed
+from same_words import SPOKEN, Words, as_arguments, words_for
 
-ROOT = Path(__file__).resolve().parent.parent
-SIDE_FILE = ROOT / "tools" / "same_side.py"
 CASES = ROOT / "tools" / "same_cases.yaml"
-SIDES = ("before", "after")
+RENAMES = ROOT / "tools" / "same_renames.yaml"
 NUM_SHOWN = 5
-LEAST_RATIO = 0.97
-NUM_WARM_UP = 2
-
-# -- two trees -------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def two_trees(commit: str, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """The commit, checked out for as long as it is needed, and a copy of the working tree's source,
-    which may be worked on meanwhile."""
-    old, new = folder / "old", folder / "new"
-    shutil.copytree(ROOT / "src", new / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    git = ["git", "-C", str(ROOT), "worktree"]
-    subprocess.run([*git, "add", "--quiet", "--detach", str(old), commit], check=True)
-    try:
-        yield old, new
-    finally:
-        subprocess.run([*git, "remove", "--force", str(old)], check=True)
+@dataclass(frozen=True)
+class Case:
+    """A case of `same_cases.yaml`. `promised`: patterns of the places that must be equal, where not
+    all of them need to be; `needs`: a program or package without which it is skipped;
+    `makes_folder`: whether its folder is to be there before, for the files that it writes."""
+
+    name: str
+    commands: list[list[str]]
+    resume: list[str] | None = None
+    fails: bool = False
+    promised: tuple[str, ...] = ()
+    needs: str | None = None
+    makes_folder: bool = False
+
+    def job(self) -> dict[str, Any]:
+        """What a side is given."""
+        parts = ("name", "commands", "resume", "fails", "makes_folder")
+        return {part: getattr(self, part) for part in parts}
+
+    def missing(self) -> str | None:
+        """What it needs and this machine lacks."""
+        there = self.needs is None or shutil.which(self.needs) or find_spec(self.needs)
+        return None if there else self.needs
 
 
-@contextlib.contextmanager
-def side(tree: Path, kind: str, task: Any, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A running `same_side.py` that works in `folder`; what it says aside goes to `folder`.log."""
-    file = folder.with_name(f"{folder.name}.task")
-    file.write_text(json.dumps(task), encoding="utf-8")
-    folder.mkdir(exist_ok=True)
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    fixed = {
-        "PYTHONPATH": str(tree / "src"),
-        "PYTHONHASHSEED": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "COLUMNS": "100",
-    }
-    with folder.with_name(f"{folder.name}.log").open("a", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(SIDE_FILE), str(tree), kind, str(file)],
-            cwd=folder,
-            env={**os.environ, **threads, **fixed},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        with process:
-            try:
-                yield process
-            finally:
-                process.kill()
+@dataclass
+class Result:
+    """What both sides made of a case: seconds and errors, in the order of `SIDES`, and the
+    differences between their folders."""
+
+    seconds: list[float]
+    errors: list[str] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        if self.errors:
+            return "failed"
+        return f"{len(self.differences)} differences" if self.differences else "same"
 
 
-def read(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
-    """The next answer of a side. Raises RuntimeError with its last words if it has ended."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        said = folder.with_name(f"{folder.name}.log").read_text(encoding="utf-8", errors="replace")
-        raise RuntimeError(f"the side {folder.name} ended:\n" + "\n".join(said.splitlines()[-8:]))
-    answer: dict[str, Any] = json.loads(line)
-    return answer
-
-
-# -- the cases -------------------------------------------------------------------------------------
-
-
-def make_jobs(chosen: Sequence[str] | None) -> list[dict[str, Any]]:
-    """What a side is told of each case. Raises ValueError for an unknown name."""
+def read_cases(chosen: Sequence[str] | None) -> list[Case]:
+    """The cases, or those that some patterns name. Raises ValueError for a pattern without one."""
     table = yaml.safe_load(CASES.read_text(encoding="utf-8"))
-    jobs = []
+    facts = {
+        "fails": dict.fromkeys(table["failing"], True),
+        "promised": {name: tuple(places) for name, places in table["promised"].items()},
+        "needs": table["needs"],
+    }
+    cases = [
+        replace(case, **{fact: of[case.name] for fact, of in facts.items() if case.name in of})
+        for case in (*_trainings(table), *_scripts(table), *_commands(table))
+    ]
+    names = [case.name for case in cases]
+    for pattern in chosen or ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"there is no case {pattern}; there are {', '.join(names)} (--cases)")
+    return [c for c in cases if not chosen or any(fnmatchcase(c.name, p) for p in chosen)]
+
+
+def _trainings(table: dict[str, Any]) -> Iterator[Case]:
     for name, options in table["cases"].items():
-        train = ["train", *_arguments(table["common"] | options)]
-        resume = [*train, "--output_dir", f"{name}-resumed", "--resume_from_checkpoint", "true"]
-        jobs.append(
-            {
-                "name": name,
-                "command": [*train, "--output_dir", name],
-                "resume": None if name in table["not_resumed"] else resume,
-                "fails": name in table["failing"],
-            }
-        )
-    for name, command in table["commands"].items():
-        jobs.append({"name": name, "command": command, "resume": None, "fails": False})
-    names = [job["name"] for job in jobs]
-    if unknown := set(chosen or ()) - set(names):
-        raise ValueError(f"there is no case {min(unknown)}; there are {', '.join(names)} (--cases)")
-    return [job for job in jobs if not chosen or job["name"] in chosen]
+        train = ["train", *as_arguments(table["common"] | options)]
+        again = [*train, "--output_dir", f"{name}-resumed", "--resume_from_checkpoint", "true"]
+        resume = None if name in table["not_resumed"] else again
+        yield Case(name, [[*train, "--output_dir", name]], resume)
 
 
-def _arguments(options: dict[str, Any]) -> list[str]:
-    words = []
-    for name, value in options.items():
-        values = value if isinstance(value, list) else [value]
-        words += [f"--{name}", *(v if isinstance(v, str) else json.dumps(v) for v in values)]
-    return words
+def _scripts(table: dict[str, Any]) -> Iterator[Case]:
+    for name in table["scripts"]:
+        resume = ["script", name, f"{name}-resumed", "resume"]
+        yield Case(name, [["script", name, name]], resume)
 
 
-def make_inputs(folder: Path) -> None:
-    """The files that cases name: rewards, a few rows, and two small models of random weights."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-        Qwen3Config,
-        Qwen3MoeConfig,
-    )
-
-    folder.mkdir()
-    shutil.copy(SIDE_FILE, folder / "rewards.py")
-    rows = [{"given": f"{n} {n + 3} 7", "goal": n * 7} for n in range(2, 13)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
-    tokenizer = AutoTokenizer.from_pretrained(next((ROOT / "src").rglob("countdown_base")))
-    sizes = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    torch.manual_seed(0)
-    models = {
-        "experts": AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts)),
-        "scorer": AutoModelForSequenceClassification.from_config(
-            Qwen3Config(**sizes, num_labels=1)
-        ),
-    }
-    for name, model in models.items():
-        model.float().save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+def _commands(table: dict[str, Any]) -> Iterator[Case]:
+    """A case is one command, or several, one after another."""
+    for name, words in table["commands"].items():
+        commands = words if isinstance(words[0], list) else [words]
+        yield Case(name, commands, makes_folder=True)
 
 
-def run_cases(
-    tree: Path, jobs: Sequence[dict[str, Any]], folder: Path, *, fresh: bool
+def run_side(
+    tree: Path, cases: Sequence[Case], folder: Path, *, fresh: bool
 ) -> dict[str, dict[str, Any]]:
     """Seconds and error of each case in one tree, by name."""
     answers = {}
-    for batch in [[job] for job in jobs] if fresh else [jobs]:
-        with side(tree, "cases", batch, folder) as process:
-            for job in batch:
-                answers[job["name"]] = read(process, folder)
+    for batch in [[case] for case in cases] if fresh else [cases]:
+        with side(tree, "cases", [case.job() for case in batch], folder) as process:
+            for case in batch:
+                answers[case.name] = read(process, folder)
                 print(".", end="", flush=True)
-    print(f" {folder.name}: {sum(a['seconds'] for a in answers.values()):.0f} s in cases")
     return answers
 
 
-def compare_case(name: str, folder: Path) -> list[Difference]:
+def compare_case(case: Case, folder: Path, words: Words) -> list[Difference]:
     """Between the two sides' output: the run, what was resumed from it, and what was printed."""
     found: list[Difference] = []
-    for part in (name, f"{name}-resumed", f"{name}.txt"):
+    for part in (case.name, f"{case.name}-resumed", f"{case.name}.txt"):
         sides = [folder / name / part for name in SIDES]
         if all(path.is_dir() for path in sides):
-            differences = compare_folders(*sides)
+            differences = compare_folders(*sides, words)
             found += [Difference(f"{part}/{d.place}", d.before, d.after) for d in differences]
         elif all(path.is_file() for path in sides):
-            found += compare_files(part, *sides)
+            found += compare_files(part, *sides, words)
         elif any(path.exists() for path in sides):
             found.append(Difference(part, *("there" if p.exists() else "missing" for p in sides)))
+    if case.promised:
+        found = [d for d in found if any(re.search(p, d.place) for p in case.promised)]
+    return found
+
+
+def compare_trees(
+    trees: Sequence[Path],
+    cases: Sequence[Case],
+    folder: Path,
+    *,
+    fresh: bool = False,
+    results: bool = False,
+) -> dict[str, Result]:
+    """Run the cases in both trees, beside each other, and compare what they left in `folder`."""
+    commands = (words for c in cases for words in (*c.commands, *([c.resume] if c.resume else [])))
+    make_inputs(folder / "inputs", commands)
+    with ThreadPoolExecutor(len(SIDES)) as pool:
+        sides = [
+            pool.submit(run_side, tree, cases, folder / name, fresh=fresh)
+            for tree, name in zip(trees, SIDES, strict=True)
+        ]
+        answers = [side.result() for side in sides]
+    places = dict.fromkeys(trees, "TREE") | {folder / name: "SIDE" for name in SIDES}
+    words = words_for(places, RENAMES)
+    found = {}
+    for case in cases:
+        of_sides = [answer[case.name] for answer in answers]
+        errors = zip(SIDES, of_sides, strict=True)
+        result = Result([answer["seconds"] for answer in of_sides])
+        result.errors = [f"{where}: {a['error']}" for where, a in errors if a["error"]]
+        result.differences = compare_case(case, folder, words)
+        if results:
+            result.differences = [d for d in result.differences if not SPOKEN.search(d.place)]
+        found[case.name] = result
     return found
 
 
 def judge_cases(commit: str, options: argparse.Namespace, folder: Path) -> bool:
     """Run and compare the cases, print the table; returns whether all are the same."""
-    jobs = make_jobs(options.cases)
-    make_inputs(folder / "inputs")
-    sides = []
+    cases = read_cases(options.cases)
+    skipped = {case.name: missing for case in cases if (missing := case.missing())}
+    cases = [case for case in cases if case.name not in skipped]
     with two_trees(commit, folder) as trees:
-        for tree, name in zip(trees, SIDES, strict=True):
-            sides.append(run_cases(tree, jobs, folder / name, fresh=options.fresh))
-    rows, same = [], True
-    for job in jobs:
-        name = job["name"]
-        errors = [
-            f"{where}: {answers[name]['error']}"
-            for where, answers in zip(SIDES, sides, strict=True)
-            if answers[name]["error"]
-        ]
-        found = compare_case(name, folder)
-        if options.results:
-            found = [d for d in found if not SPOKEN.search(d.place)]
-        verdict = "failed" if errors else f"{len(found)} differences" if found else "same"
-        for line in [*errors, *map(str, found[:NUM_SHOWN])]:
+        how = {"fresh": options.fresh, "results": options.results}
+        found = compare_trees(trees, cases, folder, **how)
+    print()
+    for name, result in found.items():
+        for line in [*result.errors, *map(str, result.differences[:NUM_SHOWN])]:
             print(f"{name}: {line}"[:400])
-        seconds = [answers[name]["seconds"] for answers in sides]
-        rows.append(f"{name:<30} {seconds[0]:6.1f} {seconds[1]:6.1f}  {verdict}")
-        same &= verdict == "same"
-    print(f"\n{'case':<30} before  after  (seconds)", *rows, sep="\n")
-    return same
-
-
-# -- speed -----------------------------------------------------------------------------------------
-
-
-def embedded_run(steps: int) -> dict[str, Any]:
-    """What is measured of the embedded task: its own options, but for the evaluation before."""
-    return {
-        "max_steps": max(50, steps),
-        "eval_on_start": False,
-        "num_threads": 1,
-        "disable_tqdm": True,
-        "output_dir": "embedded",
-    }
-
-
-def w1_run(steps: int, inputs: Path, gsm8k: str | None) -> dict[str, Any]:
-    """The options of the benchmarks' workload W1. Its model is made the first time, in minutes."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks import model
-    from benchmarks.workloads import SHARED_OPTIONS, WORKLOADS
-
-    workload = WORKLOADS["W1"]
-    inputs.mkdir()
-    shutil.copy(SIDE_FILE, inputs / "rewards.py")
-    rows = model.load_rows(gsm8k)[: workload.num_prompts * steps]
-    lines = "".join(json.dumps({"prompt": model.make_prompt(row)}) + "\n" for row in rows)
-    (inputs / "questions.jsonl").write_text(lines, encoding="utf-8")
-    return SHARED_OPTIONS | {
-        "model": str(model.ensure_model(workload.model, gsm8k)),
-        "dataset": str(inputs / "questions.jsonl"),
-        "reward": f"{inputs}/rewards.py:digits",
-        "num_prompts": workload.num_prompts,
-        "num_generations": workload.num_generations,
-        "max_completion_length": workload.max_tokens,
-        "max_steps": steps,
-        "num_threads": 1,
-        "output_dir": "W1",
-    }
-
-
-def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """Order statistics between which the median lies with at least 95 % probability, whatever the
-    distribution; the extremes of fewer than six values hold less."""
-    ordered, n = sorted(values), len(values)
-    tail, below = 0.0, 0
-    while (tail := tail + math.comb(n, below) / 2**n) <= 0.025:
-        below += 1
-    rank = max(below - 1, 0)
-    return ordered[rank], ordered[n - 1 - rank]
-
-
-def take_turns(
-    trees: Sequence[Path], task: dict[str, Any], folder: Path, pairs: int
-) -> list[tuple[float, float]]:
-    """CPU seconds of the same optimizer steps in both trees."""
-    folders = [folder / name for name in SIDES]
-    with contextlib.ExitStack() as stack:
-        sides = []
-        for tree, place in zip(trees, folders, strict=True):
-            sides.append(stack.enter_context(side(tree, "speed", task, place)))
-            read(sides[-1], place)  # it makes its first step as it starts
-
-        def step(number: int) -> float:
-            process = sides[number]
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            return float(read(process, folders[number])["cpu_seconds"])
-
-        measured = []
-        for pair in range(NUM_WARM_UP - 1 + pairs):
-            order = (0, 1) if pair % 2 == 0 else (1, 0)
-            seconds = {number: step(number) for number in order}
-            measured.append((seconds[0], seconds[1]))
-    return measured[NUM_WARM_UP - 1 :]
-
-
-def judge_speed(commit: str, options: argparse.Namespace, folder: Path) -> bool:
-    """Measure both runs, print their ratios; returns whether none is certainly slower."""
-    fast_enough, steps = True, NUM_WARM_UP + options.pairs + 1
-    runs: dict[str, Callable[[], dict[str, Any]]] = {
-        "embedded": lambda: embedded_run(steps),
-        "W1": lambda: w1_run(steps, folder / "inputs", options.gsm8k),
-    }
-    with two_trees(commit, folder) as trees:
-        for name, make in runs.items():
-            task = {"embedded": name == "embedded", "arguments": _arguments(make())}
-            (folder / name).mkdir()
-            measured = take_turns(trees, task, folder / name, options.pairs)
-            ratios = [old / new for old, new in measured]
-            low, high = interval_of_median(ratios)
-            old, new = (fmean(seconds) for seconds in zip(*measured, strict=True))
-            verdict = "slower" if high < LEAST_RATIO else "as fast" if low <= 1 else "faster"
-            print(
-                f"{name}: old/new {median(ratios):.3f} [{low:.3f}, {high:.3f}] in {len(ratios)} "
-                f"pairs; {old:.3f} s and {new:.3f} s of CPU a step: {verdict}",
-                flush=True,
-            )
-            fast_enough &= verdict != "slower"
-    return fast_enough
+    print(f"\n{'case':<30} before  after  (seconds)")
+    for name, result in found.items():
+        print(f"{name:<30} {result.seconds[0]:6.1f} {result.seconds[1]:6.1f}  {result.verdict}")
+    for name, missing in skipped.items():
+        print(f"{name:<30}                skipped: {missing} is not installed")
+    return all(result.verdict == "same" for result in found.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -357,16 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.keep and options.keep.exists():
         parser.error(f"{options.keep} exists; name a folder that is new (--keep)")
-    git = [
-        "git",
-        "-C",
-        str(ROOT),
-        "rev-parse",
-        "--verify",
-        "--quiet",
-        f"{options.commit}^{{commit}}",
-    ]
-    if subprocess.run(git, stdout=subprocess.DEVNULL).returncode:
+    git = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet"]
+    known = [*git, f"{options.commit}^{{commit}}"]
+    if options.commit != ITSELF and subprocess.run(known, stdout=subprocess.DEVNULL).returncode:
         parser.error(f"{options.commit} is no commit of this repository")
     # So that the commit's tree is removed then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -4,8 +4,7 @@
     python tools/same_side.py TREE speed OPTIONS.json  an optimizer step for every "go" on stdin
 
 Works in the current folder and answers with a line of JSON per case or step. Of rloo it knows what
-outlives a change of the layout: the commands, RLOOConfig, RLOOTrainer, and the output folder. The
-rewards of the cases are in this file, too.
+outlives a change of the layout: the commands, RLOOConfig, RLOOTrainer, and the output folder.
 """
 
 from __future__ import annotations
@@ -53,13 +52,16 @@ def require_origin(tree: Path) -> None:
 
 
 def do_case(job: dict[str, Any]) -> str | None:
-    """Run a job's `command`, what it prints in NAME.txt; then, if it has `resume`, that command in
-    a copy of the run that ends at its first checkpoint. Returns what went wrong; where the job says
-    `fails`, None if something did."""
+    """Run a job's `commands`, whose output goes to NAME.txt; then, if it has `resume`, that command
+    in a copy of the run that ends at its first checkpoint. Returns what went wrong; where the job
+    says `fails`, None if something did."""
     name = job["name"]
+    if job["makes_folder"]:
+        os.mkdir(name)
     with open(f"{name}.txt", "w", encoding="utf-8") as console:
         try:
-            call(job["command"], console)
+            for command in job["commands"]:
+                call(command, console)
             if job["resume"]:
                 keep_first_checkpoint(Path(name), Path(f"{name}-resumed"))
                 call(job["resume"], console)
@@ -72,14 +74,38 @@ def do_case(job: dict[str, Any]) -> str | None:
 
 
 def call(command: list[str], console: io.TextIOBase) -> None:
-    """Run `rloo COMMAND` in this process. Raises RuntimeError for an exit status other than 0."""
-    from rloo.cli import main as rloo
-
+    """Run `rloo COMMAND` in this process, or a script of `same_scripts.py` as `script NAME FOLDER`
+    (and `resume`). Raises RuntimeError for an exit status other than 0."""
     print("$ rloo", *command, file=sys.stderr, flush=True)
-    with contextlib.redirect_stdout(console):
+    with contextlib.redirect_stdout(console), contextlib.redirect_stderr(Both(console)):
+        if command[0] == "script":
+            import same_scripts
+
+            same_scripts.run(command[1], command[2], resume="resume" in command)
+            return
+        from rloo.cli import main as rloo
+
         status = rloo(command)
     if status:
         raise RuntimeError(f"exit status {status}")
+
+
+class Both(io.TextIOBase):
+    """What the program says on stderr, in the console as well; what libraries say, in the log."""
+
+    def __init__(self, console: io.TextIOBase) -> None:
+        self.console, self.log = console, sys.stderr
+
+    def write(self, text: str) -> int:
+        if text.startswith(("rloo: ", "warning: ", "note: ")):
+            self.console.write(text if text.endswith("\n") else text + "\n")
+        return self.log.write(text)
+
+    def flush(self) -> None:
+        self.log.flush()
+
+    def fileno(self) -> int:
+        return self.log.fileno()
 
 
 def keep_first_checkpoint(whole: Path, copy: Path) -> None:
@@ -115,35 +141,6 @@ def do_steps(task: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> 
             self.began = time.process_time()
 
     rloo.RLOOTrainer(args=rloo.RLOOConfig(**options), callbacks=[Turns()]).train()
-
-
-# -- rewards that the cases name -------------------------------------------------------------------
-
-
-def graded(completions: list[str], **_: Any) -> list[float]:
-    return [len(set(text)) / 16 - len(text) / 50 for text in completions]
-
-
-def sometimes(completions: list[str], trainer_state: Any = None, **_: Any) -> list[float | None]:
-    """None for some, and in the second step for all."""
-    nothing = trainer_state is not None and trainer_state.global_step == 1
-    return [None if nothing or len(text) % 3 == 0 else len(set(text)) / 16 for text in completions]
-
-
-def failing(completions: list[str], trainer_state: Any = None, **_: Any) -> list[float]:
-    if trainer_state is not None and trainer_state.global_step == 3:
-        raise RuntimeError("the fourth step has no rewards")
-    return graded(completions)
-
-
-def interrupting(completions: list[str], trainer_state: Any = None, **_: Any) -> list[float]:
-    if trainer_state is not None and trainer_state.global_step == 3:
-        raise KeyboardInterrupt
-    return graded(completions)
-
-
-def digits(completions: list[str], **_: Any) -> list[float]:
-    return [sum(c.isdigit() for c in text) / (len(text) + 1) for text in completions]
 
 
 if __name__ == "__main__":

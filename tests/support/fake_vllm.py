@@ -16,8 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 from safetensors.torch import load_file
 
-from rloo.engines.vllm.serving import LORA_RANKS
-
+LORA_RANK = 16  # the most that it takes: one of those that vLLM's --max-lora-rank knows
 ROUTES = (
     "/health", "/openapi.json", "/server_info", "/tokenize", "/pause", "/resume", "/weight_info",
     "/collective_rpc", "/update_weight_version", "/v1/completions", "/sleep", "/wake_up",
@@ -48,7 +47,7 @@ class FakeVLLM:
         self.version, self.calls, self.bodies = "default", [], []
         self.faults: dict[str, Callable[[dict, Any], Any]] = {}
         self.settings: dict[str, Any] = {}
-        self.lora_rank = LORA_RANKS[1]
+        self.lora_rank = LORA_RANK
         self._lock = threading.Lock()
         # Completions that are computed, and whether that is to pause.
         self._changed, self._active, self._paused = threading.Condition(), 0, False

@@ -1,0 +1,18 @@
+python3 -m openrlhf.cli.train_ppo_ray \
+    --algo.advantage.estimator rloo \
+    --algo.kl.init_coef 0.01 \
+    --rollout.n_samples_per_prompt 4 \
+    --rollout.batch_size 64 \
+    --rollout.max_new_tokens 256 \
+    --train.batch_size 64 \
+    --actor.model_name_or_path org/model \
+    --actor.adam.lr 5e-7 \
+    --data.prompt_dataset org/data \
+    --data.input_key question \
+    --data.apply_chat_template \
+    --data.max_len 1024 \
+    --eval.dataset org/eval \
+    --eval.steps 5 \
+    --ckpt.save_steps 10 \
+    --ds.zero_stage 3 \
+    --reward.remote_url my/reward.py
