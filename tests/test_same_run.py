@@ -149,7 +149,7 @@ def test_the_median_lies_between_its_bounds_with_95_percent(size):
     assert coins.cdf(high - 1) - coins.cdf(low + 1) < 0.95
 
 
-PLACES = {Path("/tmp/side/before"): "SIDE", Path("/tmp/side"): "ABOVE"}
+PLACES = {Path("/a/side/before"): "SIDE", Path("/a/side"): "ABOVE"}
 RENAMES = {
     "modules": {"rloo.report.page": "rloo.addons.html", "rloo.dist": "rloo.distributed"},
     "names": {"crew": "worker_pool"},
@@ -165,8 +165,8 @@ def words(tmp_path):
 @pytest.mark.parametrize(
     ("text", "common"),
     [
-        ("resumed from /tmp/side/before/run/checkpoint-2", "resumed from SIDE/run/checkpoint-2"),
-        ("the log is /tmp/side/before.log", "the log is SIDE.log"),
+        ("resumed from /a/side/before/run/checkpoint-2", "resumed from SIDE/run/checkpoint-2"),
+        ("the log is /a/side/before.log", "the log is SIDE.log"),
         ("in 2 s, in 1 min 07 s, 0.35 s a step", "in DURATION, in DURATION, DURATION a step"),
         ("began 2026-11-27T05:36:22.123Z", "began TIME"),
         ("05:36:22: rank 0 ended with 1", "TIME: rank 0 ended with 1"),

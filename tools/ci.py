@@ -1,0 +1,248 @@
+"""Runs the parts of `.ci/parts.toml`, for `.ci/run` and `.ci/full`.
+
+    bash .ci/run                  # what every change is checked by, and what this one concerns
+    bash .ci/full                 # everything
+    python3 tools/ci.py --list    # what .ci/run would run now, and why
+
+A part without `files` runs for every change. A file of another part runs if something on its watch
+list has changed since the commit of the last line of `.ci/passed.jsonl`, which `.ci/full` writes
+when everything has passed. The list holds the file, what it imports outside of `src/`, the files
+that its globs name, and what these import inside of `src/`. A file whose list cannot be computed is
+run.
+
+Needs nothing but Python: the environment that is tested is made by the first part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ci_table import PASSED, Equipment, Part, Tree, choose, last_passed, read_table
+
+ROOT = Path(__file__).resolve().parent.parent
+SLOTS = 2
+NO_TESTS = 5
+PYTEST_ENDS = re.compile(r"^=* ?(\d+ (?:passed|failed|skipped|error).* in [0-9.]+s.*?) ?=*$", re.M)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the closing table says of a part."""
+
+    name: str
+    state: str
+    summary: str
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        summary = self.summary.replace("|", "/")
+        return f"| {self.name} | {self.state} | {summary} | {self.seconds:.0f} |"
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def readme_block(root: Path, name: str) -> str:
+    """The fenced block that follows `<!-- ci:NAME -->` in the README. Raises ValueError without."""
+    text = (root / "README.md").read_text(encoding="utf-8")
+    found = re.search(rf"<!-- ci:{name} -->\s*```\w*\n(.*?)^```", text, re.M | re.S)
+    if not found:
+        raise ValueError(f"README.md has no block after <!-- ci:{name} -->")
+    return found[1]
+
+
+class Runner:
+    """Runs parts in the repository at `root`, as many beside each other as there are slots."""
+
+    def __init__(self, root: Path, work: Path, equipment: dict[str, Equipment]) -> None:
+        self.root, self.work, self.equipment = root, work, equipment
+        venv = work / "venv"
+        self.environment = {
+            **os.environ,
+            "WORK": str(work),
+            "VIRTUAL_ENV": str(venv),
+            "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }
+        self.rows: list[Row] = []
+        self._there: dict[str, bool] = {}
+        self._free = SLOTS
+        self._changed = threading.Condition()
+
+    def shell(self, command: str, log: Path) -> int:
+        """The exit status of a command; what it prints goes to `log`."""
+        with log.open("a", encoding="utf-8") as output:
+            return subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", command],
+                cwd=self.root,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            ).returncode
+
+    def has(self, name: str) -> bool:
+        """Whether some equipment is there, after an attempt to install it. Asked once."""
+        if name not in self._there:
+            one, log = self.equipment[name], self.work / "equipment.log"
+            there = self.shell(one.check, log) == 0
+            if not there and one.install:
+                self.shell(one.install, log)
+                there = self.shell(one.check, log) == 0
+            self._there[name] = there
+            if not there:
+                self.add(Row(name, "skipped", one.without))
+        return self._there[name]
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        print(f"\n=== {row.name}: {row.state}, {row.summary}", flush=True)
+
+    def run(self, part: Part, files: Iterable[str]) -> None:
+        """Run one part and add its row; its output is printed when it ends."""
+        files, start = list(files), time.monotonic()
+        log = self.work / f"{re.sub(r'[^a-zA-Z0-9]+', '-', part.name)}.log"
+        command = part.command
+        if part.readme:
+            command = f"{part.prepare}\n{readme_block(self.root, part.readme)}"
+        command = command.replace("{files}", shlex.join(files))
+        status = self.shell(command, log)
+        text = log.read_text(encoding="utf-8", errors="replace")
+        ends = PYTEST_ENDS.findall(text)
+        summary = ends[-1] if ends else "passed" if status == 0 else f"exit status {status}"
+        if status == NO_TESTS:
+            summary = "pytest found no test"
+        if part.files and len(files) < len(part.files):
+            summary = f"{len(files)} of {len(part.files)} files: {summary}"
+        with self._changed:
+            print(f"\n=== {part.name}: {command.strip()}\n{text}", end="", flush=True)
+            state = "ran" if status == 0 else "failed"
+            self.add(Row(part.name, state, summary, time.monotonic() - start))
+
+    def run_all(self, jobs: Iterable[tuple[Part, list[str]]]) -> None:
+        """Start parts in their order, each when it finds its slots free."""
+        threads = []
+        for part, files in jobs:
+            if not self._is_equipped(part):
+                continue
+            with self._changed:
+                self._changed.wait_for(lambda needed=part.slots: needed <= self._free)
+                self._free -= part.slots
+            threads.append(threading.Thread(target=self._run_and_free, args=(part, files)))
+            threads[-1].start()
+            if part.alone:
+                threads[-1].join()
+        for thread in threads:
+            thread.join()
+
+    def _is_equipped(self, part: Part) -> bool:
+        """Whether a part can run here. Otherwise it has a row that says why it does not."""
+        for name in part.uses:
+            self.has(name)
+        missing = [name for name in part.needs if not self.has(name)]
+        if missing:
+            self.add(Row(part.name, "skipped", f"needs {', '.join(missing)}"))
+        return not missing
+
+    def _run_and_free(self, part: Part, files: list[str]) -> None:
+        try:
+            self.run(part, files)
+        except Exception as error:  # whatever it is, the other parts run
+            self.add(Row(part.name, "failed", f"{type(error).__name__}: {error}"))
+        finally:
+            with self._changed:
+                self._free += part.slots
+                self._changed.notify_all()
+
+
+# -- the two lanes ---------------------------------------------------------------------------------
+
+
+def plan(root: Path, *, full: bool) -> tuple[list[tuple[Part, list[str]]], list[Row]]:
+    """The parts to run with their files, and a row for each that is not."""
+    parts, _ = read_table(root)
+    tree, passed = Tree(root), last_passed(root)
+    jobs, rows = [], []
+    for part in parts:
+        files = dict.fromkeys(part.files, "everything runs") if full else choose(part, tree, passed)
+        if part.files and not files:
+            since = str(passed and passed["commit"])[:7]
+            rows.append(Row(part.name, "skipped", f"nothing it watches has changed since {since}"))
+            continue
+        for file, why in files.items():
+            print(f"{part.name}: {file}: {why}")
+        jobs.append((part, list(files)))
+    return jobs, rows
+
+
+def host() -> str:
+    """The processor and the number of cores."""
+    cpus = Path("/proc/cpuinfo")
+    text = cpus.read_text(encoding="utf-8") if cpus.is_file() else ""
+    facts = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.M))
+    name = facts.get("model name", platform.processor() or platform.machine())
+    family = f", family {facts['cpu family']} model {facts['model']}" if "model" in facts else ""
+    return f"{name}{family}, {os.cpu_count()} cores"
+
+
+def record(tree: Tree, rows: Iterable[Row], seconds: float) -> dict[str, Any]:
+    """The line that says what has passed at this commit, and where."""
+    return {
+        "commit": tree.git("rev-parse", "HEAD").strip(),
+        "parts": {r.name: [r.summary, round(r.seconds)] for r in rows if r.state == "ran"},
+        "seconds": round(seconds),
+        "host": host(),
+    }
+
+
+def closing_table(rows: Iterable[Row], seconds: float) -> Iterator[str]:
+    """What ran and what did not, in Markdown."""
+    yield "| part | ran or skipped | result or reason | seconds |"
+    yield "|---|---|---|---|"
+    yield from map(str, rows)
+    yield f"| all | | | {seconds:.0f} |"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status 1 if a part failed."""
+    parser = argparse.ArgumentParser(prog="tools/ci.py")
+    parser.add_argument("--full", action="store_true", help="every part, whatever has changed")
+    parser.add_argument("--list", action="store_true", help="say what would run, and run nothing")
+    options = parser.parse_args(arguments)
+    start, tree = time.monotonic(), Tree(ROOT)
+    dirty = tree.git("status", "--porcelain")
+    jobs, skipped = plan(ROOT, full=options.full)
+    if options.list:
+        for row in (*(Row(part.name, "runs", f"{len(f)} files") for part, f in jobs), *skipped):
+            print(row)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="ci-") as work:
+        os.chmod(work, 0o755)  # rewards that run behind a wall read libraries as another user
+        runner = Runner(ROOT, Path(work), read_table(ROOT)[1])
+        runner.run_all(jobs)
+    rows, seconds = [*runner.rows, *skipped], time.monotonic() - start
+    print("", *closing_table(rows, seconds), sep="\n", flush=True)
+    failed = any(row.state == "failed" for row in rows)
+    if options.full and not failed and not dirty:
+        with (ROOT / PASSED).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(record(tree, rows, seconds)) + "\n")
+        print(f"A line was added to {PASSED}: commit it.")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The table of `.ci/parts.toml`, and which files of its parts a change concerns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from imports import ImportGraph
+
+TABLE = ".ci/parts.toml"
+PASSED = ".ci/passed.jsonl"
+NUM_SHOWN = 3
+# Read by every test of a folder without an import.
+CONFTEST = "conftest.py"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row of the table. `files`: test files, and of each the globs of what it is there to prove.
+    `readme`: the name of a block of the README, which is its command after `prepare`. `slots`: how
+    much of the machine it takes, of `SLOTS`; `alone`: before all others."""
+
+    name: str
+    command: str = ""
+    readme: str = ""
+    prepare: str = ""
+    files: dict[str, list[str]] = field(default_factory=dict)
+    watch: tuple[str, ...] = ()
+    slots: int = 1
+    alone: bool = False
+    uses: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """What a part uses and a machine may lack. `check` succeeds where it is there; `install` is
+    tried where it does not; `without` says what is missing then."""
+
+    name: str
+    check: str
+    without: str
+    install: str = ""
+
+
+def read_table(root: Path) -> tuple[list[Part], dict[str, Equipment]]:
+    """The parts in the order in which they start, and the equipment by name."""
+    return parse_table((root / TABLE).read_text(encoding="utf-8"))
+
+
+def parse_table(text: str) -> tuple[list[Part], dict[str, Equipment]]:
+    """As `read_table`, from the table's text."""
+    table = tomllib.loads(text)
+    tuples = ("watch", "uses", "needs")
+    parts = [
+        Part(**{k: tuple(v) if k in tuples else v for k, v in row.items()}) for row in table["part"]
+    ]
+    return parts, {row["name"]: Equipment(**row) for row in table["equipment"]}
+
+
+class Tree:
+    """The files of a repository that git knows or would add, and what they import."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        listed = self.git("ls-files", "-co", "--exclude-standard").splitlines()
+        self.files = [file for file in listed if (root / file).is_file()]
+        self.graph = ImportGraph(root)
+
+    def git(self, *words: str) -> str:
+        """Raises CalledProcessError where git fails."""
+        command = ["git", "-C", str(self.root), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def changed_since(self, commit: str) -> set[str]:
+        """Paths that differ from a commit, files that are gone and not yet added included."""
+        names = self.git("diff", "--name-only", "--no-renames", commit, "--")
+        new = self.git("ls-files", "-o", "--exclude-standard")
+        return {*names.splitlines(), *new.splitlines()}
+
+    def matching(self, globs: Iterable[str]) -> list[str]:
+        """The files of some globs, in which `*` stands for any text, slashes included. Raises
+        ValueError for a glob without a file: the table is out of date."""
+        found: list[str] = []
+        for glob in globs:
+            files = [file for file in self.files if fnmatchcase(file, glob)]
+            if not files:
+                raise ValueError(f"no file is named {glob} ({TABLE})")
+            found += files
+        return found
+
+    def watched(self, file: str, globs: Iterable[str]) -> set[str]:
+        """What a test file depends on, with what the globs name and that imports."""
+        own = self.matching(globs)
+        code = [f for f in own if f.endswith(".py")]
+        inside = self.graph.away((f for f in code if f.startswith("src/")), within="src/")
+        outside = [file, *(f for f in code if not f.startswith("src/"))]
+        found = {*own, *inside}
+        found |= {f for f in self.graph.away(outside) if not f.startswith("src/")}
+        above = Path(file).parents
+        return found | {f for f in self.files if f.endswith(CONFTEST) and Path(f).parent in above}
+
+
+def choose(part: Part, tree: Tree, passed: dict[str, Any] | None) -> dict[str, str]:
+    """The files of a part that are to run, each with the reason."""
+    if passed is None:
+        return dict.fromkeys(part.files, "nothing has passed yet")
+    commit = passed["commit"]
+    if part.name not in passed["parts"]:
+        return dict.fromkeys(part.files, f"did not run at {commit[:7]}")
+    try:
+        changed = tree.changed_since(commit)
+        then = parse_table(tree.git("show", f"{commit}:{TABLE}"))[0]
+    except subprocess.CalledProcessError:
+        return dict.fromkeys(part.files, f"{commit[:7]} is not in this clone, or has no {TABLE}")
+    before = next((p for p in then if p.name == part.name), Part(part.name))
+    if before.command != part.command:
+        return dict.fromkeys(part.files, "its command has changed")
+    chosen = {}
+    for file, globs in part.files.items():
+        if before.files.get(file) != globs:
+            chosen[file] = "its globs have changed"
+        elif why := _reason(file, (*globs, *part.watch), tree, changed):
+            chosen[file] = why
+    return chosen
+
+
+def _reason(file: str, globs: Sequence[str], tree: Tree, changed: set[str]) -> str:
+    """What has changed of what a file watches; empty if nothing has."""
+    try:
+        touched = changed & tree.watched(file, globs)
+    except (ValueError, SyntaxError, OSError) as error:
+        return f"its watch list cannot be computed: {error}"
+    touched |= {path for path in changed if any(fnmatchcase(path, glob) for glob in globs)}
+    return ", ".join(sorted(touched)[:NUM_SHOWN]) + (", ..." if len(touched) > NUM_SHOWN else "")
+
+
+def last_passed(root: Path) -> dict[str, Any] | None:
+    """The last line that `.ci/full` left."""
+    path = root / PASSED
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return json.loads(lines[-1]) if lines else None
