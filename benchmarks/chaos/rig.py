@@ -18,7 +18,10 @@ from typing import Any
 
 from benchmarks.chaos.processes import Ended, ForkedRank, command, fork, program
 from rloo.run.checkpoint import list_checkpoints
-from tools.same_folders import SPOKEN, compare_folders
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+from same_folders import compare_folders
+from same_words import SPOKEN, Words
 
 WORDS = [f"w{i}" for i in range(93)]
 # A reward that draws from the global generator, which must go on where it was.
@@ -190,7 +193,7 @@ class Rig:
         for _, path in list_checkpoints(run):  # those that the schedule does not have
             if not (whole / path.name).exists():
                 shutil.rmtree(path)
-        found = [d for d in compare_folders(whole, run) if not SPOKEN.search(d.place)]
+        found = [d for d in compare_folders(whole, run, Words()) if not SPOKEN.search(d.place)]
         # Paths, rows that a checkpoint had to keep for later, and what ranks have printed.
         kept = r"best_model_checkpoint|findings\[\d+\] command| logs waiting|^logs/rank-"
         found = [d for d in found if not (ignoring and ignoring.search(d.place))]

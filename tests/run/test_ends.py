@@ -15,12 +15,13 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from same_folders import compare_folders
+from same_words import SPOKEN, Words
 
 import rloo
 from rloo.algorithm.interrupts import ForcedInterrupt, Stop
 from rloo.report import records
 from support.training import count_words, make_config, make_trainer
-from tools.same_folders import SPOKEN, compare_folders
 
 HELD_OUT = Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6", "w7 w8 w9"]})
 KINDS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
@@ -55,7 +56,7 @@ def whole(tmp_path_factory) -> Path:
 
 
 def differences(whole: Path, run: Path) -> list[str]:
-    found = [d for d in compare_folders(whole, run) if not SPOKEN.search(d.place)]
+    found = [d for d in compare_folders(whole, run, Words()) if not SPOKEN.search(d.place)]
     # A path, and rows that a checkpoint had to keep for later.
     return [str(d) for d in found if not re.search(r"best_model_checkpoint| logs waiting", d.place)]
 
