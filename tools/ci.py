@@ -3,6 +3,7 @@
     bash .ci/run                  # what every change is checked by, and what this one concerns
     bash .ci/full                 # everything
     python3 tools/ci.py --list    # what .ci/run would run now, and why
+    python3 tools/ci.py --only lint "user install (wheel)"    # in the environment that is active
 
 A part without `files` runs for every change. A file of another part runs if something on its watch
 list has changed since the commit of the last line of `.ci/passed.jsonl`, which `.ci/full` writes
@@ -222,10 +223,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools/ci.py")
     parser.add_argument("--full", action="store_true", help="every part, whatever has changed")
     parser.add_argument("--list", action="store_true", help="say what would run, and run nothing")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="in the environment that is active"
+    )
     options = parser.parse_args(arguments)
     start, tree = time.monotonic(), Tree(ROOT)
     dirty = tree.git("status", "--porcelain")
     jobs, skipped = plan(ROOT, full=options.full)
+    if options.only:
+        names = {part.name for part in read_table(ROOT)[0]}
+        if unknown := set(options.only) - names:
+            parser.error(f"there is no part {min(unknown)}; there are {', '.join(sorted(names))}")
+        jobs, skipped = [(part, files) for part, files in jobs if part.name in options.only], []
     if options.list:
         for row in (*(Row(part.name, "runs", f"{len(f)} files") for part, f in jobs), *skipped):
             print(row)
@@ -237,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows, seconds = [*runner.rows, *skipped], time.monotonic() - start
     print("", *closing_table(rows, seconds), sep="\n", flush=True)
     failed = any(row.state == "failed" for row in rows)
-    if options.full and not failed and not dirty:
+    if options.full and not (failed or dirty or options.only):
         with (ROOT / PASSED).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(record(tree, rows, seconds)) + "\n")
         print(f"A line was added to {PASSED}: commit it.")
