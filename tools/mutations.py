@@ -249,13 +249,15 @@ def _addopts(repository: Path) -> str:
 
 
 def copy_repository(root: Path, target: Path) -> None:
-    """Everything but what git ignores."""
+    """Everything but what git ignores, known to git there, since tests ask it for files."""
     command = ["git", "-C", str(root), "ls-files", "-coz", "--exclude-standard"]
     for name in subprocess.check_output(command, text=True).split("\0"):
         source = root / name
         if name and (source.is_file() or source.is_symlink()):  # not what was deleted
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target / name, follow_symlinks=False)
+    for words in (["init", "--quiet"], ["add", "--all"]):
+        subprocess.run(["git", "-C", str(target), *words], check=True)
 
 
 def find_tests(copy: Copy) -> dict[str, str]:
@@ -390,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--number", type=int, default=40, help="of places (default: 40)")
     parser.add_argument("--jobs", type=int, default=2, help="side by side (default: 2)")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="rows of the table")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds (default: 900)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds (default: 1800)")
     parser.add_argument("--results", type=Path, metavar="FILE", help="JSON lines, appended to")
     return 0 if check(ROOT, parser.parse_args(arguments)) else 1
 
