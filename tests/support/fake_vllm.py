@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 from safetensors.torch import load_file
 
-LORA_RANK = 16  # the most that it takes: one of those that vLLM's --max-lora-rank knows
+LORA_RANK = 8  # the most that it takes: one of those that vLLM's --max-lora-rank knows
 ROUTES = (
     "/health", "/openapi.json", "/server_info", "/tokenize", "/pause", "/resume", "/weight_info",
     "/collective_rpc", "/update_weight_version", "/v1/completions", "/sleep", "/wake_up",
