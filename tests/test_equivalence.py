@@ -26,6 +26,7 @@ from rloo.model.state import capture_rng
 from rloo.rewards.normalizer import Normalized
 from rloo.run.checkpoint import load_checkpoint
 from support.adapters import make_lora
+from support.marks import every_second, in_pairs
 from support.models import make_model, make_wide
 from support.text import make_tokenizer
 from support.training import (
@@ -98,6 +99,7 @@ def of_options(**options) -> Feature:
     return Feature(options)
 
 
+HELD_OUT = {"a": ROWS.select(range(2)), "b": ROWS.select(range(3, 6))}
 STREAM = ROWS.to_iterable_dataset().shuffle(seed=5, buffer_size=6)
 FEATURES = {
     "full fine-tuning": Feature(),
@@ -199,7 +201,7 @@ def make(root):
             feature.make_reward(),
             feature.rows,
             feature.model(root / "saved model"),
-            eval_dataset={"a": ROWS.select(range(3)), "b": ROWS} if config.eval_on_start else None,
+            eval_dataset=HELD_OUT if config.eval_on_start else None,
             peft_config=None if feature.lora is None else make_lora(**feature.lora),
         )
 
@@ -270,7 +272,7 @@ def test_saving_changes_nothing(plain):
     assert different(plain("full fine-tuning", save_steps=4)[1], plain("full fine-tuning")[1]) == []
 
 
-@pytest.mark.parametrize("name", EVALUATED)
+@pytest.mark.parametrize("name", every_second(EVALUATED))
 def test_evaluation_leaves_no_trace(make, plain, tmp_path, name):
     often = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
     watched = make(name, tmp_path, num_generations_eval=1, **often)
@@ -279,8 +281,9 @@ def test_evaluation_leaves_no_trace(make, plain, tmp_path, name):
     assert different(traces(watched), plain(name)[1]) == []
 
 
-@pytest.mark.parametrize("other", [{"packing": False}, {"rollout_engine": "hf"}], ids=str)
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize(
+    ("name", "other"), in_pairs(ROUNDED, [{"packing": False}, {"rollout_engine": "hf"}]), ids=str
+)
 def test_packing_and_the_engine_change_no_more_than_rounding(make, plain, tmp_path, name, other):
     usual, expected = plain(name, **DESCENT)
     trainer = make(name, tmp_path, **DESCENT, **other)

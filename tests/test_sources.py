@@ -1,6 +1,7 @@
 """What holds for the sources as a whole: import direction, lengths, and what is never done."""
 
 import ast
+import gc
 import os
 import re
 import subprocess
@@ -78,6 +79,16 @@ MACHINE_PATHS = re.compile("|".join(f"/{name}/" for name in ("work", "tmp", "roo
 TEXT_FILES = {".py", ".md", ".toml", ".yaml", ".yml", ".sh", ".json", ".jsonl", ".cfg", ""}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _trees_stay():
+    """They are no garbage, and to look for some among a million nodes takes as long as a test."""
+    gc.disable()
+    yield
+    gc.enable()
+    for each in (parse, nodes):
+        each.cache_clear()
+
+
 def source_files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
@@ -85,6 +96,12 @@ def source_files() -> list[Path]:
 @cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All of a file, walked once for all tests."""
+    return tuple(ast.walk(parse(path)))
 
 
 def name_of(path: Path) -> str:
@@ -132,7 +149,7 @@ def own_imports(path: Path, modules: set[str]) -> set[str]:
     """The package's modules that `path` imports, inside functions and for type checkers too."""
     found = set()
     is_package = path == SOURCE / "rloo" / "__init__.py"
-    for node in (run_time_nodes if is_package else ast.walk)(parse(path)):
+    for node in run_time_nodes(parse(path)) if is_package else nodes(path):
         for name in imported(node):
             if name.split(".")[0] == "rloo":
                 found.add(name if name in modules else name.rpartition(".")[0])
@@ -140,7 +157,7 @@ def own_imports(path: Path, modules: set[str]) -> set[str]:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
 
@@ -186,7 +203,7 @@ def test_no_test_module_imports_another():
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in (ROOT / "tests").rglob("*.py")
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         for name in [*imported(node), *patched(node)]
         if own.intersection(name.split("."))
     ]
@@ -246,7 +263,7 @@ def test_nothing_that_runs_data_as_code():
         behind = module.startswith("rloo.rewards.code.inside.")
         # TRL's default of vllm_server_host, where a client looks.
         is_table = module == "rloo.config.vllm_options"
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             where = f"{module}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Call) and not behind:
                 if (called := ast.unparse(node.func)) in FORBIDDEN_CALLS:

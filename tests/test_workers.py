@@ -66,13 +66,14 @@ SLEEPS = """
 from rloo.rewards import RewardSet
 from rloo.rewards.workers import Scorers
 def sleeping(completions):
-    import time
+    import os, time
+    open(os.environ["MARK"], "x").close()
     time.sleep(600)
 scorers = Scorers(RewardSet([sleeping]), 1)
 begun = scorers.begin(0, lambda: (["p"], ["c"], [[1]], {}))
 while not scorers.pids: time.sleep(0.01)
 print(scorers.pids[0], flush=True)
-time.sleep(3)
+while not os.path.exists(os.environ["MARK"]): time.sleep(0.01)
 """
 COMPUTES = f"""
 from rloo.dist.workers import OwnWorker
@@ -84,11 +85,11 @@ time.sleep(0.5)
 
 
 @pytest.mark.parametrize("code", [COMPUTES, SLEEPS], ids=["computes", "scores"])
-def test_a_worker_ends_with_the_process_that_it_works_for_whatever_it_does(code):
+def test_a_worker_ends_with_the_process_that_it_works_for_whatever_it_does(code, tmp_path):
     paths = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", f"import os, threading, time\n{code}os.kill(os.getpid(), 9)"],
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": paths, "MARK": str(tmp_path / "mark")},
         stdout=subprocess.PIPE,
         timeout=60,
         check=False,

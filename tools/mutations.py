@@ -164,8 +164,8 @@ class Copy:
         for found in [*self.repository.rglob("__pycache__")]:
             shutil.rmtree(found)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q"]
-        command += ["-o", f"addopts={_addopts(self.repository)}"]
-        command += [f"--basetemp={self.folder / 'tests'}", *arguments]
+        command += ["-o", f"addopts={_addopts(self.repository)}", f"--basetemp={self.folder}/tests"]
+        command += arguments
         with self.environment() as environment:
             status = self.processes.run(
                 command, self.timeout, self.log, cwd=self.repository, env=environment
@@ -237,8 +237,7 @@ class Copy:
 
 def _find_failure(log: Path) -> str | None:
     _, found, summary = log.read_text(encoding="utf-8", errors="replace").rpartition(_SUMMARY)
-    match = _FAILURE.search(summary) if found else None
-    return match[1] if match else None
+    return match[1] if found and (match := _FAILURE.search(summary)) else None
 
 
 def _addopts(repository: Path) -> str:
@@ -368,9 +367,9 @@ def check(root: Path, options: argparse.Namespace) -> bool:
             rows[number] = row
             print(format_row(number, place, row), flush=True)
             if options.results and place.key not in known and row.verdict != NO_VERDICT:
+                line = json.dumps({"number": number, **asdict(place), **asdict(row)})
                 with options.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"number": number, **asdict(place), **asdict(row)}))
-                    file.write("\n")
+                    file.write(f"{line}\n")
 
         print("| | place | change | caught by | seconds |\n|--:|---|---|---|--:|", flush=True)
         for number, place in places.items():

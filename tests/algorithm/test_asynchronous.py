@@ -6,6 +6,7 @@ at theta_1. The production loss is averaged over every group that the second cou
 """
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,10 @@ from support.terms import terms_of
 
 REWARDS = torch.tensor([0.1, 1.0, 0.3, 0.0, -0.5, 2.0, 0.7], dtype=torch.float64)
 BANDIT = Bandit(logits_table(0, 3), logits_table(1, 3), REWARDS)
-GROUPS = list(itertools.product(range(len(BANDIT.sequences)), repeat=3))
+# All groups: one of them for all orders, which change nothing, and how many these are.
+GROUPS = Counter(
+    tuple(sorted(group)) for group in itertools.product(range(len(BANDIT.sequences)), repeat=3)
+)
 THETA_0 = BANDIT.logits
 # So large that the ratios of theta_1 to theta_0 are from 0.06 to 3.5.
 STEP = 2.0
@@ -68,7 +72,7 @@ def gradient(theta: Tensor, sampler: Tensor, group: tuple[int, ...], config) -> 
 
 
 def probability(theta: Tensor, group: tuple[int, ...]) -> Tensor:
-    return BANDIT.logprob_S(theta)[list(group)].sum().exp()
+    return GROUPS[group] * BANDIT.logprob_S(theta)[list(group)].sum().exp()
 
 
 def config_of(threshold: float | None = None):

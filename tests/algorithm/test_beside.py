@@ -9,6 +9,7 @@ import pytest
 
 from rloo.algorithm.beside import AsyncRollouts
 from rloo.types import Completion, EngineFacts, Prompt
+from support.marks import in_pairs
 from support.training import make_config, make_trainer
 
 
@@ -109,8 +110,7 @@ def test_noise_is_that_of_the_synchronous_run(tmp_path):
     assert noise[0] == noise[1] and len(set(noise[0])) == 12
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-@pytest.mark.parametrize("stop", range(6))
+@pytest.mark.parametrize(("stop", "staleness"), in_pairs(range(6), [0, 1, 3]))
 def test_a_run_that_ends_anywhere_goes_on_with_the_next_group(tmp_path, staleness, stop):
     """Nothing is skipped and nothing repeated, whatever was begun."""
     whole = make_rollouts(tmp_path, staleness)

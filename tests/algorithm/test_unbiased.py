@@ -5,6 +5,7 @@ All groups of K are enumerated with their probabilities.
 """
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,7 +98,14 @@ def any_kl(estimator: str, place: str) -> RLOOConfig:
     return form(**{**paper, "preset": "areal", "kl_placement": place, "kl_estimator": estimator})
 
 
-def expected_gradient(size: int, config: RLOOConfig, failure=None) -> Tensor:
+def groups_of(size: int, ordered: bool) -> Counter[tuple[int, ...]]:
+    """All groups; or, since their order changes nothing, one for all orders and how many these
+    are."""
+    every = itertools.product(range(len(SEQUENCES)), repeat=size)
+    return Counter(every if ordered else (tuple(sorted(group)) for group in every))
+
+
+def expected_gradient(size: int, config: RLOOConfig, failure=None, ordered=False) -> Tensor:
     """Minus the mean gradient of the loss over all groups, and over all patterns of failed rewards,
     given that at least two succeed. `failure` maps a sequence's number to its chance of failing."""
     theta = BANDIT.logits.clone().requires_grad_()
@@ -108,8 +116,8 @@ def expected_gradient(size: int, config: RLOOConfig, failure=None) -> Tensor:
         [(True,) * size] if failure is None else itertools.product([True, False], repeat=size)
     )
     patterns = [p for p in patterns if sum(p) >= 2 or size == 1]
-    for group in itertools.product(range(len(SEQUENCES)), repeat=size):
-        weight = logps[list(group)].sum().exp().item()
+    for group, orders in groups_of(size, ordered).items():
+        weight = orders * logps[list(group)].sum().exp().item()
         for scored in patterns:
             chance = weight
             for s, ok in zip(group, scored, strict=True):
@@ -127,7 +135,8 @@ def error_of(gradient: Tensor, beta: float = 0.3) -> float:
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("size", [2, 3])
 def test_expected_gradient_is_that_of_reward_minus_beta_kl(size, beta):
-    assert error_of(expected_gradient(size, form(beta=beta)), beta) < 1e-12
+    for ordered in (True, False):
+        assert error_of(expected_gradient(size, form(beta=beta), ordered=ordered), beta) < 1e-12
 
 
 TOKEN = {"importance_sampling_level": "token"}

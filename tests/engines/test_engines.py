@@ -1,3 +1,4 @@
+import copy
 import functools
 import itertools
 from collections import Counter
@@ -31,7 +32,7 @@ def make_sharp_model(name: str):
 @functools.cache
 def make_double_model():
     """For comparisons to the last token: rounding cannot tip a draw."""
-    return make_sharp_model("qwen3").double()
+    return copy.deepcopy(make_sharp_model("qwen3")).double()
 
 
 def take_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:
@@ -391,8 +392,8 @@ def test_in_bf16_the_native_engine_is_as_near_the_trainer_as_generate(name):
                 for completion in group
             ]
         means[engine] = torch.cat(differences).abs().mean().item()
-    # `generate` calls the trainer's own kernel; ours may differ by rounding of its output only.
-    assert means["native"] < means["hf"] + 2e-3, means
+    # `generate` calls the trainer's own kernel; ours rounds at other places.
+    assert means["native"] < 2 * means["hf"] + 1e-4, means
 
 
 @pytest.mark.parametrize("engine", ENGINES)

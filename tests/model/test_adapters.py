@@ -18,6 +18,7 @@ from rloo.model.adapters import Adapter, add_adapter, lora_config
 from rloo.run.checkpoint import verify_checkpoint
 from rloo.types import Prompt, Sampling
 from support.adapters import logits_of, make_adapted, make_lora, perturb, trained_weights, wrap
+from support.marks import in_pairs
 from support.models import make_model, make_samples
 from support.policies import TEMPERATURE, gradients, make_policy, one_by_one, weights_of
 from support.text import make_tokenizer
@@ -56,9 +57,9 @@ def everywhere(name: str) -> dict:
 # -- what is computed -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "packing", "checkpointing"), in_pairs(KINDS, [True, False], [True, False])
+)
 def test_gradients_of_the_adapter_equal_plain_autograd(kind, packing, checkpointing):
     samples = make_samples()
     wrapped = make_adapted(**{**KINDS[kind], "lora_dropout": 0.0})

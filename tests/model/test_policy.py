@@ -6,13 +6,14 @@ import torch
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import split
 from rloo.model.loading import load_model
+from support.marks import in_pairs
 from support.models import CONFIGS, make_linear_attention_model, make_model, make_samples
 from support.policies import TEMPERATURE, gradients, make_policy, one_by_one, weights_of
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "packing"), in_pairs(CONFIGS, [True, False], [True, False])
+)
 def test_logprobs_and_gradients_equal_those_of_each_completion_alone(name, checkpointing, packing):
     samples = make_samples()
     model = make_model(name)

@@ -13,6 +13,7 @@ from rloo.algorithm.update import update
 from rloo.model import products, rounding
 from rloo.model.casts import casting_once
 from support.adapters import make_adapted
+from support.marks import in_pairs
 from support.models import make_model, make_samples
 from support.policies import gradients, make_policy, make_policy_config, weights_of
 from support.terms import terms_of
@@ -59,7 +60,7 @@ def updated(options, make):
     options |= {"optim": "sgd", "learning_rate": 1.0}
     config, policy = make_policy_config(**options), make_policy(make(), **options)
     weights = {p.data_ptr(): name for name, p in policy.model.named_parameters()}
-    samples, terms = make_samples(), terms_of(config)
+    samples, terms = make_samples(2), terms_of(config)
     credit = assign(samples, policy, terms)
     count, backward = Counter(), policy.stepper.backward
     policy.stepper.backward = lambda *given, **how: count.update(n=1) or backward(*given, **how)
@@ -87,22 +88,21 @@ def whole():
     return make_model("qwen3")
 
 
+MADE = [
+    (whole, {}),
+    (whole, {"gradient_checkpointing": True}),
+    (whole, REENTRANT),
+    (make_adapted, {}),
+    (make_adapted, {"gradient_checkpointing": True}),
+]
+
+
 # Reentrant checkpointing says so of passes without gradients; a frozen embedding has none either.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (whole, {}),
-        (whole, {"gradient_checkpointing": True}),
-        (whole, REENTRANT),
-        (make_adapted, {}),
-        (make_adapted, {"gradient_checkpointing": True}),
-    ],
-)
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("by_onednn", [["bf16"], []])
-def test_an_update_casts_each_trained_weight_once(make, options, beta, by_onednn, monkeypatch):
+@pytest.mark.parametrize(("made", "beta", "by_onednn"), in_pairs(MADE, [0.0, 0.1], [["bf16"], []]))
+def test_an_update_casts_each_trained_weight_once(made, beta, by_onednn, monkeypatch):
     products.use(by_onednn)
+    make, options = made
     options = {**options, "beta": beta}
     after, micro_batches, casts = updated(options, make)
     assert micro_batches > 2

@@ -178,7 +178,7 @@ def test_a_wall_with_a_hole_is_not_used(wall, monkeypatch):
 def test_limits_end_a_program_and_it_is_worth_nothing(hasty, program):
     begun = time.monotonic()
     assert one(hasty, program, inputs=[""], outputs=["3"]) == 0.0
-    assert time.monotonic() - begun < 4.0
+    assert time.monotonic() - begun < 30.0  # of 100 or for ever
 
 
 def test_the_memory_of_all_processes_together_is_limited(wall):

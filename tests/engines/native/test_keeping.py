@@ -70,6 +70,12 @@ def play(
     return drawn
 
 
+@functools.cache
+def played(make, name):
+    """What is drawn by an engine of this kind, for all tests that compare with it."""
+    return play(make(make_sharp(name), pad_token_id=0))
+
+
 def assert_same(found, expected, atol=1e-5) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert {row: c.token_ids for row, c in ours.items()} == {
@@ -106,8 +112,7 @@ def test_what_goes_on_is_what_computing_everything_again_gives(name, fused):
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_what_goes_on_is_what_generate_gives(name):
-    model = make_sharp(name)
-    assert_same(play(NativeEngine(model, pad_token_id=0)), play(HFEngine(model, pad_token_id=0)))
+    assert_same(played(NativeEngine, name), played(HFEngine, name))
 
 
 def test_a_later_turn_computes_only_what_is_new():
@@ -128,7 +133,7 @@ def test_a_later_turn_computes_only_what_is_new():
 
 @pytest.mark.parametrize("cut", [1, 3])
 def test_what_is_new_may_come_in_several_parts(cut, monkeypatch):
-    expected = play(NativeEngine(make_sharp("gemma3"), pad_token_id=0))
+    expected = played(NativeEngine, "gemma3")
     engine = NativeEngine(make_sharp("gemma3"), pad_token_id=0)
     shapes = counting(engine)
     tokens = cut * len(expected[1])
@@ -142,14 +147,14 @@ def test_what_is_new_may_come_in_several_parts(cut, monkeypatch):
 @pytest.mark.parametrize("share", [0.0, 2.0])
 def test_rows_that_are_taken_out_can_go_on(share, monkeypatch):
     """At once, or never; while caches of 2 slots grow."""
-    expected = play(HFEngine(make_sharp("qwen3"), pad_token_id=0))
+    expected = played(HFEngine, "qwen3")
     monkeypatch.setattr("rloo.engines.native.engine._COMPACTION_SHARE", share)
     monkeypatch.setattr("rloo.engines.native.cache._FIRST_SLOTS", 2)
     assert_same(play(NativeEngine(make_sharp("qwen3"), pad_token_id=0)), expected)
 
 
 def test_waves_that_caches_do_not_outlive_change_nothing():
-    expected = play(HFEngine(make_sharp("qwen3"), pad_token_id=0))
+    expected = played(HFEngine, "qwen3")
     facts = NativeEngine(make_sharp("qwen3"), pad_token_id=0).facts
     for rows in (1, 10):
         cache_bytes = rows * facts.bytes_per_row(12, SAMPLING.max_tokens)

@@ -135,9 +135,14 @@ def failing():
         (hanging, "TimeoutError"),
     ],
 )
-def test_files_take_over_where_it_fails(made, played, place, said_there):
+def test_files_take_over_where_it_fails(made, played, place, said_there, monkeypatch):
     policy = make_policy()
-    engine, server, said = make(made, policy, played, deadline=2.0)
+    if place is hanging:  # what is sent has 2 s, and what is asked for beside it all of the 60
+        start = nccl.Transfer.__init__
+        monkeypatch.setattr(
+            nccl.Transfer, "__init__", lambda self, *given: start(self, *given[:-1], given[-1] / 30)
+        )
+    engine, server, said = make(made, policy, played, deadline=60.0)
 
     def refuse(body, answer):
         raise Status(500, "no")

@@ -3,6 +3,7 @@ weights that were not verified."""
 
 import asyncio
 import json
+import threading
 import time
 from concurrent.futures import CancelledError
 from dataclasses import replace
@@ -38,6 +39,12 @@ def slow(seconds: float):
     return fault
 
 
+def await_call(servers, route):
+    """Until one of the servers was asked."""
+    while not any(route in server.calls for server in servers):
+        time.sleep(0.01)
+
+
 def distance(policy, prompts, groups, indices) -> float:
     """The largest difference between the log-probs of some groups and the trainer's of now."""
     pairs = [(prompts[index], c) for index in indices for c in groups[index][:5]]
@@ -58,8 +65,10 @@ def test_each_group_is_of_the_weights_that_it_says_also_where_they_change_in_its
     policy.load_into(engine)
     first, state = engine.version, [p.detach().clone() for p in policy.parameters]
     # So many at once that some wait for room while the next weights are loaded.
+    for server in servers:
+        server.calls.clear()
     begun = engine.begin(prompts, 60, SAMPLING, 1)
-    time.sleep(0.2)
+    await_call(servers, COMPLETIONS)
     early = {index for index, future in enumerate(begun) if future.done()}
     change(policy)
     policy.load_into(engine)
@@ -132,12 +141,15 @@ def test_completions_that_go_on_tell_both_versions_and_elsewhere_a_load_waits(ma
     policy = make_policy()
     engine, (server,), said = made(policy, scale_out=True, partial=partial)
     policy.load_into(engine)
-    older, name = engine.version, server.version
+    older, name, loaded = engine.version, server.version, threading.Event()
 
     def going_on(body, answer):
         if body["sampling_params"]["temperature"] == 0:  # the probe
             return answer
-        time.sleep(0.5)
+        if partial:
+            assert loaded.wait(60)
+        else:  # nobody tells when a load begins to wait
+            time.sleep(0.5)
         for choice in answer["choices"] if partial else ():
             size = len(choice["token_ids"])
             spans = [(name, 0, 1), (server.version, 1, size)][: min(size, 2)]
@@ -146,11 +158,13 @@ def test_completions_that_go_on_tell_both_versions_and_elsewhere_a_load_waits(ma
         return answer
 
     server.faults[TOKENS] = going_on
+    server.calls.clear()
     (begun,) = engine.begin(make_prompts()[:1], 4, SAMPLING, 1)
-    time.sleep(0.2)
+    await_call([server], TOKENS)
     change(policy)
     policy.load_into(engine)
     assert begun.done() != partial
+    loaded.set()
     assert server.calls.count(f"/pause mode={'keep' if partial else 'wait'}") >= 1
     for c in begun.result(60):
         size = len(c.token_ids)
