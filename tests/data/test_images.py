@@ -164,7 +164,7 @@ def test_sampler_and_trainer_agree_with_the_model_on_each_prompt_alone(family, t
         torch.testing.assert_close(values, torch.cat(wanted), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every_second(FAMILIES))
 def test_the_same_draws_whatever_the_waves(family, tmp_path):
     prompts = make_prompts(family)
     model = make_model(family)
@@ -411,7 +411,7 @@ def read_lines(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every_second(FAMILIES))
 def test_training_with_a_reference_starts_at_no_kl_and_moves_the_weights(family, tmp_path):
     seen = {}
 

@@ -75,7 +75,7 @@ def test_the_episodes_are_all_there_are():
 
 
 @pytest.mark.parametrize(
-    ("beta", "packing"), [(0.0, False), (0.3, True), slow(0.0, True), slow(0.3, False)]
+    ("beta", "packing"), [slow(0.0, False), (0.3, True), slow(0.0, True), slow(0.3, False)]
 )
 def test_the_mean_gradient_over_all_groups_of_episodes_is_exact(beta, packing):
     production = make(beta=beta, packing=packing)
@@ -93,6 +93,7 @@ def test_token_ratios_and_kl_to_go_are_exact_too():
     assert (production.expected() - exact).norm() < 1e-6 * exact.norm()
 
 
+@pytest.mark.slow
 def test_training_the_answers_too_is_another_gradient():
     production = make(beta=0.0)
     members, chances = production.prompts[0]

@@ -20,6 +20,7 @@ from rloo.model.memory import optimizer_bytes, phase_peaks, weight_bytes
 from rloo.run.setup import make_engine
 from rloo.types import Prompt, Sampling
 from support.adapters import logits_of, make_lora, perturb, trained_weights, wrap
+from support.marks import in_pairs
 from support.models import make_model, make_samples, make_wide
 from support.policies import TEMPERATURE, gradients, make_policy, weights_of
 from support.text import make_tokenizer
@@ -81,9 +82,9 @@ def make_pair(folder: Path, kind: str, **lora):
 # -- what is computed -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "bf16"), in_pairs(KINDS, [False, True], [False, True])
+)
 def test_gradients_of_the_adapter_are_those_above_the_base_in_full(
     folder, kind, checkpointing, bf16
 ):
@@ -123,8 +124,7 @@ def test_packed_rows_and_padded_ones_agree_with_activations_of_full_precision(fo
     assert (results[0] - results[1]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lora", [{}, {"use_dora": True}], ids=str)
+@pytest.mark.parametrize(("kind", "lora"), in_pairs(KINDS, [{}, {"use_dora": True}]), ids=str)
 def test_weights_load_into_a_base_in_full_that_computes_the_same(folder, kind, lora):
     few, _ = make_pair(folder, kind, **lora)
     policy = make_policy(few)
@@ -138,8 +138,7 @@ def test_weights_load_into_a_base_in_full_that_computes_the_same(folder, kind, l
     assert equal(before, dict(policy.model.named_parameters()))
 
 
-@pytest.mark.parametrize("engine", ["module", "copy", "hf"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "engine"), in_pairs(KINDS, ["module", "copy", "hf"]))
 def test_engines_sample_from_the_policy(folder, kind, engine):
     few, _ = make_pair(folder, kind)
     policy = make_policy(few, rollout_copy=True if engine == "copy" else None)

@@ -21,6 +21,7 @@ from same_words import SPOKEN, Words
 import rloo
 from rloo.algorithm.interrupts import ForcedInterrupt, Stop
 from rloo.report import records
+from support.marks import every_second
 from support.training import count_words, make_config, make_trainer
 
 HELD_OUT = Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6", "w7 w8 w9"]})
@@ -87,7 +88,8 @@ PHASES = {
 
 
 @pytest.mark.parametrize(
-    ("phase", "kind"), list(zip(PHASES, (*KINDS, "SIGTERM", "SIGHUP"), strict=True))
+    ("phase", "kind"),
+    every_second(zip(PHASES, (*KINDS, "SIGTERM", "SIGHUP"), strict=True)),
 )
 def test_a_signal_saves_the_last_step_and_the_run_goes_on_exactly(whole, tmp_path, phase, kind):
     number = getattr(signal, kind)

@@ -1,7 +1,7 @@
 """Marks of cases."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -12,17 +12,14 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def in_pairs(*choices: Iterable[Any]) -> list[Any]:
-    """All combinations of some choices, of which half are slow: of any two choices, the others have
-    all combinations."""
-    return [case if fast else slow(*case) for case, fast in _halved(*choices)]
+    """All combinations of some choices, of which every second one is slow. Any two choices keep all
+    of their combinations where a third one has as many as two."""
+    combinations = itertools.product(*map(enumerate, choices))
+    numbered = [zip(*chosen, strict=True) for chosen in combinations]
+    return [slow(*case) if sum(numbers) % 2 else case for numbers, case in numbered]
 
 
 def every_second(cases: Iterable[Any]) -> list[Any]:
-    """Cases of one choice, of which every second one is slow."""
-    return [case if fast else slow(case) for (case,), fast in _halved(cases)]
-
-
-def _halved(*choices: Iterable[Any]) -> Iterator[tuple[tuple[Any, ...], bool]]:
-    for numbered in itertools.product(*map(enumerate, choices)):
-        numbers, case = zip(*numbered, strict=True)
-        yield case, sum(numbers) % 2 == 0
+    """Cases, of which every second one is slow."""
+    values = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [slow(*value) if n % 2 else pytest.param(*value) for n, value in enumerate(values)]

@@ -16,6 +16,7 @@ from rloo.model.export import Exported
 from support.adapters import make_adapted, perturb
 from support.engines import make_prompts
 from support.fake_vllm import Status
+from support.marks import every_second, in_pairs
 from support.models import make_model
 from support.vllm_engines import (
     COMPLETIONS,
@@ -254,7 +255,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("fault", every_second(WRONG))
 def test_a_server_that_fails_is_named_and_the_others_do_its_work(made, fault):
     policy = make_policy()
     engine, servers, said = made(policy, servers=2, deadline=60.0)
@@ -404,8 +405,9 @@ def test_an_adapter_stays_where_servers_keep_the_weights(made):
     assert len(loads) == len(set(loads)) == 2  # the perturbed one before
 
 
-@pytest.mark.parametrize("route", ["/sleep", "/wake_up", "/collective_rpc"])
-@pytest.mark.parametrize("fault", [broken, hanging])
+@pytest.mark.parametrize(
+    ("route", "fault"), in_pairs(["/sleep", "/wake_up", "/collective_rpc"], [broken, hanging])
+)
 def test_a_server_that_fails_at_any_call_of_sleep_is_out_within_the_deadline(made, route, fault):
     policy = make_policy()
     engine, servers, said = made(policy, servers=2, sleep_level=2, deadline=60.0)
