@@ -187,7 +187,6 @@ def test_a_fault_is_reported_as_in_training(folder, capsys):
     assert "there is no dataset" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_budget_that_does_not_fit_is_planned_as_training_would_lower_it(folder, monkeypatch):
     plan = make_plan(config_of())
     room = plan.memory["micro-batch"] // 2 + plan.memory["gradients"] + plan.memory["optimizer"]
