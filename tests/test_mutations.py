@@ -25,6 +25,11 @@ def places(monkeypatch):
 
 
 @pytest.fixture
+def copies(places):
+    return importlib.import_module("mutation_copies")
+
+
+@pytest.fixture
 def mutations(places):
     return importlib.import_module("mutations")
 
@@ -283,9 +288,9 @@ def test_what_a_test_watches_is_caught_the_rest_survives_and_is_not_run_again(
 
 
 @pytest.fixture
-def copy(project, mutations, tmp_path):
-    copy = mutations.Copy(tmp_path / "job", mutations.Processes(), 60)
-    mutations.copy_repository(project, copy.repository)
+def copy(project, copies, tmp_path):
+    copy = copies.Copy(tmp_path / "job", copies.Processes(), 60)
+    copies.copy_repository(project, copy.repository)
     return copy
 
 
@@ -298,40 +303,40 @@ def judged(copy, places, text, test):
     return result
 
 
-def test_a_failure_that_remains_is_not_the_mutation(copy, places, mutations):
+def test_a_failure_that_remains_is_not_the_mutation(copy, places, copies):
     verdict, by = judged(copy, places, SUMS, "def test_broken():\n  assert False")
-    assert verdict == mutations.NOT_THE_MUTATION
+    assert verdict == copies.NOT_THE_MUTATION
     assert by == "tests/core/test_sums.py::test_broken: fails without it"
 
 
-def test_a_module_that_cannot_be_imported_is_caught(copy, places, mutations):
+def test_a_module_that_cannot_be_imported_is_caught(copy, places, copies):
     text = "if a := 0:\n  raise ValueError"
     found = judged(copy, places, text, "from rloo.core import sums\ndef test_sums(): pass")
-    assert found == (mutations.CAUGHT, "import of tests/core/test_sums.py")
+    assert found == (copies.CAUGHT, "import of tests/core/test_sums.py")
 
 
-def test_an_unknown_exit_status_is_no_verdict(copy, places, mutations):
+def test_an_unknown_exit_status_is_no_verdict(copy, places, copies):
     test = "import os\nfrom rloo.core import sums\ndef test_sums(): os._exit(sums.a)"
-    with pytest.raises(mutations.NoVerdict, match=r"exit status 7: (.*\.log)$") as raised:
+    with pytest.raises(copies.NoVerdict, match=r"exit status 7: (.*\.log)$") as raised:
         judged(copy, places, "a = 6", test)
     log = Path(str(raised.value).rpartition(": ")[2])
     assert log.exists()
     log.unlink()
 
 
-def test_a_time_limit_that_the_suite_needs_is_not_the_mutation(copy, places, mutations):
-    statuses = iter([None, None, None, mutations.PASSED])
+def test_a_time_limit_that_the_suite_needs_is_not_the_mutation(copy, places, copies):
+    statuses = iter([None, None, None, copies.PASSED])
     object.__setattr__(copy, "run_tests", lambda _: next(statuses))
     copy.log.touch()
     assert judged(copy, places, SUMS, "") == (
-        mutations.NOT_THE_MUTATION,
+        copies.NOT_THE_MUTATION,
         "time limit: fails without it",
     )
-    assert judged(copy, places, SUMS, "") == (mutations.CAUGHT, "time limit")
+    assert judged(copy, places, SUMS, "") == (copies.CAUGHT, "time limit")
 
 
-def test_an_interrupt_ends_what_was_started_and_starts_nothing_more(mutations, tmp_path):
-    processes, log = mutations.Processes(), tmp_path / "log"
+def test_an_interrupt_ends_what_was_started_and_starts_nothing_more(copies, tmp_path):
+    processes, log = copies.Processes(), tmp_path / "log"
 
     def interrupt():
         while "done" not in (log.read_text() if log.exists() else ""):
@@ -341,10 +346,10 @@ def test_an_interrupt_ends_what_was_started_and_starts_nothing_more(mutations, t
     thread = threading.Thread(target=interrupt)
     thread.start()
     script = "sleep 60 & echo $!; setsid sleep 60 & echo $!; echo done; wait"
-    with pytest.raises(mutations.Stopped):
+    with pytest.raises(copies.Stopped):
         processes.run(["sh", "-c", script], 60, log)
     thread.join()
-    with pytest.raises(mutations.Stopped):
+    with pytest.raises(copies.Stopped):
         processes.run(["true"], 60, tmp_path / "other")
     for number in map(int, log.read_text().split()[:2]):
         if psutil.pid_exists(number):  # a zombie that nobody waits for, or on its way
@@ -352,9 +357,9 @@ def test_an_interrupt_ends_what_was_started_and_starts_nothing_more(mutations, t
             assert process.status() == psutil.STATUS_ZOMBIE or not process.wait(5)
 
 
-def test_a_time_limit_is_no_exit_status(mutations, tmp_path):
+def test_a_time_limit_is_no_exit_status(copies, tmp_path):
     start = time.monotonic()
-    assert mutations.Processes().run(["sleep", "60"], 0.1, tmp_path / "log") is None
+    assert copies.Processes().run(["sleep", "60"], 0.1, tmp_path / "log") is None
     assert time.monotonic() - start < 30
 
 
@@ -371,8 +376,8 @@ def test_the_copy_has_its_own_of_what_the_package_keeps_in_a_cache(copy, tmp_pat
     assert not cache.exists() and (usual / "huggingface/model").exists()
 
 
-def test_an_exit_status_is_handed_on(mutations, tmp_path):
-    assert mutations.Processes().run(["sh", "-c", "exit 3"], 30, tmp_path / "log") == 3
+def test_an_exit_status_is_handed_on(copies, tmp_path):
+    assert copies.Processes().run(["sh", "-c", "exit 3"], 30, tmp_path / "log") == 3
 
 
 @pytest.mark.parametrize(("verdict", "status"), [("SURVIVED", 1), ("caught", 0)])

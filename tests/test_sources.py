@@ -25,6 +25,9 @@ METHOD = ("train", "rollout", "shaping", "advantages", "update", "objective")
 MAX_METHOD_LINES = 1200
 MAX_METHOD_FILE_LINES = 250
 MAX_POLICY_METHODS = 12
+# A move of the code pays for each of them: the numbers may fall, not rise.
+MAX_PRIVATE_NAMES_IN_TESTS = 199
+MAX_PATCHES_IN_TESTS = 209
 
 # The signatures of others: TRL's trainer, transformers' attention functions.
 MANY_PARAMETERS = {
@@ -138,9 +141,13 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
+def is_patch(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "monkeypatch.setattr"
+
+
 def patched(node: ast.AST) -> list[str]:
     """The dotted name that monkeypatch imports and changes."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "monkeypatch.setattr":
+    if is_patch(node):
         return [node.args[0].value] if isinstance(node.args[0], ast.Constant) else []
     return []
 
@@ -208,6 +215,38 @@ def test_no_test_module_imports_another():
         if own.intersection(name.split("."))
     ]
     assert not wrong
+
+
+def own_names(node: ast.AST) -> list[str]:
+    """The names that a node of a source gives: to a function, a class, an attribute, a global."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+        return [node.id if isinstance(node, ast.Name) else node.attr]
+    return []
+
+
+def used_names(node: ast.AST) -> list[str]:
+    """The names by which a node of a test reaches something that is not its own object's."""
+    if isinstance(node, ast.Attribute):
+        own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        return [] if own else [node.attr]
+    if isinstance(node, ast.ImportFrom):
+        return [alias.name for alias in node.names]
+    if is_patch(node):
+        texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+        return [text.rpartition(".")[2] for text in texts if isinstance(text, str)][:1]
+    return []
+
+
+def test_tests_reach_inside_no_more_often():
+    ours = {name for path in source_files() for node in nodes(path) for name in own_names(node)}
+    private = {name for name in ours if name.startswith("_") and not name.startswith("__")}
+    tests = [node for path in (ROOT / "tests").rglob("*.py") for node in nodes(path)]
+    names = [name for node in tests for name in used_names(node) if name in private]
+    patches = [node for node in tests if is_patch(node)]
+    assert len(names) <= MAX_PRIVATE_NAMES_IN_TESTS
+    assert len(patches) <= MAX_PATCHES_IN_TESTS
 
 
 def test_functions_and_files_are_short():

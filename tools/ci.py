@@ -173,9 +173,10 @@ class Runner:
 # -- the two lanes ---------------------------------------------------------------------------------
 
 
-def plan(root: Path, *, full: bool) -> tuple[list[tuple[Part, list[str]]], list[Row]]:
+def plan(
+    root: Path, parts: Iterable[Part], *, full: bool
+) -> tuple[list[tuple[Part, list[str]]], list[Row]]:
     """The parts to run with their files, and a row for each that is not."""
-    parts, _ = read_table(root)
     tree, passed = Tree(root), last_passed(root)
     jobs, rows = [], []
     for part in parts:
@@ -229,9 +230,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     start, tree = time.monotonic(), Tree(ROOT)
     dirty = tree.git("status", "--porcelain")
-    jobs, skipped = plan(ROOT, full=options.full)
+    parts, equipment = read_table(ROOT)
+    jobs, skipped = plan(ROOT, parts, full=options.full)
     if options.only:
-        names = {part.name for part in read_table(ROOT)[0]}
+        names = {part.name for part in parts}
         if unknown := set(options.only) - names:
             parser.error(f"there is no part {min(unknown)}; there are {', '.join(sorted(names))}")
         jobs, skipped = [(part, files) for part, files in jobs if part.name in options.only], []
@@ -241,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="ci-") as work:
         os.chmod(work, 0o755)  # rewards that run behind a wall read libraries as another user
-        runner = Runner(ROOT, Path(work), read_table(ROOT)[1])
+        runner = Runner(ROOT, Path(work), equipment)
         runner.run_all(jobs)
     rows, seconds = [*runner.rows, *skipped], time.monotonic() - start
     print("", *closing_table(rows, seconds), sep="\n", flush=True)
