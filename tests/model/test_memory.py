@@ -1,5 +1,6 @@
 """Memory predicted, compared with what is free, and the token budget that follows from it."""
 
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,23 @@ def share_of_largest(policy, workload, share: float) -> int:
 
 
 # -- measuring and predicting -----------------------------------------------------------------
+
+
+@pytest.fixture
+def _collection_remains():
+    collects = gc.isenabled()
+    yield
+    (gc.enable if collects else gc.disable)()
+
+
+@pytest.mark.usefixtures("_collection_remains")
+@pytest.mark.parametrize("collects", [True, False])
+def test_garbage_is_collected_after_a_measurement_as_before_it_and_never_within(collects):
+    (gc.enable if collects else gc.disable)()
+    within = []
+    phase_peaks(CPU, lambda mark: within.append(gc.isenabled()))
+    assert within and not any(within)
+    assert gc.isenabled() is collects
 
 
 def test_the_peak_of_a_phase_is_what_it_held_at_most():

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from rloo.dist import World
+from rloo.engines import EngineInputs, build_engine
 from rloo.engines.vllm.engine import Settings, VLLMEngine
 from rloo.engines.vllm.serving import Serving
 from rloo.model.batch import make_sample
@@ -45,7 +46,10 @@ def made_on_fakes():
         defaults = {"deadline": 60.0, "restarts": 0}
         urls = tuple(server.url for server in found)
         settings = Settings(serving, urls=urls, **{**defaults, **settings})
-        engine = VLLMEngine("vllm_server", settings, source, said.append)
+        inputs = EngineInputs(policy.model, 0, servers=(settings, source, said.append))
+        engine, note = build_engine("vllm_server", inputs)
+        assert isinstance(engine, VLLMEngine)
+        assert note is None
         closing.append(engine)
         return engine, found, said
 

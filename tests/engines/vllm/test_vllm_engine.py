@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rloo.engines import EngineInputs, build_engine
 from rloo.engines.versions import locked
 from rloo.engines.vllm.client import ServerError
 from rloo.engines.vllm.places import NoServers
@@ -41,6 +42,12 @@ def apart(policy, engine, sampling=SAMPLING):
             ours = policy.score(blank, 1.0 if sampling.greedy else None)
             found.append((ours - torch.tensor(c.policy_logprobs)).abs().max().item())
     return max(found)
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_server"])
+def test_an_engine_on_servers_is_refused_where_nothing_is_said_of_them(name):
+    with pytest.raises(ValueError, match=f"engine is '{name}', and nothing is said of its servers"):
+        build_engine(name, EngineInputs(make_model("qwen3"), 0))
 
 
 @pytest.mark.parametrize("scale_out", [False, True])
