@@ -7,8 +7,10 @@ import pytest
 from rloo.cli import main
 from rloo.report.doctor.finding import Run
 from rloo.report.doctor.rules import diagnose
+from rloo.rewards import RewardSet
 from rloo.run.doctor import dry_run
 from rloo.run.facts import answered_prompts, facts_of
+from rloo.types import Prompt
 from support.text import make_tokenizer
 from support.training import ROWS, make_config, make_trainer
 
@@ -80,3 +82,22 @@ def test_only_rewards_of_0_and_1_are_tried_on_prompts(tmp_path):
     trainer = make_trainer(make_config(tmp_path))
     prompts = trainer._source.all_prompts(4)
     assert answered_prompts(trainer.rewards, prompts, trainer.state, 1.0) is None
+
+
+def test_the_last_1_to_12_words_of_16_prompts_are_tried():
+    tried = []
+
+    def last_letter(prompts, completions):
+        tried.extend(zip(prompts, completions, strict=True))
+        return [float(completion == "n") for completion in completions]
+
+    words = {"a b n": ["n", "b n", "a b n"]}
+    long = "x y a b c d e f g h i j k l m"
+    words[long] = [long[-length:] for length in range(1, 24, 2)]  # a letter and a blank a word
+    contents = [*words, *(f"{number} z" for number in range(15))]
+    prompts = [Prompt(number, [1], content) for number, content in enumerate(contents)]
+    found = answered_prompts(RewardSet([last_letter]), prompts, None, 1.0)
+    assert found == (1, 16, "a b n")
+    for prompt, expected in words.items():
+        assert [completion for given, completion in tried if given == prompt] == expected
+    assert dict(tried).keys() == set(contents[:16])
