@@ -1,11 +1,15 @@
 """Products by panels beside torch's, and the draw beside its definition."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from rloo import kernels
-from rloo.kernels.decode import Panels, columns, to_panels
+from rloo.kernels.decode import Panels, Wave, columns, to_panels
+from rloo.model.memory import phase_peaks
+from support.models import CPU
 
 pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=str(kernels.why_not()))
 
@@ -63,3 +67,28 @@ def test_other_rows_are_refused():
         panels.times(torch.ones(2, 4))
     with pytest.raises(AssertionError):
         panels.times(torch.ones(2, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_each_thread_has_room_for_the_scores_of_heads_that_share_keys(threads):
+    """8 heads, of which 4 share keys, over prompts of two lengths: the keys and values of a token
+    more are 2 x 2 heads wide, its scores 4 numbers for each thread."""
+    torch.set_num_threads(threads)
+    size = columns()  # so that values are not filled up
+    sizes = SimpleNamespace(heads=8, key_heads=2, size=size, hidden=64, inner=64, vocabulary=64)
+    model, drawing = SimpleNamespace(sizes=sizes, num_layers=1), SimpleNamespace(width=16)
+
+    def held(tokens):
+        lengths, prompt_of = torch.tensor([tokens]), torch.zeros(3, dtype=torch.long)
+
+        def work(mark):
+            keys, values = (torch.zeros(1, 2, tokens, size) for _ in range(2))
+            wave = Wave(model, [(keys, values)], lengths, prompt_of, drawing)
+            del keys, values
+            mark()
+            assert wave.rows.tolist() == [0, 1, 2]
+
+        return phase_peaks(CPU, work)[1]
+
+    short, more = 1 << 14, 1 << 12  # longer than what there is room for at least
+    assert held(short + more) - held(short) == more * 4 * (2 * 2 * size + 4 * threads)
