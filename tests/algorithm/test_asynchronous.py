@@ -52,6 +52,7 @@ def gradient(theta: Tensor, sampler: Tensor, group: tuple[int, ...], config) -> 
         size=size,
         sequence_T=torch.arange(size).repeat_interleave(torch.tensor(lengths)),
         group_N=torch.zeros(size, dtype=torch.long),
+        all_scored=False,
         reward_N=REWARDS[list(group)],
         truncated_N=torch.zeros(size, dtype=torch.bool),
         keys=[(0, index) for index in range(size)],

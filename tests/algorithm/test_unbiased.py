@@ -49,6 +49,7 @@ def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ..
         size=len(members),
         sequence_T=sequence_T,
         group_N=torch.zeros(len(members), dtype=torch.long),
+        all_scored=False,
         reward_N=REWARDS[members],
         truncated_N=torch.zeros(len(members), dtype=torch.bool),
         keys=[(0, index) for index in range(len(members))],

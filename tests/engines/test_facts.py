@@ -9,6 +9,7 @@ from rloo.engines.in_process import cache_room
 from rloo.engines.native.engine import NativeEngine
 from rloo.types import EngineFacts, Sampling
 from support.engines import ENGINES, make_prompts
+from support.gpu import pretended
 from support.models import make_model
 
 KINDS = {**ENGINES, "bfloat16": functools.partial(ENGINES["native"], dtype=torch.bfloat16)}
@@ -93,23 +94,12 @@ def test_an_engine_elsewhere_takes_no_memory_here():
     assert facts.rows_at_once(9, 100, 200) == 9
 
 
-class GPU:
-    """A device of which 60 of 80 GB are free, but for what the tests say."""
-
-    type = "cuda"
-
-
-def on_gpu(monkeypatch, free):
-    monkeypatch.setattr("rloo.engines.in_process.available_bytes", lambda _: free)
-    total = type("Properties", (), {"total_memory": 80 * 10**9})
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: total)
-
-
-def test_a_gpu_gives_caches_what_is_free_but_for_a_tenth(monkeypatch):
-    on_gpu(monkeypatch, 60 * 10**9)
-    assert cache_room(GPU(), 4 << 30) == 52 * 10**9
-    on_gpu(monkeypatch, 10**9)
-    assert cache_room(GPU(), 4 << 30) == 0  # then one row is sampled after the other
+def test_a_gpu_gives_caches_what_is_free_but_for_a_tenth():
+    with pretended(total=80 * 10**9) as gpu:
+        for taken, room in ((20, 52), (79, 0)):  # then one row is sampled after the other
+            gpu.allocated = gpu.reserved = taken * 10**9
+            assert cache_room(torch.device("cuda"), 4 << 30) == room * 10**9
+        gpu.allocated = gpu.reserved = 0
     assert cache_room(torch.device("cpu"), 4 << 30) == 4 << 30
 
 

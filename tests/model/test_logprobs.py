@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rloo.model.logprobs import token_logprobs
+from rloo.model.logprobs import CHUNK_ELEMENTS, token_logprobs
+from support.gpu import pretended
 from support.policies import weights_of
 
 
@@ -72,3 +73,22 @@ def test_impossible_tokens_and_large_logits_leave_entropy_exact(cached_elements,
     expected_gradient = -logits.detach().softmax(-1)
     expected_gradient[:, 7] += 1
     assert (logits.grad - expected_gradient).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_of_the_head_takes_a_twentieth_of_a_launch_on_a_gpu(dtype):
+    """A vocabulary of 152k by the number of rows in a chunk, which is what counts."""
+    rows, vocabulary = CHUNK_ELEMENTS // 151_936, 40
+    tokens = 8 * rows
+    with pretended() as device:
+        weight = torch.randn(vocabulary, 8, device="cuda", dtype=dtype, requires_grad=True)
+        hidden = torch.randn(tokens, 8, device="cuda", dtype=dtype, requires_grad=True)
+        targets = torch.randint(0, vocabulary, (tokens,)).to("cuda")
+        device.forget_counts()
+        found, _ = token_logprobs(
+            lambda x: x @ weight.t(), hidden, targets, temperature=0.7, vocab_size=vocabulary,
+            chunk_elements=rows * vocabulary,
+        )  # fmt: skip
+        found.sum().backward()
+    assert device.waits_of("other") == 0
+    assert sum(device.launches.values()) <= 0.05 * tokens

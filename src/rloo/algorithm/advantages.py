@@ -23,6 +23,7 @@ from rloo.algorithm.transfer import holders_of, with_tokens
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch, deal, exceeds
+from rloo.model.offload import send
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
@@ -59,12 +60,12 @@ class Terms:
         pay = (self.config.estimator_kwargs or {}).get("kl_of_truncated", True)
         return ~truncated_N | (pay or not self.config.mask_truncated_completions)
 
-    def advantages(self, returns: Returns) -> Tensor:
+    def advantages(self, returns: Returns, *, all_scored: bool = False) -> Tensor:
         """(N,), or (T,) with token ratios; 0 for completions that are masked as truncated and for
-        those without a reward (NaN), which no estimator sees. Groups are whole. Raises ValueError
-        for an estimator that is not there, fails, or returns what is no advantage."""
+        those without a reward (NaN), which no estimator sees, unless `all_scored`. Groups are
+        whole. Raises ValueError for an estimator that fails or returns what is no advantage."""
         level, scored_N = self.config.importance_sampling_level, ~returns.reward_N.isnan()
-        if not scored_N.all():
+        if not all_scored and not scored_N.all():
             scored = scored_N[returns.sequence_T] if level == "token" else scored_N
             found = torch.zeros(scored.shape, dtype=torch.float64, device=scored.device)
             if scored.any():
@@ -115,7 +116,7 @@ class Stored(_Seen):
 
     def advantages(self, batch: MicroBatch, now: Tensor, reference: Tensor | None) -> Tensor:
         """Those of a batch, (N,) or (T,), with device and dtype of its log-probs `now` (T,)."""
-        return torch.cat([self.known[key] for key in batch.keys]).to(now.device, now.dtype)
+        return send(torch.cat([self.known[key] for key in batch.keys]), now.device).to(now.dtype)
 
     def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
         """The credit for the other steps on the same rollout."""
@@ -212,7 +213,7 @@ def batch_advantages(batch: MicroBatch, now: Tensor, reference: Tensor, terms: T
     """Those of a micro-batch of whole groups, from its own forward pass: (N,), or (T,) by token."""
     penalty = token_penalty(now, reference, terms)
     returns = Returns(batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N)
-    return terms.advantages(returns).to(now.dtype)
+    return terms.advantages(returns, all_scored=batch.all_scored).to(now.dtype)
 
 
 def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:

@@ -1,7 +1,7 @@
 """Values less a mean and over a deviation, by group or over all: what estimators are made of.
 
-Values are (E,), completions or tokens; `group` maps each to its group. A missing value is NaN. All
-functions keep the dtype of their inputs, float64 included.
+Values are (E,), completions or tokens; `group` maps each to its group, on a GPU to a number below
+E. A missing value is NaN. All functions keep the dtype of their inputs, float64 included.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def standardise(
 
 
 def _group_sum(values: Tensor, index: Tensor) -> Tensor:
-    return sum_by(values, index, int(index.max()) + 1 if index.numel() else 0)
+    size = index.numel()
+    if size and index.device.type == "cpu":  # a GPU would have to be waited for
+        size = int(index.max()) + 1
+    return sum_by(values, index, size)
 
 
 def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:

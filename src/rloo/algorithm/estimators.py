@@ -28,7 +28,7 @@ class Returns:
     `reward_N` are rewards as they are after clipping and scaling, without KL; none is missing.
     `penalty_T` is what each token pays, beta times its KL estimate in nats: 0 where the KL is not
     in the reward. `sequence_T` says to which completion a token belongs, `group_N` to which group a
-    completion; `truncated_N` whether it hit the length limit.
+    completion (on a GPU these are numbered from 0); `truncated_N` whether it hit the length limit.
     """
 
     reward_N: Tensor
@@ -74,7 +74,7 @@ class Returns:
             self.reward_N[kept_N],
             self.penalty_T[kept_T],
             (kept_N.cumsum(0) - 1)[self.sequence_T[kept_T]],
-            self.group_N[kept_N],
+            self.group_N[kept_N].unique_consecutive(return_inverse=True)[1],
             self.truncated_N[kept_N],
         )
 

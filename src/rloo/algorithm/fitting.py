@@ -4,6 +4,7 @@ lowered before the first sample, or once while training."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby, islice
 from typing import TypeVar
 
@@ -14,8 +15,11 @@ from rloo.algorithm.parts import InHand, Parts, RunState
 from rloo.algorithm.transfer import bring, bring_seen, of_all
 from rloo.algorithm.update import update
 from rloo.dist.links import AllOutOfMemory
+from rloo.model.batch import make_sample, pack
 from rloo.model.budget import fitting_budget
 from rloo.model.memory import count_tokens
+from rloo.model.policy import Policy
+from rloo.model.preparation import without_packing
 from rloo.types import Sample
 
 T = TypeVar("T")
@@ -29,17 +33,26 @@ def rehearse(parts: Parts, state: RunState) -> None:
         return
     # Its copy of the weights takes memory as well.
     policy.load_into(parts.engine)
-    size, reason = policy.max_tokens, None
+    _settle_packing(parts, partial(_try_packing, policy))
     with policy.in_step():
-        try:
-            fit = fitting_budget(policy, parts.workload)
-            size, reason = fit.max_tokens, fit.reason
-        except (TypeError, RuntimeError) as error:
-            # Errors of a packed forward are handled where it is compared with the padded one.
-            if isinstance(error, torch.OutOfMemoryError) or not policy.packed or policy.checked:
-                raise
-    if reason is not None:
-        _lower_budget(parts, state, size, reason, cause="rehearsal")
+        fit = fitting_budget(policy, parts.workload)
+    if fit.reason is not None:
+        _lower_budget(parts, state, fit.max_tokens, fit.reason, cause="rehearsal")
+
+
+def _try_packing(policy: Policy) -> None:
+    """Compute a packed row of a few tokens. Where the model cannot, updates fall back to padding,
+    with a note; what a GPU has for packed rows is tried in passing, not in the midst of a step."""
+    if not policy.packed:
+        return
+    try:
+        samples = [make_sample((n // 2, n), 2, 2 + n) for n in range(4)]
+        policy.score(pack(samples, policy.device))
+    except (torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except (TypeError, RuntimeError) as error:  # what a model's forward does not expect
+        policy.notes.append(without_packing(policy.config, f"packed it fails with {error}"))
+        policy.packed = False
 
 
 def check_first(parts: Parts, state: RunState, samples: Sequence[Sample]) -> None:
@@ -51,12 +64,17 @@ def check_first(parts: Parts, state: RunState, samples: Sequence[Sample]) -> Non
     groups = groupby(samples, key=lambda sample: sample.key[0])
     few = [s for _, members in groups for s in islice(members, 2)][:4]
     few = bring([few] * parts.world.size, parts.world)
-    with policy.in_step():
-        policy.check_forward(few)
-    policy.packed = not parts.world.any(not policy.packed)
+    _settle_packing(parts, partial(policy.check_forward, few))
     if policy.packed != packed:  # other sizes fit now
         rehearse(parts, state)
     tell_notes(parts)
+
+
+def _settle_packing(parts: Parts, trial: Callable[[], object]) -> None:
+    """Have all processes pad where the trial of one says so."""
+    with parts.policy.in_step():
+        trial()
+    parts.policy.packed = not parts.world.any(not parts.policy.packed)
 
 
 def credit_that_fits(parts: Parts, state: RunState, samples: Sequence[Sample]) -> Credit:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from rloo.engines.in_process import Whole
+from rloo.engines.in_process import InProcessEngine, Tell, Whole
 from rloo.types import Engine, Weights
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ class EngineInputs:
     model's parameters). `precision` is that of the autocast that the model computes in, `dtype`
     that of the fused decoder's matrix products (by default the model's). `no_copy` is the reason,
     if there is one, why no copy of the weights may be made, as the fused decoder does. Within
-    `whole` this process has all weights of the model, outside perhaps a part. `servers` are for an
-    engine in other processes: how to find them, what they are given, and to whom it tells of
-    them."""
+    `whole` this process has all weights of the model, outside perhaps a part. `tell` is told what
+    happens while it samples. `servers` are for an engine in other processes: how to find them,
+    what they are given, and to whom it tells of them."""
 
     model: PreTrainedModel
     pad_token_id: int
@@ -36,6 +36,7 @@ class EngineInputs:
     dtype: torch.dtype | None = None
     no_copy: str | None = None
     whole: Whole = nullcontext
+    tell: Tell = print
     servers: tuple[Settings, Source, Callable[[str], None]] | None = None
 
 
@@ -48,7 +49,10 @@ def build_engine(name: str, inputs: EngineInputs) -> Made:
     if name not in MAKERS:
         *others, last = MAKERS
         raise ValueError(f"engine is {name!r}; it must be {', '.join(others)} or {last}")
-    return MAKERS[name](inputs)
+    engine, note = MAKERS[name](inputs)
+    if isinstance(engine, InProcessEngine):
+        engine.tell = inputs.tell
+    return engine, note
 
 
 def _make_native(inputs: EngineInputs) -> Made:

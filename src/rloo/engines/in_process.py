@@ -36,6 +36,8 @@ _DRAWN_TOKEN_BYTES, _ENTRY_BYTES = 16, 16
 
 # In the block of what this returns, a process has all weights.
 Whole = Callable[[], AbstractContextManager[object]]
+# Takes one line for the user.
+Tell = Callable[[str], object]
 
 
 @contextmanager
@@ -128,13 +130,15 @@ def cache_room(device: torch.device, on_cpu: int) -> int:
 class InProcessEngine(ABC):
     """Samples `Row`s with the policy's module, as many at once as `cache_bytes` allow (None: see
     `cache_room`, asked for each call), whose keys and values are of `cache_dtype`. `precision`
-    is that of its autocast (None: the module computes in its own). `whole`: see `EngineInputs`."""
+    is that of its autocast (None: the module computes in its own). `whole`, `tell`: see
+    `EngineInputs`."""
 
     name: ClassVar[str]
     # Bytes that the caches of one wave may occupy on a CPU; further rows wait for the next wave.
     default_cache_bytes: ClassVar[int]
     cache_dtype: torch.dtype | None = None
     keeps_finished: ClassVar[bool] = False
+    tell: Tell = print
 
     def __init__(
         self,
@@ -147,6 +151,8 @@ class InProcessEngine(ABC):
         whole: Whole = nullcontext,
     ) -> None:
         self._model = model
+        # Where memory did not suffice for more.
+        self._most_rows: int | None = None
         self._pad_token_id = pad_token_id
         self._precision = precision
         # The module's own weights are needed where there is no copy of them.
@@ -204,14 +210,29 @@ class InProcessEngine(ABC):
         wave = self._at_once([(prompts[index], k) for index, k in rows], sampling)
         completions: dict[tuple[int, int], Completion] = {}
         with borrowed(self._model, self._precision):
-            for start in range(0, len(rows), wave):
-                part = rows[start : start + wave]
-                wave_rows = [(prompts[index], k) for index, k in part]
-                drawn = self._draw(wave_rows, self._keys(wave_rows, noise), sampling)
-                limits = limits_of(wave_rows, sampling)
-                finished = collect_completions(drawn, sampling.stop_token_ids, limits)
-                completions.update(zip(part, finished, strict=True))
+            while len(completions) < len(rows):
+                part = rows[len(completions) :][: min(wave, self._most_rows or wave)]
+                finished = self._wave([(prompts[i], k) for i, k in part], sampling, noise)
+                completions.update(zip(part, finished, strict=True) if finished else ())
         return [[completions[i, k] for k in own] for i, own in enumerate(numbers)]
+
+    def _wave(self, rows: list[Row], sampling: Sampling, noise: int) -> list[Completion] | None:
+        """The completions of rows that are computed together; None where a GPU's memory does not
+        suffice, and from now on fewer are. Raises torch.OutOfMemoryError for a single one."""
+        try:
+            drawn = self._draw(rows, self._keys(rows, noise), sampling)
+            return collect_completions(drawn, sampling.stop_token_ids, limits_of(rows, sampling))
+        except torch.OutOfMemoryError:
+            if len(rows) == 1:
+                raise
+        # Here the error no longer refers to the frames, and so to the memory that they allocated.
+        torch.cuda.empty_cache()
+        self._most_rows = len(rows) // 2
+        self.tell(
+            f"memory did not suffice to sample {len(rows):,} completions at once; from now on at "
+            f"most {self._most_rows:,} are (num_generations, num_prompts, max_completion_length)"
+        )
+        return None
 
     def _room(self) -> int:
         if self._cache_bytes is not None:

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from rloo.data.images import is_vision_config
-from rloo.model import gpu_attention
+from rloo.model import gpu_attention, torch_compat
 
 IMPLEMENTATION = "rloo"
 
@@ -85,8 +85,8 @@ def attend_part(
             query, key, value, mask, options.scaling_of(query)
         )
         return output.to(normalizer.dtype), normalizer
-    if query.device.type == "cpu" and options.softcap is None:
-        output, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    if query.device.type == "cpu" and options.softcap is None and torch_compat.has_cpu_flash():
+        output, normalizer = torch_compat.cpu_flash(
             query, key, value, attn_mask=mask, scale=options.scaling
         )
         return output.to(normalizer.dtype), normalizer[..., None]

@@ -3,6 +3,7 @@ once, no padding in the linear layers) or padded (the plain form, where the mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +30,7 @@ class MicroBatch:
     `inputs` are keyword arguments of the model; `source_T` says which of its hidden states (batch
     and time flattened) predicts `target_T`. `group_N` numbers the groups of this batch from 0.
     `multiplicity` (like the input tokens) counts the completions that each input token belongs to.
+    `all_scored`: whether no reward is missing, known without asking the device.
     """
 
     keys: list[tuple[int, int]]
@@ -43,6 +45,7 @@ class MicroBatch:
     policy_T: Tensor
     behavior_T: Tensor
     lengths: list[int]
+    all_scored: bool
 
     @property
     def size(self) -> int:
@@ -196,6 +199,7 @@ def _micro_batch(
             torch.tensor(flat(s.behavior_logprobs or s.policy_logprobs for s in ordered)), device
         ),
         lengths=lengths.tolist(),
+        all_scored=not any(math.isnan(s.reward) for s in ordered),
     )
 
 

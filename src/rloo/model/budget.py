@@ -12,7 +12,7 @@ import torch
 
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
-from rloo.model import memory
+from rloo.model import memory, torch_compat
 from rloo.model.batch import make_sample
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.memory import count_tokens, make_samples, measured_peak_bytes, predicted_peak_bytes
@@ -110,7 +110,7 @@ def fitting_budget(policy: Policy, workload: Workload) -> Fit:
     largest = largest_micro_batch(policy, workload, asked)
     certain = on_cpu and generous_peak_bytes(policy, largest) < _CERTAIN_SHARE * room
     # Measuring would end a profile in progress.
-    if certain or torch.autograd._profiler_enabled() or _fits(policy, largest, room):
+    if certain or torch_compat.is_profiled() or _fits(policy, largest, room):
         return Fit(asked)
     single = make_samples(workload.longest_prompt, workload.completion_tokens, 1)
     least, needed = count_tokens(policy, single), _needed(policy, single, room)

@@ -23,9 +23,7 @@ from torch.nn import functional as F
 from rloo.kernels import attention
 from rloo.kernels.attention import Table
 from rloo.model.layers import computes
-
-_attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from rloo.model.torch_compat import cpu_flash, cpu_flash_backward
 
 
 @dataclass(frozen=True)
@@ -114,11 +112,11 @@ class _PackedFlash(torch.autograd.Function):
         normalizer = query.new_empty(query.shape[:3], dtype=precise)
         for tokens in calls.own:
             states = (x[:, :, tokens] for x in (query, key, value))
-            output[:, :, tokens], normalizer[:, :, tokens] = _attend(
+            output[:, :, tokens], normalizer[:, :, tokens] = cpu_flash(
                 *states, is_causal=True, scale=scaling
             )
         for queries, keys in calls.shared:
-            part, more = _attend(
+            part, more = cpu_flash(
                 query[:, :, queries], key[:, :, keys], value[:, :, keys], scale=scaling
             )
             difference = more - normalizer[:, :, queries]
@@ -138,7 +136,7 @@ class _PackedFlash(torch.autograd.Function):
         def differentiate(queries: slice, keys: slice, causal: bool) -> Any:
             places = queries, queries, keys, keys, queries, queries
             parts = (x[:, :, place] for x, place in zip(states, places, strict=True))
-            return _differentiate(*parts, 0.0, causal, scale=ctx.scaling)
+            return cpu_flash_backward(*parts, 0.0, causal, scale=ctx.scaling)
 
         for tokens in ctx.calls.own:
             for result, part in zip(results, differentiate(tokens, tokens, True), strict=True):

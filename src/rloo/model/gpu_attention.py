@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# None where this torch has no such function.
-_flash = getattr(torch.ops.aten, "_flash_attention_forward", None)
-_flash_backward = getattr(torch.ops.aten, "_flash_attention_backward", None)
-_efficient = getattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", None)
+from rloo.model import torch_compat
 
 HALF = (torch.float16, torch.bfloat16)
 # The largest head of flash attention, and what a head's size must be a multiple of.
@@ -66,7 +63,13 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """`attend_segments`, and what the backward wants of the forward beside."""
-    found = _flash(query, key, value, *segments, 0.0, causal, False, scale=scaling, **options)  # type: ignore[misc]
+    edges_q, edges_k, most_q, most_k = segments
+    if most_q == 1 and len(query) != len(edges_q) - 1:
+        most_q = 2  # with 1, the kernel reads one query of each segment, and some have none
+    edges = edges_q, edges_k, most_q, most_k
+    found = torch_compat.flash_forward(
+        query, key, value, *edges, 0.0, causal, False, scale=scaling, **options
+    )
     return tuple(found[:4])
 
 
@@ -118,7 +121,7 @@ class _Packed(torch.autograd.Function):
         calls, gradient = ctx.calls, gradients[0].contiguous()
 
         def differentiate(parts: tuple[Tensor, ...], segments: Segments, causal: bool) -> Any:
-            return _flash_backward(  # type: ignore[misc]
+            return torch_compat.flash_backward(
                 *parts, *segments, 0.0, causal, *state, scale=ctx.scaling
             )
 
@@ -142,7 +145,9 @@ def attend_dense(
     if mask is not None:
         padded = F.pad(mask.to(query.dtype), (0, -shape[-1] % _ALIGNED))
         mask = padded[..., : shape[-1]].expand(shape)
-    output, normalizer, *_ = _efficient(query, key, value, mask, True, scale=scaling)  # type: ignore[misc]
+    output, normalizer, *_ = torch_compat.efficient_attention(
+        query, key, value, mask, True, scale=scaling
+    )
     return output, normalizer[:, :, : shape[2], None]
 
 
@@ -151,7 +156,8 @@ def has_segments(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     """Whether attention over segments, and its gradients, work on this device for heads of this
     size. False on a CPU."""
     fits = dtype in HALF and size % _MULTIPLE == 0 and size <= _LARGEST
-    if device.type != "cuda" or not fits or _flash is None or _flash_backward is None:
+    known = torch_compat.flash_forward is not None and torch_compat.flash_backward is not None
+    if device.type != "cuda" or not fits or not known:
         return False
     return _agrees(_try_segments, device, dtype, size)
 
@@ -160,18 +166,21 @@ def has_segments(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 def has_dense(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     """Whether `attend_dense` works on this device for heads of this size. False on a CPU."""
     fits = dtype in _ROUNDING and size % _MULTIPLE == 0
-    if device.type != "cuda" or not fits or _efficient is None:
+    if device.type != "cuda" or not fits or torch_compat.efficient_attention is None:
         return False
     return _agrees(_try_dense, device, dtype, size)
 
 
 def _agrees(trial: Any, device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether the numbers of a trial are those of the definition."""
+    """Whether the numbers of a trial are those of the definition. It may be made within a layer
+    that is checkpointed or offloaded, which must not take what the trial saves for its own."""
+    own = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
     try:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast(device.type, enabled=False),
+            own,
         ):
             pairs = trial(device, dtype, size)
             return all(
@@ -182,6 +191,10 @@ def _agrees(trial: Any, device: torch.device, dtype: torch.dtype, size: int) -> 
         raise
     except (RuntimeError, TypeError, ValueError):  # no such kernel, or other arguments
         return False
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _numbers(shape: tuple[int, ...], seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:

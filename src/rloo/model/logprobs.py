@@ -16,8 +16,11 @@ from rloo.model.products import Matrix
 from rloo.model.softmax import Rows, differentiate, select
 
 # The number of logits in a chunk. With gradients, the probabilities of a single chunk are kept
-# until the backward (256 MiB in float32); those of several chunks are recomputed there.
+# until the backward (256 MiB in float32, twice that on a GPU); those of several chunks are
+# recomputed there.
 CHUNK_ELEMENTS = 2**26
+# How many times as many a GPU has, where each operation on a chunk is a launch.
+_ON_GPU = 2
 # The number of elements processed at a time, so that they stay in the processor's cache.
 CACHED_ELEMENTS = 2**21
 
@@ -68,7 +71,9 @@ class _SelectLogprobs(torch.autograd.Function):
 
 
 def _parts(logits: Tensor) -> Iterator[slice]:
-    """Rows that stay in cache."""
+    """Rows that stay in a processor's cache; on a GPU, where each operation is a launch, all."""
+    if logits.device.type == "cuda":
+        return iter((slice(0, len(logits)),))
     step = max(1, CACHED_ELEMENTS // logits.shape[-1])
     return (slice(start, start + step) for start in range(0, len(logits), step))
 
@@ -85,8 +90,9 @@ def token_logprobs(
     """The log-prob of each target and the entropy of its distribution, both (T,), in nats.
 
     `hidden` (T, D) are the states that predict `targets` (T,); `head` maps them to logits. Arrays
-    over the vocabulary exist for one chunk of tokens at a time; if there are several chunks, they
-    are recomputed in the backward. Both results carry gradients.
+    over the vocabulary exist for one chunk of tokens at a time, of `chunk_elements` numbers, on a
+    GPU twice as many; if there are several chunks, they are recomputed in the backward. Both
+    results carry gradients.
     """
 
     if (matrix := _matrix(head)) is not None:
@@ -96,7 +102,8 @@ def token_logprobs(
     def select_from(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:
         return _SelectLogprobs.apply(head(hidden_chunk), targets_chunk, temperature)
 
-    rows = max(1, chunk_elements // vocab_size)
+    times = _ON_GPU if hidden.device.type == "cuda" else 1
+    rows = max(1, times * chunk_elements // vocab_size)
     if hidden.shape[0] <= rows:
         return select_from(hidden, targets)
     parts = [

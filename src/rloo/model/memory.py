@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -187,8 +188,10 @@ def recorded_events(profiler: Any) -> Any:
 
 
 def silence_profiler() -> None:
-    """Prevent the profiler's library from logging to stderr. Must precede its first use."""
+    """Prevent the profiler's library from logging to stderr, and torch 2.11 from warning that a
+    second cycle would not be kept: there is none. Must precede its first use."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    warnings.filterwarnings("ignore", message=".*Profiler clears events")
 
 
 def weight_bytes(module: nn.Module, device: torch.device | None = None) -> int:

@@ -55,7 +55,8 @@ class ParkedState:
             self.park()
 
     def park(self) -> None:
-        """Move all state off the device."""
+        """Move all state off the device, and wait until it has arrived: a checkpoint may read it
+        next."""
         for parameter, state in self._optimizer.state.items():
             for name, value in state.items():
                 if not isinstance(value, Tensor) or value.device.type != self._device.type:
@@ -65,8 +66,9 @@ class ParkedState:
                     continue
                 if key not in self._buffers:
                     self._buffers[key] = _host_like(value)
-                # Blocking, because a checkpoint may read the copy next.
-                state[name] = self._buffers[key].copy_(value)
+                state[name] = self._buffers[key].copy_(value, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 @contextmanager
@@ -112,10 +114,11 @@ def _put_back(held: list[tuple[nn.Parameter, Tensor]], *_: Any) -> None:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """Values of the host on `device`; a GPU copies them when it comes to it, and no one waits."""
-    if device.type != "cuda":
+    """Values on `device`; a GPU copies those of the host when it comes to it, and no one waits."""
+    if device.type != "cuda" or values.device.type == "cuda":
         return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
+    # What is expanded cannot be locked as it is.
+    return values.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def _host_like(tensor: Tensor) -> Tensor:

@@ -15,7 +15,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloo.config.config import RLOOConfig
 from rloo.config.objective_checks import FIXED_REFERENCE
-from rloo.model import adapters, attention, layers, low_rank, offload, products, quantization
+from rloo.model import (
+    adapters,
+    attention,
+    layers,
+    low_rank,
+    offload,
+    products,
+    quantization,
+    torch_compat,
+)
 from rloo.model.adapters import Adapter
 from rloo.model.batch import MicroBatch, pack, pad
 from rloo.model.scorer import Scorer
@@ -28,6 +37,8 @@ NOISE = re.compile("dropout|pdrop|jitter|layerdrop")
 TOLERANCE = 1e-4
 # 16-bit logits around 32 are 0.125 or 0.25 apart (a frozen base of 16 bits under an adapter).
 LOW_PRECISION_TOLERANCE = 0.5
+# Operands of 10 bits, 3 more than those of bf16 have.
+TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +60,11 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
             "fp16 is True on a CPU, whose float16 arithmetic is a hundred times "
             "slower than float32; use bf16 or neither (fp16)"
         )
+    if config.tf32 and device.type == "cpu":
+        raise ValueError(
+            "tf32 is true and training runs on a CPU, which has no such arithmetic; it is for GPUs "
+            "(tf32, use_cpu)"
+        )
     offload.check(config, device)
     adapter = Adapter(model) if adapters.is_adapted(model) else None
     if adapter is None:
@@ -58,7 +74,7 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
     notes = quantization.prepare(model, config, adapted=adapter is not None)
     if config.parallel == "replicate":
         nn.Module.to(model, device)  # else layer by layer, when they are divided
-    notes += precision_note(config, device)
+    notes += [*precision_note(config, device), *unused_gpu_note(config, device)]
     notes += ensure_float32(model, adapted=adapter is not None)
     if config.beta != 0 and adapter is not None:
         if config.sync_ref_model:
@@ -164,13 +180,22 @@ def activation_bytes(layers: int, width: int, config: RLOOConfig) -> int:
 
 def precision_note(config: RLOOConfig, device: torch.device) -> list[str]:
     """A note where a GPU multiplies float32 matrices by its slow units."""
-    full = torch.get_float32_matmul_precision() == "highest"
-    if device.type != "cuda" or config.bf16 or config.fp16 or config.tf32 is not None or not full:
+    settled = config.bf16 or config.fp16 or config.tf32 is not None
+    if device.type != "cuda" or settled or torch_compat.uses_tf32(device):
         return []
     return [
         "float32 products on this GPU are computed without its tensor cores, in full precision: "
         "tf32 true is several times faster and rounds their operands to 10 bits, bf16 to 7 (tf32, "
         "bf16)"
+    ]
+
+
+def unused_gpu_note(config: RLOOConfig, device: torch.device) -> list[str]:
+    """A note where a Mac has a GPU, which nothing here was tried on."""
+    if device.type != "cpu" or config.use_cpu or not torch.backends.mps.is_available():
+        return []
+    return [
+        "this Mac's GPU (MPS) is not used: rloo computes on its CPU, or on a CUDA device (use_cpu)"
     ]
 
 
@@ -215,4 +240,6 @@ def check_forward(
 
 def rounding_of(model: PreTrainedModel) -> float:
     """The largest difference of a log-prob between two computations that is still rounding."""
-    return TOLERANCE if model.dtype.itemsize >= 4 else LOW_PRECISION_TOLERANCE
+    if model.dtype.itemsize < 4:
+        return LOW_PRECISION_TOLERANCE
+    return TF32_TOLERANCE if torch_compat.uses_tf32(model.device) else TOLERANCE

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from rloo.config.checks import OF_LAYERS, PRODUCTS
 from rloo.kernels import kept
+from rloo.model import torch_compat
 from rloo.model.division import is_divided
 from rloo.model.rounding import in_float32, operands, rounded, rounded_matrix
 
@@ -100,13 +101,15 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def pack(matrix: Tensor) -> Tensor:
     """A matrix (N, K) in oneDNN's own order, for `multiply`."""
-    return torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), MIN_ROWS)
+    packed: Tensor = torch_compat.pack_matrix(matrix.contiguous(), MIN_ROWS)
+    return packed
 
 
 def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """rows @ matrix.T + bias by oneDNN, without gradients: (T, K) and (N, K), perhaps packed, give
     (T, N)."""
-    return torch.ops.mkldnn._linear_pointwise(rows, matrix, bias, "none", [], "")
+    product: Tensor = torch_compat.multiply_packed(rows, matrix, bias, "none", [], "")
+    return product
 
 
 def multiplies(kind: str, rows: int, matrix: Tensor) -> bool:
@@ -241,7 +244,7 @@ def fault() -> str | None:
     rows, matrix, grad = (torch.randn(shape, generator=generator) for shape in shapes)
     try:
         ours = multiply(rows, pack(matrix)), multiply(grad, matrix.t()), outer(grad, rows)
-    except (AttributeError, NotImplementedError, RuntimeError):
+    except (TypeError, NotImplementedError, RuntimeError):  # there is none, or another one
         return "this torch has no such products"
     theirs = rows @ matrix.t(), grad @ matrix, grad.t() @ rows
     same = (torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(ours, theirs, strict=True))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rloo.model import gpu_attention
+from rloo.model import gpu_attention, torch_compat
 from rloo.model.attention import Options, attend
 from rloo.model.flash import Calls, attend_packed
 from rloo.model.offload import send
@@ -65,7 +65,7 @@ class _Rows:
         for name in ("valid", "index", "prompt", "_position", "_key_position", "_key_valid"):
             tensor = getattr(self, name)
             if tensor is not None:
-                setattr(self, name, tensor.to(device))
+                setattr(self, name, send(tensor, device))
         return self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
@@ -162,21 +162,19 @@ class PackedLayout:
         return gpu_attention.Calls(segments(own, own), pairs, tokens(queries), tokens(keys))
 
     @cached_property
-    def _rows(self) -> list[_Rows]:
+    def _rows(self) -> tuple[list[_Rows], Tensor]:
+        """One row for each prompt and completion, and the place of each token in the rows,
+        flattened and joined."""
         prompts = [span for span in self._spans if span.prompt is None]
         others = [s for s in self._spans if s.prompt is not None and s.stop > s.start]
         others.sort(key=lambda span: (span.stop - span.start, span.start))
         rows = [_Rows(prompts, None)]
         for first in range(0, len(others), self._rows_per_call):
             rows.append(_Rows(others[first : first + self._rows_per_call], rows[0]))
-        return [r.to(self._device) for r in rows]
-
-    @cached_property
-    def _place(self) -> Tensor:
-        """The place of each token in the rows, flattened and joined."""
-        held = torch.cat([rows.index[rows.valid] for rows in self._rows])
-        where = torch.cat([rows.valid.flatten() for rows in self._rows]).nonzero()[:, 0]
-        return torch.empty_like(held).index_put((held,), where)
+        held = torch.cat([r.index[r.valid] for r in rows])
+        where = torch.cat([r.valid.flatten() for r in rows]).nonzero()[:, 0]
+        place = torch.empty_like(held).index_put((held,), where)
+        return [r.to(self._device) for r in rows], send(place, self._device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
         """Attention: query (1, H, T, D), key and value (1, H_kv, T, D) to (1, T, H, D)."""
@@ -191,7 +189,7 @@ class PackedLayout:
             query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
             calls = self._segments
             return gpu_attention.attend_packed(query, key, value, calls, scaling=scaling)[None]
-        if device.type == "cpu":
+        if device.type == "cpu" and torch_compat.has_cpu_flash():
             # Not in 16 bits, in which its backward is many times slower on a CPU.
             dtype = torch.promote_types(value.dtype, torch.float32)
             given = value.dtype
@@ -203,19 +201,20 @@ class PackedLayout:
     def _attend_in_rows(
         self, query: Tensor, key: Tensor, value: Tensor, options: Options
     ) -> Tensor:
-        indices = [rows.index for rows in self._rows]
+        all_rows, place = self._rows
+        indices = [rows.index for rows in all_rows]
         queries, keys, values = (
-            _ToRows.apply(x[0].transpose(0, 1), self._place, *indices) for x in (query, key, value)
+            _ToRows.apply(x[0].transpose(0, 1), place, *indices) for x in (query, key, value)
         )
         outputs = []
-        for rows, query, key, value in zip(self._rows, queries, keys, values, strict=True):
+        for rows, query, key, value in zip(all_rows, queries, keys, values, strict=True):
             if rows.prompt is not None:
                 key = torch.cat([keys[0].index_select(0, rows.prompt), key], dim=1)
                 value = torch.cat([values[0].index_select(0, rows.prompt), value], dim=1)
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))
             output = rows.attend(query, key, value, options)
             outputs.append(output.transpose(1, 2).flatten(0, 1))
-        return _FromRows.apply(torch.cat(outputs), self._place)[None]
+        return _FromRows.apply(torch.cat(outputs), place)[None]
 
 
 class _FromRows(torch.autograd.Function):

@@ -36,10 +36,10 @@ def select(logits: Tensor, targets: Tensor, temperature: float, rows: Rows) -> N
     # In fewer passes than torch's log_softmax: from the likeliest token's probability, never 0.
     weights = logits.softmax(dim=-1)
     normalizer = logits.amax(dim=-1) - weights.amax(dim=-1).log()
-    rows.logprobs.copy_(chosen - normalizer)
+    torch.sub(chosen, normalizer, out=rows.logprobs)
     if rows.entropy is not None:
         logits.clamp_(min=-1e30)  # 0 * log 0 is 0
-        rows.entropy.copy_(normalizer - logits.mul_(weights).sum(dim=-1))
+        torch.sub(normalizer, logits.mul_(weights).sum(dim=-1), out=rows.entropy)
     if rows.kept is not None and rows.total is not None:
         rows.kept.copy_(weights)
         rows.total.fill_(1.0)

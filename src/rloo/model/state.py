@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rloo.dist import World
+from rloo.model import torch_compat
 from rloo.model.division import divide, full, is_divided, local, numbers_before, shape_of
 
 
@@ -197,10 +198,15 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in on_cpu]
     if len(sums) == len(named) and all(map(math.isfinite, map(float, sums))):
         return None
-    norms = torch._foreach_norm([t for _, t in named], torch.inf) if named else []
-    if not norms or bool(torch.stack([n.float().cpu() for n in norms]).isfinite().all()):
-        return None
-    return next(name for (name, _), norm in zip(named, norms, strict=True) if not norm.isfinite())
+    finite = [True] * len(named)
+    # A host waits once for each device, not for each tensor.
+    for device in {part.device for _, part in named}:
+        places = [n for n, (_, part) in enumerate(named) if part.device == device]
+        norms = torch_compat.largest([named[n][1] for n in places])
+        found = torch.stack([norm.float() for norm in norms]).isfinite().tolist()
+        for place, is_finite in zip(places, found, strict=True):
+            finite[place] = is_finite
+    return next((name for (name, _), good in zip(named, finite, strict=True) if not good), None)
 
 
 def capture_rng() -> dict[str, Any]:

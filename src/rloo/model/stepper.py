@@ -16,6 +16,7 @@ from rloo.config.config import RLOOConfig
 from rloo.dist import World
 from rloo.dist.trees import Flat, flatten, unflatten
 from rloo.kernels import update
+from rloo.model import torch_compat
 from rloo.model.division import is_divided
 from rloo.model.layers import computes
 from rloo.model.offload import ParkedState
@@ -115,7 +116,7 @@ class Stepper:
         if computes(*gradients) and all(g.is_contiguous() for g in gradients):
             whole = math.sqrt(sum(map(update.sum_of_squares, gradients)))
             if whole > self._limit:
-                torch._foreach_mul_(gradients, self._limit / (whole + EPSILON))
+                torch_compat.multiply_all(gradients, self._limit / (whole + EPSILON))
             return whole
         norm: Any = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
         # Of divided gradients it is what each has of a sum.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rloo import kernels
 from rloo.config.config import RLOOConfig
 from rloo.config.vllm_options import servers_dtype
-from rloo.model import products
+from rloo.model import products, torch_compat
 from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
 from rloo.run.preflight import check_threads
@@ -42,9 +42,7 @@ def let_segments_grow(device: torch.device) -> None:
     given = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if device.type == "cuda" and not given:
         # Not by the environment, which servers of vLLM would inherit: its pools cannot grow.
-        name = "_accelerator_setAllocatorSettings"  # older ones have it under another name
-        change: Any = getattr(torch._C, name, None) or torch.cuda.memory._set_allocator_settings
-        change("expandable_segments:True")
+        torch_compat.let_segments_grow()
 
 
 def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:

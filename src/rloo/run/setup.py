@@ -341,6 +341,7 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
         dtype=getattr(torch, args.rollout_dtype) if args.rollout_dtype else precision,
         no_copy=no_copy,
         whole=policy.whole,
+        tell=_telling(owner),
     )
     _require_room(policy)
     _settle_threads(policy, args)

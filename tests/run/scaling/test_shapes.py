@@ -18,8 +18,10 @@ def test_operations_and_parameters_are_those_of_the_module(kind):
     tokens = 24
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(tokens)[None] % 40)
-    # The attention that is counted does not leave out what causality does.
-    assert counter.get_total_flops() == tokens * shape.operations(tokens)
+    # The attention that is counted does not leave out what causality does; some versions compute
+    # the angles of positions by a product, a thousandth of the whole.
+    counted = counter.get_total_flops()
+    assert counted == pytest.approx(tokens * shape.operations(tokens), rel=1e-3)
     with torch.no_grad():
         output = model(torch.arange(tokens)[None] % 40, use_cache=True)
     kept = next(output[name] for name in CACHES if name in output)

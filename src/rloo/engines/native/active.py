@@ -28,8 +28,10 @@ class ActiveRows:
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1.0 and not sampling.greedy:
             self.seen = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
-            for row, (prompt, _) in enumerate(rows):
-                self.seen[row, torch.tensor(prompt.token_ids, device=device)] = True
+            lengths = torch.tensor([len(prompt.token_ids) for prompt, _ in rows])
+            row = torch.arange(len(rows)).repeat_interleave(lengths)
+            tokens = torch.tensor([token for prompt, _ in rows for token in prompt.token_ids])
+            self.seen[row.to(device), tokens.to(device)] = True
         self._keys = keys
         self._noise = uniforms(keys, 0, _NOISE_BLOCK)
         self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)

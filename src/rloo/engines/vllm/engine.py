@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rloo.dist import World
@@ -114,15 +115,16 @@ class VLLMEngine:
 
     def load(self, weights: Named, version: int) -> None:
         """Publish the weights as a new version, and have every server load it, unless it is the one
-        that they have; those that sleep load it when they are sampled from. Raises NoServers where
-        none is left that has it."""
+        that they have; those that sleep load it when they are sampled from, but for the first,
+        after which what is free of a GPU is what an update will find. Raises NoServers where none
+        is left that has it."""
         version = self._source.world.from_main(version)
         if version == self.version:
             return
-        source, main = self._source, self._source.world.is_main
-        if self.version < 0 and main:
+        source, main, first = self._source, self._source.world.is_main, self.version < 0
+        if first and main:
             self._open.versions = Versions.made_in(self._settings.weights_folder, self._token)
-        if self.version < 0 and source.adapter_rank is not None:
+        if first and source.adapter_rank is not None:
             self._write("base", source.write_base)
             self._start()
             self._require_adapters()
@@ -131,9 +133,15 @@ class VLLMEngine:
         self.version = version
         if self._settings.sleep_level is None:
             self._bring()
+        elif first:
+            with self.keeping():  # and then they sleep
+                pass
 
     def _bring(self) -> None:
         """Have the servers load what was published last, and verify that they have."""
+        sleep = self._settings.sleep_level is not None
+        if sleep and self._source.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # of which the trainer has no use, and those that wake have
         wanted, self._wanted = self._wanted, None
         if wanted is None:
             return
