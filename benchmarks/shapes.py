@@ -41,6 +41,7 @@ def _shape(
 
 SHAPES = {
     "qwen3-0.6b": _shape(28, 1024, 3072, 16, 8, 128, 151936),
+    "qwen3-1.7b": _shape(28, 2048, 6144, 16, 8, 128, 151936),
     "qwen3-4b": _shape(36, 2560, 9728, 32, 8, 128, 151936),
     "qwen3-150m": _shape(24, 512, 1536, 8, 4, 64, 151936),
     # One model with three vocabularies, and four sizes with one.

@@ -119,17 +119,20 @@ def _growing_model(family: str, model: str, title: str) -> Workload:
     )
 
 
-def _on_gpu(name: str, model: str, title: str) -> Workload:
+def _on_gpu(
+    name: str, model: str, title: str, prompts: int = 32, size: int = 8, tokens: int = 1024
+) -> Workload:
+    what = f"{prompts} prompts, K = {size}, 512 + up to {tokens:,} tokens, bf16"
     return Workload(
         name,
-        f"{title} shape, random weights, 32 prompts, K = 8, 512 + up to 1,024 tokens, bf16",
+        f"{title} shape, random weights, {what}",
         model,
-        32,
-        8,
-        1024,
+        prompts,
+        size,
+        tokens,
         ON_GPU,
         prompt_tokens=512,
-        mean_tokens=512,
+        mean_tokens=tokens // 2,
         cuda=True,
         options=_GPU_OPTIONS,
         alone=True,
@@ -222,6 +225,7 @@ _TABLE = [
     _growing_model("SIZE", "148m-8k", "148 M parameters, vocabulary 8,192"),
     _on_gpu("G1", "qwen3-0.6b", "Qwen3-0.6B"),
     _on_gpu("G2", "qwen3-4b", "Qwen3-4B"),
+    _on_gpu("G3", "qwen3-1.7b", "Qwen3-1.7B", 16, 16, 2048),
     Workload(
         "TINY",
         "random weights, to try the benchmark itself",

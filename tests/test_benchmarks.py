@@ -200,7 +200,7 @@ def test_sides_and_workloads_are_read_from_the_command_line():
     everything = {w.name for name in DEFAULT for _, w in peers.choose(name, None)}
     models = {*SHAPES, *model.RECIPES, model.PRETRAINED}
     assert {workload.model for workload in WORKLOADS.values()} <= models
-    assert set(WORKLOADS) - everything == {"G1", "G2", "SG", "D1", "D2", "TINY"}
+    assert set(WORKLOADS) - everything == {"G1", "G2", "G3", "SG", "D1", "D2", "TINY"}
 
 
 def test_several_processes_are_compared_with_one_step_by_step():

@@ -1,0 +1,160 @@
+"""What a CUDA device shows in three calls of about 8 minutes, each part bounded and alone killable:
+
+    benchmarks/gpu.sh [--dry-run] [--out FOLDER] correct|fast|large ...
+
+What a part has found is appended to FOLDER/results.jsonl as soon as it ends, with all that it
+printed in FOLDER/NAME.txt. The last thing printed is one table of all results in FOLDER, and what
+is to be mended first. Models have random weights, prompts random words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of this python, at most so many seconds of it, and the module that it needs."""
+
+    stage: str
+    name: str
+    seconds: int
+    command: tuple[str, ...]
+    needs: str | None = None
+
+
+def _peers(workload: str, rounds: int, *sides: str) -> tuple[str, ...]:
+    options = ("--workload", workload, "--rounds", str(rounds), "--seeds", "1")
+    return ("-m", "benchmarks.peers", *options, "--results", "{out}/peers.jsonl", "--sides", *sides)
+
+
+def _train(*options: str) -> tuple[str, ...]:
+    precision = () if "--fp16" in options else ("--bf16", "true")
+    common = (*precision, "--max_steps", "30", "--eval_strategy", "no")
+    return ("-m", "rloo", "train", *common, *options)
+
+
+_OFFLOADED = "rloo:offload_reference=true,offload_optimizer=true"
+# Nothing that only a GPU warns of makes a test fail; other files may import what is not there.
+_TESTS = ("-m", "pytest", "-q", "-m", "not slow", "-W", "default", "-o", "timeout=60")
+_FILES = ("tests/test_gpu.py", "tests/model/test_offload.py")
+PARTS = (
+    Part("correct", "probe", 150, ("-m", "benchmarks.gpu_probe")),
+    Part("correct", "tests", 180, (*_TESTS, "--junitxml={out}/tests.xml", *_FILES), "pytest"),
+    Part("correct", "lora", 60, _train("--use_peft", "true", "--output_dir", "{out}/lora"), "peft"),
+    Part("correct", "fp16", 60, _train("--fp16", "true", "--output_dir", "{out}/fp16")),
+    Part("fast", "ceilings", 40, ("-m", "benchmarks.gpu_ceilings")),
+    Part("fast", "sampling", 110, _peers("SG", 2, "rloo")),
+    Part("fast", "step", 110, _peers("G1", 2, "rloo")),
+    Part("fast", "vllm", 100, ("-m", "benchmarks.gpu_vllm"), "vllm"),
+    Part("fast", "generate", 110, _peers("SG", 1, "rloo", "generate")),
+    Part("large", "offloaded", 200, _peers("G2", 1, _OFFLOADED)),
+    Part("large", "long", 200, _peers("G3", 1, "rloo")),
+    Part("large", "divided", 120, _peers("G1", 1, "rloo:parallel=fsdp2")),
+)  # fmt: skip
+STAGES = tuple(dict.fromkeys(part.stage for part in PARTS))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts of the stages that are named; status 0 if all of them passed."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--dry-run", action="store_true", help="print the commands")
+    parser.add_argument("--out", type=Path, default=Path("gpu_results"), metavar="FOLDER")
+    parser.add_argument("stages", nargs="+", choices=STAGES)
+    options = parser.parse_args(arguments)
+    chosen = [part for part in PARTS if part.stage in options.stages]
+    if options.dry_run:
+        for part in chosen:
+            print("+ timeout", part.seconds, "python", *_command(part, options.out)[1:])
+        return 0
+    if not _has_device():
+        print("torch finds no CUDA device (PYTHON, CUDA_VISIBLE_DEVICES)", file=sys.stderr)
+        return 1
+    out = options.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    for part in chosen:
+        result = run(part, out)
+        with (out / "results.jsonl").open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(f"{part.name}: {result['state']} in {result['seconds']} s", flush=True)
+    results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    newest = list({row["name"]: row for row in results}.values())
+    print(*table(newest), sep="\n")
+    return int(any(r["state"] == "failed" for r in newest if r["stage"] in options.stages))
+
+
+def _has_device() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _command(part: Part, out: Path) -> list[str]:
+    return [sys.executable, *(word.replace("{out}", str(out)) for word in part.command)]
+
+
+def run(part: Part, out: Path) -> dict[str, Any]:
+    """What became of a part: state, seconds, and the facts that its last line of JSON tells."""
+    row: dict[str, Any] = {"stage": part.stage, "name": part.name, "seconds": 0}
+    if part.needs and find_spec(part.needs) is None:
+        return {**row, "state": "skipped", "why": f"there is no {part.needs}"}
+    start, log = time.monotonic(), out / f"{part.name}.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            _command(part, out),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,  # so that all that it has started ends with it
+        )
+        try:
+            status: int | None = process.wait(part.seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    seconds = round(time.monotonic() - start)
+    lines = log.read_text(errors="replace").splitlines() or [""]
+    row |= {
+        "seconds": seconds,
+        "state": "passed" if status == 0 else "failed",
+        "last": lines[-1][:200],
+    }
+    if status is None:
+        row["why"] = f"took longer than {part.seconds} s"
+    elif status:
+        row["why"] = f"exit status {status}"
+    with suppress(ValueError, TypeError):  # the last line of most is no JSON
+        row["facts"] = dict(json.loads(lines[-1]))
+    return row
+
+
+def table(results: Sequence[dict[str, Any]]) -> list[str]:
+    """The newest result of each part, and the first that is to be mended."""
+    lines = ["", "| part | state | seconds | what it said |", "|---|---|---|---|"]
+    for row in results:
+        said = row.get("why") or json.dumps(row.get("facts") or row["last"])
+        lines.append(f"| {row['name']} | {row['state']} | {row['seconds']} | {said[:160]} |")
+    failed = [row for row in results if row["state"] == "failed"]
+    first = f"{failed[0]['name']}: {failed[0]['last']}" if failed else "nothing"
+    return [*lines, "", f"To be mended first: {first}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
