@@ -38,7 +38,7 @@ case ${1:-} in
         requirements=$(project_requirements peers test peft | grep -v '^trl=='; echo "deepspeed==0.19.8")
         ;;
     ray)
-        requirements=$(project_requirements ray test; echo "ray[default,train]==2.60.0")
+        requirements=$(project_requirements ray test; printf '%s\n' torch==2.13.0 "ray[default,train]==2.60.0")
         ;;
     vllm)
         requirements=$(echo "torch==2.13.0"; grep -v '^#' tools/vllm_requirements.txt)

@@ -12,6 +12,12 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+if sys.platform == "win32":
+    raise ImportError(
+        "rloo runs on Linux and macOS, not on Windows; there it runs in WSL, a Linux "
+        "(docs/platforms.md)"
+    )
+
 if TYPE_CHECKING:
     from rloo.algorithm.interrupts import Stopped
     from rloo.config.config import RLOOArguments, RLOOConfig

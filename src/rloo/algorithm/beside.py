@@ -10,7 +10,6 @@ who is short. A checkpoint knows how many rollouts were trained; what was begun 
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from rloo.algorithm.rollout import SyncRollouts
 from rloo.algorithm.sharing import Called, Judge, arguments_of, column_names, completions_of_all
 from rloo.dist.crew import follow, result_of
+from rloo.dist.system import num_processors
 from rloo.engines.noise import noise_key
 from rloo.rewards.workers import Scorers, why_not, written
 from rloo.types import Completion, Engine, Group, Prompt, Sampling
@@ -87,7 +87,9 @@ class AsyncRollouts(SyncRollouts):
         self._after, self._epoch = self.prompts.state_dict(), self.prompts.epoch
         self.why_here = why_not(self.rewards)
         if self.why_here is None and self.world.is_main:
-            some = self.config.reward_workers or min(self.batches.prompts_per_rollout, _cores(), 8)
+            some = self.config.reward_workers or min(
+                self.batches.prompts_per_rollout, num_processors(), 8
+            )
             placed = self.config.remote_workers in ("score", "both")
             hub = self.world.hub if placed else None
             self.scorers = Scorers(self.rewards, some, hub)
@@ -257,10 +259,6 @@ class AsyncRollouts(SyncRollouts):
     def _stats(self) -> dict[str, float]:
         lost = {"scorers/lost": float(self.scorers.lost)} if self.scorers is not None else {}
         return self.engine.stats() | self._told | lost
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
 
 
 class _Pace(NamedTuple):

@@ -35,20 +35,15 @@ def has_cpu_flash() -> bool:
 
 
 def uses_tf32(device: torch.device) -> bool:
-    """Whether this device rounds the operands of float32 products to 10 bits. torch 2.9 has a
-    setting with another name, and refuses to tell the old one once that is set."""
-    if device.type != "cuda":
-        return False
-    setting = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    if setting is None:
-        return bool(torch.backends.cuda.matmul.allow_tf32)
-    return setting not in ("ieee", "none")
+    """Whether this device rounds the operands of float32 products to 10 bits. The older setting
+    (`allow_tf32`) sets this one, and is not told any more once this one was set."""
+    setting = torch.backends.cuda.matmul.fp32_precision
+    return device.type == "cuda" and setting not in ("ieee", "none")
 
 
 def let_segments_grow() -> bool:
     """Have memory of a GPU grow in place, from the first tensor on; False where that cannot be."""
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    change = change or getattr(torch.cuda.memory, "_set_allocator_settings", None)
     if change is not None:
         change("expandable_segments:True")
     return change is not None

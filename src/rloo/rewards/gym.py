@@ -16,6 +16,7 @@ from typing import Any
 
 from rloo.data.gym import library
 from rloo.dist.crew import result_of
+from rloo.dist.system import num_processors
 from rloo.dist.workers import WorkerLost
 from rloo.rewards.code.staff import Library, Limits, Staff, choose_wall
 from rloo.rewards.code.walls import WALLS
@@ -70,7 +71,7 @@ def make_gym(
     if not hasattr(os, "fork"):
         raise ValueError("the reward 'gym' needs Linux")
     limits = Limits(seconds=seconds, total_seconds=max(30.0, 2 * seconds), memory=memory)
-    size = workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
+    size = workers or min(_MOST_WORKERS, num_processors())
     return GymReward(wall, size, limits)
 
 

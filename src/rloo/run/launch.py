@@ -27,6 +27,7 @@ from rloo.algorithm.interrupts import ECHO
 from rloo.config.config import RLOOConfig
 from rloo.config.launchers import restart_count
 from rloo.dist.signals import STOP_SIGNALS
+from rloo.dist.system import num_processors
 
 BAD_INPUT = 2
 # Seconds that ranks are given to end: those that a signal has told to save, those that are left
@@ -57,7 +58,7 @@ def launch(
             f"num_processes is {config.num_processes}, and processes are started on Linux only; "
             "use torchrun -m rloo train (num_processes)"
         )
-    size, processors = config.num_processes or 1, len(os.sched_getaffinity(0))
+    size, processors = config.num_processes or 1, num_processors()
     if size > MOST * processors:
         raise ValueError(
             f"num_processes is {size}, and this machine has {processors} processors; it must be at "

@@ -168,8 +168,9 @@ def test_servers_sleep_behind_the_last_turn_and_not_between_turns(made):
     calls = [call.split()[0] for call in server.calls]
     asked = [n for n, call in enumerate(calls) if call == COMPLETIONS]
     sleeps = [n for n, call in enumerate(calls) if call == "/sleep"]
-    assert len(asked) > 3
-    assert sleeps == [n for n in sleeps if n > asked[-1]] and len(sleeps) == 1
+    first, last = sleeps  # behind the first weights, and behind the last turn
+    assert sum(n > first for n in asked) > 3
+    assert asked[-1] < last
 
 
 # -- what is trained ---------------------------------------------------------------------------

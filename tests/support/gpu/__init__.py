@@ -60,8 +60,10 @@ def _names(device: Device, places: Places) -> Iterator[tuple[Any, str, Any]]:
     """What is replaced: object, name, by what."""
     for name, value in Runtime(device).names.items():
         yield torch.cuda, name, value
+    yield torch.accelerator, "is_available", lambda: True
+    yield torch.accelerator, "current_accelerator", lambda check_available=False: WHERE
+    yield torch.accelerator, "current_stream", lambda _=None: device.stream
     yield torch.cuda.graphs.graph, "default_capture_stream", None
-    yield torch.cuda.memory, "_set_allocator_settings", lambda _: None
     yield torch._C, "_accelerator_setAllocatorSettings", lambda _: None
     yield torch._C, "_host_emptyCache", lambda: None
     yield torch._C, "_cuda_getCurrentRawStream", lambda _: 0

@@ -80,6 +80,8 @@ class Runtime:
         class Stream:
             """Work in order."""
 
+            stream_id, device_index, device_type = 0, 0, 1
+
             def __init__(self, *_: Any, **__: Any) -> None:
                 self.device = WHERE
 
@@ -95,6 +97,10 @@ class Runtime:
             def query(self) -> bool:
                 """All is done at once here."""
                 return True
+
+            def is_capturing(self) -> bool:
+                """Whether a graph records it."""
+                return device.capturing is not None
 
             def synchronize(self) -> None:
                 device.wait("stream.synchronize")

@@ -137,7 +137,7 @@ def score_all(pairs: list[tuple[str, str]], seconds: float, tell: Callable[[str]
     for entry, answer in pairs:
         try:
             found = score(entry, answer)
-        except Exception:
+        except Exception:  # whatever a task's scorer raises at what a model wrote
             found = None
         tell(json.dumps(found) + "\n")
         if time.monotonic() >= end:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -13,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rloo.dist.crew import result_of
+from rloo.dist.system import num_processors
 from rloo.dist.workers import WorkerLost
 from rloo.rewards.code.inside import values
 from rloo.rewards.code.staff import Limits, Staff, choose_wall
@@ -59,7 +59,7 @@ def make_code(
     how = {"command": command, "build": build}
     split = {key: shlex.split(line) for key, line in how.items() if line is not None}
     request = {"file": file, **split} if split else {}
-    size = workers or len(os.sched_getaffinity(0))
+    size = workers or num_processors()
     return CodeReward(request | {"all_or_nothing": not partial}, wall, size, Limits(**limits))  # type: ignore[arg-type]
 
 

@@ -1,0 +1,95 @@
+"""The bounds of what is installed are those of what was run (.ci/versions.toml), and a system that
+rloo does not run on is told so."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from rloo.config.config import RLOOConfig
+from rloo.model import preparation
+from support.models import CPU
+
+ROOT = Path(__file__).parent.parent
+RUNS = tomllib.loads((ROOT / ".ci/versions.toml").read_text())["run"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_bounds_are_those_of_what_was_run(name):
+    (bounds,) = (r.specifier for r in map(Requirement, PROJECT["dependencies"]) if r.name == name)
+    tried = sorted(Version(run[name]) for run in RUNS)
+    assert all(version in bounds for version in tried)
+    (floor,) = (Version(bound.version) for bound in bounds if bound.operator == ">=")
+    (cap,) = (Version(bound.version) for bound in bounds if bound.operator == "<")
+    assert floor.release[:2] == tried[0].release[:2]
+    assert (cap.major, cap.minor - 1) == tried[-1].release[:2]
+
+
+def test_pythons_are_those_of_what_was_run():
+    tried = {".".join(run["python"].split(".")[:2]) for run in RUNS}
+    prefix = "Programming Language :: Python :: "
+    named = {c.removeprefix(prefix) for c in PROJECT["classifiers"] if c.startswith(prefix)}
+    assert named == tried
+    assert PROJECT["requires-python"] == f">={min(tried, key=Version)}"
+
+
+def test_the_constraints_are_what_runs_with_every_change():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    (ci,) = (run for run in RUNS if run.get("ci"))
+    assert (pinned["torch"], pinned["transformers"]) == (ci["torch"], ci["transformers"])
+    for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]:
+        requirement = Requirement(line)
+        if requirement.name in pinned:
+            assert pinned[requirement.name] in requirement.specifier, line
+
+
+def python(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "src"
+    )
+
+
+def test_on_windows_a_sentence_says_where_it_runs():
+    """There, what Unix alone has is missing."""
+    done = python(
+        "import sys\n"
+        "sys.platform = 'win32'\n"
+        "sys.modules |= dict.fromkeys(('fcntl', 'resource', 'pwd'))\n"
+        "import rloo\n"
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: rloo runs on Linux and macOS")
+
+
+def test_where_only_linux_has_it_the_rest_is_imported_all_the_same():
+    """macOS has no `sched_getaffinity`, and torch there no kernels in C of ours."""
+    modules = "run.trainer", "cli", "rewards.code.reward", "rewards.gym", "run.launch"
+    done = python(
+        "import datasets, os, sys, torch, transformers, peft\n"
+        "sys.platform = 'darwin'\n"
+        "del os.sched_getaffinity\n"
+        + "".join(f"import rloo.{name}\n" for name in modules)
+        + "from rloo.dist.system import num_processors\n"
+        "from rloo.kernels import why_not\n"
+        "print(num_processors() == os.cpu_count(), why_not())\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("True kernels are built on Linux alone")
+
+
+def test_a_mac_is_told_that_its_gpu_is_not_used(monkeypatch):
+    def notes(**options):
+        return preparation.unused_gpu_note(RLOOConfig(bf16=False, **options), CPU)
+
+    assert notes() == []
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    (note,) = notes()
+    assert "MPS" in note
+    assert notes(use_cpu=True) == []
