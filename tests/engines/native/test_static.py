@@ -77,8 +77,9 @@ OTHERS = {
 def test_completions_are_those_of_other_steps(case, device):
     """Where operations are replayed no Python of a step runs, which shows that a graph holds all of
     it."""
-    require_equal(*both(replace(SAMPLING, **OTHERS[case])))
-    assert (device.replays > 0) == (SAMPLING.max_tokens > 1)
+    sampling = replace(SAMPLING, **OTHERS[case])
+    require_equal(*both(sampling))
+    assert (device.replays > 0) == (sampling.max_tokens > 1)
 
 
 def test_another_architecture_too(device):
