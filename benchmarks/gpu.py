@@ -1,4 +1,4 @@
-"""What a CUDA device shows in three calls of about 8 minutes, each part bounded and alone killable:
+"""Measure a CUDA device in three calls of about 8 minutes, each part bounded and alone killable:
 
     benchmarks/gpu.sh [--dry-run] [--out FOLDER] correct|fast|large ...
 
@@ -108,7 +108,7 @@ def _command(part: Part, out: Path) -> list[str]:
 
 
 def run(part: Part, out: Path) -> dict[str, Any]:
-    """What became of a part: state, seconds, and the facts that its last line of JSON tells."""
+    """Run a part; return its state, seconds, and the facts that its last line of JSON tells."""
     row: dict[str, Any] = {"stage": part.stage, "name": part.name, "seconds": 0}
     if part.needs and find_spec(part.needs) is None:
         return {**row, "state": "skipped", "why": f"there is no {part.needs}"}

@@ -1,4 +1,4 @@
-"""What a CUDA device can do at most, beside which other figures stand:
+"""Measure the most that a CUDA device can do, with which other figures are compared:
 
     python -m benchmarks.gpu_ceilings
 

@@ -28,7 +28,7 @@ Facts = dict[str, Any]
 
 
 class Failed(Exception):
-    """What a probe has found wrong."""
+    """A probe has found something wrong."""
 
 
 def require(holds: bool, text: str) -> None:

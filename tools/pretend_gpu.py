@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,13 +42,9 @@ def main() -> int:
                 status = gpu_probe.main(["--small", *options.command[1:]])
             else:
                 status = rloo(options.command)
-        except BaseException as error:
-            status = 1
-            if not isinstance(error, Exception):
-                raise
-            import traceback
-
+        except Exception:  # the counts are told whatever the command raises
             traceback.print_exc()
+            status = 1
         found = {"status": status, "steps": len(device.steps), **device.summary()}
     print(json.dumps(found))
     return status

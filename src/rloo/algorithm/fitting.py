@@ -41,7 +41,7 @@ def rehearse(parts: Parts, state: RunState) -> None:
 
 
 def _try_packing(policy: Policy) -> None:
-    """Compute a packed row of a few tokens. Where the model cannot, updates fall back to padding,
+    """Compute a packed row of a few tokens. If the model cannot, updates fall back to padding,
     with a note; what a GPU has for packed rows is tried in passing, not in the midst of a step."""
     if not policy.packed:
         return

@@ -137,9 +137,7 @@ class Graph:
             self._pools.leave_pool(self._pool)
             self._pool = None
 
-    def __del__(self) -> None:
-        if self._pool is not None:
-            self._pools.leave_pool(self._pool)
+    __del__ = reset
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

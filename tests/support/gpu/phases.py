@@ -11,8 +11,7 @@ from unittest.mock import patch
 
 from support.gpu.device import Device
 
-# Functions of the project, and what is done in them. Inside of a phase that has a longer name, such
-# as `token` in a rollout, counts are of the inner one.
+# Functions of the project, and the phase that each is; of nested phases the inner one counts.
 PARTS = (
     ("rloo.engines.native.graphs:Repeated.__call__", "token"),
     ("rloo.engines.native.graphs:Repeated._record", "capture"),
@@ -28,8 +27,8 @@ PARTS = (
 @contextmanager
 def counted(device: Device) -> Iterator[None]:
     """Inside, waits and launches are counted by phase: `sample`, `credit`, `update` (the run's own
-    clock), in them `token`, `micro_batch` and `capture`; else `other`. `device.steps` has what the
-    host waited in each step's update, `device.micro_batches` how many there were."""
+    clock), in them `token`, `micro_batch` and `capture`; else `other`. `device.steps` has
+    how often the host waited in each step's update."""
     from rloo.report.profiling import Clock
 
     of_clock = Clock.phase
