@@ -1,6 +1,6 @@
-"""Measure a CUDA device in three calls of about 8 minutes, each part bounded and alone killable:
+"""Measure a CUDA device in four calls of at most 10 minutes, each part bounded and alone killable:
 
-    benchmarks/gpu.sh [--dry-run] [--out FOLDER] correct|fast|large ...
+    benchmarks/gpu.sh [--dry-run] [--out FOLDER] correct|fast|large|compared|PART ...
 
 What a part has found is appended to FOLDER/results.jsonl as soon as it ends, with all that it
 printed in FOLDER/NAME.txt. The last thing printed is one table of all results in FOLDER, and what
@@ -48,23 +48,32 @@ def _train(*options: str) -> tuple[str, ...]:
     return ("-m", "rloo", "train", *common, *options)
 
 
+_QLORA = _train("--use_peft", "true", "--load_in_4bit", "true")
 _OFFLOADED = "rloo:offload_reference=true,offload_optimizer=true"
+# Of 256 rows at once the update would not fit.
+_TRL = "trl:per_device_train_batch_size=16,gradient_accumulation_steps=16"
 # Nothing that only a GPU warns of makes a test fail; other files may import what is not there.
 _TESTS = ("-m", "pytest", "-q", "-m", "not slow", "-W", "default", "-o", "timeout=60")
+_SUITE = ("-m", "pytest", "-q", "-W", "default", "-o", "timeout=240", "-n", "14")
 _FILES = ("tests/test_gpu.py", "tests/model/test_offload.py")
 PARTS = (
     Part("correct", "probe", 150, ("-m", "benchmarks.gpu_probe")),
     Part("correct", "tests", 180, (*_TESTS, "--junitxml={out}/tests.xml", *_FILES), "pytest"),
     Part("correct", "lora", 60, _train("--use_peft", "true", "--output_dir", "{out}/lora"), "peft"),
     Part("correct", "fp16", 60, _train("--fp16", "true", "--output_dir", "{out}/fp16")),
+    Part("correct", "qlora", 60, (*_QLORA, "--output_dir", "{out}/qlora"), "bitsandbytes"),
     Part("fast", "ceilings", 40, ("-m", "benchmarks.gpu_ceilings")),
     Part("fast", "sampling", 110, _peers("SG", 2, "rloo")),
     Part("fast", "step", 110, _peers("G1", 2, "rloo")),
+    Part("fast", "profile", 90, ("-m", "benchmarks.gpu_profile")),
     Part("fast", "vllm", 100, ("-m", "benchmarks.gpu_vllm"), "vllm"),
-    Part("fast", "generate", 110, _peers("SG", 1, "rloo", "generate")),
+    Part("fast", "plan", 90, ("-m", "benchmarks.gpu_plan")),
     Part("large", "offloaded", 200, _peers("G2", 1, _OFFLOADED)),
     Part("large", "long", 200, _peers("G3", 1, "rloo")),
     Part("large", "divided", 120, _peers("G1", 1, "rloo:parallel=fsdp2")),
+    Part("compared", "generate", 110, _peers("SG", 1, "rloo", "generate")),
+    Part("compared", "trl", 200, _peers("G1", 1, "rloo", _TRL), "trl"),
+    Part("compared", "suite", 240, _SUITE, "xdist"),
 )  # fmt: skip
 STAGES = tuple(dict.fromkeys(part.stage for part in PARTS))
 
@@ -74,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     parser.add_argument("--out", type=Path, default=Path("gpu_results"), metavar="FOLDER")
-    parser.add_argument("stages", nargs="+", choices=STAGES)
+    parser.add_argument("stages", nargs="+", choices=[*STAGES, *(part.name for part in PARTS)])
     options = parser.parse_args(arguments)
-    chosen = [part for part in PARTS if part.stage in options.stages]
+    chosen = [part for part in PARTS if {part.stage, part.name} & set(options.stages)]
     if options.dry_run:
         for part in chosen:
             print("+ timeout", part.seconds, "python", *_command(part, options.out)[1:])
@@ -94,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     newest = list({row["name"]: row for row in results}.values())
     print(*table(newest), sep="\n")
-    return int(any(r["state"] == "failed" for r in newest if r["stage"] in options.stages))
+    names = {part.name for part in chosen}
+    return int(any(r["state"] == "failed" for r in newest if r["name"] in names))
 
 
 def _has_device() -> bool:

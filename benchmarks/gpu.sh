@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What a CUDA device shows (benchmarks/gpu.py): correct first, then fast, then large.
-#   benchmarks/gpu.sh [--dry-run] [--out FOLDER] correct|fast|large ...
+#   benchmarks/gpu.sh [--dry-run] [--out FOLDER] correct|fast|large|compared|PART ...
 # PYTHON is the python (python3). Wheels of what it lacks, which benchmarks/gpu_wheels.sh fetches where
 # there is a network, are installed from the folder .wheels beside it, if that is there.
 set -euo pipefail

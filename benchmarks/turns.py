@@ -119,7 +119,8 @@ class Side:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    given = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [given])])
     quiet = {"TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {
         **os.environ,
