@@ -2,9 +2,10 @@
 
     benchmarks/gpu.sh [--dry-run] [--out FOLDER] correct|fast|large|compared|PART ...
 
-What a part has found is appended to FOLDER/results.jsonl as soon as it ends, with all that it
-printed in FOLDER/NAME.txt. The last thing printed is one table of all results in FOLDER, and what
-is to be mended first. Models have random weights, prompts random words.
+What a part has found is appended to FOLDER/results.jsonl as soon as it ends, what it prints to
+FOLDER/log.txt as it does, and its last lines are shown: a machine that is taken away leaves what
+was known by then. At the end one table of all results in FOLDER is printed, and what is to be
+mended first. Models have random weights, prompts random words.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -44,7 +46,15 @@ def _peers(workload: str, rounds: int, *sides: str) -> tuple[str, ...]:
 
 def _train(*options: str) -> tuple[str, ...]:
     precision = () if "--fp16" in options else ("--bf16", "true")
-    common = (*precision, "--max_steps", "30", "--eval_strategy", "no")
+    common = (
+        *precision,
+        "--max_steps",
+        "30",
+        "--eval_strategy",
+        "no",
+        "--output_dir",
+        "{runs}/run",
+    )
     return ("-m", "rloo", "train", *common, *options)
 
 
@@ -53,28 +63,27 @@ _OFFLOADED = "rloo:offload_reference=true,offload_optimizer=true"
 # Of 256 rows at once the update would not fit.
 _TRL = "trl:per_device_train_batch_size=16,gradient_accumulation_steps=16"
 # Nothing that only a GPU warns of makes a test fail; other files may import what is not there.
-_TESTS = ("-m", "pytest", "-q", "-m", "not slow", "-W", "default", "-o", "timeout=60")
-_SUITE = ("-m", "pytest", "-q", "-W", "default", "-o", "timeout=240", "-n", "14")
+_TESTS = ("-m", "pytest", "-q", "-m", "gpu or not slow", "-W", "default", "-o", "timeout=60")
 _FILES = ("tests/test_gpu.py", "tests/model/test_offload.py")
 PARTS = (
     Part("correct", "probe", 150, ("-m", "benchmarks.gpu_probe")),
     Part("correct", "tests", 180, (*_TESTS, "--junitxml={out}/tests.xml", *_FILES), "pytest"),
-    Part("correct", "lora", 60, _train("--use_peft", "true", "--output_dir", "{out}/lora"), "peft"),
-    Part("correct", "fp16", 60, _train("--fp16", "true", "--output_dir", "{out}/fp16")),
-    Part("correct", "qlora", 60, (*_QLORA, "--output_dir", "{out}/qlora"), "bitsandbytes"),
+    Part("correct", "lora", 60, _train("--use_peft", "true"), "peft"),
+    Part("correct", "fp16", 60, _train("--fp16", "true")),
+    Part("correct", "qlora", 60, _QLORA, "bitsandbytes"),
     Part("fast", "ceilings", 40, ("-m", "benchmarks.gpu_ceilings")),
     Part("fast", "sampling", 110, _peers("SG", 2, "rloo")),
-    Part("fast", "step", 110, _peers("G1", 2, "rloo")),
-    Part("fast", "profile", 90, ("-m", "benchmarks.gpu_profile")),
+    Part("fast", "step", 190, _peers("G1", 1, "rloo", "rloo:torch_compile=true")),
+    Part("fast", "profile", 80, ("-m", "benchmarks.gpu_profile")),
     Part("fast", "vllm", 100, ("-m", "benchmarks.gpu_vllm"), "vllm"),
-    Part("fast", "plan", 90, ("-m", "benchmarks.gpu_plan")),
     Part("large", "offloaded", 200, _peers("G2", 1, _OFFLOADED)),
     Part("large", "long", 200, _peers("G3", 1, "rloo")),
     Part("large", "divided", 120, _peers("G1", 1, "rloo:parallel=fsdp2")),
     Part("compared", "generate", 110, _peers("SG", 1, "rloo", "generate")),
-    Part("compared", "trl", 200, _peers("G1", 1, "rloo", _TRL), "trl"),
-    Part("compared", "suite", 240, _SUITE, "xdist"),
+    Part("compared", "plan", 150, ("-m", "benchmarks.gpu_plan")),
+    Part("compared", "trl", 280, _peers("G1", 1, "rloo", _TRL), "trl"),
 )  # fmt: skip
+_SHOWN = 12
 STAGES = tuple(dict.fromkeys(part.stage for part in PARTS))
 
 
@@ -85,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu_results"), metavar="FOLDER")
     parser.add_argument("stages", nargs="+", choices=[*STAGES, *(part.name for part in PARTS)])
     options = parser.parse_args(arguments)
-    chosen = [part for part in PARTS if {part.stage, part.name} & set(options.stages)]
+    chosen = [p for name in options.stages for p in PARTS if name in (p.stage, p.name)]
     if options.dry_run:
         for part in chosen:
             print("+ timeout", part.seconds, "python", *_command(part, options.out)[1:])
@@ -97,9 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     for part in chosen:
         result = run(part, out)
+        shown = result.pop("lines", [])
         with (out / "results.jsonl").open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(f"{part.name}: {result['state']} in {result['seconds']} s", flush=True)
+        print(*(f"    {line[:300]}" for line in shown), sep="\n", flush=True)
     results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     newest = list({row["name"]: row for row in results}.values())
     print(*table(newest), sep="\n")
@@ -113,19 +124,23 @@ def _has_device() -> bool:
     return torch.cuda.is_available()
 
 
-def _command(part: Part, out: Path) -> list[str]:
-    return [sys.executable, *(word.replace("{out}", str(out)) for word in part.command)]
+def _command(part: Part, out: Path, runs: str = "RUNS") -> list[str]:
+    named = (word.replace("{out}", str(out)).replace("{runs}", runs) for word in part.command)
+    return [sys.executable, *named]
 
 
 def run(part: Part, out: Path) -> dict[str, Any]:
-    """Run a part; return its state, seconds, and the facts that its last line of JSON tells."""
+    """Run a part; return its state, its seconds, its last `lines`, and the facts that the last one
+    of JSON tells."""
     row: dict[str, Any] = {"stage": part.stage, "name": part.name, "seconds": 0}
     if part.needs and find_spec(part.needs) is None:
         return {**row, "state": "skipped", "why": f"there is no {part.needs}"}
-    start, log = time.monotonic(), out / f"{part.name}.txt"
-    with log.open("w") as file:
+    start, log = time.monotonic(), out / "log.txt"
+    log.touch()
+    before = log.stat().st_size
+    with log.open("a") as file, tempfile.TemporaryDirectory() as runs:
         process = subprocess.Popen(
-            _command(part, out),
+            _command(part, out, runs),
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
@@ -140,8 +155,9 @@ def run(part: Part, out: Path) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = round(time.monotonic() - start)
-    lines = log.read_text(errors="replace").splitlines() or [""]
+    lines = log.read_bytes()[before:].decode(errors="replace").splitlines() or [""]
     row |= {
+        "lines": [line for line in lines if line.strip()][-_SHOWN:],
         "seconds": seconds,
         "state": "passed" if status == 0 else "failed",
         "last": lines[-1][:200],

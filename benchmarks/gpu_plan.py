@@ -14,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def main(shape: str = "qwen3-0.6b", options: Sequence[str] = ()) -> None:
+def main(shape: str = "qwen3-0.6b", *options: str) -> None:
     """Predict, run, and print both."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -89,4 +88,4 @@ def compare(plan: str, summary: dict[str, Any], last: dict[str, Any]) -> dict[st
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], options=sys.argv[2:])
+    main(*sys.argv[1:])

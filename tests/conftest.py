@@ -18,6 +18,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.fsync = os.fstat
 
 
+def pytest_configure(config):
+    """The tests are for a CPU, also where there is a GPU, but for those that are for one."""
+    asked = config.option.markexpr
+    if "gpu" not in asked.replace("not gpu", ""):
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def pytest_collection_modifyitems(items):
     """What starts processes takes as long as the machine takes to start them. What stands in no
     folder comes first: its modules share whole runs and wait for others, and the last tests are

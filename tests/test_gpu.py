@@ -7,7 +7,7 @@ import torch
 
 from rloo.engines import EngineInputs, build_engine
 from rloo.engines.native.engine import NativeEngine
-from rloo.model import gpu_attention, offload
+from rloo.model import gpu_attention, gpu_kernels, offload
 from rloo.model.memory import weight_bytes
 from rloo.types import Prompt, Sampling
 from support.models import make_model, make_samples
@@ -125,7 +125,7 @@ def test_graphs_give_the_bits_of_the_same_steps_run_one_by_one():
 def test_steps_of_fixed_shapes_draw_what_other_steps_do(monkeypatch):
     model = on_device()
     found = drawn(bf16_engine(model))
-    monkeypatch.setattr("rloo.engines.native.engine.can_decode", lambda *_: False)
+    monkeypatch.setattr("rloo.engines.native.static.can_decode", lambda *_: False)
     other = drawn(bf16_engine(model))
     same = [a.token_ids == b.token_ids for a, b in zip(found, other, strict=True)]
     assert sum(same) >= 0.7 * len(same)  # 16 bits, rounded in another order
@@ -201,3 +201,56 @@ def test_values_are_sent_as_they_are():
 def test_memory_grows_in_place(tmp_path):
     make_trainer(make_config(tmp_path, use_cpu=False, max_steps=1), rows=ROWS).train()
     assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+
+
+# -- what is compiled ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled():
+    """Turns it on and off; it is off in the end."""
+    yield gpu_kernels.use
+    gpu_kernels.use(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *gpu_attention.HALF])
+def test_what_is_compiled_gives_the_numbers_of_its_definition(dtype):
+    assert gpu_kernels.why_not(DEVICE, dtype, 1024, 128) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": False}, {"gradient_checkpointing": True}])
+def test_a_compiled_update_is_that_of_torch(options, compiled):
+    samples, results = make_samples(), []
+    for wanted in (False, True):
+        compiled(wanted)
+        model = make_model("qwen3")
+        policy = make_policy(model, use_cpu=False, bf16=True, **options)
+        scores = policy.logprobs(policy.batch(samples))
+        weights = weights_of(len(scores.logprobs)).cuda()
+        ((scores.logprobs + 0.1 * scores.entropy) * weights).sum().backward()
+        results.append((scores.logprobs.detach(), gradients(model)))
+    assert (results[0][0] - results[1][0]).abs().max() < 0.05
+    for parameter, gradient in results[0][1].items():
+        expected = results[1][1][parameter]
+        assert (gradient - expected).norm() <= 0.05 * expected.norm() + 1e-6, parameter
+
+
+def test_compiled_decoding_draws_what_other_decoding_does_and_graphs_repeat_its_bits(compiled):
+    found = drawn(bf16_engine(on_device()))
+    compiled(True)
+    engine = bf16_engine(on_device())
+    other = drawn(engine)
+    engine.repeated = Eager
+    assert other == drawn(engine)
+    same = [a.token_ids == b.token_ids for a, b in zip(found, other, strict=True)]
+    assert sum(same) >= 0.7 * len(same)
+    for one, two in zip(found, other, strict=True):
+        assert one.policy_logprobs[0] == pytest.approx(two.policy_logprobs[0], abs=0.1)
+
+
+def test_a_run_compiles_what_it_says(tmp_path, compiled):
+    config = make_config(tmp_path, use_cpu=False, bf16=True, max_steps=3, torch_compile=True)
+    trainer = make_trainer(replace(config, gradient_checkpointing=True), rows=ROWS)
+    trainer.train()
+    assert gpu_kernels.in_use() and trainer.args.torch_compile
+    assert all(row["mismatch/max"] < 0.3 for row in metrics_of(config))

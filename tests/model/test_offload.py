@@ -17,9 +17,12 @@ from support.training import equal, make_config, make_trainer, metrics_of, weigh
 
 @pytest.fixture
 def gpu():
-    """A GPU, pretended where there is none."""
-    with nullcontext() if torch.cuda.is_available() else pretended():
+    """A GPU, pretended where there is none; a real one adds numbers up in one order."""
+    real = torch.cuda.is_available()
+    torch.use_deterministic_algorithms(real, warn_only=True)
+    with nullcontext() if real else pretended():
         yield torch.device("cuda", 0)
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -86,6 +89,36 @@ def test_what_is_kept_for_the_backward_moves_and_weights_stay(monkeypatch):
     assert len(moved) == 2
 
 
+def test_what_comes_back_lies_as_it_lay(monkeypatch):
+    """A mask whose rows are aligned, one that is expanded, and one with numbers in two places."""
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+    given = [
+        torch.randn(6, 8)[:, :5],
+        torch.randn(2, 1, 8)[..., :5].expand(2, 3, 5),
+        torch.randn(4, 3, 5).permute(2, 0, 1),
+        torch.randn(9).as_strided((3, 4), (2, 1)),
+    ]
+    found = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *others):
+            ctx.save_for_backward(*others)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            found.extend(ctx.saved_tensors)
+            return gradient, *[None] * len(given)
+
+    with activations_on_host([], CPU):
+        out = Keeps.apply(torch.zeros(1, requires_grad=True), *given)
+    out.backward()
+    assert all(torch.equal(a, b) for a, b in zip(found, given, strict=True))
+    assert [a.stride() for a in found[:3]] == [b.stride() for b in given[:3]]
+    assert found[1].untyped_storage().nbytes() < given[1].numel() * 4 + 8 * 4
+
+
 # -- optimizer state ------------------------------------------------------------------------------
 
 
@@ -117,7 +150,8 @@ def test_a_parked_state_changes_no_step(optim, device):
 def test_a_parked_state_is_saved_and_loaded(tmp_path):
     results = []
     for parked in (False, True):
-        config = make_config(tmp_path / str(parked), save_steps=2, optim="adamw_torch")
+        options = {"save_steps": 2, "optim": "adamw_torch", "use_cpu": True}
+        config = make_config(tmp_path / str(parked), **options)
         trainer = make_trainer(config)
         park(trainer, parked)
         trainer.train()

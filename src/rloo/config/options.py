@@ -238,8 +238,7 @@ class Options:
         "Weight of the loss that balances a mixture's experts; null is the model's own.")
     offload_optimizer: bool = MEMORY.from_ms_swift(False,
         "Keep the optimizer's state in CPU memory between steps.")
-    activation_offloading: bool = MEMORY.own(False,
-        "Keep activations in CPU memory until the backward pass.")
+    activation_offloading: bool = MEMORY.own(False, "Keep activations in CPU memory till needed.")
 
     learning_rate: float = OPTIMIZER.shared(1e-6, "Peak learning rate.", basic=True)
     weight_decay: float = OPTIMIZER.shared(0.0,
@@ -279,6 +278,7 @@ class Options:
         "(gradients of matrices); bf16, else float32's of rounded numbers; null measures.")
     cpu_kernels: bool | None = MACHINE.own(None,
         "Kernels in C, built at the start, for sampling and updates on a CPU; null: if possible.")
+    torch_compile: bool = MACHINE.shared(False, "Compile what stands between products, on a GPU.")
     seed: int = MACHINE.shared(42, "Seed of everything random.", basic=True)
     data_seed: int | None = MACHINE.shared(None, "Seed of the prompt order; null takes `seed`.")
     full_determinism: bool = MACHINE.shared(False,

@@ -120,8 +120,8 @@ _IDLE: dict[str, dict[str, Any]] = {
     "the logits of all tokens are never in memory at once": {
         "use_liger_kernel": False, "liger_kernel_config": None,
     },
-    "nothing is compiled, which changes no result": {
-        "torch_compile": False, "torch_compile_backend": None, "torch_compile_mode": None,
+    "torch_compile compiles by Inductor, with its defaults": {
+        "torch_compile_backend": None, "torch_compile_mode": None,
     },
     "the model and packing decide how attention is computed": {"attn_implementation": None},
     "weights are float32; bf16 and fp16 set the precision of the computation": {

@@ -33,7 +33,7 @@ from rloo.engines.packing import unpack
 from rloo.engines.sampler import How
 from rloo.engines.sampling import check_request, numbers_of, refuse_images
 from rloo.engines.versions import Versions
-from rloo.model import products
+from rloo.model import gpu_kernels, products
 from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling, Weights
 
 
@@ -244,6 +244,7 @@ def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]
     if state.loaded.get(worker) != version:
         wanted = {"load": str(folder), "version": version, "threads": threads}
         wanted |= {"onednn": products.in_use(), "cpu_kernels": kernels.in_use()}
+        wanted["torch_compile"] = gpu_kernels.in_use()
         worker.call(encode(wanted), state.seconds)
         state.loaded[worker] = version
     said = decode(worker.call(message, state.seconds))

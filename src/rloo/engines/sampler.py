@@ -14,7 +14,7 @@ from rloo import kernels
 from rloo.config.files import load_pretrained
 from rloo.dist.trees import decode, encode
 from rloo.engines.packing import pack
-from rloo.model import products
+from rloo.model import gpu_kernels, products
 from rloo.model.loading import copy_from_file, load_processing_class, load_weights
 from rloo.types import Engine, Prompt, Sampling
 
@@ -67,6 +67,7 @@ class Server:
                 torch.set_num_threads(said["threads"])
             products.use(said["onednn"])
             kernels.use(said["cpu_kernels"] and kernels.why_not() is None)
+            gpu_kernels.use(said["torch_compile"])
             self._load(said["load"], said["version"])
         elif "rows" in said:
             return self._sample(said["rows"], said["how"])

@@ -1,5 +1,6 @@
 """Norms, gated units and rotary embeddings of known architectures by kernels in C, where these are
-in use (`rloo.kernels`), on float32 tensors of a CPU; for all else a module's own forward computes.
+in use (`rloo.kernels`), on float32 tensors of a CPU; by compiled ones on a GPU (`gpu_kernels`); for
+all else a module's own forward computes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rloo import kernels
 from rloo.kernels import update
+from rloo.model import gpu_kernels
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _PLAIN = (Tensor, nn.Parameter)
@@ -87,6 +89,8 @@ class _RMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if gpu_kernels.computes(hidden_states, self.weight):
+            return gpu_kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon)
         if not computes(hidden_states, self.weight):
             theirs: Tensor = super().forward(hidden_states)
             return theirs
@@ -103,9 +107,11 @@ class _MLP(nn.Module):
     act_fn: Any
 
     def forward(self, x: Tensor) -> Any:
-        if not computes(x):
+        if not computes(x) and not gpu_kernels.computes(x):
             return super().forward(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
+        if gpu_kernels.computes(gate, up):
+            return self.down_proj(gpu_kernels.gated_unit(gate, up))
         if computes(gate, up):
             return self.down_proj(_GatedUnit.apply(gate, up))
         return self.down_proj(self.act_fn(gate) * up)
@@ -135,7 +141,10 @@ class _Attention(nn.Module):
             any(kwargs.get(name) is not None for name in CACHES)
             or position_embeddings is None
             or implementation not in ALL_ATTENTION_FUNCTIONS
-            or not computes(hidden_states, *position_embeddings)
+            or not (
+                computes(hidden_states, *position_embeddings)
+                or gpu_kernels.computes(hidden_states, *position_embeddings)
+            )
         ):
             return super().forward(
                 hidden_states,
@@ -166,6 +175,8 @@ class _Attention(nn.Module):
         """Heads (B, T, H, D) as (B, H, T, D), normalized where there is a norm."""
         norm = getattr(self, name, None)
         weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        if gpu_kernels.computes(x) and (weight is None or gpu_kernels.computes(weight)):
+            return gpu_kernels.rotary(x, weight, cosine, sine, epsilon).transpose(1, 2)
         if computes(x) and (weight is None or computes(weight)):
             rotated: Tensor = _Rotary.apply(x, weight, cosine, sine, epsilon)
             return rotated.transpose(1, 2)

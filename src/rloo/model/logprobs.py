@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils.checkpoint import checkpoint
 
-from rloo.model import products
+from rloo.model import gpu_kernels, products
 from rloo.model.head import Asked, HasMatrix, blocked_logprobs, blocked_scores, rows_of
 from rloo.model.products import Matrix
 from rloo.model.softmax import Rows, differentiate, select
@@ -100,7 +100,10 @@ def token_logprobs(
         return blocked_logprobs(hidden, matrix, asked)
 
     def select_from(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:
-        return _SelectLogprobs.apply(head(hidden_chunk), targets_chunk, temperature)
+        logits = head(hidden_chunk)
+        if gpu_kernels.computes(logits):
+            return gpu_kernels.logprobs(logits, targets_chunk, temperature)
+        return _SelectLogprobs.apply(logits, targets_chunk, temperature)
 
     times = _ON_GPU if hidden.device.type == "cuda" else 1
     rows = max(1, times * chunk_elements // vocab_size)
@@ -123,7 +126,11 @@ def score_tokens(
     size = rows_of(vocab_size)
     parts = []
     for hidden_chunk, targets_chunk in zip(hidden.split(size), targets.split(size), strict=True):
-        logits = _precise(head(hidden_chunk))
+        logits = head(hidden_chunk)
+        if gpu_kernels.computes(logits):
+            parts.append(gpu_kernels.logprobs(logits, targets_chunk, temperature)[0])
+            continue
+        logits = _precise(logits)
         parts.append(logits.new_empty(len(logits)))
         select(logits, targets_chunk, temperature, Rows(parts[-1]))
     return torch.cat(parts)

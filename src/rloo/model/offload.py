@@ -3,7 +3,7 @@ steps, activations between forward and backward, layers of the reference while o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,11 +81,19 @@ def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iter
         stays = tensor.numel() < SMALLEST or tensor.untyped_storage().data_ptr() in kept
         if stays or tensor.device.type != device.type:
             return tensor
-        # In stream order, so that `tensor` is copied before anything overwrites it.
-        return (_host_like(tensor).copy_(tensor, non_blocking=True),)
+        # Of what is expanded one. In stream order, so that it is copied before it is overwritten.
+        one = tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
+        return _host_like(one).copy_(one, non_blocking=True), one.stride(), tensor.shape
 
     def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed[0].to(device, non_blocking=True)
+        if isinstance(packed, Tensor):
+            return packed
+        host, strides, shape = packed
+        if not _lies_apart(host.shape, strides):
+            return host.to(device, non_blocking=True).expand(shape)
+        # As it was laid out: some kernels want a mask's rows to be aligned.
+        here = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device)
+        return here.copy_(host, non_blocking=True).expand(shape)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
@@ -119,6 +127,16 @@ def send(values: Tensor, device: torch.device) -> Tensor:
         return values.to(device)
     # What is expanded cannot be locked as it is.
     return values.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def _lies_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two numbers of a tensor certainly have the same place."""
+    reached = 0
+    for step, size in sorted((t, n) for n, t in zip(shape, strides, strict=True) if n > 1):
+        if step <= reached:
+            return False
+        reached += step * (size - 1)
+    return True
 
 
 def _host_like(tensor: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
         products.install(model)
     if adapter is not None and device.type == "cpu":
         low_rank.install(model)
-    if config.cpu_kernels is not False and device.type == "cpu":
+    if config.torch_compile or (config.cpu_kernels is not False and device.type == "cpu"):
         layers.install(model)
     # An adapter without effect does not tell these weights from others.
     inert = adapter is not None and not adapter.has_effect

@@ -49,6 +49,14 @@ def let_segments_grow() -> bool:
     return change is not None
 
 
+def mark_varying(tensor: Tensor, *dimensions: int) -> None:
+    """Have torch.compile take these sizes for such that vary, where it is not told so by a second
+    compilation."""
+    mark = getattr(torch._dynamo, "maybe_mark_dynamic", None)
+    if mark is not None:
+        mark(tensor, dimensions)
+
+
 def is_profiled() -> bool:
     """Whether a profile is being made; False where torch does not say."""
     return bool(getattr(torch.autograd, "_profiler_enabled", lambda: False)())

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rloo import kernels
 from rloo.config.config import RLOOConfig
 from rloo.config.vllm_options import servers_dtype
-from rloo.model import products, torch_compat
+from rloo.model import gpu_kernels, products, torch_compat
 from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
 from rloo.run.preflight import check_threads
@@ -91,6 +91,27 @@ def _settle_products(policy: Policy, args: RLOOConfig) -> None:
     products.use(chosen)
 
 
+def _settle_compiled(policy: Policy, args: RLOOConfig) -> None:
+    """Have compiled functions compute where `torch_compile` says so, or tell in a note why not."""
+    gpu_kernels.use(False)
+    if args.torch_compile:
+        here = _why_not_compiled(policy, args)
+        reason = next(filter(None, policy.world.gather(here)), None)
+        if reason is not None:
+            policy.notes.append(f"nothing is compiled: {reason} (torch_compile)")
+        gpu_kernels.use(reason is None)
+
+
+def _why_not_compiled(policy: Policy, args: RLOOConfig) -> str | None:
+    if policy.device.type != "cuda":
+        return "the model is not on a GPU"
+    config = policy.model.config.get_text_config()
+    width = config.hidden_size
+    size = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    return gpu_kernels.why_not(policy.device, dtype, width, size)
+
+
 def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
     """Settle which library multiplies (`onednn`) and whether kernels in C compute (`cpu_kernels`),
     the same for all processes; a note tells why they do not. Raises ValueError where they are asked
@@ -106,6 +127,7 @@ def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
         if reason and on_cpu:
             policy.notes.append(f"torch computes without kernels in C: {reason} (cpu_kernels)")
     kernels.use(args.cpu_kernels is not False and reason is None)
+    _settle_compiled(policy, args)
     by_torch = on_cpu and not kernels.in_use() and servers_dtype(args) == "bfloat16"
     packs = any(name.startswith("packed") for name in products.in_use())
     if by_torch and packs and not products.can_pack(torch.bfloat16):

@@ -81,6 +81,8 @@ class NativeEngine(InProcessEngine):
         if cache_dtype is None and model.device.type == "cuda" and dtype in (None, precision):
             cache_dtype = precision
         self.cache_dtype = cache_dtype
+        if self._decoder is not None:
+            self._decoder.compiles = cache_dtype == (dtype or model.dtype)
         super().__init__(model, copies_weights=self._decoder is not None, **options)
 
     @contextmanager

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from rloo.engines.in_process import layer_windows
 from rloo.engines.native.matrix import Factor, make_factor
 from rloo.kernels.decode import Model, Panels, Sizes
+from rloo.model import gpu_kernels
 from rloo.model.attention import Options
 from rloo.model.division import full, shape_of
 
@@ -95,6 +96,8 @@ class FusedDecoder:
         }
         self._layers: list[_Layer] = []
         self._rotations = torch.empty(0, 0)
+        # Where keys and values are rounded as the products are.
+        self.compiles = False
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Use these weights, under the model's own names. Matrices that can be used as they are are
@@ -226,23 +229,29 @@ class FusedDecoder:
             batch, length = input_ids.shape
             hidden = F.embedding(input_ids.flatten(), self._embedding).to(self._precise)
             rotations = self._rotate_by(positions, cache.get_seq_length() + length)
+            compiles = self.compiles and gpu_kernels.computes(hidden)
+            before, after = self._before, self._after
+            if compiles:
+                before, after = map(gpu_kernels.compiled, (before, after))
+                rotations = torch.view_as_real(rotations)
+                gpu_kernels.let_vary(hidden, rotations)
             for number, layer in enumerate(self._layers):
-                states = self._attend(layer, number, hidden, rotations, (batch, length), cache)
-                hidden = layer.out.added(hidden, states)
-                states = layer.gate_up.gated(self._normalize(hidden))
-                hidden = layer.down.added(hidden, states)
+                parts = before(layer, hidden, rotations)
+                query, key, value = (
+                    x.view(batch, length, -1, self._size).transpose(1, 2) for x in parts
+                )
+                cache.update(key, value, number)
+                states = cache.attend(query, key, value, layer.options).flatten(0, 1).flatten(1)
+                if compiles:
+                    gpu_kernels.let_vary(hidden, states)
+                hidden = after(layer, hidden, states)
             last = hidden.view(batch, length, -1)[:, -1] if ends is None else hidden[ends]
             return self._head.times(self._normalize(last) * self._norm)
 
-    def _attend(
-        self,
-        layer: _Layer,
-        number: int,
-        hidden: Tensor,
-        rotations: Tensor,
-        shape: tuple[int, int],
-        cache: Cache,
-    ) -> Tensor:
+    def _before(
+        self, layer: _Layer, hidden: Tensor, rotations: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (T, heads, size) of hidden (T, D)."""
         turned = self._heads + self._kv_heads
         states = layer.qkv.times(self._normalize(hidden)).contiguous()
         states = states.view(len(hidden), -1, self._size)
@@ -250,11 +259,21 @@ class FusedDecoder:
             qk = self._normalize(states[:, :turned]) * layer.qk_norm
         else:
             qk = states[:, :turned].contiguous()
-        torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotations)
-        parts = qk[:, : self._heads], qk[:, self._heads :], states[:, turned:]
-        query, key, value = (x.view(*shape, -1, self._size).transpose(1, 2) for x in parts)
-        cache.update(key, value, number)
-        return cache.attend(query, key, value, layer.options).flatten(0, 1).flatten(1)
+        value = states[:, turned:]
+        if rotations.is_complex():
+            torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotations)
+        else:  # the same in what can be compiled
+            one, other = qk.unflatten(-1, (-1, 2)).unbind(-1)
+            cosine, sine = rotations.unbind(-1)
+            pairs = one * cosine - other * sine, one * sine + other * cosine
+            qk, value = torch.stack(pairs, -1).flatten(-2).to(self._dtype), value.to(self._dtype)
+        return qk[:, : self._heads], qk[:, self._heads :], value
+
+    def _after(self, layer: _Layer, hidden: Tensor, states: Tensor) -> Tensor:
+        """hidden (T, D), with what a layer adds to it after attention, whose output is `states`."""
+        hidden = layer.out.added(hidden, states)
+        states = layer.gate_up.gated(self._normalize(hidden))
+        return layer.down.added(hidden, states)
 
     def _normalize(self, states: Tensor) -> Tensor:
         """RMSNorm without its weight and the root of the size, which are part of the next matrix:

@@ -22,7 +22,7 @@ from rloo.engines.native.cache import PromptCache
 from rloo.engines.native.fused import FusedDecoder
 from rloo.engines.native.graphs import Repeated, Work, new_pool
 from rloo.engines.sampling import StopText, draw
-from rloo.model import gpu_attention
+from rloo.model import gpu_attention, gpu_kernels
 from rloo.model.attention import Options
 from rloo.model.gpu_attention import Segments, attend_segments
 from rloo.types import Sampling
@@ -129,6 +129,8 @@ class StaticCache:
         output, normalizer = own
         keys, values = self._prompts[self._layer]
         part, more = attend_segments(rounded, keys, values, self._shared, scaling=scaling)
+        if gpu_kernels.computes(output):
+            return gpu_kernels.merge(output, normalizer, part, more)[:, None]
         share = (more - normalizer).sigmoid().t()[..., None]
         merged = output.to(share.dtype).lerp(part.to(share.dtype), share)
         return merged[:, None].to(value.dtype)
