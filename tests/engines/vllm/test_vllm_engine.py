@@ -400,6 +400,20 @@ def test_servers_sleep_but_while_they_sample_and_then_have_the_newest_weights(ma
     assert said == []
 
 
+def test_the_trainer_gives_its_free_memory_back_before_servers_wake(made, monkeypatch):
+    policy = make_policy()
+    policy.world = replace(policy.world, device=torch.device("cuda", 0))  # the servers', too
+    engine, (server,), _ = made(policy, sleep_level=2)
+    policy.load_into(engine)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: server.calls.append("emptied"))
+    change(policy)
+    policy.load_into(engine)
+    server.calls.clear()
+    engine.sample(make_prompts(), 1, SAMPLING, 1)
+    assert server.calls[0] == "emptied"
+    assert of_sleep(server)[0] == "/wake_up tags=weights"
+
+
 def test_an_adapter_stays_where_servers_keep_the_weights(made):
     policy = make_policy(make_adapted(base=make_model("qwen3", seed=9)))
     engine, (server,), _ = made(policy, lora=True, sleep_level=1)
