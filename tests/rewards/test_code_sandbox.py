@@ -2,7 +2,6 @@
 nothing is left of a program."""
 
 import ctypes
-import glob
 import json
 import math
 import os
@@ -15,6 +14,7 @@ import time
 from collections import Counter, OrderedDict, deque, namedtuple
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -200,11 +200,23 @@ print(any(isinstance(i, (str, bytes)) and marker in str(i)
     assert run(staff, look)["output"] == "False\n"
 
 
-def test_processes_and_folders_are_gone_when_the_staff_is(staff):
+@pytest.fixture
+def own_folder(monkeypatch):
+    """Where folders are made, so that none of other tests is among them; any user may enter it."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_processes_and_folders_are_gone_when_the_staff_is(staff, own_folder):
     wall = Staff("landlock", 1, Limits()) if why_not("landlock") is None else None
     if wall is None:
         pytest.skip("Landlock does not hold here")
-    before = set(glob.glob(os.path.join(tempfile.gettempdir(), "rloo-code-*")))
+
+    def folders():
+        return list(own_folder.glob("rloo-code-*"))
+
     name = f"t{random.getrandbits(32):x}"
     program = f"""
 import ctypes, os, time
@@ -217,15 +229,13 @@ time.sleep(600)
     begun = wall.begin({"kind": "run", "program": program, "given": ""})
     while sum(name in comm(pid) for pid in pids()) < 2:
         time.sleep(0.02)
+    assert folders()
     wall.close()
     end = time.monotonic() + 10
-    while time.monotonic() < end and (
-        any(name in comm(pid) for pid in pids())
-        or set(glob.glob(os.path.join(tempfile.gettempdir(), "rloo-code-*"))) - before
-    ):
+    while time.monotonic() < end and (any(name in comm(pid) for pid in pids()) or folders()):
         time.sleep(0.05)
     assert not any(name in comm(pid) for pid in pids())
-    assert not set(glob.glob(os.path.join(tempfile.gettempdir(), "rloo-code-*"))) - before
+    assert not folders()
     assert begun.exception(60) is not None
 
 
