@@ -1,4 +1,4 @@
-"""What `rloo plan` predicts of memory and time on a CUDA device, and what the run then takes:
+"""Compare what `rloo plan` predicts of memory and time on a CUDA device with what the run takes:
 
     PYTHONPATH=src python -m benchmarks.gpu_plan [SHAPE [OPTION ...]]     (qwen3-0.6b)
 
@@ -72,7 +72,7 @@ def main(shape: str = "qwen3-0.6b", *options: str) -> None:
 
 
 def compare(plan: str, summary: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
-    """What was predicted, by the words of the plan, and what was measured."""
+    """Predicted (by the words of the plan) and measured figures, side by side."""
     size, unit = re.search(r"^peak memory +([\d.]+) (\w+)", plan, re.M).groups()  # type: ignore[union-attr]
     seconds = re.search(r"^time per step +([\d.e+]+) s", plan, re.M).group(1)  # type: ignore[union-attr]
     measured = sum(value for key, value in last.items() if key.startswith("time/"))

@@ -1,4 +1,4 @@
-"""Where a CUDA device's time goes in a step, by kernel:
+"""Show by kernel how a CUDA device spends the time of a step:
 
     PYTHONPATH=src python -m benchmarks.gpu_profile [SHAPE [TOKENS]]     (qwen3-0.6b 64)
 

@@ -114,8 +114,8 @@ def let_vary(*tensors: Tensor) -> None:
 def _run(
     function: Callable[..., Any], tensors: Sequence[Tensor | None], how: Any, *, rank: int = 2
 ) -> Any:
-    """Of tensors of rows, which have `rank` dimensions at least, and others. What else the compiler
-    looks at is the same whoever calls, since it compiles anew for what it has not seen."""
+    """Call the compiled function. Tensors of `rank` dimensions or more have rows, whose number may
+    vary. Gradients and autocast are off, since the compiler compiles anew for each such state."""
     given = [None if x is None else x.detach() for x in tensors]
     for x in given:
         if x is not None and x.ndim >= rank:

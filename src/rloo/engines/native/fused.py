@@ -96,7 +96,7 @@ class FusedDecoder:
         }
         self._layers: list[_Layer] = []
         self._rotations = torch.empty(0, 0)
-        # Where keys and values are rounded as the products are.
+        # Set by the engine if keys and values are rounded as the products are.
         self.compiles = False
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
