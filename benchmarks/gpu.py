@@ -46,16 +46,8 @@ def _peers(workload: str, rounds: int, *sides: str) -> tuple[str, ...]:
 
 def _train(*options: str) -> tuple[str, ...]:
     precision = () if "--fp16" in options else ("--bf16", "true")
-    common = (
-        *precision,
-        "--max_steps",
-        "30",
-        "--eval_strategy",
-        "no",
-        "--output_dir",
-        "{runs}/run",
-    )
-    return ("-m", "rloo", "train", *common, *options)
+    common = ["--max_steps", "30", "--eval_strategy", "no", "--output_dir", "{runs}/run"]
+    return ("-m", "rloo", "train", *precision, *common, *options)
 
 
 _QLORA = _train("--use_peft", "true", "--load_in_4bit", "true")

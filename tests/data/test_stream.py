@@ -8,6 +8,7 @@ from datasets import Dataset, IterableDataset, IterableDatasetDict
 from rloo.data import stream as module
 from rloo.data.prompts import Limit, PromptSource
 from rloo.data.stream import StreamSource
+from support.marks import in_pairs
 from support.training import (
     ROWS,
     count_words,
@@ -98,8 +99,7 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("drawn", [0, 1, 4, 7, 11, 15, 26])
+@pytest.mark.parametrize(("name", "drawn"), in_pairs(STREAMS, [0, 1, 4, 7, 11, 15, 26]))
 def test_a_restored_cursor_goes_on_where_the_saved_one_was(block, name, drawn):
     first = make_source(STREAMS[name](), shuffle=True)
     first.next(drawn)

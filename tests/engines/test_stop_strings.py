@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rloo.engines.sampling import StopText
 from rloo.types import Sampling
+from support.marks import in_pairs
 from support.models import CPU
 from support.text import make_tokenizer
 
@@ -146,8 +147,9 @@ def search(decode, rows, stops, drop_finished=True):
     return watch.lengths.tolist()
 
 
-@pytest.mark.parametrize("name", ["byte level", "byte fallback", "cleans up", "bytes"])
-@pytest.mark.parametrize("stops", STOPS, ids=repr)
+@pytest.mark.parametrize(
+    ("stops", "name"), in_pairs(STOPS, ["byte level", "byte fallback", "cleans up", "bytes"])
+)
 def test_the_plain_search_finds_the_same(name, stops):
     random.seed(0)
     torch.manual_seed(0)

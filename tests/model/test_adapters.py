@@ -107,8 +107,7 @@ def test_checkpointing_of_both_kinds_reaches_the_first_layers_adapter(reentrant)
     assert all(p.grad is not None and p.grad.any() for p in policy.parameters)
 
 
-@pytest.mark.parametrize("engine", ["native", "hf"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "engine"), in_pairs(KINDS, ["native", "hf"]))
 def test_engines_sample_with_the_adapter(kind, engine):
     policy = make_policy(make_adapted(**KINDS[kind]))
     sampler, note = build_engine(engine, EngineInputs(policy.model, 0, weights=policy.weights))

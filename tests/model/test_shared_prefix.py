@@ -9,6 +9,7 @@ from rloo.model.attention import Options
 from rloo.model.batch import pack
 from rloo.model.shared_prefix import PackedLayout, Span
 from rloo.types import Sample
+from support.marks import every_second
 from support.models import CONFIGS, CPU, make_model
 
 
@@ -126,7 +127,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"gpt2"}))
+@pytest.mark.parametrize("name", every_second(sorted(CONFIGS.keys() - {"gpt2"})))
 def test_no_array_grows_with_tokens_squared(name, monkeypatch):
     monkeypatch.setattr("rloo.model.shared_prefix.MASK_ELEMENTS", 2**14)
     model = make_model(name)

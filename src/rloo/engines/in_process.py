@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from rloo.engines.noise import behind, row_keys
 from rloo.engines.sampling import check_request, collect_completions, numbers_of
+from rloo.model.attention import head_size
 from rloo.model.budget import available_bytes
 from rloo.model.division import is_divided
 from rloo.model.rounding import keeping
@@ -103,10 +104,9 @@ def cache_bytes_per_token(model: PreTrainedModel, dtype: torch.dtype | None = No
     default that of the model, but at least float32."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = max(4, model.dtype.itemsize) if dtype is None else dtype.itemsize
-    return 2 * config.num_hidden_layers * kv_heads * width * size
+    return 2 * config.num_hidden_layers * kv_heads * head_size(config) * size
 
 
 def cast_bytes(model: PreTrainedModel, precision: torch.dtype | None) -> int:

@@ -46,6 +46,14 @@ class Options:
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
 
+def head_size(config: Any) -> int:
+    """Numbers in a head of the layers that a text model's configuration describes; without heads,
+    in a layer."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return size
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
 ) -> Tensor:

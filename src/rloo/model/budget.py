@@ -13,6 +13,7 @@ import torch
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.model import memory, torch_compat
+from rloo.model.attention import head_size
 from rloo.model.batch import make_sample
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.memory import count_tokens, make_samples, measured_peak_bytes, predicted_peak_bytes
@@ -147,7 +148,7 @@ def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
     text = policy.model.config.get_text_config()
     tokens = count_tokens(policy, samples)
     heads = getattr(text, "num_attention_heads", None) or 1
-    attention = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    attention = heads * head_size(text)
     inner = max(4 * text.hidden_size, getattr(text, "intermediate_size", None) or 0)
     inner *= getattr(text, "num_experts_per_tok", None) or 1
     row = max(len(s.prompt_ids) + len(s.token_ids) for s in samples)

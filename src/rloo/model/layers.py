@@ -5,8 +5,9 @@ all else a module's own forward computes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,23 @@ class _Rotary(torch.autograd.Function):
         return *update.rotary_backward(grad.contiguous(), *ctx.saved_tensors), None, None, None
 
 
+class _Kernels(NamedTuple):
+    norm: Callable[..., Tensor]
+    gated_unit: Callable[..., Tensor]
+    rotary: Callable[..., Tensor]
+
+
+_IN_C = _Kernels(_Norm.apply, _GatedUnit.apply, _Rotary.apply)
+_COMPILED = _Kernels(gpu_kernels.rms_norm, gpu_kernels.gated_unit, gpu_kernels.rotary)
+
+
+def _kernels_for(*tensors: Tensor | None) -> _Kernels | None:
+    given = [x for x in tensors if x is not None]
+    if computes(*given):
+        return _IN_C
+    return _COMPILED if gpu_kernels.computes(*given) else None
+
+
 class _RMSNorm(nn.Module):
     """Before an RMSNorm of transformers."""
 
@@ -89,13 +107,11 @@ class _RMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if gpu_kernels.computes(hidden_states, self.weight):
-            return gpu_kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        if not computes(hidden_states, self.weight):
+        own = _kernels_for(hidden_states, self.weight)
+        if own is None:
             theirs: Tensor = super().forward(hidden_states)
             return theirs
-        result: Tensor = _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
-        return result
+        return own.norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 class _MLP(nn.Module):
@@ -107,14 +123,11 @@ class _MLP(nn.Module):
     act_fn: Any
 
     def forward(self, x: Tensor) -> Any:
-        if not computes(x) and not gpu_kernels.computes(x):
+        if _kernels_for(x) is None:
             return super().forward(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if gpu_kernels.computes(gate, up):
-            return self.down_proj(gpu_kernels.gated_unit(gate, up))
-        if computes(gate, up):
-            return self.down_proj(_GatedUnit.apply(gate, up))
-        return self.down_proj(self.act_fn(gate) * up)
+        own = _kernels_for(gate, up)
+        return self.down_proj(self.act_fn(gate) * up if own is None else own.gated_unit(gate, up))
 
 
 class _Attention(nn.Module):
@@ -141,10 +154,7 @@ class _Attention(nn.Module):
             any(kwargs.get(name) is not None for name in CACHES)
             or position_embeddings is None
             or implementation not in ALL_ATTENTION_FUNCTIONS
-            or not (
-                computes(hidden_states, *position_embeddings)
-                or gpu_kernels.computes(hidden_states, *position_embeddings)
-            )
+            or _kernels_for(hidden_states, *position_embeddings) is None
         ):
             return super().forward(
                 hidden_states,
@@ -175,11 +185,8 @@ class _Attention(nn.Module):
         """Heads (B, T, H, D) as (B, H, T, D), normalized where there is a norm."""
         norm = getattr(self, name, None)
         weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-        if gpu_kernels.computes(x) and (weight is None or gpu_kernels.computes(weight)):
-            return gpu_kernels.rotary(x, weight, cosine, sine, epsilon).transpose(1, 2)
-        if computes(x) and (weight is None or computes(weight)):
-            rotated: Tensor = _Rotary.apply(x, weight, cosine, sine, epsilon)
-            return rotated.transpose(1, 2)
+        if (own := _kernels_for(x, weight)) is not None:
+            return own.rotary(x, weight, cosine, sine, epsilon).transpose(1, 2)
         x = (x if norm is None else norm(x)).transpose(1, 2)
         one, other = x.chunk(2, dim=-1)
         turned = torch.cat((-other, one), dim=-1)

@@ -25,6 +25,7 @@ from rloo.model.offload import activations_on_host
 from rloo.model.optimizers import Given, Scheduler, make_optimizers
 from rloo.model.quantization import count_parameters
 from rloo.model.reference import make_reference
+from rloo.model.rounding import reduced_precision
 from rloo.model.scorer import Scorer, balancing_coefficient
 from rloo.model.state import Version, digest
 from rloo.model.stepper import Stepper
@@ -194,8 +195,7 @@ class Policy:
             return self.reference.logprobs(batch)
 
     def _autocast(self, *, keeps: bool = True) -> AbstractContextManager[Any]:
-        if self.config.bf16 or self.config.fp16:
-            dtype = torch.bfloat16 if self.config.bf16 else torch.float16
+        if dtype := reduced_precision(self.config):
             # Of divided weights, copies that are kept would be those of all layers.
             keeps = keeps and not self.divides
             return torch.autocast(self.device.type, dtype=dtype, cache_enabled=keeps)

@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig
 from rloo.config.config import RLOOConfig
 from rloo.model.division import shape_of
 from rloo.model.products import rounds
-from rloo.model.rounding import in_float32, operands, rounded
+from rloo.model.rounding import in_float32, operands, reduced_precision, rounded
 
 
 def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
@@ -41,7 +41,7 @@ def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
     _bitsandbytes()
     ((name, value),) = chosen.items()
     if name == "load_in_4bit":
-        dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+        dtype = reduced_precision(config) or torch.float32
         value = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=config.bnb_4bit_quant_type,

@@ -17,6 +17,7 @@ from rloo.model.batch import MicroBatch
 from rloo.model.division import lerp
 from rloo.model.loading import load_weights
 from rloo.model.offload import keep_on_host
+from rloo.model.rounding import reduced_precision
 from rloo.model.scorer import Scorer
 
 # The folder of a checkpoint for a reference that `sync_ref_model` moves.
@@ -171,7 +172,7 @@ def _made(scorer: Scorer, adapter: Adapter | None, config: RLOOConfig) -> Refere
         return Reference()
     if adapter is not None:
         return UnderAdapter(scorer, adapter)
-    precision = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+    precision = reduced_precision(config)
     # One that moves a little at a time would not move in 16 bits; a division wants one precision.
     if config.sync_ref_model or config.parallel != "replicate":
         precision = None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rloo.config.config import RLOOConfig
 from rloo.kernels import update
 from rloo.model.layers import computes
 
@@ -50,6 +51,11 @@ def keeping() -> Iterator[None]:
         yield
     finally:
         _kept.reset(before)
+
+
+def reduced_precision(config: RLOOConfig) -> torch.dtype | None:
+    """The 16 bits in which autocast computes products (`bf16`, `fp16`), if any."""
+    return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
 
 
 def in_float32(rounding: bool) -> AbstractContextManager[Any]:

@@ -16,8 +16,10 @@ from rloo import kernels
 from rloo.config.config import RLOOConfig
 from rloo.config.vllm_options import servers_dtype
 from rloo.model import gpu_kernels, products, torch_compat
+from rloo.model.attention import head_size
 from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
+from rloo.model.rounding import reduced_precision
 from rloo.run.preflight import check_threads
 
 # Parameters of glibc's mallopt(3).
@@ -106,10 +108,8 @@ def _why_not_compiled(policy: Policy, args: RLOOConfig) -> str | None:
     if policy.device.type != "cuda":
         return "the model is not on a GPU"
     config = policy.model.config.get_text_config()
-    width = config.hidden_size
-    size = getattr(config, "head_dim", None) or width // config.num_attention_heads
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    return gpu_kernels.why_not(policy.device, dtype, width, size)
+    dtype = reduced_precision(args) or torch.float32
+    return gpu_kernels.why_not(policy.device, dtype, config.hidden_size, head_size(config))
 
 
 def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:

@@ -31,6 +31,7 @@ from rloo.model.division import is_divided, shape_of
 from rloo.model.loading import num_embedded
 from rloo.model.policy import Policy
 from rloo.model.quantization import quantised_layers
+from rloo.model.rounding import reduced_precision
 from rloo.rewards import RewardSet
 from rloo.rewards.model import RewardModel, as_reward
 from rloo.rewards.normalizer import Normalized
@@ -319,7 +320,7 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
             policy.why_threads = set_threads(policy.model, args)
         inputs = EngineInputs(policy.model, policy.pad_token_id, servers=servers)
         return build_engine(args.rollout_engine, inputs)[0]
-    precision = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    precision = reduced_precision(args)
     if args.samples_beside:
         from rloo.run.servers import make_apart
 

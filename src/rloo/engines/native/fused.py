@@ -24,7 +24,7 @@ from rloo.engines.in_process import layer_windows
 from rloo.engines.native.matrix import Factor, make_factor
 from rloo.kernels.decode import Model, Panels, Sizes
 from rloo.model import gpu_kernels
-from rloo.model.attention import Options
+from rloo.model.attention import Options, head_size
 from rloo.model.division import full, shape_of
 
 # These have RMSNorm before attention and before a gated SiLU layer, rotary positions, nothing else.
@@ -85,7 +85,7 @@ class FusedDecoder:
         self._precise = torch.promote_types(model.dtype, torch.float32)
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
-        self._size: int = getattr(config, "head_dim", None) or config.hidden_size // self._heads
+        self._size: int = head_size(config)
         self._epsilon: float = config.rms_norm_eps
         self._width: int = config.hidden_size
         self._floors = {

@@ -92,6 +92,8 @@ def shape_of_config(name: str, config: Any) -> Shape:
     import torch
     import transformers
 
+    from rloo.model.attention import head_size
+
     config = config.get_text_config()
     if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
         raise ValueError(
@@ -110,7 +112,7 @@ def shape_of_config(name: str, config: Any) -> Shape:
         hidden=config.hidden_size,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=head_size(config),
         parameters=sum(p.numel() for p in model.parameters()),
         products=matrices - (0 if tied else lookup.numel()),
         vocabulary=config.vocab_size,
