@@ -19,10 +19,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rloo.algorithm.interrupts import Stop, Stopped
-from rloo.launch.keeper import EVENTS, RESTARTS, SIGNALS, Keeper, note
+from rloo.launch.keeper import RESTARTS, SIGNALS, Keeper, note
 from rloo.launch.roles import AGAIN, Job, Role
-from rloo.report.doctor.folder import rows_of
-from rloo.report.records import LOGS
+from rloo.report.records import EVENTS, LOGS
+from rloo.report.run_folder import read_rows
 from rloo.run.launch import BAD_INPUT, free_port, in_child
 from rloo.run.lock import lives
 from rloo.run.presence import STOP
@@ -235,8 +235,8 @@ def _actor(job: Job, role: Role, number: int, place: dict[str, Any]) -> Any:
 
 def _statuses(job: Job) -> list[int]:
     """With which statuses ranks have ended, by and by."""
-    events = rows_of(_logs(job) / EVENTS)
-    return [row["status"] for row in events if row["role"] == job.trainer.name]
+    events = read_rows(_logs(job) / EVENTS)
+    return [row["status"] for row in events if row["role"] == job.trainer.name and "status" in row]
 
 
 def _fit(trainer: Any, folder: Path) -> None:

@@ -25,6 +25,7 @@ from rloo.report import console as view
 from rloo.report.comparison import WINDOW
 from rloo.report.doctor.folder import closing, findings_of
 from rloo.report.doctor.rules import Watch
+from rloo.report.journal import Journal
 from rloo.report.metrics import window_mean
 from rloo.report.page import PAGE, write_page
 from rloo.report.records import (
@@ -34,7 +35,6 @@ from rloo.report.records import (
     GROUPS,
     METRICS,
     SUMMARY,
-    Journal,
     write_json,
 )
 from rloo.report.samples import completions_table, record_of, spread
@@ -143,19 +143,16 @@ class Monitor:
             GROUPS: lambda row: row["step"] <= step,
             ALARMS: lambda row: row["step"] <= step,
             # The best one is evaluated again at the end of the run.
-            EVALUATIONS: lambda row: row["step"] <= evaluated_at and row["name"] != "best",
+            EVALUATIONS: lambda row: row["step"] <= evaluated_at and row.get("name") != "best",
         }
         for name, belongs in keep.items():
             rows, unreadable = self._journal.truncate(name, belongs)
-            whole: list[dict[str, Any]] = [
-                {n: math.nan if v is None else v for n, v in row.items()} for row in rows
-            ]
             if name == METRICS:
-                for metrics in whole:
+                for metrics in rows:
                     self._remember(metrics.pop("step"), metrics)
-                self.window = [*whole[len(whole) - saved["window"] :]]
+                self.window = [*rows[max(0, len(rows) - saved["window"]) :]]
             if name == EVALUATIONS:
-                for metrics in whole:
+                for metrics in rows:
                     self._screen.evaluated(metrics["step"], metrics, metrics.get("dataset", ""))
             if name == COMPLETIONS:
                 self._watch.add_completions(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from rloo.report.profiling import REPORT, TRACE
 from rloo.report.records import (
     ALARMS,
     COMPLETIONS,
+    CONFIG,
     EVALUATIONS,
     GROUPS,
     LOGS,
@@ -27,6 +27,7 @@ from rloo.report.records import (
     START,
     SUMMARY,
 )
+from rloo.report.run_folder import read_summary
 from rloo.run.checkpoint import (
     MANIFEST,
     find_checkpoint,
@@ -40,7 +41,6 @@ from rloo.run.preflight import check_folder
 from rloo.run.presence import MEMBERS, STOP
 from rloo.run.resume import changed_options
 
-CONFIG = "config.yaml"
 MARK = "# The options of this run, as they were resolved; `rloo train` reads them.\n"
 RUN_FILES = (
     METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS, START, CONFIG, PAGE,
@@ -145,7 +145,7 @@ def find_start(folder: Path, resume: str | bool | None) -> Start:
     if resume is None or resume is False:
         return Start(None)
     if resume is True or resume == AUTO:
-        summary = _summary(folder)
+        summary = read_summary(folder)
         newest, damaged = find_checkpoint(folder)
         if newest is None and resume is True and summary.get("status") == "finished":
             raise ValueError(
@@ -197,7 +197,7 @@ def _records(folder: Path) -> list[Path]:
 
 def _keep(folder: Path, records: list[Path], checkpoints: list[Path]) -> str:
     """Move a run aside; returns what is to be said of it."""
-    finished = _summary(folder).get("status") == "finished"
+    finished = read_summary(folder).get("status") == "finished"
     place = move_aside(folder, records)
     said = f"the run that was in {folder} is now in {place}"
     if finished:
@@ -220,14 +220,6 @@ def _require_model_elsewhere(folder: Path, config: RLOOConfig) -> None:
             f"{EARLIER}/; name another folder (output_dir), or go on with that run "
             "(resume_from_checkpoint)"
         )
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads((folder / SUMMARY).read_text())
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
 
 
 def clear(folder: Path, config: RLOOConfig, *, start: Start, resume: str | bool | None) -> None:
