@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from rloo import cli
 from rloo.launch.status import status
 from rloo.report.doctor import folder as doctor
 from rloo.report.doctor.finding import Finding
@@ -144,6 +145,16 @@ def test_a_file_that_is_none_is_no_row(tmp_path):
     (folder / "groups.jsonl").mkdir()
     (folder / "completions.jsonl").symlink_to(folder / "completions.jsonl")
     assert everything_said(folder)["status"][0].endswith("finished, step 12 of 12")
+
+
+@pytest.mark.parametrize("command", ["status", "doctor", "report"])
+def test_the_name_of_a_folder_steers_no_terminal(command, tmp_path, capsys):
+    folder = make_run(tmp_path / "a\x1b[2J\rb", steps=12)
+    (folder / "groups.jsonl").write_text("{}\n")
+    assert cli.main([command, str(folder)]) == 0
+    assert cli.main([command, str(folder / "none")]) == 2
+    said = "".join(capsys.readouterr())
+    assert "a\\x1b[2J\\rb" in said and not {"\x1b", "\r"} & set(said)
 
 
 # -- any damage ------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rloo.algorithm.interrupts import Stop, Stopped
+from rloo.dist.streams import say
 from rloo.launch.keeper import RESTARTS, SIGNALS, Keeper, note
 from rloo.launch.roles import AGAIN, Job, Role
 from rloo.report.records import EVENTS, LOGS
@@ -63,10 +64,10 @@ def run_by_ray(job: Job, signals: Stop) -> int:
     ray.init(address=job.cluster.ray_address)
     try:
         if os.environ.get("RAY_AUTH_MODE") != "token":
-            print(
+            say(
                 "rloo: this Ray cluster asks for no token: whoever reaches it may run what they "
                 "like (RAY_AUTH_MODE=token)",
-                file=sys.stderr,
+                sys.stderr,
             )
         # Ray has put its own handlers in place of ours.
         with signals.listening(), _beside(job) as (servers, label_selector):
@@ -183,7 +184,7 @@ def _group(job: Job, bundles: list[dict[str, int]]) -> PlacementGroup:
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(5):
         here = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-        print(f"rloo: waiting for Ray to place {bundles}; the cluster has {here}", flush=True)
+        say(f"rloo: waiting for Ray to place {bundles}; the cluster has {here}")
         if not group.wait(job.config.ddp_timeout):
             remove_placement_group(group)
             raise ValueError(

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from string import Template
 
+from rloo.dist.streams import say
 from rloo.launch.roles import AGAIN, Job, Role
 from rloo.report.records import LOGS
 
@@ -63,7 +64,7 @@ def submit(job: Job) -> int:
         if said.returncode != 0:
             raise ValueError(f"sbatch refuses {path}: {said.stderr.strip()} (slurm.options)")
         number = said.stdout.strip().split(";")[0]
-        print(f"job {number}: {path}", flush=True)
+        say(f"job {number}: {path}")
         after = [f"--dependency=afterany:{number}"]
     return 0
 

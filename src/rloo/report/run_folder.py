@@ -181,16 +181,17 @@ class RunFolder:
         return self.summary.get("status", NOT_ENDED) if of_these_steps else NOT_ENDED
 
 
-def read_folder(folder: Path) -> RunFolder:
-    """Read a folder; one without a run has no rows and no summary."""
+def read_folder(folder: Path, options: Row | None = None) -> RunFolder:
+    """Read a folder, of which the options may be known; one without a run has no rows and no
+    summary."""
     faults: list[str] = []
     names = (METRICS, EVALUATIONS, COMPLETIONS, GROUPS, ALARMS)
     rows = {name.removesuffix(".jsonl"): read_rows(folder / name, faults) for name in names}
     summary = read_summary(folder, faults)
-    options = summary.get("config") or _options(folder / CONFIG, faults)
-    return RunFolder(
-        folder, summary=summary, options=_well_typed(options), faults=tuple(faults), **rows
-    )
+    if options is None:
+        written = summary.get("config") or _options(folder / CONFIG, faults)
+        options = dict(_well_typed(written))
+    return RunFolder(folder, summary=summary, options=options, faults=tuple(faults), **rows)
 
 
 def read_begun(folder: Path) -> RunFolder:
@@ -271,11 +272,7 @@ def _options(path: Path, faults: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _well_typed(options: Row) -> dict[str, Any]:
-    return dict(_each_well_typed(options))
-
-
-def _each_well_typed(options: Row) -> Iterator[tuple[str, Any]]:
+def _well_typed(options: Row) -> Iterator[tuple[str, Any]]:
     """Options whose values are of the option's type, and those of other versions."""
     hints = option_types()
     for name, value in options.items():

@@ -20,14 +20,14 @@ from rloo.report.verdict import training_of, verdict
 def read_run(folder: Path, options: RLOOConfig | None = None) -> Run:
     """The run in a folder, with its options or else those that its files name. Raises ValueError
     where there is none."""
-    return _run_in(_require_steps(read_folder(folder)), options)
+    return _run_in(_require_steps(_read(folder, options)))
 
 
 def findings_of(folder: Path, options: RLOOConfig | None = None) -> list[Finding]:
     """What is wrong with the run in a folder: by its files, and what was found before its first
     step, which they do not tell again. Nothing is, where no step was made."""
-    found = read_folder(folder)
-    return _findings_in(found, _run_in(found, options)) if found.metrics else []
+    found = _read(folder, options)
+    return _findings_in(found, _run_in(found)) if found.metrics else []
 
 
 def summary_of(folder: Path, run: Run) -> dict[str, Any]:
@@ -47,6 +47,10 @@ def summary_of(folder: Path, run: Run) -> dict[str, Any]:
     return by_rows | read_summary(folder)
 
 
+def _read(folder: Path, options: RLOOConfig | None) -> RunFolder:
+    return read_folder(folder, None if options is None else options.to_dict())
+
+
 def _require_steps(found: RunFolder) -> RunFolder:
     if not found.metrics and not found.evaluations:
         raise ValueError(
@@ -57,8 +61,8 @@ def _require_steps(found: RunFolder) -> RunFolder:
     return found
 
 
-def _run_in(found: RunFolder, options: RLOOConfig | None) -> Run:
-    path, values = found.path / CONFIG, found.options if options is None else options.to_dict()
+def _run_in(found: RunFolder) -> Run:
+    path, values = found.path / CONFIG, found.options
     named = path.exists() and all(values.get(name) for name in ("model", "dataset", "reward"))
     return Run(
         found.metrics,
@@ -81,7 +85,7 @@ def report(folder: Path) -> Iterator[str]:
     """The lines of `rloo doctor FOLDER`: the verdict, then each finding with all that belongs to
     it, and what of the folder could not be read."""
     found = _require_steps(read_folder(folder))
-    run = _run_in(found, None)
+    run = _run_in(found)
     findings = _findings_in(found, run)
     known = {"findings": [asdict(finding) for finding in findings]}
     yield from verdict(summary_of(folder, run) | known).split("\n")

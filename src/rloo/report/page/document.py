@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rloo.report.console import inert
+from rloo.dist.streams import inert
 from rloo.report.page.content import content
 from rloo.report.records import strict, write_text
 from rloo.report.run_folder import read_begun
