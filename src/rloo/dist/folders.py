@@ -65,7 +65,11 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder, renamed first, so that half a removal does not leave half of it."""
+    """Remove a folder, renamed first, so that half a removal does not leave half of it. Of a link
+    the link alone goes: what it leads to is elsewhere."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     doomed = folder.with_name(f"tmp-{folder.name}-{os.getpid()}")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
