@@ -275,15 +275,10 @@ def _serve(arguments: list[str], signals: Stop) -> int:
     if config.model is None:
         raise ValueError("vllm-serve needs the model that is to be served (--model)")
     with signals.ending(), quickly():
-        from rloo.engines.vllm.serving import SWITCHES
-        from rloo.run.servers import serving_alone
+        from rloo.run.servers import serve
 
-    serving = serving_alone(config, config.model)
-    say(serving.line(config.vllm_server_port))
-    serving.require_program()
-    os.environ.update(SWITCHES)
-    command = serving.command(port=config.vllm_server_port)
-    os.execvp(command[0], command)
+    serve(config, config.model, named="vllm_server_host" in given_names(arguments))
+    return 0  # it has become the server
 
 
 def _launch(arguments: list[str], signals: Stop) -> int:

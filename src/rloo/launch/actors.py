@@ -4,6 +4,7 @@ ranks are: an actor beside them takes 300 MB less without."""
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rloo.algorithm.interrupts import Stop, Stopped
 from rloo.dist.streams import say
+from rloo.engines.vllm.serving import KEY
 from rloo.launch.keeper import RESTARTS, SIGNALS, Keeper, note
 from rloo.launch.roles import AGAIN, Job, Role
 from rloo.report.records import EVENTS, LOGS
@@ -42,7 +44,7 @@ class Beside:
     def __init__(self, job: Job, role: Role, number: int, cwd: str) -> None:
         with free_port("") as port:
             self._port = port
-        command = job.command(role, str(self._port))
+        command = job.command(role, ray.util.get_node_ip_address(), str(self._port))
         folder = _logs(job)
         self._keeper = Keeper(role.name, number, command, job.environment, folder, cwd)
         self._keeper.start()
@@ -61,6 +63,8 @@ def run_by_ray(job: Job, signals: Stop) -> int:
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    if job.servers:  # on other nodes, where whoever reaches one could load weights into it
+        os.environ.setdefault(KEY, secrets.token_hex(16))
     ray.init(address=job.cluster.ray_address)
     try:
         if os.environ.get("RAY_AUTH_MODE") != "token":
