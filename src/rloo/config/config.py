@@ -21,6 +21,7 @@ from rloo.config.options import DEFAULT_BATCH, LORA
 from rloo.config.parsed import Signature, option_types, seen_by_parsers
 from rloo.config.presets import LossForm, loss_form, over_preset
 from rloo.config.reading import default_of, suggest
+from rloo.config.secrets import hide
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.vllm_options import OPTIONS, VLLMOptions, engine_of
 
@@ -181,9 +182,11 @@ class RLOOConfig(Base):
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved options as JSON types; `RLOOConfig(**config.to_dict()) == config`, but for
-        `hub_token`, which is null here: what is written down holds no secret."""
+        secrets, since this is what is written down: `hub_token` is null, and what a shell has put
+        into other options is the name of its variable."""
         values = self._values() | {"hub_token": None}
-        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+        plain = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+        return dict(hide(plain))
 
     def to_json_string(self) -> str:
         """`to_dict` as JSON."""
