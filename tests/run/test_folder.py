@@ -233,3 +233,14 @@ def test_auto_does_not_start_another_run_in_place_of_one_without_checkpoints(tmp
     with claimed(config, "auto") as start:
         assert start.checkpoint is None
     assert names(tmp_path) == [LOCK]
+
+
+@pytest.mark.parametrize("place", ["loop", "loop/run", "nowhere", "nowhere/a/run"])
+def test_a_folder_behind_a_link_that_leads_nowhere_is_refused(tmp_path, place):
+    for name in ("loop", "ring"):
+        (tmp_path / name).symlink_to(name)
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    config = make_config(tmp_path, output_dir=str(tmp_path / place), model=str(tmp_path / "ring"))
+    with pytest.raises(ValueError, match=r"is a link to .*, which is not there, or leads back"):
+        claimed(config, None).__enter__()
+    assert names(tmp_path) == ["loop", "nowhere", "ring"]

@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -43,6 +43,7 @@ def written(directory: Path, name: str) -> Iterator[Path]:
         with suppress(OSError):  # where nothing can be locked, nothing is removed either
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
+        open_as_usual(temporary.rglob("*.safetensors"))
         for item in (*temporary.rglob("*"), temporary):
             sync(item)
     except BaseException:
@@ -50,6 +51,16 @@ def written(directory: Path, name: str) -> Iterator[Path]:
         raise
     finally:
         os.close(held)
+
+
+def open_as_usual(files: Iterable[Path]) -> None:
+    """Give files that their owner alone may read, as safetensors makes them, the mode that this
+    process gives to new ones."""
+    before = os.umask(0o077)  # nothing else tells it
+    os.umask(before)
+    for file in files:
+        if not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600:
+            file.chmod(0o666 & ~before)
 
 
 def _remove_abandoned(folder: Path) -> None:

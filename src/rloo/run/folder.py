@@ -215,7 +215,7 @@ def _keep(folder: Path, records: list[Path], checkpoints: list[Path]) -> str:
 def _require_model_elsewhere(folder: Path, config: RLOOConfig) -> None:
     """Refuse to move the run whose checkpoint is the model, which would not be found again."""
     model, earlier = Path(config.model or ""), (folder / EARLIER).resolve()
-    model = model.parent.resolve() / model.name  # where it is named, if it is a link
+    model = Path(os.path.realpath(model.parent)) / model.name  # where it is named, if it is a link
     inside = config.model is not None and model.is_relative_to(folder.resolve())
     if inside and model.is_dir() and not model.is_relative_to(earlier):
         raise ValueError(
