@@ -384,7 +384,7 @@ class Options:
     project: str = LOGGING.shared("huggingface", "Project of the run in the loggers.")
     trackio_space_id: str | None = LOGGING.shared(None, "Hub space that trackio writes to.")
     disable_tqdm: bool | None = LOGGING.shared(None,
-        "Hide the progress line; null shows it on a terminal only.")
+        "Show no view of progress, only the line of each log; null shows it on terminals.")
     profile: bool = LOGGING.own(False,
         "Write the time and memory use of the third rollout to `output_dir`.")
     # fmt: on

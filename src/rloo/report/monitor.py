@@ -75,7 +75,8 @@ class Monitor:
         self.notes: list[str] = []
         self.last_groups: Sequence[Group] = ()
         self._silent = silent
-        self._screen = Screen(console, max_steps=max_steps, silent=silent)
+        moves = not config.disable_tqdm
+        self._screen = Screen(console, max_steps=max_steps, silent=silent, moves=moves)
         self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS))
         self._watch = Watch(config.to_dict())
         self._every = resolve_interval(config.logging_steps, max_steps)
@@ -177,7 +178,8 @@ class Monitor:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line to metrics.jsonl and show progress: a view on a terminal, and everywhere a
-        line at every log (elsewhere also after 10 s)."""
+        line at every log (elsewhere also after 10 s). With `disable_tqdm` there is what Trainer
+        prints then: the lines of logs."""
         self._record(METRICS, [{"step": step, **metrics}])
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
             self._told_of_unscored = True
@@ -189,9 +191,10 @@ class Monitor:
         self._tell_of_mismatch(step, metrics)
         self._remember(step, metrics)
         self._alarm(step)
-        if not self.config.disable_tqdm:
-            first = step == 1 and self.config.logging_first_step
-            due = first or step == self.max_steps or self._log_between(step - 1, step)
+        first = step == 1 and self.config.logging_first_step
+        due = first or self._log_between(step - 1, step)
+        if due or not self.config.disable_tqdm:
+            due = due or step == self.max_steps
             self._screen.step(step, scored=self._scored, recent=list(self._recent), due=due)
 
     def examine(self, facts: Mapping[str, Any]) -> None:
