@@ -473,7 +473,7 @@ def test_a_failure_in_training_is_no_refusal_and_an_exit_no_success(monkeypatch,
     assert fail(ValueError("no"), True) == (1, "rloo: no\n")
     assert fail(ValueError("no"), False) == (2, "rloo: no\n")
     assert fail(BrokenPipeError("no"), True) == (1, "rloo: no\n")
-    assert fail(BrokenPipeError("no"), False) == (0, "")
+    assert fail(BrokenPipeError("no"), False) == (1, "rloo: no\n")
     for code in (0, 7, "done"):
         status, said = fail(SystemExit(code), True)
         assert status == 1 and "mock.py:" in said

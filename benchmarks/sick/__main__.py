@@ -55,11 +55,11 @@ def _praises(verdict: str) -> bool:
 
 def _alarms(folder: Path, run: Run) -> list[str]:
     """What was told before the first step, and what these rules tell of the others."""
-    from rloo.report.doctor.folder import rows_of
     from rloo.report.doctor.rules import Watch
     from rloo.report.records import ALARMS
+    from rloo.report.run_folder import read_rows
 
-    told = [row["finding"]["name"] for row in rows_of(folder / ALARMS) if row["step"] == 0]
+    told = [row["finding"]["name"] for row in read_rows(folder / ALARMS) if row["step"] == 0]
     watch = Watch(run.config)
     watch.told |= set(told)
     for row in run.rows:

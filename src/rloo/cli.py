@@ -24,16 +24,21 @@ from rloo.config.reading import faults_of, suggest
 from rloo.config.rendering import render_all, render_basic, render_option, render_resolved
 from rloo.config.usage import overview, usage_of
 from rloo.dist import process_rank
+from rloo.dist.exits import no_silent_end
+from rloo.dist.streams import complete, lead_nowhere, say, show
 from rloo.dist.tracebacks import is_users, of_the_user
 from rloo.run.preflight import check_inputs, check_merge
 
 EMBEDDED = Path(__file__).parent / "data" / "tasks" / "countdown.yaml"
 INTERRUPTED = 130
+# The commands whose work is what they print.
+SHOWING = ("plan", "eval", "config", "check-estimator", "doctor", "status")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for a run that failed, 2 for bad input, and 128
     and its number for a signal that stopped it (130: Ctrl-C)."""
+    complete()
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = {
         "train": _train, "plan": _plan, "eval": _evaluate, "config": _config, "merge": _merge,
@@ -49,10 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given[0] not in commands:
         known = ", ".join(commands)
-        print(
-            f"rloo: {given[0]} is not a command; there are {known}{suggest(given[0], commands)}",
-            file=sys.stderr,
-        )
+        near = suggest(given[0], commands)
+        say(f"rloo: {given[0]} is not a command; there are {known}{near}", sys.stderr)
         return 2
     if "--help" in given or "-h" in given:
         print(usage_of(given[0], everything="all" in given), end="")
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 signals.check()  # what a signal has broken, such as an import, is no error
                 raise
     except Exception as error:
-        status, told = _told(error)
+        status, told = _told(error, given[0])
         if told is None:
             raise
         said = told
@@ -80,15 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _told(error: Exception) -> tuple[int, str | None]:
-    """The status that an error ends with, and what to say of it: where it came from code of the
-    user's the traceback of that, else one line. None: no input is at fault, but the program."""
+def _told(error: Exception, command: str) -> tuple[int, str | None]:
+    """The status that an error ends a command with, and what to say of it: where it came from code
+    of the user's the traceback of that, else one line. None: no input is at fault, but the program.
+    """
     in_run = getattr(error, "in_run", False)
     if shown := of_the_user(error):
         return 1, shown
     if not isinstance(error, (ValueError, OSError, FloatingPointError, NotAllowed)):
         return 1, None
-    if isinstance(error, BrokenPipeError) and not in_run:
+    if isinstance(error, BrokenPipeError) and not in_run and command in SHOWING:
         return 0, ""  # the reader of the output, such as `head`, has seen enough
     said = "\n".join(map(_line, faults_of(error)))
     return 2 if isinstance(error, ValueError) and not in_run else 1, said
@@ -118,15 +122,13 @@ def _line(text: str) -> str:
 
 def _say(text: str) -> None:
     """Print a last text on stderr. Streams that nobody reads must not change the status."""
+    if text:
+        say(text, sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         try:
-            if text and stream is sys.stderr:
-                print(text, file=stream)
             stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except (ValueError, AttributeError):  # closed, or None
-            continue
+        except (OSError, ValueError, AttributeError):  # ValueError: closed; AttributeError: None
+            lead_nowhere(stream)
 
 
 def _train(arguments: list[str], signals: Stop) -> int:
@@ -138,16 +140,17 @@ def _train(arguments: list[str], signals: Stop) -> int:
         return launch(arguments, config)
     check_launch(config)
     if process_rank() == 0:
-        print(f"rloo {__version__}: training {config.model} on {config.dataset}", flush=True)
+        say(f"rloo {__version__}: training {config.model} on {config.dataset}")
     signals.usr1_saves = config.on_sigusr1 == "save"
-    with signals.ending(), quickly():
-        from rloo.run.trainer import RLOOTrainer
+    with no_silent_end("the run"):
+        with signals.ending(), quickly():
+            from rloo.run.trainer import RLOOTrainer
 
-        if restart_count() > 0:
-            from rloo.run.launch import restarted
+            if restart_count() > 0:
+                from rloo.run.launch import restarted
 
-            config = restarted(config)
-    RLOOTrainer(args=config).train()
+                config = restarted(config)
+        RLOOTrainer(args=config).train()
     return 0
 
 
@@ -176,7 +179,7 @@ def _doctor(arguments: list[str], signals: Stop) -> int:
         from rloo.report.doctor.folder import report
 
         for line in report(Path(words[0])):
-            print(line)
+            show(line)
         return 0
     config = parse_command_line(_with_embedded(arguments))
     check_alone("doctor")
@@ -184,7 +187,7 @@ def _doctor(arguments: list[str], signals: Stop) -> int:
         from rloo.run.doctor import examine
 
     for line in examine(config, tuple(arguments)):
-        print(line)
+        show(line)
     return 0
 
 
@@ -214,14 +217,14 @@ def _evaluate(arguments: list[str], signals: Stop) -> int:
     split = "" if is_file else f" ({config.eval_split or 'train'})"
     temperature = config.eval_temperature or config.temperature
     what = f"{config.model} on {config.eval_dataset}{split}, temperature {temperature:g}"
-    print(what, flush=True)
+    show(what)
     with signals.ending(), quickly():
         from rloo.report.console import print_evaluation
         from rloo.run.trainer import RLOOTrainer
 
     trainer = RLOOTrainer(args=config)
     for note in trainer.policy.notes:
-        print(f"note: {note}")
+        show(f"note: {note}")
     print_evaluation(trainer.evaluate(metric_key_prefix=""))
     return 0
 
@@ -257,7 +260,7 @@ def _check_estimator(arguments: list[str], signals: Stop) -> int:
         from rloo.run.check_estimator import report
 
     for line in report(config):
-        print(line)
+        show(line)
     return 0
 
 
@@ -272,15 +275,10 @@ def _serve(arguments: list[str], signals: Stop) -> int:
     if config.model is None:
         raise ValueError("vllm-serve needs the model that is to be served (--model)")
     with signals.ending(), quickly():
-        from rloo.engines.vllm.serving import SWITCHES
-        from rloo.run.servers import serving_alone
+        from rloo.run.servers import serve
 
-    serving = serving_alone(config, config.model)
-    print(serving.line(config.vllm_server_port), flush=True)
-    serving.require_program()
-    os.environ.update(SWITCHES)
-    command = serving.command(port=config.vllm_server_port)
-    os.execvp(command[0], command)
+    serve(config, config.model, named="vllm_server_host" in given_names(arguments))
+    return 0  # it has become the server
 
 
 def _launch(arguments: list[str], signals: Stop) -> int:
@@ -309,7 +307,7 @@ def _status(arguments: list[str], signals: Stop) -> int:
     from rloo.launch.status import status
 
     for line in status(_folder("status", arguments)):
-        print(line)
+        show(line)
     return 0
 
 
@@ -317,7 +315,7 @@ def _stop(arguments: list[str], signals: Stop) -> int:
     from rloo.launch.status import stop
 
     for line in stop(_folder("stop", arguments)):
-        print(line, flush=True)
+        say(line)
     return 0
 
 
@@ -357,12 +355,12 @@ def _merge(arguments: list[str], signals: Stop) -> int:
         raise ValueError(f"merge takes save_dtype and trust_remote_code, not {sorted(unknown)[0]}")
     config = parse_command_line(["--model", folder, "--output_dir", out, *options])
     check_merge(config)
-    print(f"Merging {folder} into its base", flush=True)
+    say(f"Merging {folder} into its base")
     with signals.ending(), quickly():
         from rloo.run.merge import merge
 
     for line in merge(config):
-        print(line)
+        say(line)
     return 0
 
 

@@ -133,8 +133,10 @@ def test_none_as_text_and_null_both_mean_none():
         ({"model_init_kwargs": {"a": float("inf")}}, "model_init_kwargs.a is inf"),
         ({"use_vllm": True, "rollout_engine": "hf"}, "use_vllm is true and rollout_engine is hf"),
         ({"token_level_kl": True}, "it never had an effect"),
-        ({"advantage_estimator": "grpo"}, "the estimator is set by its parts, or by a preset"),
-        ({"kl_in_reward": False}, "kl_placement is loss and kl_estimator is k1, whose expected"),
+        ({"advantage_estimator": "gae"}, "the estimator is set by its parts, or by a preset"),
+        ({"advantage_estimator": "grpo"}, "that objective is a preset here: --preset grpo"),
+        ({"algorithm.adv_estimator": "reinforce_plus_plus"}, "--preset reinforce_pp (preset)"),
+        ({"kl_in_reward": False, "kl_estimator": "k1"}, "kl_placement is loss and kl_estimator is"),
         ({"loss_type": "sigmoid"}, "there are grpo, dr_grpo, dapo, bnpo (loss_aggregation)"),
         ({"warmup_ratio": 1.0}, "warmup_ratio is 1.0; it must be at least 0 and below 1"),
         ({"beta": 0.1, "kl_coef": 0.05}, "beta is 0.1 and kl_coef is 0.05; both set beta"),
@@ -189,6 +191,40 @@ def test_batch_arithmetic(options, prompts, completions, steps):
     assert batches.prompts_per_rollout == prompts
     assert batches.completions_per_step == completions
     assert batches.steps_per_rollout == steps
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_train_batch_size_counts_the_completions_of_a_step_over_all_devices(processes):
+    config = RLOOConfig(train_batch_size=128, num_generations=4, num_processes=processes)
+    assert (config.num_prompts, config.per_device_train_batch_size) == (32, 8)
+    assert batches_of(config, processes).completions_per_step == 128
+    assert RLOOConfig(train_batch_size=16).num_prompts == 8  # of the default group
+    assert RLOOConfig(train_batch_size=16, preset="grpo", num_generations=8).num_prompts == 2
+    config = RLOOConfig(num_generations=8)
+    config.train_batch_size = 64
+    assert config.num_prompts == 8
+    assert config.train_batch_size == 8  # as TrainingArguments has it: of a device
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"train_batch_size": 6, "num_generations": 4}, "a step has whole groups"),
+        ({"train_batch_size": 0}, "train_batch_size is 0"),
+        ({"train_batch_size": 16, "num_prompts": 3}, "those of 8 prompts, and num_prompts is 3"),
+        ({"train_batch_size": 16, "per_device_train_batch_size": 4}, "train_batch_size sets it"),
+    ],
+)
+def test_a_train_batch_size_that_is_none_is_refused(options, expected):
+    assert expected in message(**options)
+    RLOOConfig(train_batch_size=16, num_prompts=8, per_device_train_batch_size=16)  # all agree
+
+
+def test_a_kl_that_is_not_in_the_reward_is_k3_in_the_loss_as_in_ms_swift():
+    config = RLOOConfig(kl_in_reward=False)
+    assert (config.kl_placement, config.kl_estimator) == ("loss", "k3")
+    assert RLOOConfig(kl_in_reward=False, kl_estimator="k2").kl_estimator == "k2"
+    assert RLOOConfig(kl_in_reward=True).kl_estimator == "k1"
 
 
 def test_processes_multiply_batch_sizes_but_not_num_prompts():

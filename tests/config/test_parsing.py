@@ -297,3 +297,40 @@ def test_every_short_name_stands_for_an_option_and_hides_none():
     types = option_types()
     assert set(SHORT.values()) - {"config"} <= set(types)
     assert not set(SHORT) & {*types, *ALIASES, *REFUSED, *WITHOUT_EFFECT}
+
+
+@pytest.mark.parametrize(
+    ("written", "line", "prompts", "batch"),
+    [
+        ("num_prompts: 16", "--train_batch_size 64", 8, (8, 1)),
+        ("num_prompts: 16", "--per_device_train_batch_size 32", None, (32, 1)),
+        (
+            "per_device_train_batch_size: 4\ngradient_accumulation_steps: 6",
+            "--num_prompts 5",
+            5,
+            (8, 1),
+        ),
+        ("gradient_accumulation_steps: 6", "--per_device_train_batch_size 4", None, (4, 6)),
+        ("train_batch_size: 64", "--num_prompts 5", 5, (8, 1)),
+        ("train_batch_size: 64", "--beta 0.1", 8, (8, 1)),
+    ],
+)
+def test_the_size_of_a_step_on_the_line_wins_over_any_in_the_file(
+    tmp_path, written, line, prompts, batch
+):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"num_generations: 8\n{written}\n")
+    config = parse_command_line([str(path), *line.split()])
+    sizes = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    assert (config.num_prompts, sizes) == (prompts, batch)
+
+
+def test_what_follows_from_the_line_leaves_what_the_file_says(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("kl_estimator: k2\n")
+    assert parse_command_line([str(path), "--kl_in_reward", "false"]).kl_estimator == "k2"
+    path.write_text("beta: 0.1\n")
+    assert parse_command_line([str(path), "--kl_in_reward", "false"]).kl_estimator == "k3"
+    path.write_text("steps_per_generation: 4\ngradient_accumulation_steps: 2\n")
+    with pytest.raises(ValueError, match="leave the batch sizes out"):  # it counts in those
+        parse_command_line([str(path), "--num_prompts", "5"])

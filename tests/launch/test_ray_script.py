@@ -42,7 +42,8 @@ def test_every_process_has_its_line_and_its_variables():
 def test_servers_have_ports_and_the_ranks_their_addresses():
     lines = written("--rollout_engine", "vllm", gpus_per_node=4, engine_gpus=2, port=4000)
     assert [line.partition(" python")[0] for line in lines if "vllm-serve" in line] == [
-        "CUDA_VISIBLE_DEVICES=2 PORT=4001", "CUDA_VISIBLE_DEVICES=3 PORT=4002",
+        "CUDA_VISIBLE_DEVICES=2 ADDRESS=127.0.0.1 PORT=4001",
+        "CUDA_VISIBLE_DEVICES=3 ADDRESS=127.0.0.1 PORT=4002",
     ]  # fmt: skip
     assert lines[-1].endswith("http://127.0.0.1:4001 http://127.0.0.1:4002")
 

@@ -180,7 +180,7 @@ def test_progress_states_the_change_since_the_start_with_its_error(tmp_path):
     # mean of all three 0.4, error sqrt(3) * 0.03 / 3; the last third less the
     # first one: 0.6 - 0.2, error sqrt(2 * 0.03^2)
     line = shown(screen).splitlines()[-1]
-    assert line.startswith("step 3/5  2 s a step  4 s left  until ")
+    assert line.startswith("step 3/5  2 s a step  4 s left  reward")
     assert "  reward 0.400 ± 0.017  +0.400 ± 0.042 since the start | signal in 75 %" in line
     assert line.endswith(" | means of 3 steps")
 
@@ -259,11 +259,35 @@ def test_a_sample_comes_at_first_and_then_at_logs_at_most_one_in_five_steps(tmp_
     assert shown(screen) == ""
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_without_tqdm_there_is_a_line_for_each_log_as_with_trainer(tmp_path, terminal):
+    options = {"disable_tqdm": True, "logging_steps": 2, "terminal": terminal}
+    watcher, screen = make_monitor(tmp_path, max_steps=5, **options)
+    for step in range(1, 6):
+        watcher.step(step, make_metrics(0.5))
+    text = shown(screen)
+    steps = [line.split("/")[0] for line in text.splitlines() if line.startswith("step")]
+    assert steps == ["step 2", "step 4"]
+    assert "━" not in text and "\x1b[?25l" not in text
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 5
+
+
 def test_progress_can_be_silenced_and_is_recorded_all_the_same(tmp_path):
-    watcher, screen = make_monitor(tmp_path, max_steps=2, disable_tqdm=True)
-    watcher.step(1, make_metrics(0.5))
+    silent = {"disable_tqdm": True, "logging_strategy": "no", "logging_first_step": False}
+    watcher, screen = make_monitor(tmp_path, max_steps=2, **silent)
+    for step in (1, 2):
+        watcher.step(step, make_metrics(0.5))
     assert shown(screen) == ""
-    assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_a_line_in_a_pipe_is_no_longer_than_200_characters(tmp_path):
+    long = {"rewards/right/mean": 0.123, "time/sample": 1.5, "time/update": 0.5, "entropy": 0.6}
+    watcher, screen = make_monitor(tmp_path, logging_steps=1, max_steps=20_000)
+    for step in range(1, 10):
+        watcher.step(10_000 + step, make_metrics(-12.5, 1.0) | long)
+    line = shown(screen).splitlines()[-1]
+    assert len(line) <= 200 and "time" not in line and "right" not in line and "memory" in line
 
 
 # -- files -----------------------------------------------------------------------------------------

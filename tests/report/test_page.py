@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_shows_its_alarms_and_evaluations_by_set(tmp_path):
     write_rows(folder / "evaluations.jsonl", rows)
     found = written(folder)
     (run,) = found["runs"]
-    assert run["findings"] == [{"name": "n", "title": HOSTILE}]
+    assert [(f["name"], f["title"]) for f in run["findings"]] == [("n", HOSTILE)]
     assert run["curves"]["eval/hard/rewards/judge/win_rate"]["to"] == [0, 5]
     assert run["curves"]["eval/easy/reward"]["bars"][0] == pytest.approx([0.304, 0.696], abs=1e-3)
     titles = {c["title"]: c["names"] for s in found["sections"] for c in s["charts"]}

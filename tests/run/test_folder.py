@@ -1,23 +1,14 @@
 """Whose an output folder is, and where the run in it goes on."""
 
-import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rloo import RLOOConfig
 from rloo.config.rendering import render_resolved
-from rloo.run import lock
 from rloo.run.folder import MARK, Start, claimed, clear, find_start
 from rloo.run.lock import LOCK, locked
 from support.checkpoints import names, save
@@ -204,53 +195,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_by_itself(tmp_pat
 # One run at a time
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from rloo.run.lock import locked
-
-with locked(Path(sys.argv[1])):
-    print("locked", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_second_run_is_told_who_holds_the_folder_until_that_is_gone(tmp_path):
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(holder)
-        stack.callback(holder.kill)
-        assert holder.stdout.readline() == "locked\n"
-        for _ in range(2):
-            who = rf"going on \(host {socket.gethostname()} process {holder.pid} since 20"
-            with pytest.raises(ValueError, match=who), locked(tmp_path):
-                pass
-        holder.kill()
-        holder.wait()
-        with locked(tmp_path):
-            assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
-    assert (tmp_path / LOCK).read_text() == ""
-
-
-def test_a_child_of_a_run_that_was_killed_keeps_no_lock(tmp_path):
-    """As the workers of a ProcessPoolExecutor, which are forks."""
-    script = HOLDER.replace("    print", "    import os\n    os.fork() or print")  # of the child
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout.readline() == "locked\n"
-        (child,) = psutil.Process(holder.pid).children()
-        holder.kill()
-        holder.wait()
-        try:
-            with locked(tmp_path):
-                assert child.is_running()
-        finally:
-            child.kill()
-
-
 def test_going_back_sets_later_checkpoints_aside(tmp_path):
     """Else a run that is killed before it comes there again goes on from a later one, whose rows
     are gone, or says that it has finished."""
@@ -291,48 +235,12 @@ def test_auto_does_not_start_another_run_in_place_of_one_without_checkpoints(tmp
     assert names(tmp_path) == [LOCK]
 
 
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    def flock(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(ValueError, match=r"without locks \(No locks available\)"):
-        locked(tmp_path).__enter__()
-
-
-def test_an_owner_that_has_yet_to_write_its_name_is_waited_for(tmp_path):
-    with (tmp_path / LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        late = threading.Timer(0.2, lambda: (tmp_path / LOCK).write_text('{"process": 7}'))
-        late.start()
-        with pytest.raises(ValueError, match="process 7"), locked(tmp_path):
-            pass
-        late.join()
-
-
-def test_two_runs_of_one_process_do_not_share_a_folder(tmp_path):
-    with locked(tmp_path), pytest.raises(ValueError, match="going on"), locked(tmp_path):
-        pass
-
-
-@pytest.mark.parametrize("alive", [True, False])
-def test_a_lock_of_another_host_counts_while_it_shows_signs_of_life(tmp_path, monkeypatch, alive):
-    """As on file systems whose locks are each host's own."""
-    monkeypatch.setattr(lock, "BEAT", 0.05)
-    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-    with locked(tmp_path):
-        left = (tmp_path / LOCK).read_text()
-    monkeypatch.undo()
-    monkeypatch.setattr(lock, "BEAT", 0.05)
-    (tmp_path / LOCK).write_text(left)
-    over = threading.Event()
-    beat = threading.Thread(target=lock._beat, args=(tmp_path / LOCK, over))
-    if alive:
-        beat.start()
-        with pytest.raises(ValueError, match=r"host elsewhere .*signs of life"), locked(tmp_path):
-            pass
-        over.set()
-        beat.join()
-    else:
-        with locked(tmp_path):
-            assert socket.gethostname() in (tmp_path / LOCK).read_text()
+@pytest.mark.parametrize("place", ["loop", "loop/run", "nowhere", "nowhere/a/run"])
+def test_a_folder_behind_a_link_that_leads_nowhere_is_refused(tmp_path, place):
+    for name in ("loop", "ring"):
+        (tmp_path / name).symlink_to(name)
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    config = make_config(tmp_path, output_dir=str(tmp_path / place), model=str(tmp_path / "ring"))
+    with pytest.raises(ValueError, match=r"is a link to .*, which is not there, or leads back"):
+        claimed(config, None).__enter__()
+    assert names(tmp_path) == ["loop", "nowhere", "ring"]

@@ -4,6 +4,7 @@ adapters that are merged into their base."""
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,17 @@ def test_weights_that_are_not_finite_are_not_merged(adapter, capsys):
     assert cli.main(["merge", "adapter", "out"]) == 2
     assert "not finite" in capsys.readouterr().err
     assert not Path("out").exists() and not list(Path().glob("tmp-*"))
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_what_a_run_writes_has_the_mode_that_the_process_gives(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        trainer = make_trainer(make_config(tmp_path, max_steps=1, save_steps=1))
+        trainer.train()
+        trainer.save_model(str(tmp_path / "saved"))
+    finally:
+        os.umask(before)
+    weights = [*tmp_path.rglob("*.safetensors")]
+    assert {path.parent.name for path in weights} == {"run", "checkpoint-1", "saved"}
+    assert {path.stat().st_mode & 0o777 for path in weights} == {0o666 & ~mask}

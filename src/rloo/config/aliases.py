@@ -11,6 +11,9 @@ from rloo.config.reading import Faults, coerce, suggest
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT, refuse, warn_without_effect
 
 _MOST_FAULTS = 20
+# The completions of an optimizer step over all devices: num_prompts times num_generations, which
+# may be named elsewhere (`with_prompts`).
+GLOBAL_BATCH = "train_batch_size"
 # What a command line may call our options for short: one letter with one dash. In a file these
 # would be other systems' sections.
 SHORT = {
@@ -26,7 +29,8 @@ SHORT = {
 _NAMES: dict[str, dict[str, str]] = {
     "the paper": {"K": "num_generations"},
     "TRL before 0.22, Unsloth": {"kl_coef": "beta", "reward_model": "reward"},
-    "the literature": {"kl_coeff": "beta", "train_batch_size": "per_device_train_batch_size"},
+    "the literature": {"kl_coeff": "beta"},
+    "the literature, in completions": {"train_batch_size": "num_prompts"},
     "TRL before 0.22": {
         "rloo_k": "num_generations", "policy": "model", "cliprange": "epsilon",
         "response_length": "max_completion_length", "num_ppo_epochs": "num_iterations",
@@ -179,6 +183,8 @@ CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "algorithm.use_kl_in_reward": _kl_placement,
 }
 
+# Our option -> the name from which it follows, and its value where that puts the KL into the loss
+_IMPLIED = {"kl_estimator": ("kl_in_reward", "k3")}
 # TRL's reward functions that we have too: built-in, not the same code.
 _REWARDS: dict[str, Any] = {
     "accuracy_reward": "math",
@@ -244,6 +250,9 @@ def resolve(
                 continue
             if value is None and name in SECOND_FIELDS:
                 continue
+            if name == GLOBAL_BATCH:
+                resolved[name] = coerce(name, int, value)
+                continue
             ours = our_name(name)
             convert = CONVERSIONS.get(name) or _READINGS.get(name)
             value = convert(name, value) if convert else value
@@ -262,4 +271,33 @@ def resolve(
         source[ours] = name
     if faults:
         raise Faults(faults)
+    for name in implied_by(options):
+        if resolved["kl_placement"] == "loss":
+            resolved.setdefault(name, _IMPLIED[name][1])
     return resolved
+
+
+def implied_by(options: Mapping[str, Any]) -> set[str]:
+    """Our options that follow from others' names among `options`, unless they are given, too."""
+    return {name for name, (alias, _) in _IMPLIED.items() if alias in options}
+
+
+def with_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, under our names, with `num_prompts` in place of GLOBAL_BATCH. Raises ValueError for
+    half a group, and for another `num_prompts`."""
+    values = dict(values)
+    if (total := values.pop(GLOBAL_BATCH, None)) is None:
+        return values
+    size = values["num_generations"]
+    said = f"{GLOBAL_BATCH} is {total}, the completions of an optimizer step over all devices"
+    if total < 1 or total % size:
+        raise ValueError(
+            f"{said}, and num_generations is {size}; a step has whole groups: a multiple of it "
+            f"({GLOBAL_BATCH}, or num_prompts, which counts prompts)"
+        )
+    if values.get("num_prompts") not in (None, total // size):
+        raise ValueError(
+            f"{said}, with num_generations {size} those of {total // size} prompts, and "
+            f"num_prompts is {values['num_prompts']}; give only one ({GLOBAL_BATCH}, num_prompts)"
+        )
+    return values | {"num_prompts": total // size}

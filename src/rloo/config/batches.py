@@ -63,7 +63,7 @@ def _completions_per_step(options: Options, world_size: int) -> int:
             f"num_prompts {options.num_prompts} * num_generations {options.num_generations} is "
             f"{by_prompts} completions per step, but per_device_train_batch_size {per_device} "
             f"* gradient_accumulation_steps {accumulation} * {world_size} process(es) is "
-            f"{by_batch_size}; leave the batch sizes out when num_prompts is given"
+            f"{by_batch_size}; leave the batch sizes out, or num_prompts (train_batch_size sets it)"
         )
     return by_prompts
 

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from rloo.config import deepspeed
 from rloo.config.accelerate import launched_options
-from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
+from rloo.config.aliases import ALIASES, CONVERSIONS, GLOBAL_BATCH, resolve, with_prompts
 from rloo.config.asked import Asked
 from rloo.config.beside import correction_of
 from rloo.config.checks import check
 from rloo.config.generation_kwargs import sampling_options
 from rloo.config.gym_options import follows_from_gym
-from rloo.config.options import DEFAULT_BATCH, LORA
+from rloo.config.options import DEFAULT_BATCH, DEFAULT_GROUP, LORA
 from rloo.config.parsed import Signature, option_types, seen_by_parsers
 from rloo.config.presets import LossForm, loss_form, over_preset
 from rloo.config.reading import default_of, suggest
+from rloo.config.secrets import hide
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.vllm_options import OPTIONS, VLLMOptions, engine_of
 
@@ -64,6 +65,7 @@ class RLOOConfig(Base):
             given, own = self._given(options)
             changed = resolve(_changed_defaults(type(self)), option_types())
             values = over_preset(changed | resolve(given, option_types()))
+            values = with_prompts({"num_generations": DEFAULT_GROUP, **values})
             values |= sampling_options(values.get("generation_kwargs"))
             values |= launched_options(values)
             values |= deepspeed.options_of(values)
@@ -96,7 +98,11 @@ class RLOOConfig(Base):
                     "preset cannot be assigned; give it when the options are made, "
                     "RLOOConfig(preset=...), because it sets the defaults of others"
                 )
-            vars(self).update(resolve({name: value}, option_types()) | _idle_of({name: value}))
+            resolved = resolve({name: value}, option_types())
+            if GLOBAL_BATCH in resolved:
+                group = {"num_generations": self.num_generations}
+                resolved = with_prompts(resolved | group)
+            vars(self).update(resolved | _idle_of({name: value}))
 
         def __getattr__(self, name: str) -> Any:
             # Scripts written for TRL read options that are refused here, or idle (`if
@@ -105,6 +111,8 @@ class RLOOConfig(Base):
                 return REFUSED[name][0][0]
             if name in WITHOUT_EFFECT:
                 return WITHOUT_EFFECT[name][0]
+            if name == GLOBAL_BATCH:
+                return self.per_device_train_batch_size  # as in TrainingArguments
             if name in ALIASES and name not in CONVERSIONS:
                 return getattr(self, ALIASES[name][0])
             raise AttributeError(f"RLOOConfig has no option {name}{suggest(name, option_types())}")
@@ -181,9 +189,11 @@ class RLOOConfig(Base):
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved options as JSON types; `RLOOConfig(**config.to_dict()) == config`, but for
-        `hub_token`, which is null here: what is written down holds no secret."""
+        secrets, since this is what is written down: `hub_token` is null, and what a shell has put
+        into other options is the name of its variable."""
         values = self._values() | {"hub_token": None}
-        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+        plain = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+        return dict(hide(plain))
 
     def to_json_string(self) -> str:
         """`to_dict` as JSON."""

@@ -129,7 +129,7 @@ def _no_function(source: str, attribute: str, names: list[str], which: str) -> s
 
 
 def _path_of(source: str, kind: str) -> Path:
-    path = Path(source).expanduser().resolve()
+    path = Path(os.path.realpath(Path(source).expanduser()))
     if not os.path.isfile(path):  # False also for a name that no file can have
         raise ValueError(f"there is no file {path} ({kind}s are given as file.py:function)")
     return path

@@ -17,7 +17,7 @@ from rloo.config.subjects import (  # isort: skip - one name a line is as long a
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
 
 # The batch sizes nobody asked for: they do not contradict num_prompts.
-DEFAULT_BATCH = (8, 1)
+DEFAULT_BATCH, DEFAULT_GROUP = (8, 1), 2
 
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
@@ -74,7 +74,7 @@ class Options:
     shuffle_dataset: bool = DATA.from_trl(True,
         "Draw the prompts in a new random order each epoch.")
 
-    num_generations: int = SAMPLING.shared(2,
+    num_generations: int = SAMPLING.shared(DEFAULT_GROUP,
         "Completions sampled per prompt (K); leave-one-out needs at least 2.", basic=True)
     max_completion_length: int = SAMPLING.shared(512, "Longest completion in tokens.", basic=True)
     temperature: float = SAMPLING.shared(1.0,
@@ -384,7 +384,7 @@ class Options:
     project: str = LOGGING.shared("huggingface", "Project of the run in the loggers.")
     trackio_space_id: str | None = LOGGING.shared(None, "Hub space that trackio writes to.")
     disable_tqdm: bool | None = LOGGING.shared(None,
-        "Hide the progress line; null shows it on a terminal only.")
+        "Show no view of progress, only the line of each log; null shows it on terminals.")
     profile: bool = LOGGING.own(False,
         "Write the time and memory use of the third rollout to `output_dir`.")
     # fmt: on

@@ -7,7 +7,14 @@ import os
 import typing
 from typing import Any
 
-from rloo.config.aliases import SHORT, our_name, resolve, suggest_option
+from rloo.config.aliases import (
+    GLOBAL_BATCH,
+    SHORT,
+    implied_by,
+    our_name,
+    resolve,
+    suggest_option,
+)
 from rloo.config.config import RLOOConfig, known_names, option_types
 from rloo.config.foreign import is_script, refuse_foreign
 from rloo.config.plain_yaml import read_value, read_yaml
@@ -47,13 +54,30 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
         values = {name: _beside(path, name, value) for name, value in values.items()}
     types = option_types()
     given = {n: _with_mappings(types.get(our_name(n)), value) for n, value in given.items()}
-    values |= _resolved(given, {}, faults)
+    values = _under(values, _resolved(given, {}, faults), given)
     if faults:
         raise Faults(faults)
     for name, text in entries.items():
         option, _, entry = name.partition(".")
         values[option] = {**(values.get(option) or {}), entry: _as_value(text)}
     return RLOOConfig(**values)
+
+
+# Ways to say how many completions an optimizer step has.
+_SIZES = ("num_prompts", GLOBAL_BATCH, "per_device_train_batch_size")
+
+
+def _under(values: dict[str, Any], line: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A file's `values` under those of the command line, of which some only follow from what was
+    `given`. One that says the size of a step there wins over another that says it in the file."""
+    soft = implied_by(given) - {our_name(name) for name in given}
+    line = {name: value for name, value in line.items() if name not in soft & values.keys()}
+    sized = [name for name in _SIZES if name in line]
+    dropped = [name for name in _SIZES if name not in line] if sized else []
+    whole = sized and sized != ["per_device_train_batch_size"]
+    if whole and "steps_per_generation" not in values:  # which counts in accumulation steps
+        dropped.append("gradient_accumulation_steps")
+    return {name: value for name, value in values.items() if name not in dropped} | line
 
 
 def given_names(arguments: list[str]) -> set[str]:

@@ -184,6 +184,20 @@ def warn_without_effect(name: str, value: Any) -> None:
         warnings.warn(f"{name} is {value!r}, which has no effect: {reason}", stacklevel=2)
 
 
+# What an estimator of another system is here.
+_PRESETS = {
+    "grpo": "grpo", "group_norm": "grpo", "dr_grpo": "dr_grpo",
+    "reinforce_plus_plus": "reinforce_pp", "reinforce": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "reinforce_baseline": "reinforce_pp_baseline",
+}  # fmt: skip
+_PRESET_OF = {
+    (name, theirs): f"that objective is a preset here: --preset {ours} (preset)"
+    for name in ("advantage_estimator", "algorithm.adv_estimator", "algo.advantage.estimator")
+    for theirs, ours in _PRESETS.items()
+}
+
+
 def refuse(name: str, value: Any, among: Mapping[str, Any]) -> None:
     """Raise ValueError with the reason unless `name` changes nothing at `value`, or `among` the
     other options: without vLLM nothing that is about it does, as in TRL."""
@@ -194,7 +208,7 @@ def refuse(name: str, value: Any, among: Mapping[str, Any]) -> None:
     if name.startswith("vllm_") and not uses_vllm and "rollout_engine" not in among:
         warnings.warn(f"{name} is {value!r}, which has no effect: use_vllm is false", stacklevel=2)
         return
-    raise ValueError(f"{name} is {value!r}; {reason}")
+    raise ValueError(f"{name} is {value!r}; {_PRESET_OF.get((name, value), reason)}")
 
 
 def _is_same(name: str, value: Any, allowed: Any) -> bool:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+# Seconds within which a folder that is not locked may be about to be.
+_JUST_MADE = 1.0
 
 
 def sync(path: Path) -> None:
@@ -23,21 +29,58 @@ def sync(path: Path) -> None:
 @contextmanager
 def written(directory: Path, name: str) -> Iterator[Path]:
     """A new folder `tmp-{name}-{process}` in `directory`, to be renamed into place afterwards; what
-    the block writes there is then on the disk. If it fails, even by Ctrl-C, nothing is left."""
+    the block writes there is then on the disk. If it fails, even by Ctrl-C, nothing is left; what a
+    process has left that was killed, the next one that writes this name removes."""
     temporary = directory / f"tmp-{name}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
+    for other in directory.glob(f"tmp-{glob.escape(name)}-*"):
+        process = other.name.removeprefix(f"tmp-{name}-")
+        if process.isdecimal() and not os.path.exists(f"/proc/{process}"):
+            _remove_abandoned(other)
     temporary.mkdir(parents=True)
+    held = os.open(temporary, os.O_RDONLY)
     try:
+        with suppress(OSError):  # where nothing can be locked, nothing is removed either
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
+        open_as_usual(temporary.rglob("*.safetensors"))
         for item in (*temporary.rglob("*"), temporary):
             sync(item)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        os.close(held)
+
+
+def open_as_usual(files: Iterable[Path]) -> None:
+    """Give files that their owner alone may read, as safetensors makes them, the mode that this
+    process gives to new ones."""
+    before = os.umask(0o077)  # nothing else tells it
+    os.umask(before)
+    for file in files:
+        if not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600:
+            file.chmod(0o666 & ~before)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove a folder that nobody writes, whoever does being known by its lock."""
+    with suppress(OSError):
+        held = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(held).st_mtime > _JUST_MADE:
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(held)
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder, renamed first, so that half a removal does not leave half of it."""
+    """Remove a folder, renamed first, so that half a removal does not leave half of it. Of a link
+    the link alone goes: what it leads to is elsewhere."""
+    if folder.is_symlink():
+        folder.unlink()
+        return
     doomed = folder.with_name(f"tmp-{folder.name}-{os.getpid()}")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)

@@ -114,7 +114,7 @@ class Hub:
     def _write(self, listener: socket.socket, *, over: bool) -> None:
         address = {"host": self._host, "port": listener.getsockname()[1]}
         known = {**address, "secret": self._secret, "over": over}
-        temporary = self._file.with_name(f"tmp-{self._file.name}-{os.getpid()}")
+        temporary = self._file.with_name(f"{self._file.name}.tmp")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w") as file:
             json.dump(known, file)

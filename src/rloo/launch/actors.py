@@ -4,6 +4,7 @@ ranks are: an actor beside them takes 300 MB less without."""
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -19,10 +20,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rloo.algorithm.interrupts import Stop, Stopped
-from rloo.launch.keeper import EVENTS, RESTARTS, SIGNALS, Keeper, note
+from rloo.dist.streams import say
+from rloo.engines.vllm.serving import KEY
+from rloo.launch.keeper import RESTARTS, SIGNALS, Keeper, note
 from rloo.launch.roles import AGAIN, Job, Role
-from rloo.report.doctor.folder import rows_of
-from rloo.report.records import LOGS
+from rloo.report.records import EVENTS, LOGS
+from rloo.report.run_folder import read_rows
 from rloo.run.launch import BAD_INPUT, free_port, in_child
 from rloo.run.lock import lives
 from rloo.run.presence import STOP
@@ -41,7 +44,7 @@ class Beside:
     def __init__(self, job: Job, role: Role, number: int, cwd: str) -> None:
         with free_port("") as port:
             self._port = port
-        command = job.command(role, str(self._port))
+        command = job.command(role, ray.util.get_node_ip_address(), str(self._port))
         folder = _logs(job)
         self._keeper = Keeper(role.name, number, command, job.environment, folder, cwd)
         self._keeper.start()
@@ -60,13 +63,15 @@ def run_by_ray(job: Job, signals: Stop) -> int:
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    if job.servers:  # on other nodes, where whoever reaches one could load weights into it
+        os.environ.setdefault(KEY, secrets.token_hex(16))
     ray.init(address=job.cluster.ray_address)
     try:
         if os.environ.get("RAY_AUTH_MODE") != "token":
-            print(
+            say(
                 "rloo: this Ray cluster asks for no token: whoever reaches it may run what they "
                 "like (RAY_AUTH_MODE=token)",
-                file=sys.stderr,
+                sys.stderr,
             )
         # Ray has put its own handlers in place of ours.
         with signals.listening(), _beside(job) as (servers, label_selector):
@@ -183,7 +188,7 @@ def _group(job: Job, bundles: list[dict[str, int]]) -> PlacementGroup:
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(5):
         here = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-        print(f"rloo: waiting for Ray to place {bundles}; the cluster has {here}", flush=True)
+        say(f"rloo: waiting for Ray to place {bundles}; the cluster has {here}")
         if not group.wait(job.config.ddp_timeout):
             remove_placement_group(group)
             raise ValueError(
@@ -235,8 +240,8 @@ def _actor(job: Job, role: Role, number: int, place: dict[str, Any]) -> Any:
 
 def _statuses(job: Job) -> list[int]:
     """With which statuses ranks have ended, by and by."""
-    events = rows_of(_logs(job) / EVENTS)
-    return [row["status"] for row in events if row["role"] == job.trainer.name]
+    events = read_rows(_logs(job) / EVENTS)
+    return [row["status"] for row in events if row["role"] == job.trainer.name and "status" in row]
 
 
 def _fit(trainer: Any, folder: Path) -> None:

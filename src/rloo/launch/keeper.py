@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rloo.dist.signals import STOP_SIGNALS
+from rloo.report.records import EVENTS
 from rloo.run.launch import in_child
 
-EVENTS = "launch.jsonl"
 # How often a process beside the ranks is started again, and the pause before it.
 RESTARTS, PAUSE_SECONDS = 20, 1.0
 # What the threads of a launcher may have blocked.

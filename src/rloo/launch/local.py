@@ -73,7 +73,7 @@ def environment_of(job: Job, role: Role, number: int) -> dict[str, str]:
         first = job.trainer.count + number * role.gpus
         found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + role.gpus)))
     if role.name == "server":
-        found["PORT"] = str(job.cluster.port + 1 + number)
+        found |= {"ADDRESS": "127.0.0.1", "PORT": str(job.cluster.port + 1 + number)}
     return found
 
 
@@ -85,7 +85,7 @@ def _beside(job: Job) -> Iterator[None]:
     for role in job.others:
         for number in range(role.count):
             environment = environment_of(job, role, number)
-            command = job.command(role, environment.get("PORT", ""))
+            command = job.command(role, *(environment.get(n, "") for n in ("ADDRESS", "PORT")))
             keepers.append(Keeper(role.name, number, command, environment, folder))
     threads = [keeper.start() for keeper in keepers]
     try:

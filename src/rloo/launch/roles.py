@@ -58,10 +58,11 @@ class Job:
         threads = self.cluster.threads
         return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
 
-    def command(self, role: Role, port: str = "") -> list[str]:
+    def command(self, role: Role, address: str = "", port: str = "") -> list[str]:
         """The command line of a role's processes as words: with this interpreter, or with `python`
-        once the lines of `setup` have run."""
-        return self.started(*shlex.split(role.line.removeprefix(RLOO).replace("$PORT", port)))
+        once the lines of `setup` have run. `address` and `port` are those of a server."""
+        line = role.line.removeprefix(RLOO).replace("$ADDRESS", address).replace("$PORT", port)
+        return self.started(*shlex.split(line))
 
     def needs(self, role: Role) -> dict[str, int]:
         """What a process of a role takes of a node, by Ray's names."""
@@ -91,7 +92,7 @@ def make_job(cluster: Cluster, arguments: Sequence[str], folder: str | None = No
     others: list[Role] = []
     extra: list[str] = []
     if engines and _is_vllm(config):
-        serve = f"{RLOO} vllm-serve {line} --vllm_server_port $PORT"
+        serve = f"{RLOO} vllm-serve {line} --vllm_server_host $ADDRESS --vllm_server_port $PORT"
         others.append(_role("server", engines, serve, sampling, gpus))
         extra += ["--rollout_engine", "vllm_server", "--vllm_server_base_url"]
     elif engines:

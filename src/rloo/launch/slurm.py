@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from string import Template
 
+from rloo.dist.streams import say
+from rloo.engines.vllm.serving import KEY
 from rloo.launch.roles import AGAIN, Job, Role
 from rloo.report.records import LOGS
 
@@ -63,7 +65,7 @@ def submit(job: Job) -> int:
         if said.returncode != 0:
             raise ValueError(f"sbatch refuses {path}: {said.stderr.strip()} (slurm.options)")
         number = said.stdout.strip().split(";")[0]
-        print(f"job {number}: {path}", flush=True)
+        say(f"job {number}: {path}")
         after = [f"--dependency=afterany:{number}"]
     return 0
 
@@ -135,8 +137,12 @@ def _beside(job: Job, role: Role) -> str:
             f"export CUDA_VISIBLE_DEVICES=$(seq -s, $first $((first + {role.gpus} - 1))); "
         )
     if role.name == "server":
-        before += "PORT=$((MASTER_PORT + 1 + SLURM_LOCALID)); "
+        before += (
+            'ADDRESS=$(host_of "$SLURMD_NODENAME") PORT=$((MASTER_PORT + 1 + SLURM_LOCALID)); '
+        )
         lines = [
+            # Whoever reaches a server could load weights into it: the job's own key keeps them out.
+            f'export {KEY}="${{{KEY}:-$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")}}"',
             "servers=()",
             f'for node in "${{nodes[@]:{role.first}:{role.nodes}}}"; do',
             f'    host=$(host_of "$node"); for ((i = 1; i <= {role.per_node}; i++)); do',

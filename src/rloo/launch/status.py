@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from rloo.launch.keeper import EVENTS
-from rloo.report.doctor.folder import rows_of
 from rloo.report.figures import figures
-from rloo.report.records import LOGS, METRICS, SUMMARY
+from rloo.report.records import EVENTS, LOGS, METRICS
+from rloo.report.run_folder import (
+    NOT_ENDED,
+    Row,
+    read_folder,
+    read_object,
+    read_rows,
+    read_summary,
+)
+from rloo.report.shapes import count, record, several, text
 from rloo.run.lock import lives
 from rloo.run.presence import MEMBERS, STOP
 
 _RECENT = 8
+_member = record({"role": text, "host": text, "pid": count}, {"number": count})
+_members = several(_member)
+_MEMBERS = record(known={"max_steps": count, "ranks": _members, "workers": _members})
 _SHOWN_FAILURES = 5
 # A run has so long to save when it is asked to stop, and looks for that every second.
 STOP_SECONDS = 1800.0
@@ -24,22 +33,24 @@ STOP_SECONDS = 1800.0
 def status(folder: Path) -> Iterator[str]:
     """Where the run in a folder stands, who takes part, and what was lost last. Raises ValueError
     where there is none."""
-    rows = list(rows_of(folder / METRICS))
-    summary, going_on = _read(folder / SUMMARY), lives(folder)
-    known = _read(folder / MEMBERS) or summary
-    if not rows and not known and not going_on:
+    found, going_on = read_folder(folder), lives(folder)
+    rows, faults = found.metrics, [*found.faults]
+    members = read_object(folder / MEMBERS, _MEMBERS)
+    if not rows and not members and not found.summary and not going_on:
         raise ValueError(f"{folder} has no run (no {METRICS}, and nobody is at work there)")
-    state = "is going on" if going_on else summary.get("status", "has died")
-    step = rows[-1]["step"] if rows else 0
-    yield f"{folder}: {state}, step {step}" + (f" of {known['max_steps']}" if known else "")
+    state = "has died" if found.status == NOT_ENDED else found.status
+    most = members.get("max_steps") or found.summary.get("max_steps")
+    of = f" of {most}" if most else ""
+    yield f"{folder}: {'is going on' if going_on else state}, step {found.steps}{of}"
     if rows:
-        scored = [row for row in rows if row.get("reward") is not None]
-        last = known.get("max_steps", step) if going_on else step
-        yield figures(step, last, scored=scored, recent=rows[-_RECENT:]).line()
-    for member in [*known.get("ranks", []), *known.get("workers", [])] if going_on else []:
+        scored = [row for row in rows if math.isfinite(row.get("reward", math.nan))]
+        last = max(most or 0, found.steps) if going_on else found.steps
+        yield figures(found.steps, last, scored=scored, recent=rows[-_RECENT:]).line()
+    for member in [*members.get("ranks", []), *members.get("workers", [])] if going_on else []:
         number = f" {member['number']}" if "number" in member else ""
         yield f"up: {member['role']}{number} on {member['host']}, process {member['pid']}"
-    yield from _failures(folder, rows)
+    yield from _failures(folder, rows, faults)
+    yield from (f"note: {fault}" for fault in faults)
 
 
 def stop(folder: Path, *, seconds: float = STOP_SECONDS) -> Iterator[str]:
@@ -54,25 +65,17 @@ def stop(folder: Path, *, seconds: float = STOP_SECONDS) -> Iterator[str]:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the run in {folder} has not ended within {seconds:g} s")
         time.sleep(1.0)
-    yield f"{folder}: {_read(folder / SUMMARY).get('status', 'has ended without a summary')}"
+    yield f"{folder}: {read_summary(folder).get('status', 'has ended without a summary')}"
 
 
-def _failures(folder: Path, rows: list[dict[str, Any]]) -> Iterator[str]:
+def _failures(folder: Path, rows: Sequence[Row], faults: list[str]) -> Iterator[str]:
     for name in ("engine/lost", "scorers/lost"):
-        if rows and (count := rows[-1].get(name)):
-            yield f"lost so far: {count:g} ({name})"
-    ended = [
-        row for row in rows_of(folder / LOGS / EVENTS) if row["event"] == "ended" and row["status"]
-    ]
+        if rows and (lost := rows[-1].get(name, 0.0)) > 0:
+            yield f"lost so far: {lost:g} ({name})"
+    events = read_rows(folder / LOGS / EVENTS, faults)
+    ended = [row for row in events if row["event"] == "ended" and row.get("status")]
     for row in ended[-_SHOWN_FAILURES:]:
         when = time.strftime("%H:%M:%S", time.localtime(row["time"]))
         who = f"{row['role']} {row['number']} on {row['host']}"
         log = folder / LOGS / f"{row['role']}-{row['number']}.log"
         yield f"{when}: {who} ended with {row['status']} ({log})"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return {}

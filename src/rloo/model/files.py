@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from rloo.config.files import quiet
 from rloo.dist import World
+from rloo.dist.folders import open_as_usual
 from rloo.model import adapters
 from rloo.model.adapters import Adapter
 from rloo.model.division import full, is_divided
@@ -100,6 +101,7 @@ class ModelFiles:
             if dtype is not None:
                 write_dtype(path, dtype)
         self._processing_class.save_pretrained(path)
+        open_as_usual(Path(path).glob("*.safetensors"))
 
     def load_pretrained(self, path: str | Path) -> None:
         """Load the weights that `save_pretrained` or `write_parts` wrote, bit for bit."""

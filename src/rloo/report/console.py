@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 import time
-import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,25 +18,11 @@ from rich.text import Text as RichText
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.config.presets import objective_line
+from rloo.dist.streams import inert
 
 Row = Mapping[str, float]
 
 FUNCTION_MEAN = re.compile(r"rewards/.*/mean", re.DOTALL)
-
-
-def inert(text: str, encoding: str = "utf-8") -> str:
-    """Escape every character of `text`, except newlines, that is not printable (control, direction
-    override, surrogate, unassigned) or not in `encoding`. The result cannot move the cursor or set
-    colours or titles, and any stream can print it."""
-    if text.isascii() and text.replace("\n", "").isprintable():
-        return text
-    shown = (
-        character
-        if character == "\n" or unicodedata.category(character)[0] not in "CZ" or character == " "
-        else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
-    return "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def shorten(text: str, *, characters: int = 600, lines: int = 12) -> str:

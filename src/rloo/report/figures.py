@@ -32,20 +32,21 @@ class Figures:
     span: str
 
     def line(self) -> str:
-        """All of them in one line, for a file or a pipe."""
-        named = ("rewards", "time")  # the others speak for themselves
-        rows = [
-            f"{name}: {', '.join(phrases)}" if name in named else "  ".join(phrases)
-            for name, phrases in self.rows.items()
-            if phrases
-        ]
-        return " | ".join(["  ".join([*self.progress, *self.reward]), *rows, self.span])
+        """The most of them in one line, for a file or a pipe: without the time of day, where time
+        goes, which metrics.jsonl has, and what a single function gave, which is the reward."""
+        names = {"rewards": ", ".join(self._functions())}
+        names |= {name: "  ".join(self.rows[name]) for name in ("rollout", "policy")}
+        memory = [phrase for phrase in self.rows["time"] if phrase.startswith("memory")]
+        head = "  ".join([*self.progress[:3], *self.reward])
+        return " | ".join(filter(None, [head, *names.values(), *memory, self.span]))
 
     def brief(self) -> list[str]:
         """The phrases that stay in the scroll-back of a terminal."""
         rows = [phrase for name in ("rollout", "policy") for phrase in self.rows[name]]
-        rewards = self.rows["rewards"] if len(self.rows["rewards"]) > 1 else []
-        return [self.progress[0], self.reward[0], *rewards, *rows, f"({self.span})"]
+        return [self.progress[0], self.reward[0], *self._functions(), *rows, f"({self.span})"]
+
+    def _functions(self) -> list[str]:
+        return self.rows["rewards"] if len(self.rows["rewards"]) > 1 else []
 
 
 def figures(

@@ -25,6 +25,7 @@ from rloo.report import console as view
 from rloo.report.comparison import WINDOW
 from rloo.report.doctor.folder import closing, findings_of
 from rloo.report.doctor.rules import Watch
+from rloo.report.journal import Journal
 from rloo.report.metrics import window_mean
 from rloo.report.page import PAGE, write_page
 from rloo.report.records import (
@@ -34,7 +35,6 @@ from rloo.report.records import (
     GROUPS,
     METRICS,
     SUMMARY,
-    Journal,
     write_json,
 )
 from rloo.report.samples import completions_table, record_of, spread
@@ -75,7 +75,8 @@ class Monitor:
         self.notes: list[str] = []
         self.last_groups: Sequence[Group] = ()
         self._silent = silent
-        self._screen = Screen(console, max_steps=max_steps, silent=silent)
+        moves = not config.disable_tqdm
+        self._screen = Screen(console, max_steps=max_steps, silent=silent, moves=moves)
         self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS))
         self._watch = Watch(config.to_dict())
         self._every = resolve_interval(config.logging_steps, max_steps)
@@ -143,19 +144,16 @@ class Monitor:
             GROUPS: lambda row: row["step"] <= step,
             ALARMS: lambda row: row["step"] <= step,
             # The best one is evaluated again at the end of the run.
-            EVALUATIONS: lambda row: row["step"] <= evaluated_at and row["name"] != "best",
+            EVALUATIONS: lambda row: row["step"] <= evaluated_at and row.get("name") != "best",
         }
         for name, belongs in keep.items():
             rows, unreadable = self._journal.truncate(name, belongs)
-            whole: list[dict[str, Any]] = [
-                {n: math.nan if v is None else v for n, v in row.items()} for row in rows
-            ]
             if name == METRICS:
-                for metrics in whole:
+                for metrics in rows:
                     self._remember(metrics.pop("step"), metrics)
-                self.window = [*whole[len(whole) - saved["window"] :]]
+                self.window = [*rows[max(0, len(rows) - saved["window"]) :]]
             if name == EVALUATIONS:
-                for metrics in whole:
+                for metrics in rows:
                     self._screen.evaluated(metrics["step"], metrics, metrics.get("dataset", ""))
             if name == COMPLETIONS:
                 self._watch.add_completions(rows)
@@ -180,7 +178,8 @@ class Monitor:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line to metrics.jsonl and show progress: a view on a terminal, and everywhere a
-        line at every log (elsewhere also after 10 s)."""
+        line at every log (elsewhere also after 10 s). With `disable_tqdm` there is what Trainer
+        prints then: the lines of logs."""
         self._record(METRICS, [{"step": step, **metrics}])
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
             self._told_of_unscored = True
@@ -192,9 +191,10 @@ class Monitor:
         self._tell_of_mismatch(step, metrics)
         self._remember(step, metrics)
         self._alarm(step)
-        if not self.config.disable_tqdm:
-            first = step == 1 and self.config.logging_first_step
-            due = first or step == self.max_steps or self._log_between(step - 1, step)
+        first = step == 1 and self.config.logging_first_step
+        due = first or self._log_between(step - 1, step)
+        if due or not self.config.disable_tqdm:
+            due = due or step == self.max_steps
             self._screen.step(step, scored=self._scored, recent=list(self._recent), due=due)
 
     def examine(self, facts: Mapping[str, Any]) -> None:

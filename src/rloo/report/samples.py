@@ -1,4 +1,4 @@
-"""Prompts and completions for people to read. They are hostile: see `console.inert`."""
+"""Prompts and completions for people to read. They are hostile: see `rloo.dist.streams.inert`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text as RichText
 
 from rloo.data.images import images_of, save_images, without_images
-from rloo.report.console import inert, shorten
+from rloo.dist.streams import inert
+from rloo.report.console import shorten
 from rloo.types import Episode, Group, Text
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rloo.config.functions import NotAllowed, noting_signals
-from rloo.dist.signals import STOP_SIGNALS
 from rloo.rewards.deadline import DeadlinePassed
+from rloo.rewards.process_state import inference_mode_kept, list_states
 
 _HINT = "reward_on_error missing leaves its rewards out"
-_State = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
 
 @contextmanager
@@ -56,17 +52,18 @@ def keep_state(names: str) -> Iterator[None]:
         raise SystemExit(status)
 
     os._exit = refuse  # type: ignore[assignment]
-    states = [(what, read(), read, restore) for what, read, restore in _list_states()]
-    changed = []
-    try:
-        yield
-    finally:
-        os._exit = exit_now
-        for what, before, read, restore in states:
-            after = read()
-            if before is not None and after != before:
-                changed.append(f"{what} from {before} to {after}")
-                restore(before)
+    changed: list[str] = []
+    with inference_mode_kept():
+        states = [(what, read(), read, restore) for what, read, restore in list_states()]
+        try:
+            yield
+        finally:
+            os._exit = exit_now
+            for what, before, read, restore in states:
+                after = read()
+                if before is not None and after != before:
+                    changed.append(f"{what} from {before} to {after}")
+                    restore(before)
     if changed:
         raise NotAllowed(
             f"the reward function {names} changed {' and '.join(changed)}; the state of the "
@@ -89,42 +86,3 @@ def show(value: Any, limit: int = 100) -> str:
     except Exception:  # a user's own __repr__ may raise anything
         text = object.__repr__(value)
     return f"{text[:limit]}..." if len(text) > limit else text
-
-
-def _list_states() -> list[_State]:
-    """What is the same before and after a call: its name, how it is read and how it is restored."""
-    states: list[_State] = [("the working directory", _read_folder, os.chdir)]
-    if threading.current_thread() is threading.main_thread():
-        for name in STOP_SIGNALS:
-            number = getattr(signal, name, None)
-            if number is not None:
-                states.append((f"the handler of {name}", *_handler_of(number)))
-    torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "set_num_threads"):  # whole, not just being imported
-        states += [
-            ("torch's gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
-            ("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
-            ("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
-        ]
-    if hasattr(signal, "pthread_sigmask"):  # last: what was blocked may come when it is restored
-        states.append(("the blocked signals", _read_blocked, _block))
-    return states
-
-
-def _handler_of(number: int) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    return lambda: signal.getsignal(number), lambda handler: signal.signal(number, handler)
-
-
-def _read_blocked() -> set[int]:
-    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
-def _block(signals: set[int]) -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-
-
-def _read_folder() -> str | None:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:  # it was removed
-        return None

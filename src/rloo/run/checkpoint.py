@@ -146,6 +146,8 @@ def verify_checkpoint(path: Path, *, whole: bool = False) -> int:
     def damaged(fact: str, *, how: str = "damaged") -> ValueError:
         return ValueError(f"checkpoint {path} is {how}: {fact}")
 
+    if _leads_nowhere(path):
+        raise damaged(f"it leads to {path.readlink()}, which is not there")
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         body, digest = manifest["body"], manifest["sha256"]
@@ -262,8 +264,13 @@ def _step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def _leads_nowhere(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
+
+
 def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """All folders with names of checkpoints, by step; a replaced one precedes its replacement."""
-    folders = [path for path in directory.glob("checkpoint-*") if path.is_dir()]
+    """All folders with names of checkpoints, and links that lead to one or nowhere, by step; a
+    replaced one precedes its replacement."""
+    folders = [p for p in directory.glob("checkpoint-*") if p.is_dir() or _leads_nowhere(p)]
     found = [(step, path) for path in folders if (step := _step_of(path)) is not None]
     return sorted(found, key=lambda item: (item[0], not item[1].name.endswith("-replaced")))

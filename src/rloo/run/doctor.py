@@ -44,6 +44,8 @@ def dry_run(config: RLOOConfig, folder: Path) -> Run:
         report_to="none",
         push_to_hub=False,
         disable_tqdm=True,
+        logging_strategy="no",
+        logging_first_step=False,
         log_completions=False,
         profile=False,
     )

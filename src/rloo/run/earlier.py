@@ -32,8 +32,17 @@ def move_aside(folder: Path, records: list[Path]) -> Path:
     for item in [*_result(folder), *records]:  # by the records a run is known: last
         place = folder / EARLIER / _MOVING / item.relative_to(folder)
         place.parent.mkdir(parents=True, exist_ok=True)
-        item.rename(place)
+        _move(item, place)
     return _number(folder)
+
+
+def _move(item: Path, place: Path) -> None:
+    if item.is_symlink() and not item.readlink().is_absolute():  # it would lead elsewhere
+        place.unlink(missing_ok=True)
+        place.symlink_to(item.parent / item.readlink())
+        item.unlink()
+    else:
+        item.rename(place)
 
 
 def is_moving(folder: Path) -> bool:

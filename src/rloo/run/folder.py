@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,6 +18,7 @@ from rloo.report.profiling import REPORT, TRACE
 from rloo.report.records import (
     ALARMS,
     COMPLETIONS,
+    CONFIG,
     EVALUATIONS,
     GROUPS,
     LOGS,
@@ -27,6 +26,7 @@ from rloo.report.records import (
     START,
     SUMMARY,
 )
+from rloo.report.run_folder import read_summary
 from rloo.run.checkpoint import (
     MANIFEST,
     find_checkpoint,
@@ -40,7 +40,6 @@ from rloo.run.preflight import check_folder
 from rloo.run.presence import MEMBERS, STOP
 from rloo.run.resume import changed_options
 
-CONFIG = "config.yaml"
 MARK = "# The options of this run, as they were resolved; `rloo train` reads them.\n"
 RUN_FILES = (
     METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS, START, CONFIG, PAGE,
@@ -145,7 +144,7 @@ def find_start(folder: Path, resume: str | bool | None) -> Start:
     if resume is None or resume is False:
         return Start(None)
     if resume is True or resume == AUTO:
-        summary = _summary(folder)
+        summary = read_summary(folder)
         newest, damaged = find_checkpoint(folder)
         if newest is None and resume is True and summary.get("status") == "finished":
             raise ValueError(
@@ -163,6 +162,9 @@ def find_start(folder: Path, resume: str | bool | None) -> Start:
     path = Path(resume).expanduser()
     if not path.is_dir():
         raise ValueError(f"checkpoint {path} does not exist (resume_from_checkpoint)")
+    # One that was moved to another disk and linked back may be named by either place.
+    here = (own for _, own in list_checkpoints(folder) if own.exists() and own.samefile(path))
+    path = next(here, path)
     verify_checkpoint(path, whole=True)
     return Start(path)
 
@@ -171,7 +173,7 @@ def _go_back_to(start: Start, folder: Path) -> None:
     """Have nothing in `folder` that tells of a later step than the checkpoint: neither that the run
     has finished, nor another checkpoint, which a run that is killed now would go on from."""
     assert start.checkpoint is not None
-    if start.checkpoint.resolve().parent != folder.resolve():
+    if start.checkpoint.parent.resolve() != folder.resolve():
         if list_checkpoints(folder) or (folder / METRICS).exists():
             raise ValueError(
                 f"output_dir {folder} holds another run than {start.checkpoint} is of; name "
@@ -182,8 +184,8 @@ def _go_back_to(start: Start, folder: Path) -> None:
     step = verify_checkpoint(start.checkpoint)
     for _, later in [found for found in list_checkpoints(folder) if found[0] > step]:
         aside = later.with_name(f"superseded-{later.name}")
-        if aside.exists():
-            shutil.rmtree(aside)
+        if aside.exists() or aside.is_symlink():
+            discard(aside)
         later.rename(aside)
         start.notes.append(f"going on from step {step}: {later.name} is now {aside.name}")
 
@@ -197,7 +199,7 @@ def _records(folder: Path) -> list[Path]:
 
 def _keep(folder: Path, records: list[Path], checkpoints: list[Path]) -> str:
     """Move a run aside; returns what is to be said of it."""
-    finished = _summary(folder).get("status") == "finished"
+    finished = read_summary(folder).get("status") == "finished"
     place = move_aside(folder, records)
     said = f"the run that was in {folder} is now in {place}"
     if finished:
@@ -212,7 +214,8 @@ def _keep(folder: Path, records: list[Path], checkpoints: list[Path]) -> str:
 
 def _require_model_elsewhere(folder: Path, config: RLOOConfig) -> None:
     """Refuse to move the run whose checkpoint is the model, which would not be found again."""
-    model, earlier = Path(config.model or "").resolve(), (folder / EARLIER).resolve()
+    model, earlier = Path(config.model or ""), (folder / EARLIER).resolve()
+    model = Path(os.path.realpath(model.parent)) / model.name  # where it is named, if it is a link
     inside = config.model is not None and model.is_relative_to(folder.resolve())
     if inside and model.is_dir() and not model.is_relative_to(earlier):
         raise ValueError(
@@ -220,14 +223,6 @@ def _require_model_elsewhere(folder: Path, config: RLOOConfig) -> None:
             f"{EARLIER}/; name another folder (output_dir), or go on with that run "
             "(resume_from_checkpoint)"
         )
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads((folder / SUMMARY).read_text())
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
 
 
 def clear(folder: Path, config: RLOOConfig, *, start: Start, resume: str | bool | None) -> None:
@@ -265,7 +260,7 @@ def clear(folder: Path, config: RLOOConfig, *, start: Start, resume: str | bool 
             for item in records:
                 discard(item) if item.is_dir() else item.unlink()
     for path in folder.glob("tmp-checkpoint-*"):
-        shutil.rmtree(path)
+        discard(path)
     if start.checkpoint is not None:
         _go_back_to(start, folder)
     sync(folder)  # what was removed stays so

@@ -27,6 +27,7 @@ from rloo.algorithm.interrupts import ECHO
 from rloo.config.config import RLOOConfig
 from rloo.config.launchers import restart_count
 from rloo.dist.signals import STOP_SIGNALS
+from rloo.dist.streams import say
 from rloo.dist.system import num_processors
 
 BAD_INPUT = 2
@@ -261,9 +262,8 @@ class _Ranks:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # nobody reads it; the status says it as well
-        if text:
-            print(f"rloo: {text}", file=sys.stderr, flush=True)
+    if text:
+        say(f"rloo: {text}", sys.stderr)
 
 
 def this_program() -> list[str]:

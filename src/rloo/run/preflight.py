@@ -103,13 +103,21 @@ def check_folder(config: RLOOConfig) -> None:
     if not str(config.output_dir).strip():
         raise ValueError("output_dir is empty; a run needs a folder of its own (output_dir)")
     folder = Path(config.output_dir).absolute()
-    if config.model is not None and folder.resolve() == Path(config.model).resolve():
+    # Path.resolve raises RuntimeError for a link that leads to itself.
+    real = os.path.realpath
+    if config.model is not None and real(folder) == real(config.model):
         raise ValueError(
             f"output_dir is the folder of the model, {folder}; it would be overwritten "
             "(output_dir, model)"
         )
     if os.path.exists(folder) and not folder.is_dir():
         raise ValueError(f"output_dir {folder} is a file; it must be a folder (output_dir)")
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not os.path.exists(path):
+            raise ValueError(
+                f"output_dir {folder} cannot be made: {path} is a link to {path.readlink()}, which "
+                "is not there, or leads back to it (output_dir)"
+            )
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"output_dir {folder} cannot be written: {there} is not ours (output_dir)")

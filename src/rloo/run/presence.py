@@ -69,6 +69,6 @@ def _watch(parts: Parts, folder: Path, known: dict[str, Any], over: threading.Ev
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"tmp-{path.name}-{os.getpid()}")
+    temporary = path.with_name(f"{path.name}.tmp")  # which the next run, if not this one, replaces
     temporary.write_text(text)
     temporary.rename(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +13,14 @@ from transformers import AutoConfig
 from rloo.config.config import RLOOConfig
 from rloo.config.vllm_options import servers_dtype, tolerance_of
 from rloo.data.tasks import resolve_model
+from rloo.dist.streams import say
 from rloo.engines.apart import ApartEngine, Workers
 from rloo.engines.native.fused import can_fuse
 from rloo.engines.native.supported import supports
 from rloo.engines.sampler import how_of
 from rloo.engines.vllm.engine import Settings
 from rloo.engines.vllm.nccl import why_not
-from rloo.engines.vllm.serving import Serving
+from rloo.engines.vllm.serving import HERE, Serving, guarded_environment, require_key
 from rloo.model.division import shape_of
 from rloo.model.export import Exported, tied_outputs
 from rloo.model.policy import Policy
@@ -65,6 +68,23 @@ def serving_alone(config: RLOOConfig, name: str) -> Serving:
     tied = known.get_text_config().tie_word_embeddings and not torch.cuda.is_available()
     rank, sleeps = config.lora_r if config.use_peft else None, bool(config.vllm_enable_sleep_mode)
     return serving_of(config, model, rank, tied=tied, sleeps=sleeps)
+
+
+def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
+    """Have this process become a server of `model`, after its line was printed. It listens where
+    `vllm_server_host` says, if that is `named` or no default, and else on this machine alone.
+    Raises ValueError where others could reach it without a key."""
+    host = config.vllm_server_host
+    host = host if named or host != RLOOConfig().vllm_server_host else HERE
+    require_key(host)
+    serving, port = serving_alone(config, model).guarded(), config.vllm_server_port
+    environment = guarded_environment()
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+    command = serving.command(host, port)
+    say(f"{settings} {shlex.join(command)}")
+    serving.require_program()
+    os.environ.update(environment)
+    os.execvp(command[0], command)
 
 
 def must_untie(policy: Policy) -> bool:

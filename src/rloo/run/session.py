@@ -23,11 +23,11 @@ from rloo.model.policy import describe_parameters
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
 from rloo.report.hub import Hub
 from rloo.report.profiling import StepProfile
-from rloo.report.records import SUMMARY, versions, write_json, write_text
+from rloo.report.records import CONFIG, SUMMARY, versions, write_json, write_text
 from rloo.run.checkpoint import verify_checkpoint
 from rloo.run.evaluate import Evaluator, Results, Sets, is_better
 from rloo.run.facts import facts_of
-from rloo.run.folder import CONFIG, MARK, Start
+from rloo.run.folder import MARK, Start
 from rloo.run.machine import arithmetic
 from rloo.run.overrides import Owner
 from rloo.run.resume import changed_options, restore
@@ -66,7 +66,7 @@ class Session:
         for one with other options that has left no checkpoint to go on from."""
         before = start.finished["config"]
         changed = changed_options(before, self.config)
-        lengths = [name for name in LENGTH if before[name] != getattr(self.config, name)]
+        lengths = [name for name in LENGTH if before.get(name) != getattr(self.config, name)]
         if changed or lengths:
             if start.checkpoint is None:
                 raise ValueError(

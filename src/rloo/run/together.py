@@ -11,6 +11,7 @@ from typing import Any
 from rloo.algorithm.parts import Parts, RunState
 from rloo.config.config import RLOOConfig
 from rloo.dist import World
+from rloo.dist.exits import no_silent_end
 from rloo.model.division import is_divided
 from rloo.model.policy import Policy
 from rloo.model.state import WeightsApart, digest
@@ -28,7 +29,7 @@ def together(parts: Parts, state: RunState) -> Iterator[None]:
         links.signals = parts.stop
         links.where = lambda: f"{parts.clock.current or 'the start'} of step {state.step + 1}"
     try:
-        with parts.world.telling(), parts.stop.listening():
+        with parts.world.telling(), parts.stop.listening(), no_silent_end("the run"):
             yield
     finally:
         parts.rollouts.close()

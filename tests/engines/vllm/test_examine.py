@@ -1,6 +1,7 @@
 """Servers that cannot be sampled from are refused, with the line that starts the right one."""
 
 import asyncio
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -66,7 +67,9 @@ def test_a_server_that_cannot_be_used_is_refused_with_the_right_line(server, fau
     make(server)
     with pytest.raises(ValueError, match=fact) as error:
         look(server, **options)
-    assert Serving("the/model", **options).line() in str(error.value)
+    place = urlsplit(server.url)
+    line = Serving("the/model", **options).line(place.hostname, place.port)
+    assert line in str(error.value) and f"--host {place.hostname} --port {place.port}" in line
     assert server.url in str(error.value) and "rloo vllm-serve" in str(error.value)
 
 

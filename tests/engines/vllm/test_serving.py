@@ -43,12 +43,12 @@ def tree(pid):
 @pytest.mark.parametrize(
     "serving, expected",
     [
-        (Serving("m"), "vllm serve m --port 8000 --dtype float32"),
+        (Serving("m"), "vllm serve m --host 127.0.0.1 --port 8000 --dtype float32"),
         (Serving("m", lora_rank=9), "--enable-lora --max-lora-rank 16 --max-loras 2"),
         (Serving("m", max_model_length=99), "--max-model-len 99"),
         (Serving("m", sleeps=True), "--enable-sleep-mode"),
         (Serving("m", arguments=("--seed", "1")), "--seed 1"),
-        (Serving("a b", executable=("/x/vllm",)), "/x/vllm serve 'a b' --port"),
+        (Serving("a b", executable=("/x/vllm",)), "/x/vllm serve 'a b' --host 127.0.0.1 --port"),
     ],
 )
 def test_the_line_has_what_the_run_needs(serving, expected):

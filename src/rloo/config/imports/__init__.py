@@ -26,6 +26,7 @@ from rloo.config.imports.verl import import_verl
 from rloo.config.plain_yaml import write_yaml
 from rloo.config.presets import preset_options, remarks
 from rloo.config.reading import suggest
+from rloo.config.secrets import hide
 
 # A name that ends so has a value that nobody else may read.
 _SECRET = re.compile(r"(?:api_?key|_token|secret|password|wandb\.key)$", re.IGNORECASE)
@@ -88,7 +89,7 @@ def render_imported(system: str, found: Imported) -> str:
             hidden = "(not shown)" if _SECRET.search(key) else value
             shown = json.dumps(hidden, ensure_ascii=False, default=str)
             lines.append(f"#     {_one_line(key)}: {shown}")
-    return "\n".join(lines) + "\n"
+    return str(hide("\n".join(lines))) + "\n"
 
 
 def _one_line(text: str) -> str:

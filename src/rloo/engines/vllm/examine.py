@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
 from rloo.engines.vllm.answers import ROUTE, TOKENS_ROUTE
 from rloo.engines.vllm.client import Client, ServerError
 from rloo.engines.vllm.nccl import TRANSFER_ROUTE
-from rloo.engines.vllm.serving import Serving
+from rloo.engines.vllm.serving import HERE, Serving
 
 _SECONDS = 30.0
 _PHASE = "examining"
@@ -40,8 +41,10 @@ async def examine(
     answer."""
 
     def refuse(fact: str) -> ValueError:
+        place = urlsplit(client.url)
+        line = wanted.line(place.hostname or HERE, place.port or 8000)
         return ValueError(
-            f"{client.url} {fact}; start it with: {wanted.line()} (rloo vllm-serve prints and runs "
+            f"{client.url} {fact}; start it with: {line} (rloo vllm-serve prints and runs "
             "this line; vllm_server_base_url)"
         )
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from rloo.engines.vllm.client import Client, ServerError
 
 # The routes for weights, pauses and sleep, and those for adapters, exist only with these.
 SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+HERE, KEY = "127.0.0.1", "VLLM_API_KEY"
 # Begin the names of what launchers say of our processes. (torchrun also sets OMP_NUM_THREADS to 1,
 # unless somebody else has set it.)
 OURS = (
@@ -60,9 +62,8 @@ class Serving:
     arguments: tuple[str, ...] = ()
     executable: tuple[str, ...] = ("vllm",)
 
-    def command(self, host: str | None = None, port: int = 8000) -> list[str]:
-        """The command line, without `SWITCHES`, of a server that listens on `host` (None: on all
-        addresses)."""
+    def command(self, host: str = HERE, port: int = 8000) -> list[str]:
+        """The command line, without `SWITCHES`, of a server that listens on `host`."""
         options = {
             "--host": host, "--port": port, "--dtype": self.dtype,
             # Log-probs of what is sampled from, not of the model at temperature 1.
@@ -96,10 +97,15 @@ class Serving:
                 "'rloo[vllm]', or in an environment of its own (vllm_executable)"
             )
 
-    def line(self, port: int = 8000) -> str:
+    def line(self, host: str = HERE, port: int = 8000) -> str:
         """The command line as one types it, environment included."""
         switches = " ".join(f"{name}={value}" for name, value in SWITCHES.items())
-        return f"{switches} {shlex.join(self.command(port=port))}"
+        return f"{switches} {shlex.join(self.command(host, port))}"
+
+    def guarded(self) -> Serving:
+        """The same with `guarded_environment`: without routes that no run uses, and with
+        VLLM_API_KEY it asks for that key on all but those that tell of its health."""
+        return replace(self, arguments=("--middleware", "rloo_guard.Guard", *self.arguments))
 
 
 @dataclass(slots=True)
@@ -198,6 +204,27 @@ def _guarded(command: Sequence[str]) -> list[str]:
         "wait $child; status=$?; kill -KILL 0; exit $status"
     )
     return ["/bin/sh", "-c", f"exec 3<&0; {watch}", "sh", *command]
+
+
+def guarded_environment() -> dict[str, str]:
+    """The variables of a server that is started as `Serving.guarded` says."""
+    guard = str(Path(__file__).parent / "inside")
+    paths = [guard, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**SWITCHES, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def require_key(host: str) -> None:
+    """Raise ValueError for a server that others could reach without a key."""
+    with suppress(ValueError):  # a name
+        if ip_address(host).is_loopback:
+            return
+    if host != "localhost" and not os.environ.get(KEY):
+        raise ValueError(
+            f"vllm_server_host is {host}, where others reach the server, load weights into it and "
+            f"read what it is given, and {KEY} is not set; set it for the server and for the run "
+            f"(export {KEY}=$(openssl rand -hex 16)), or leave vllm_server_host out, which listens "
+            f"on {HERE} alone (vllm_server_host)"
+        )
 
 
 def free_port(host: str = "") -> int:

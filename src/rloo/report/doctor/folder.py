@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -10,71 +9,88 @@ from pathlib import Path
 from typing import Any
 
 from rloo.config.config import RLOOConfig
-from rloo.config.parsing import parse_command_line
 from rloo.report.doctor.data import RULES as DATA
 from rloo.report.doctor.finding import Finding, Run
 from rloo.report.doctor.rules import diagnose
-from rloo.report.records import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, SUMMARY
+from rloo.report.records import CONFIG, METRICS
+from rloo.report.run_folder import RunFolder, read_folder, read_summary
 from rloo.report.verdict import training_of, verdict
-
-CONFIG = "config.yaml"
 
 
 def read_run(folder: Path, options: RLOOConfig | None = None) -> Run:
-    """The run in a folder, with its options or else those of its config.yaml. Raises ValueError
+    """The run in a folder, with its options or else those that its files name. Raises ValueError
     where there is none."""
-    if not (folder / METRICS).exists() and not (folder / EVALUATIONS).exists():
-        raise ValueError(f"{folder} has no {METRICS}: no run has made a step there")
-    path = folder / CONFIG
-    if options is None and path.exists():
-        options = parse_command_line([str(path)])
-    named = options is not None and options.model and options.dataset and options.reward
-    return Run(
-        [_numbers(row) for row in rows_of(folder / METRICS)],
-        list(rows_of(folder / COMPLETIONS)),
-        list(rows_of(folder / EVALUATIONS)),
-        {} if options is None else options.to_dict(),
-        source=(str(path),) if named else (),
-    )
+    return _run_in(_require_steps(_read(folder, options)))
 
 
 def findings_of(folder: Path, options: RLOOConfig | None = None) -> list[Finding]:
     """What is wrong with the run in a folder: by its files, and what was found before its first
     step, which they do not tell again. Nothing is, where no step was made."""
-    if not (folder / METRICS).exists():
-        return []
-    early = {rule.name for rule in DATA}
-    told = [Finding(**row["finding"]) for row in rows_of(folder / ALARMS) if row["step"] == 0]
-    found = diagnose(read_run(folder, options))
-    known = {finding.name for finding in found}
-    return [f for f in told if f.name in early and f.name not in known] + found
+    found = _read(folder, options)
+    return _findings_in(found, _run_in(found)) if found.metrics else []
 
 
 def summary_of(folder: Path, run: Run) -> dict[str, Any]:
-    """The summary that the run has written, or for one that has died what its files tell."""
-    path = folder / SUMMARY
-    if path.exists():
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+    """The summary that the run has written; what that lacks, as all of it for a run that has died,
+    by its rows."""
     start, end = run.measured or ({}, {})
-    return {
+    by_rows = {
         "status": "died",
         "steps": int(run.rows[-1]["step"]) if run.rows else 0,
         "max_steps": run.option("max_steps", 0),
         "start": start,
         "end": end,
-        "wall_seconds": math.fsum(row.get("step_time", 0.0) for row in run.rows),
+        "wall_seconds": math.fsum(_known(row, "step_time") for row in run.rows),
         "refused_steps": sum(bool(row.get("update/nonfinite")) for row in run.rows),
         "training": training_of(run.rollouts),
     }
+    return by_rows | read_summary(folder)
+
+
+def _read(folder: Path, options: RLOOConfig | None) -> RunFolder:
+    return read_folder(folder, None if options is None else options.to_dict())
+
+
+def _require_steps(found: RunFolder) -> RunFolder:
+    if not found.metrics and not found.evaluations:
+        raise ValueError(
+            f"{found.path} has no {METRICS}: no run has made a step there"
+            if not found.faults
+            else f"{found.path} has no row of a run that can be read: {'; '.join(found.faults)}"
+        )
+    return found
+
+
+def _run_in(found: RunFolder) -> Run:
+    path, values = found.path / CONFIG, found.options
+    named = path.exists() and all(values.get(name) for name in ("model", "dataset", "reward"))
+    return Run(
+        found.metrics,
+        found.completions,
+        found.evaluations,
+        values,
+        source=(str(path),) if named else (),
+    )
+
+
+def _findings_in(found: RunFolder, run: Run) -> list[Finding]:
+    early = {rule.name for rule in DATA}
+    told = [Finding(**row["finding"]) for row in found.alarms if row["step"] == 0]
+    now = diagnose(run)
+    names = {finding.name for finding in now}
+    return [f for f in told if f.name in early and f.name not in names] + now
 
 
 def report(folder: Path) -> Iterator[str]:
     """The lines of `rloo doctor FOLDER`: the verdict, then each finding with all that belongs to
-    it."""
-    run, findings = read_run(folder), findings_of(folder)
+    it, and what of the folder could not be read."""
+    found = _require_steps(read_folder(folder))
+    run = _run_in(found)
+    findings = _findings_in(found, run)
     known = {"findings": [asdict(finding) for finding in findings]}
     yield from verdict(summary_of(folder, run) | known).split("\n")
     yield from describe(findings)
+    yield from (f"note: {fault}" for fault in found.faults)
 
 
 def closing(findings: Sequence[Finding], folder: str) -> Iterator[str]:
@@ -102,18 +118,6 @@ def describe(findings: list[Finding]) -> Iterator[str]:
             yield f"   command: {finding.command}"
 
 
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, without what a kill has torn."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    return {name: math.nan if value is None else value for name, value in row.items()}
+def _known(row: Mapping[str, float], name: str) -> float:
+    value = row.get(name, math.nan)
+    return value if math.isfinite(value) else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rloo.dist.streams import say
 from rloo.report.page.document import PAGE, data_of, write_page
 from rloo.report.page.follow import HOST, server_of
 
@@ -20,7 +21,7 @@ def report(arguments: Sequence[str]) -> int:
         _serve(folders, int(options.get("port", "0")))
         return 0
     of_one = folders[0] / PAGE if len(folders) == 1 else Path(PAGE)
-    print(write_page(folders, Path(options.get("output", of_one))))
+    say(str(write_page(folders, Path(options.get("output", of_one)))))
     return 0
 
 

@@ -14,10 +14,10 @@ from rloo.config.config import RLOOConfig
 from rloo.config.reading import default_of
 from rloo.report.console import counted, duration, percent
 from rloo.report.metrics import Z
-from rloo.report.page.folders import RunFolder
 from rloo.report.page.samples import moments
 from rloo.report.page.series import bounds_of, curve, ends, known, outside, rounded
 from rloo.report.records import strict
+from rloo.report.run_folder import NOT_ENDED, RunFolder
 from rloo.report.table import find
 
 # Sections of charts: title, and of each chart its title and the metrics in it.
@@ -104,7 +104,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _head(run: RunFolder) -> dict[str, Any]:
     summary, options = run.summary, run.options
-    ended = run.status != "not ended"
+    ended = run.status != NOT_ENDED
     series = known(run.metrics)
     verdict = summary.get("verdict") if ended else None
     phases = {n: math.fsum(v for _, v in s) for n, s in series.items() if n.startswith("time/")}
@@ -113,9 +113,9 @@ def _head(run: RunFolder) -> dict[str, Any]:
         phases["the rest"] = max(0.0, seconds - math.fsum(phases.values()))
     return {
         "status": run.status,
-        "verdict": str(verdict).split("\n") if verdict else [_going_on(run)],
+        "verdict": verdict.split("\n") if verdict else [_going_on(run)],
         "findings": list(_findings(run)),
-        "notes": [str(note) for note in summary.get("notes", [])] if ended else [],
+        "notes": [*(summary.get("notes", []) if ended else []), *run.faults],
         "outside": outside(series),
         "facts": dict(_facts(run, series)),
         "seconds": {name.removeprefix("time/"): rounded(s) for name, s in phases.items()},
@@ -132,10 +132,10 @@ def _going_on(run: RunFolder) -> str:
 
 def _findings(run: RunFolder) -> Iterator[Any]:
     """What was found wrong: by the end of the run, or as yet."""
-    if run.status != "not ended":
+    if run.status != NOT_ENDED:
         yield from run.summary.get("findings", ())
     else:
-        yield from (row["finding"] for row in run.alarms if isinstance(row.get("finding"), dict))
+        yield from (row["finding"] for row in run.alarms)
 
 
 def _facts(run: RunFolder, series: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

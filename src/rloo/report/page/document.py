@@ -12,10 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rloo.report.console import inert
+from rloo.dist.streams import inert
 from rloo.report.page.content import content
-from rloo.report.page.folders import read_run
 from rloo.report.records import strict, write_text
+from rloo.report.run_folder import read_begun
 
 PAGE = "report.html"
 SCRIPTS = ("dom.js", "chart.js", "samples.js", "page.js")
@@ -30,7 +30,7 @@ def write_page(folders: Sequence[Path], path: Path) -> Path:
 
 def data_of(folders: Sequence[Path]) -> dict[str, Any]:
     """What the page shows of these runs. No text in it has a character that controls anything."""
-    found: dict[str, Any] = _inert(strict(content([read_run(folder) for folder in folders])))
+    found: dict[str, Any] = _inert(strict(content([read_begun(folder) for folder in folders])))
     return found
 
 

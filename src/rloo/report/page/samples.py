@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rloo.report.page.folders import RunFolder
 from rloo.report.page.series import rounded
+from rloo.report.run_folder import RunFolder
 from rloo.report.samples import as_string
 
 # Of a text without tokens, half of them are from its head and half from its tail.

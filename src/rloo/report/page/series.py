@@ -18,11 +18,12 @@ Values = Sequence[tuple[int, float]]
 
 
 def known(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """For every metric, in the order of appearance, (step, value) where the value is a number."""
+    """For every metric, in the order of appearance, (step, value) where the value is a finite
+    number."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for name, value in row.items():
-            if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
                 found.setdefault(name, []).append((row["step"], float(value)))
     return found
 

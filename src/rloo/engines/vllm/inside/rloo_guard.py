@@ -1,0 +1,93 @@
+"""What a server of vLLM answers, and whom: vLLM's own key leaves the routes for weights open, and
+its development mode has more of them than weights need."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+# These tell nothing but that the server is there.
+OPEN = ("/health", "/ping")
+SAMPLING = ("/v1/", "/inference/")
+OTHERS = ("/openapi.json", "/version", "/metrics", "/load", "/tokenize", "/detokenize")
+WEIGHTS = (
+    "/server_info", "/pause", "/resume", "/sleep", "/wake_up", "/collective_rpc", "/weight_info",
+    "/update_weight_version", "/get_world_size", "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights",
+    "/finish_weight_update",
+)  # fmt: skip
+# Of all that workers can be told to do.
+CALLED = ("reload_weights",)
+
+
+class Guard:
+    """Middleware of ASGI around vLLM's server: routes that no run uses are not there, and with
+    VLLM_API_KEY all but OPEN ask for that key."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+        self.key = os.environ.get("VLLM_API_KEY", "")
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on."""
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+        if path not in OPEN and not self._knows_the_key(scope):
+            await _refuse(scope, send, 401, "the key is missing or wrong (VLLM_API_KEY)")
+        elif not path.startswith(SAMPLING) and path not in (*OPEN, *OTHERS, *WEIGHTS):
+            await _refuse(scope, send, 404, "rloo vllm-serve has no such route")
+        elif path == "/collective_rpc":
+            body, again = await _read(receive)
+            if _method(body) in CALLED:
+                await self.app(scope, again, send)
+            else:
+                await _refuse(scope, send, 403, f"workers may be told {', '.join(CALLED)} alone")
+        else:
+            await self.app(scope, receive, send)
+
+    def _knows_the_key(self, scope: dict[str, Any]) -> bool:
+        given = next((v for n, v in scope["headers"] if n.lower() == b"authorization"), b"")
+        kind, _, key = given.partition(b" ")
+        right = hmac.compare_digest(key, self.key.encode()) and kind.lower() == b"bearer"
+        return right or not self.key
+
+
+async def _read(receive: Receive) -> tuple[bytes, Receive]:
+    """The body of a request, and what has it received once more."""
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    whole: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+
+    async def again() -> Message:
+        return whole.pop() if whole else await receive()
+
+    return b"".join(parts), again
+
+
+def _method(body: bytes) -> Any:
+    try:
+        return json.loads(body)["method"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+async def _refuse(scope: dict[str, Any], send: Send, status: int, why: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    body = json.dumps({"error": {"message": why}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

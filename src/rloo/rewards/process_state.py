@@ -1,0 +1,172 @@
+"""What of the process must be the same before and after a call of a reward function."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from rloo.dist.signals import STOP_SIGNALS
+
+# Its name, how it is read, which gives None for what cannot be told, and how it is restored.
+State = tuple[str, Callable[[], Any], Callable[[Any], Any]]
+# Kinds of devices whose autocast is watched.
+_DEVICES = ("cpu", "cuda")
+_LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "NPROC", "STACK")
+
+
+def list_states() -> list[State]:
+    """All of them, those of torch where it is loaded, those of signals in the main thread."""
+    states: list[State] = [("the working directory", _read_folder, os.chdir)]
+    if threading.current_thread() is threading.main_thread():
+        for name in STOP_SIGNALS:
+            number = getattr(signal, name, None)
+            if number is not None:
+                states.append((f"the handler of {name}", *_handler_of(number)))
+        states += _timers()
+    states += [
+        (f"the limit RLIMIT_{name}", *_limit_of(getattr(resource, f"RLIMIT_{name}")))
+        for name in _LIMITS
+        if hasattr(resource, f"RLIMIT_{name}")
+    ]
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "set_num_threads"):  # whole, not just being imported
+        states += _of_torch(torch)
+    if hasattr(signal, "pthread_sigmask"):  # last: what was blocked may come when it is restored
+        states.append(("the blocked signals", _read_blocked, _block))
+    return states
+
+
+@contextmanager
+def inference_mode_kept() -> Iterator[None]:
+    """End, with this block, an inference mode that is begun in it and not ended: only the end of
+    what encloses it can."""
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "set_num_threads"):
+        yield
+        return
+    learns = torch.is_grad_enabled()
+    with torch.inference_mode(torch.is_inference_mode_enabled()):
+        torch.set_grad_enabled(learns)  # which the mode itself has changed
+        yield
+
+
+def _of_torch(torch: Any) -> Iterator[State]:
+    attention = torch.backends.cuda
+    kernels = [
+        (getattr(attention, f"{name}_sdp_enabled"), getattr(attention, f"enable_{name}_sdp"))
+        for name in ("flash", "mem_efficient", "math", "cudnn")
+    ]
+    yield "torch's gradient mode", torch.is_grad_enabled, torch.set_grad_enabled
+    yield "torch's inference mode", torch.is_inference_mode_enabled, _leave
+    yield "torch's autocast", partial(_read_autocast, torch), partial(_set_autocast, torch)
+    yield "torch's default dtype", torch.get_default_dtype, torch.set_default_dtype
+    yield "torch's default device", torch.get_default_device, partial(_set_device, torch)
+    yield "torch's number of threads", torch.get_num_threads, torch.set_num_threads
+    yield (
+        "torch's precision of matrix products",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    )
+    yield (
+        "torch's deterministic algorithms",
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
+    )
+    yield (
+        "torch's detection of anomalies",
+        torch.is_anomaly_enabled,
+        torch.autograd.set_detect_anomaly,
+    )
+    yield (
+        "torch's kernels of attention",
+        lambda: tuple(is_on() for is_on, _ in kernels),
+        lambda before: [turn(on) for (_, turn), on in zip(kernels, before, strict=True)],
+    )
+    for name in ("enabled", "benchmark", "deterministic"):
+        yield (
+            f"torch.backends.cudnn.{name}",
+            partial(getattr, torch.backends.cudnn, name),
+            partial(setattr, torch.backends.cudnn, name),
+        )
+
+
+def _leave(before: bool) -> None:
+    """`inference_mode_kept` ends it."""
+
+
+def _read_autocast(torch: Any) -> tuple[Any, ...]:
+    """Whether it is on and its type, on each device; its cache; how many blocks of it are entered,
+    of which the last one that is left empties the cache."""
+    torch.autocast_increment_nesting()
+    depth = torch.autocast_decrement_nesting()
+    on, kind = torch.is_autocast_enabled, torch.get_autocast_dtype
+    devices = [(name, on(name), kind(name)) for name in _DEVICES]
+    return *devices, torch.is_autocast_cache_enabled(), depth
+
+
+def _set_autocast(torch: Any, before: tuple[Any, ...]) -> None:
+    *devices, cached, depth = before
+    for name, on, dtype in devices:
+        torch.set_autocast_enabled(name, on)
+        torch.set_autocast_dtype(name, dtype)
+    torch.set_autocast_cache_enabled(cached)
+    for _ in range(_read_autocast(torch)[-1] - depth):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+
+
+def _set_device(torch: Any, before: Any) -> None:
+    # Where nothing is set it is the CPU: to set that would slow every call of torch down.
+    torch.set_default_device(None if before.type == "cpu" else before)
+    for _ in range(8):  # blocks of `with torch.device(...)` that were entered and not left
+        if torch.get_default_device() != before:
+            before.__exit__(None, None, None)
+
+
+def _handler_of(number: int) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    return lambda: signal.getsignal(number), lambda handler: signal.signal(number, handler)
+
+
+def _limit_of(number: int) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    def restore(before: tuple[int, int]) -> None:
+        with suppress(ValueError, OSError):  # what is hard, only root can raise
+            resource.setrlimit(number, before)
+
+    return lambda: resource.getrlimit(number), restore
+
+
+def _timers() -> Iterator[State]:
+    """Those that send signals, but for one that is set now: it runs on."""
+    for name in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF"):
+        number = getattr(signal, name)
+        if signal.getitimer(number)[0] == 0:
+            yield f"the timer {name}", partial(_is_set, number), partial(signal.setitimer, number)
+
+
+def _is_set(number: int) -> bool:
+    return signal.getitimer(number)[0] > 0
+
+
+def _read_blocked() -> set[int]:
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def _block(signals: set[int]) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
+
+def _read_folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return None

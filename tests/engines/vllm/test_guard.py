@@ -1,0 +1,157 @@
+"""What `rloo vllm-serve` lets others do: where it listens, who may ask, and for what."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rloo.engines.vllm.inside.rloo_guard import WEIGHTS, Guard
+from rloo.engines.vllm.serving import KEY, require_key
+from rloo.launch.cluster import Cluster
+from rloo.launch.local import environment_of
+from rloo.launch.roles import make_job
+from rloo.launch.slurm import FOLDER, script
+
+# A vLLM that tells how it was started.
+TELLS = """
+import json, os, sys
+from importlib import import_module
+module, _, name = sys.argv[sys.argv.index("--middleware") + 1].rpartition(".")
+guard = getattr(import_module(module), name)
+names = ("VLLM_SERVER_DEV_MODE", "VLLM_API_KEY")
+print(json.dumps([sys.argv[1:], {n: os.environ.get(n) for n in names}, guard.__name__]))
+"""
+
+
+def asked(path, *, key="", given=None, method="POST", body=b""):
+    """The status that a guarded server answers with, and what its application has received."""
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def ask():
+        parts = [body[:5], body[5:]]
+        statuses = []
+
+        async def receive():
+            part = parts.pop(0)
+            return {"type": "http.request", "body": part, "more_body": bool(parts)}
+
+        async def send(message):
+            statuses.append(message.get("status"))
+
+        guard = Guard(app)
+        guard.key = key
+        headers = [] if given is None else [(b"Authorization", given)]
+        scope = {"type": "http", "path": path, "method": method, "headers": headers}
+        await guard(scope, receive, send)
+        return statuses[0]
+
+    return asyncio.run(ask()), seen
+
+
+@pytest.mark.parametrize("path", [*WEIGHTS, "/v1/completions", "/tokenize", "/openapi.json"])
+def test_with_a_key_every_route_asks_for_it(path):
+    body = json.dumps({"method": "reload_weights"}).encode()
+    for wrong in (None, b"Bearer", b"Bearer keys", b"Basic key", b"key"):
+        assert asked(path, key="key", given=wrong, body=body) == (401, [])
+    assert asked(path, key="key", given=b"bearer key", body=body)[0] == 200
+    assert asked(path, body=body)[0] == 200  # no key
+
+
+def test_its_health_is_no_secret():
+    assert asked("/health", key="key")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/weight_checker", "/v2/rerank", "/pause/",
+                                  "/healthy", "/", "/scale_elastic_ep"])  # fmt: skip
+def test_routes_that_no_run_uses_are_not_there(path):
+    assert asked(path) == (404, [])
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"method": "save_sharded_state"}',
+                                  b'{"method": ["reload_weights"]}', b"[" * 99_999])  # fmt: skip
+def test_workers_are_told_to_load_weights_and_nothing_else(body):
+    assert asked("/collective_rpc", body=body) == (403, [])
+    right = json.dumps({"method": "reload_weights", "kwargs": {"weights_path": "/w"}}).encode()
+    assert asked("/collective_rpc", body=right) == (200, [right])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_this_machine_needs_no_key(host, monkeypatch):
+    monkeypatch.delenv(KEY, raising=False)
+    require_key(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node7"])
+def test_where_others_come_a_key_is_needed(host, monkeypatch):
+    for key in (None, ""):
+        monkeypatch.delenv(KEY, raising=False) if key is None else monkeypatch.setenv(KEY, key)
+        with pytest.raises(ValueError, match=rf"vllm_server_host is {host}, .* {KEY} is not set"):
+            require_key(host)
+    monkeypatch.setenv(KEY, "secret")
+    require_key(host)
+
+
+def served(tmp_path, *arguments, **variables):
+    (tmp_path / "tells.py").write_text(TELLS)
+    program = json.dumps([sys.executable, str(tmp_path / "tells.py")])
+    command = [sys.executable, "-m", "rloo", "vllm-serve", "--model", "countdown", *arguments]
+    environment = {n: v for n, v in os.environ.items() if n != KEY} | variables
+    return subprocess.run(
+        [*command, "--vllm_executable", program], env=environment, capture_output=True, text=True
+    )
+
+
+def test_the_command_serves_this_machine_alone(tmp_path):
+    done = served(tmp_path)
+    line, told = done.stdout.splitlines()
+    arguments, environment, guard = json.loads(told)
+    assert arguments[arguments.index("--host") + 1] == "127.0.0.1" and "--host 127.0.0.1" in line
+    assert environment == {"VLLM_SERVER_DEV_MODE": "1", KEY: None} and guard == "Guard"
+
+
+def test_the_command_serves_others_with_a_key_that_it_does_not_print(tmp_path):
+    refused = served(tmp_path, "--vllm_server_host", "0.0.0.0")
+    assert refused.returncode == 2 and f"{KEY} is not set" in refused.stderr
+    done = served(tmp_path, "--vllm_server_host", "0.0.0.0", **{KEY: "top-secret"})
+    line, told = done.stdout.splitlines()
+    arguments, environment, _ = json.loads(told)
+    assert (
+        arguments[arguments.index("--host") + 1] == "0.0.0.0" and environment[KEY] == "top-secret"
+    )
+    assert "top-secret" not in line + json.dumps(arguments)
+
+
+def test_launched_servers_listen_here_or_ask_for_the_jobs_key():
+    recipe = ["--model", "countdown", "--dataset", "countdown", "--rollout_engine", "vllm"]
+    job = make_job(Cluster(gpus_per_node=2, engine_gpus=1), recipe)
+    (server,) = job.others
+    environment = environment_of(job, server, 0)
+    command = " ".join(job.command(server, environment["ADDRESS"], environment["PORT"]))
+    assert "--vllm_server_host 127.0.0.1 --vllm_server_port 10001" in command
+    cluster = Cluster(backend="slurm", nodes=1, gpus_per_node=2, engine_gpus=1)
+    text = script(make_job(cluster, recipe, FOLDER))
+    (key,) = [line for line in text.splitlines() if line.startswith(f"export {KEY}=")]
+    assert text.index(key) < text.index("vllm-serve")
+    for given, length in (("", 32), ("mine", 4)):
+        told = subprocess.check_output(
+            ["bash", "-c", f'{key}; printf %s "${KEY}"'], env={**os.environ, KEY: given}, text=True
+        )
+        assert len(told) == length and told.isalnum()
+    assert (
+        'ADDRESS=$(host_of "$SLURMD_NODENAME") PORT=' in text and "export -f again host_of" in text
+    )
+    assert "--vllm_server_host $ADDRESS" in text
+
+
+def test_the_guard_needs_nothing_but_the_standard_library(tmp_path):
+    folder = Path(__file__).parents[3] / "src" / "rloo" / "engines" / "vllm" / "inside"
+    code = f"import sys; sys.path.append({str(folder)!r}); import rloo_guard"
+    assert subprocess.run([sys.executable, "-I", "-S", "-c", code]).returncode == 0
