@@ -56,7 +56,7 @@ def _praises(verdict: str) -> bool:
 def _alarms(folder: Path, run: Run) -> list[str]:
     """What was told before the first step, and what these rules tell of the others."""
     from rloo.report.doctor.folder import rows_of
-    from rloo.report.doctor.rules import Watch
+    from rloo.report.doctor.watch import Watch
     from rloo.report.records import ALARMS
 
     told = [row["finding"]["name"] for row in rows_of(folder / ALARMS) if row["step"] == 0]

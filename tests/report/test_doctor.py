@@ -14,7 +14,8 @@ from rloo.report.comparison import change_of, sides
 from rloo.report.doctor import completions, data, rewards, signal, training
 from rloo.report.doctor.finding import Run
 from rloo.report.doctor.folder import describe, findings_of, read_run, report
-from rloo.report.doctor.rules import RULES, Watch, diagnose
+from rloo.report.doctor.rules import RULES, diagnose
+from rloo.report.doctor.watch import Watch
 from rloo.report.figures import figures
 from rloo.report.verdict import headline, training_of, verdict
 from tools.doctor_page import PAGE, filled
