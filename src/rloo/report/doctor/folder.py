@@ -11,7 +11,6 @@ from typing import Any
 
 from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
-from rloo.report.doctor.data import RULES as DATA
 from rloo.report.doctor.finding import Finding, Run
 from rloo.report.doctor.rules import diagnose
 from rloo.report.records import ALARMS, COMPLETIONS, EVALUATIONS, METRICS, SUMMARY
@@ -39,15 +38,12 @@ def read_run(folder: Path, options: RLOOConfig | None = None) -> Run:
 
 
 def findings_of(folder: Path, options: RLOOConfig | None = None) -> list[Finding]:
-    """What is wrong with the run in a folder: by its files, and what was found before its first
-    step, which they do not tell again. Nothing is, where no step was made."""
+    """What is wrong with the run in a folder: by its files, and by alarms of what was known before
+    its first step, which they do not tell again. Nothing is, where no step was made."""
     if not (folder / METRICS).exists():
         return []
-    early = {rule.name for rule in DATA}
-    told = [Finding(**row["finding"]) for row in rows_of(folder / ALARMS) if row["step"] == 0]
-    found = diagnose(read_run(folder, options))
-    known = {finding.name for finding in found}
-    return [f for f in told if f.name in early and f.name not in known] + found
+    told = [(row["step"], Finding(**row["finding"])) for row in rows_of(folder / ALARMS)]
+    return diagnose(read_run(folder, options), told=told)
 
 
 def summary_of(folder: Path, run: Run) -> dict[str, Any]:

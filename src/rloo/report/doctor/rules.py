@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from rloo.report.doctor import completions, data, rewards, signal, training
 from rloo.report.doctor.attempt import Note, attempt, warn
+from rloo.report.doctor.causes import EXPLAINS, causes_of
 from rloo.report.doctor.finding import Finding, Found, Rule, Run
 
+_ALL = {
+    rule.name: rule
+    for part in (data, signal, training, rewards, completions)
+    for rule in part.RULES
+}
+_EARLY = {rule.name for rule in data.RULES}
 # A cause comes before what follows from it.
-RULES: tuple[Rule, ...] = (
-    *data.RULES,
-    *signal.RULES[:6],
-    *training.RULES[:1],
-    *rewards.RULES,
-    *completions.RULES,
-    *training.RULES[1:],
-    *signal.RULES[6:],
-)
+RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in EXPLAINS)
 
 
-def diagnose(run: Run, note: Note = warn) -> list[Finding]:
-    """What is wrong with a run, causes first, without what follows from another finding. `note` is
-    told of a rule that cannot be judged; the others are."""
+def diagnose(
+    run: Run,
+    note: Note = warn,
+    told: Sequence[tuple[int, Finding]] = (),
+    rules: Sequence[Rule] = RULES,
+) -> list[Finding]:
+    """What is wrong with a run, causes first, without what follows from another finding, and
+    without other advice on an option that an earlier finding changes. `note` is told of a rule that
+    cannot be judged; the others are. Facts from before the first step are not in a run's files:
+    what was `told` by them, with its step, stands, later steps' only if the run has not gained."""
+    stands = {f.name: f for step, f in told if f.name in _EARLY and (step == 0 or not run.gained)}
     findings: dict[str, Finding] = {}
-    for rule in RULES:
-        if findings.keys() & set(rule.follows):
+    changed: set[str] = set()
+    for rule in rules:
+        if findings.keys() & causes_of(rule.name):
             continue
         judged = partial(_judged, rule, run)
-        if (finding := attempt(f"whether {rule.name} holds", judged, None, note)) is not None:
+        finding = attempt(f"whether {rule.name} holds", judged, None, note)
+        finding = finding or stands.get(rule.name)
+        if finding is not None and not changed & finding.options.keys():
             findings[rule.name] = finding
+            changed |= finding.options.keys()
     return list(findings.values())
 
 
@@ -48,4 +60,5 @@ def _finding(rule: Rule, found: Found, run: Run) -> Finding:
         run.command(found.options) if found.options else "",
         tuple(found.examples),
         rule.voids if found.voids is None else found.voids,
+        dict(found.options),
     )
