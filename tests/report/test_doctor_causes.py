@@ -249,7 +249,7 @@ def test_the_noise_of_baselines_is_counted_over_rollouts_of_one_prompt():
     0.04 / 3 of 0.24 + 0.04 / 3 is noise: 5.3 %. K = 4 is not too small."""
     means = [float(at % 2) for at in range(40)]
     wide = run(40, reward=means, reward_std=0.2, **ONE_PROMPT)
-    assert noise_of_baselines(wide, 4, alone=True) == pytest.approx(0.04 / 3 / (0.24 + 0.04 / 3))
+    assert noise_of_baselines(wide, 4) == pytest.approx(0.04 / 3 / (0.24 + 0.04 / 3))
     assert names(wide) == []
     alike = run(40, reward=[0.5] * 40, reward_std=0.5, **ONE_PROMPT)
     (finding,) = diagnose(alike)
@@ -259,6 +259,15 @@ def test_the_noise_of_baselines_is_counted_over_rollouts_of_one_prompt():
     (finding,) = diagnose(few)
     assert finding.name == "few_generations" and "noise" not in finding.evidence
     assert names(run(20, reward=[0.5] * 20, reward_std=0.5, **ONE_PROMPT)) == []  # 80 completions
+
+
+def test_a_policy_that_has_not_moved_says_nothing_of_k_nor_do_a_few_groups_of_signal():
+    """Of 12 rollouts x 4 prompts a share of 12.7 % is below 25 % beyond chance."""
+    small = {"num_generations": 2}
+    assert names(run(reward_std=1.0, config=small)) == ["few_generations"]
+    assert names(run(reward_std=1.0, config=small, kl=1e-6)) == []
+    for share, expected in ((0.13, []), (0.12, ["little_signal"])):
+        assert names(run(**{"groups/signal": share}, config={"num_generations": 8})) == expected
 
 
 # -- D5, D6, D8 ------------------------------------------------------------------------------------

@@ -102,6 +102,12 @@ class Run:
         )
         return self.gained or 1 in trained or 1 in held_out
 
+    @property
+    def prompts(self) -> int:
+        """Prompts of a rollout, of which one alone knows no error of its reward; 4 if unknown."""
+        errors = [row.get("reward/standard_error", math.nan) for row in self.rollouts]
+        return int(self.option("num_prompts", 4)) if any(map(math.isfinite, errors)) else 1
+
     def texts(self, *, last: bool) -> list[str]:
         """Recorded completions of the last rollouts, or of the first ones."""
         return [written(row["completion"]) for row in self.recorded(last=last)]

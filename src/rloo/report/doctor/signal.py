@@ -18,6 +18,7 @@ from rloo.report.doctor.finding import (
     mean,
     written,
 )
+from rloo.report.metrics import Z
 
 # Of completions without a reward, and of calls that failed.
 MANY_MISSING = 0.2
@@ -182,7 +183,10 @@ def _partly_missing(run: Run) -> Found | None:
 def _little(run: Run) -> Found | None:
     rows, size = run.rollouts, int(run.option("num_generations", 2))
     signal, reward = mean(rows, "groups/signal"), mean(rows, "reward")
-    if not 0 < signal < band("groups/signal").bounds()[0] or run.gained:
+    low = band("groups/signal").bounds()[0]
+    # Of a few groups so few have signal by chance.
+    chance = Z * math.sqrt(low * (1 - low) / max(1, len(rows) * run.prompts))
+    if not 0 < signal < low - chance or run.gained:
         return None
     evidence = f"{percent(signal)} of groups had signal, with {counted(size, 'completion')} each"
     evidence += f", at a mean reward of {reward:.3g}"
@@ -345,7 +349,7 @@ RULES = (
     Rule(
         "little_signal",
         "Few groups have signal",
-        "`groups/signal` below its band while the reward does not rise",
+        "`groups/signal` below its band beyond chance, while the reward does not rise",
         "Time is spent on groups from which nothing is learned, and the few others are noise.",
         "more completions of each prompt (K), or `dynamic_sample`",
         _little,

@@ -61,7 +61,7 @@ def _leaps(run: Run) -> Iterator[str]:
         yield f"the KL to the reference rose by {kl[at] - kl[at - 1]:.2g} nats per token"
     if max(filter(math.isfinite, kl), default=math.inf) < KL_MOVED:
         return
-    before = _fewest_before(run)
+    before = 1 if run.prompts > 1 else 3
     if at := leap(entropy, before, _other_entropy):
         way = "rose" if entropy[at] > entropy[at - 1] else "fell"
         yield f"the entropy {way} from {entropy[at - 1]:.2g} to {entropy[at]:.2g} nats for good"
@@ -72,12 +72,6 @@ def _leaps(run: Run) -> Iterator[str]:
 
 def _other_entropy(old: float, new: float) -> bool:
     return new > old + ENTROPY_RISE or new < ENTROPY_KEPT * old > ENTROPY_KEPT * ENTROPY_LEFT
-
-
-def _fewest_before(run: Run) -> int:
-    """Rollouts that a leap must have before it: of one prompt each, more."""
-    errors = [row.get("reward/standard_error", math.nan) for row in run.rollouts]
-    return 1 if any(map(math.isfinite, errors)) else 3
 
 
 def leap(
@@ -186,11 +180,11 @@ def _few_generations(run: Run) -> Found | None:
     if not 2 <= size <= FEW_GENERATIONS or len(rows) < ENOUGH or run.gained:
         return None
     steps = max(len(rows), int(rows[-1].get("step", 0)))
-    alone = _fewest_before(run) > 1
-    prompts = 1 if alone else int(run.option("num_prompts", 4))
-    if run.change("reward").moved != 0 or steps * prompts * size < FEWEST_COMPLETIONS:
+    if run.change("reward").moved != 0 or steps * run.prompts * size < FEWEST_COMPLETIONS:
         return None
-    signal, noise = mean(rows, "groups/signal"), noise_of_baselines(run, size, alone=alone)
+    if _stands_still(run):  # steps that are few, or small, are not for K to mend
+        return None
+    signal, noise = mean(rows, "groups/signal"), noise_of_baselines(run, size)
     seen = []
     if noise > 0.5:
         seen.append(f"{percent(noise)} of the baselines' variance is sampling noise")
@@ -206,13 +200,13 @@ def _few_generations(run: Run) -> Found | None:
     )
 
 
-def noise_of_baselines(run: Run, size: int, *, alone: bool) -> float:
+def noise_of_baselines(run: Run, size: int) -> float:
     """The share of the baselines' variance that is not between prompts. The variance of rewards is
     between + within, that of baselines between + within / (K - 1); of rollouts of one prompt the
     means tell what is between: their variance is between + within / K."""
     rows = run.rollouts
     spread, baselines = mean(rows, "reward_std") ** 2, mean(rows, "baseline/variance")
-    if alone:
+    if run.prompts == 1:
         within = fmean(
             [r["reward_std"] ** 2 for r in rows if math.isfinite(r.get("reward_std", math.nan))]
             or [math.nan]
