@@ -132,6 +132,7 @@ SICK = {
         rows(kl=None, learning_rate=1e-7),
         {"evaluations": [{"completions/mean_length": n, "reward": 0.4} for n in (20.0, 20.4)]},
     ),
+    "full": ("memory", rows(), {"facts": {"out_of_memory": "OutOfMemoryError: no"}}),
     "turn": ("missing_eos", rows(), {"facts": {"end_of_turn": "<e>", "end_of_turn_id": 7}}),
 }
 

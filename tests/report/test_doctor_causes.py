@@ -270,6 +270,16 @@ def test_a_policy_that_has_not_moved_says_nothing_of_k_nor_do_a_few_groups_of_si
         assert names(run(**{"groups/signal": share}, config={"num_generations": 8})) == expected
 
 
+def test_memory_is_saved_where_that_costs_least():
+    said = {"out_of_memory": "OutOfMemoryError: tried to allocate 2 GiB"}
+    for recomputes, changed in (
+        (False, {"gradient_checkpointing": True}), (True, {"max_completion_length": 64})
+    ):  # fmt: skip
+        config = {"gradient_checkpointing": recomputes, "max_completion_length": 128}
+        (finding,) = diagnose(run(config=config, facts=said))
+        assert finding.options == changed and "tried to allocate 2 GiB" in finding.evidence
+
+
 # -- D5, D6, D8 ------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ import math
 from collections import deque
 
 import pytest
+import torch
 
 from rloo.report.doctor.attempt import attempt
 from rloo.report.doctor.finding import Run
@@ -46,7 +47,7 @@ def test_a_rule_that_cannot_be_judged_leaves_the_others():
     told = []
     run = Run([{**ONE, "reward": math.nan}] * 4, facts=Broken())
     assert [finding.name for finding in diagnose(run, told.append)] == ["rewards_missing"]
-    assert all("ZeroDivisionError" in note for note in told) and len(told) == 4
+    assert all("ZeroDivisionError" in note for note in told) and len(told) == 5
     with pytest.warns(UserWarning, match="whether [a-z_]+ holds: ZeroDivisionError"):
         diagnose(run)  # outside a run
 
@@ -103,6 +104,32 @@ def test_nothing_that_is_told_at_the_end_ends_a_run(tmp_path, monkeypatch):
         "how the chat template is used", "how training went", "what is wrong with the run",
         "what its groups were in detail", "what the run achieved", "what was wrong with the run",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("shapes do not fit"), False),
+    ],
+)
+def test_a_run_that_ends_for_want_of_memory_says_so_and_what_to_change(error, named, tmp_path):
+    trainer = make_trainer(make_config(tmp_path, max_steps=3))
+    sample, calls = trainer.engine.sample, []
+
+    def fails(*given):
+        calls.append(given)
+        if len(calls) > 2:
+            raise error
+        return sample(*given)
+
+    trainer.engine.sample = fails
+    with pytest.raises(type(error)):
+        trainer.train()
+    findings = json.loads((tmp_path / "run/summary.json").read_text())["findings"]
+    told = [finding["options"] for finding in findings if finding["name"] == "memory"]
+    assert told == ([{"gradient_checkpointing": True}] if named else [])
 
 
 # -- how prompts stand to a template ---------------------------------------------------------------

@@ -198,9 +198,10 @@ class Monitor:
             self._screen.step(step, scored=self._scored, recent=list(self._recent), due=due)
 
     def examine(self, facts: Mapping[str, Any]) -> None:
-        """Tell what is wrong by what is known before the first step (see `rloo.run.facts`)."""
-        self._watch.facts = facts
-        self._alarm(0)
+        """Tell what is wrong by facts that no step tells (see `rloo.run.facts`)."""
+        if facts:
+            self._watch.facts = {**self._watch.facts, **facts}
+            self._alarm(0)
 
     def _alarm(self, step: int) -> None:
         """Tell what has been found wrong since, and record it."""

@@ -4,10 +4,12 @@ on, the chat template, the tokens that end a completion. The rules that judge it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rloo.algorithm.parts import Parts
@@ -22,6 +24,8 @@ from rloo.types import Message, Prompt, Text
 
 # Prompts whose last words are tried as a completion, and how many words at most.
 _TRIED_PROMPTS, _TRIED_WORDS = 16, 12
+# What errors say that have no type of their own: those of other devices, and of a CPU.
+_LACKS_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 # What is said in conversations that are made up: a word that no template has.
 _WORD = "rloo"
 
@@ -43,6 +47,15 @@ def facts_of(parts: Parts, sets: Sets) -> dict[str, Any]:
     known = {} if shared is None else {"shared_prompts": shared}
     nothing: dict[str, Any] = {}
     return known | attempt("how the chat template is used", template, nothing, note)
+
+
+def facts_of_error(error: BaseException) -> dict[str, Any]:
+    """What the error that ends a run tells of its cause."""
+    said = " ".join(str(error).split())
+    lacks = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and _LACKS_MEMORY.search(said) is not None
+    )
+    return {"out_of_memory": f"{type(error).__name__}: {said[:200]}"} if lacks else {}
 
 
 def _shared(source: PromptSource, sets: Sets) -> dict[str, tuple[int, int, str]]:

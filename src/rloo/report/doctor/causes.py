@@ -32,6 +32,7 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "chat_template": ("missing_eos", "silent", "truncation"),
     "missing_eos": ("length_explosion", "truncation", "rewards_zero"),
     "silent": ("rewards_zero", "rewards_equal", "rewards_alike", "groups_flat"),
+    "memory": (),
     "rewards_missing": ("partly_missing", *_UNTRAINED),
     "rewards_zero": ("groups_flat", *_UNTRAINED),
     "rewards_equal": ("groups_flat", "already_solved", *_UNTRAINED),

@@ -1,7 +1,9 @@
-"""What can be wrong before the first step: data, chat template, end tokens. The facts are counted
-in `rloo.run.facts`."""
+"""What is wrong by facts that no row of a run tells: data, chat template, end tokens, memory. They
+are counted in `rloo.run.facts`."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from rloo.report.console import percent
 from rloo.report.doctor.finding import Found, Rule, Run, band, excerpts, mean, says_nothing
@@ -97,7 +99,29 @@ def _chat_template(run: Run) -> Found | None:
     )
 
 
+def _memory(run: Run) -> Found | None:
+    if (said := run.facts.get("out_of_memory")) is None:
+        return None
+    limit = int(run.option("max_completion_length", 512))
+    if not run.option("gradient_checkpointing"):
+        how: dict[str, Any] = {"gradient_checkpointing": True}
+        change = "compute activations again in the backward pass"
+    else:
+        how = {"max_completion_length": max(1, limit // 2)}
+        change = "halve the length of completions, or sample fewer of a prompt (num_generations)"
+    return Found(f"the run ended with {said}", change, how)
+
+
 RULES = (
+    Rule(
+        "memory",
+        "Memory does not suffice",
+        "the error that ended the run",
+        "A rollout and the activations of an update must fit beside the weights.",
+        "`gradient_checkpointing`, then a shorter `max_completion_length` or fewer "
+        "`num_generations`",
+        _memory,
+    ),
     Rule(
         "held_out_trained",
         "Held-out prompts are in the training set",
