@@ -303,3 +303,43 @@ def test_a_cold_start_is_told_to_begin_with_examples():
     for size in (4, 16):
         of = run(reward=0.002, **{"groups/signal": 0.02}, config={"num_generations": size})
         assert "trained with examples first" in diagnose(of)[0].change
+
+
+# -- advice that can help --------------------------------------------------------------------------
+
+
+def advice(of):
+    (finding,) = diagnose(of)[:1]
+    return finding.name, dict(finding.options)
+
+
+def test_advice_fits_what_is_seen():
+    nan = {"update/nonfinite": 1.0, "reward/standard_error": math.nan}
+    clipped = {"reward_clip_range": [-10.0, 10.0]}
+    assert advice(run(reward=1e37, reward_std=2e37, **nan)) == ("steps_refused", clipped)
+    assert advice(run(reward=1e37, reward_std=2e37, **nan, **STILL)) == ("nothing_trained", clipped)
+    bf16 = {"bf16": True, "fp16": False}
+    assert advice(run(**nan, config={"fp16": True})) == ("steps_refused", bf16)
+    assert advice(run(**nan, **STILL, config={"fp16": True})) == ("nothing_trained", bf16)
+    assert advice(run(**nan, **STILL)) == ("nothing_trained", {})
+    leap = [0.0, *[1.5] * 11]
+    for kl, rate in ((leap, 1e-3), ([2 * nats for nats in leap], 1e-4)):
+        assert advice(run(kl=kl, learning_rate=1e-2)) == (
+            "learning_rate_high",
+            {"learning_rate": pytest.approx(rate)},
+        )
+    apart = {"mismatch/mean": 0.3}
+    assert advice(run(**apart, config={"rollout_dtype": "bfloat16"}))[1] == {
+        "rollout_dtype": "float32"
+    }
+    assert advice(run(**apart)) == ("mismatch", {})  # it is sampled as it is trained
+    never = {"completions/clipped_ratio": 1.0}
+    kwargs = {"generation_kwargs": {"eos_token_id": 0, "top_h": 1}}
+    assert advice(run(**never, config=kwargs)) == (
+        "missing_eos",
+        {"generation_kwargs": {"top_h": 1}},
+    )
+    plain = {"chat_template": "unused", "prompt": "2 + 2"}
+    for given, column in ((None, "{prompt}"), ("{question}?", "{question}?")):
+        of = run(**never, facts=plain, config={"prompt_template": given})
+        assert advice(of)[1]["prompt_template"][0]["content"] == column

@@ -26,9 +26,8 @@ def _held_out_trained(run: Run) -> Found | None:
             of = f"the evaluation set {name}" if name else "the evaluation set"
             return Found(
                 f"{shared:,} of {total:,} prompts of {of} are in the training set, too",
-                "evaluate on a split that is not trained on",
-                {"eval_split": "test"},
-                excerpts([example]),
+                "evaluate on a split that is not trained on (eval_split, eval_dataset)",
+                examples=excerpts([example]),
             )
     return None
 
@@ -41,9 +40,8 @@ def _answered(run: Run) -> Found | None:
     return Found(
         f"for {count} of {total} prompts their own last words, given as a completion, earn the "
         "full reward",
-        "take the answer out of the prompt",
-        {"prompt_template": "{question}"},
-        excerpts([example], length=200),
+        "take the answer out of the prompt (prompt_template names the columns that stay)",
+        examples=excerpts([example], length=200),
     )
 
 
@@ -87,14 +85,14 @@ def _chat_template(run: Run) -> Found | None:
             examples=excerpts([run.facts["prompt"]], length=200),
         )
     cut = mean(run.start, "completions/clipped_ratio")
-    silent = says_nothing(run)
+    silent, given = says_nothing(run), run.option("prompt_template", "{prompt}")
     if how != "unused" or not (silent or cut > band("completions/clipped_ratio").bounds()[1]):
         return None
     return Found(
         "the tokenizer has a chat template and the prompts are plain text, which it is not applied "
         f"to; {silent or f'{percent(cut)} of completions never end'}",
         "make messages of the prompts",
-        {"prompt_template": [{"role": "user", "content": "{prompt}"}]},
+        {"prompt_template": [{"role": "user", "content": given}]},
         excerpts([run.facts["prompt"]], length=200),
     )
 

@@ -22,6 +22,8 @@ from rloo.report.comparison import (
 from rloo.report.table import Band, find
 
 Row = Mapping[str, float]
+# Rewards beyond which a gradient may not be finite, and what is done about them.
+HUGE_REWARD, CLIPPED_REWARD = 1e6, {"reward_clip_range": [-10.0, 10.0]}
 # What is added to a change where hardly any completion has signal.
 COLD_START = (
     "; a model that hardly ever finds an answer (a cold start) is trained with examples first"
@@ -211,6 +213,12 @@ def says_nothing(run: Run) -> str:
         return ""
     of = f"{100 * blank:.0f} % of {len(texts)} recorded completions" if texts else "completions"
     return f"{of} were empty from the start, with {length:.3g} tokens in the mean, the end included"
+
+
+def largest_reward(run: Run) -> float:
+    """The largest mean or deviation of a rollout's rewards, without its sign."""
+    seen = [abs(row.get(n, math.nan)) for row in run.rows for n in ("reward", "reward_std")]
+    return max(filter(lambda value: not math.isnan(value), seen), default=0.0)
 
 
 def excerpts(texts: Sequence[str], number: int = 2, length: int = 80) -> list[str]:

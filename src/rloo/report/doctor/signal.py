@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from rloo.report.console import counted, percent
 from rloo.report.doctor.data import many_cut
 from rloo.report.doctor.finding import (
+    CLIPPED_REWARD,
     COLD_START,
+    HUGE_REWARD,
     Found,
     Row,
     Rule,
@@ -15,6 +18,7 @@ from rloo.report.doctor.finding import (
     band,
     excerpts,
     functions,
+    largest_reward,
     mean,
     written,
 )
@@ -217,12 +221,15 @@ def _nothing_trained(run: Run) -> Found | None:
             "mend the rewards first; nothing else can help",
         )
     if any(row.get("update/nonfinite") for row in rows):
-        return Found(
-            f"{steps}: {sum(bool(r.get('update/nonfinite')) for r in rows)} gradients were not "
-            "finite",
-            "compute in bfloat16 or float32",
-            {"bf16": True, "fp16": False},
-        )
+        options: dict[str, Any] = {}
+        scale, of = largest_reward(run), sum(bool(r.get("update/nonfinite")) for r in rows)
+        if scale > HUGE_REWARD:
+            change, options = f"clip rewards: they reach {scale:.2g}", dict(CLIPPED_REWARD)
+        elif run.option("fp16"):
+            change, options = "compute in bfloat16", {"bf16": True, "fp16": False}
+        else:
+            change = "look for weights or rewards that are not finite"
+        return Found(f"{steps}: {of} gradients were not finite", change, options)
     rate = max(row.get("learning_rate", 0.0) for row in rows)
     if rate == 0:
         return Found(

@@ -5,14 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, pvariance
+from typing import Any
 
 from rloo.report.console import counted, percent
-from rloo.report.doctor.finding import COLD_START, Found, Rule, Run, band, excerpts, mean
+from rloo.report.doctor.finding import (
+    CLIPPED_REWARD,
+    COLD_START,
+    HUGE_REWARD,
+    Found,
+    Rule,
+    Run,
+    band,
+    excerpts,
+    largest_reward,
+    mean,
+)
 
 # Nats per token by which the KL may grow from one rollout to the next.
 KL_JUMP = 0.5
 # Below it the policy is where it was, whatever other prompts make of the entropy.
 KL_MOVED = 0.1
+# Nats of a leap after which nothing is left of a policy: a tenth of such a step is too much, too.
+DESTROYED = 2.0
 # Of the rollouts after a leap, the share that stays beyond all before it.
 LASTING = 0.8
 # Learning rates that are published for whole models and for adapters; steps that are few for them.
@@ -29,6 +43,8 @@ ENTROPY_RISE, GROWN = 1.0, 3.0
 # Below these a policy has not moved: nats per token, relative change of the entropy, and of the
 # length of held-out completions, which are drawn with the same noise.
 KL_STILL, ENTROPY_STILL, LENGTH_STILL = 1e-4, 0.05, 0.03
+# The KL from which on a policy has tried to learn, per token.
+KL_TRIED = 1e-3
 # Deviations of the reward, above which beta leaves no gain that could be seen.
 HELD_BACK = 10.0
 # Of the entropy, what sampler and trainer may differ by; and what 16 bits explain, in nats.
@@ -43,31 +59,38 @@ def _rate_high(run: Run) -> Found | None:
     if not seen or run.gained or mean(run.rows, "update/changed_share") == 0:
         return None
     rate = max(row.get("learning_rate", 0.0) for row in run.rows)
+    less = 100 if max(nats for nats, _ in seen) > DESTROYED else 10
     return Found(
-        f"from one rollout to the next {' and '.join(seen)}, at a learning rate of {rate:.2g}; the "
-        f"reward went from {reward.words}",
-        "divide the learning rate by 10",
-        {"learning_rate": rate / 10},
+        f"from one rollout to the next {' and '.join(words for _, words in seen)}, at a learning "
+        f"rate of {rate:.2g}; the reward went from {reward.words}",
+        f"divide the learning rate by {less}",
+        {"learning_rate": rate / less},
         excerpts(run.texts(last=True)),
     )
 
 
-def _leaps(run: Run) -> Iterator[str]:
-    """What changed from one rollout to the next as no small step changes it, in words. Rollouts of
+def _leaps(run: Run) -> Iterator[tuple[float, str]]:
+    """What changed from one rollout to the next as no small step changes it, in nats, where these
+    are its unit, and in words. Rollouts of
     a few prompts differ by these: what leaps must stay so, and the KL, where it is known, agree."""
     names = ("kl", "entropy", "completions/mean_length")
     kl, entropy, length = ([r.get(name, math.nan) for r in run.rollouts] for name in names)
     if at := leap(kl, 1, lambda old, new: new > old + KL_JUMP):
-        yield f"the KL to the reference rose by {kl[at] - kl[at - 1]:.2g} nats per token"
+        rose = kl[at] - kl[at - 1]
+        yield rose, f"the KL to the reference rose by {rose:.2g} nats per token"
     if max(filter(math.isfinite, kl), default=math.inf) < KL_MOVED:
         return
     before = 1 if run.prompts > 1 else 3
     if at := leap(entropy, before, _other_entropy):
         way = "rose" if entropy[at] > entropy[at - 1] else "fell"
-        yield f"the entropy {way} from {entropy[at - 1]:.2g} to {entropy[at]:.2g} nats for good"
+        change = abs(entropy[at] - entropy[at - 1])
+        yield (
+            change,
+            f"the entropy {way} from {entropy[at - 1]:.2g} to {entropy[at]:.2g} nats for good",
+        )
     at, reward = leap(length, before, lambda old, new: new > GROWN * old > 0), run.change("reward")
     if at and (reward.moved == -1 or 0 <= 2 * reward.after < reward.before):
-        yield f"completions grew {length[at] / length[at - 1]:.1f} times as long"
+        yield 0.0, f"completions grew {length[at] / length[at - 1]:.1f} times as long"
 
 
 def _other_entropy(old: float, new: float) -> bool:
@@ -140,11 +163,11 @@ def _rate_low(run: Run) -> Found | None:
     )
 
 
-def _stands_still(run: Run) -> str:
+def _stands_still(run: Run, kl_still: float = KL_STILL) -> str:
     """By what the policy has not moved, "" if it has or nobody knows."""
     kl, entropy = mean(run.end, "kl"), run.change("entropy")
     if math.isfinite(kl):
-        return f"the KL is {kl:.1g} nats per token" if abs(kl) < KL_STILL else ""
+        return f"the KL is {kl:.1g} nats per token" if abs(kl) < kl_still else ""
     change = abs(entropy.after / entropy.before - 1) if entropy.before else math.nan
     if not change < ENTROPY_STILL or run.change("reward").moved != 0:
         return ""
@@ -182,7 +205,7 @@ def _few_generations(run: Run) -> Found | None:
     steps = max(len(rows), int(rows[-1].get("step", 0)))
     if run.change("reward").moved != 0 or steps * run.prompts * size < FEWEST_COMPLETIONS:
         return None
-    if _stands_still(run):  # steps that are few, or small, are not for K to mend
+    if _stands_still(run, KL_TRIED):  # steps that are few, or small, are not for K to mend
         return None
     signal, noise = mean(rows, "groups/signal"), noise_of_baselines(run, size)
     seen = []
@@ -230,13 +253,17 @@ def _mismatch(run: Run) -> Found | None:
         limit = max(PRECISION, entropy * OF_ENTROPY)
     if not found > limit:
         return None
-    dtype = run.option("rollout_dtype", "that of training")
+    dtype = run.option("rollout_dtype")
+    rounded = dtype not in (None, "auto", "float32")
     return Found(
         f"sampler and trainer give a token log-probs that are {found:.2g} nats apart in the mean "
         f"(at most {max(row.get('mismatch/max', 0.0) for row in rows):.2g}); precision of "
-        f"sampling: {dtype}",
-        "sample in the precision of training; if that does not help the engine has other weights",
-        {"rollout_dtype": "float32"},
+        f"sampling: {dtype or 'that of training'}",
+        "sample in float32; if that does not help the engine has other weights"
+        if rounded
+        else "find out what the engine samples with: weights of another step, or another "
+        "temperature than is asked for",
+        {"rollout_dtype": "float32"} if rounded else {},
     )
 
 
@@ -244,11 +271,18 @@ def _refused(run: Run) -> Found | None:
     refused = [row for row in run.rows if row.get("update/nonfinite")]
     if not refused or len(refused) < 0.02 * len(run.rows):
         return None
+    scale, rate = largest_reward(run), float(run.option("learning_rate", 1e-6)) / 10
+    options: dict[str, Any] = {"learning_rate": rate}
+    change = "divide the learning rate by 10"
+    if scale > HUGE_REWARD:
+        change, options = f"clip rewards: they reach {scale:.2g}", dict(CLIPPED_REWARD)
+    elif run.option("fp16"):
+        change, options = "compute in bfloat16", {"bf16": True, "fp16": False}
     return Found(
         f"in {len(refused)} of {counted(len(run.rows), 'step')} the gradient was not finite, first "
         f"in step {refused[0].get('step', 0):.0f}: those were refused",
-        "divide the learning rate by 10; with fp16 compute in bfloat16",
-        {"learning_rate": float(run.option("learning_rate", 1e-6)) / 10},
+        change,
+        options,
     )
 
 
@@ -260,7 +294,7 @@ RULES = (
         "three quarters or gains a nat, or completions grow threefold, and it stays so in four of "
         "five rollouts, without a gain in reward, and where `kl` is known it is at least 0.1",
         "Steps leave the region in which the gradient says anything; the policy is destroyed.",
-        "a tenth of the learning rate",
+        "a tenth of the learning rate, a hundredth where a leap is of 2 nats",
         _rate_high,
         voids=True,
     ),
@@ -297,7 +331,7 @@ RULES = (
         "Gradients are not finite",
         "`update/nonfinite` in more than 2 % of steps",
         "Refused steps teach nothing, and weights are near to diverging.",
-        "a tenth of the learning rate, or bfloat16 in place of fp16",
+        "rewards that are clipped, bfloat16 in place of fp16, or a tenth of the learning rate",
         _refused,
     ),
     Rule(
