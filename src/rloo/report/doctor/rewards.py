@@ -24,13 +24,14 @@ def _held_out(run: Run) -> Found | None:
         return _of_held_out(run)
     rose = f"the training reward {_how_it_rose(run)}"
     trained = functions(run.rollouts)
+    of_set = f"{measured[0]['dataset']}_" if measured[0].get("dataset") else ""
     for name in (name for name in functions(measured) if name not in trained):
         if (change := _fall(run, f"rewards/{name}/mean")) is not None:
             return Found(
                 f"{rose} while {name}, which only judges, fell from {change.words}",
                 f"stop where {name} is at its best",
                 {
-                    "metric_for_best_model": f"rewards/{name}/mean",
+                    "metric_for_best_model": f"{of_set}rewards/{name}/mean",
                     "load_best_model_at_end": True,
                     "eval_strategy": "steps",
                     "eval_steps": 0.1,

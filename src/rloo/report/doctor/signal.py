@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import pstdev
 from typing import Any
 
 from rloo.report.console import counted, percent
@@ -111,11 +112,14 @@ def _flat(run: Run) -> Found | None:
     signal = [row["groups/signal"] for row in run.rollouts if "groups/signal" in row]
     if not signal or any(not share <= 0 for share in signal):
         return None
-    if mean(run.rollouts, "reward_std") == 0:
+    # Of rollouts of one prompt each has one reward, and they differ from one another.
+    means = [row["reward"] for row in run.rollouts if math.isfinite(row["reward"])]
+    spread = max(mean(run.rollouts, "reward_std"), pstdev(means) if means else 0.0)
+    if spread == 0:
         return None
     return Found(
         f"in no group of {counted(len(signal), 'rollout')} did the completions' rewards differ, "
-        f"although they differ between prompts (deviation {mean(run.end, 'reward_std'):.3g})",
+        f"although they differ between prompts (deviation {spread:.3g})",
         "make the reward depend on the completion, not only on the prompt or its columns",
         examples=excerpts(run.texts(last=True)),
     )  # fmt: skip
@@ -320,7 +324,7 @@ RULES = (
     Rule(
         "groups_flat",
         "No group has different rewards",
-        "`groups/signal` 0 in all rollouts while `reward_std` is above 0",
+        "`groups/signal` 0 in all rollouts while `reward_std` is above 0, or `reward` not the same",
         "Only differences between completions of one prompt are learned from.",
         "a reward that depends on the completion",
         _flat,

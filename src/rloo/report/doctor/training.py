@@ -29,8 +29,8 @@ KL_MOVED = 0.1
 DESTROYED = 2.0
 # Of the rollouts after a leap, the share that stays beyond all before it.
 LASTING = 0.8
-# Learning rates that are published for whole models and for adapters; steps that are few for them.
-USUAL, USUAL_ADAPTER, FEW_STEPS = 5e-7, 1e-5, 100
+# The lowest learning rate that recipes have, and steps that are few for it.
+USUAL, FEW_STEPS = 5e-7, 100
 # The KL at which a policy has moved enough to learn, and by how much a rate is raised for it.
 KL_LEARNING, MOST_RAISED = 1e-2, 1000.0
 # Completions from which on "it does not learn" can be said of K.
@@ -147,9 +147,8 @@ def _rate_low(run: Run) -> Found | None:
     if not changed > 0 or not still or (not run.over and reward.moved != 0):
         return None
     rate = max(row.get("learning_rate", 0.0) for row in run.rows)
-    usual = USUAL_ADAPTER if run.option("use_peft") else USUAL
     steps = max(len(run.rows), int(run.rows[-1].get("step", 0)))
-    if not rounded and rate >= usual and steps < FEW_STEPS:
+    if not rounded and rate >= USUAL and steps < FEW_STEPS:
         return None
     # The KL grows with the square of the rate, as long as both are small.
     kl = mean(run.end, "kl")
@@ -346,7 +345,7 @@ RULES = (
         "learning_rate_low",
         "The learning rate is too low",
         "`update/changed_share` below its band; or after 9 rollouts or more, and 100 steps at a "
-        "rate as published (5e-7, of adapters 1e-5), `kl` below 1e-4; without a reference "
+        "rate as published (5e-7), `kl` below 1e-4; without a reference "
         "`entropy` changed by less than 5 % beside a reward that stands still and, where there are "
         "evaluations, held-out completions as long within 3 %",
         "The policy is still where it began.",
