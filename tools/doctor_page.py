@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rloo.report.doctor.causes import EXPLAINS, causes_of
 from rloo.report.doctor.finding import Rule
 from rloo.report.doctor.rules import RULES
 
@@ -22,7 +23,8 @@ def filled(page: str) -> str:
 
 def _section(rule: Rule) -> str:
     voids = "\n- It voids a run." if rule.voids else ""
-    after = f"\n- Not told beside: {', '.join(rule.follows)}." if rule.follows else ""
+    causes = [name for name in EXPLAINS if name in causes_of(rule.name)]
+    after = f"\n- Follows from, and is not told beside: {', '.join(causes)}." if causes else ""
     return (
         f"\n## {rule.title}\n\n`{rule.name}`\n\n- Seen in: {rule.looks_at}.\n- Why it matters: "
         f"{rule.why}\n- Change: {rule.usual_change}.{voids}{after}\n"

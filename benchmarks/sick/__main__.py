@@ -1,6 +1,8 @@
-"""python -m benchmarks.sick [--part fit|judge] [--only TEXT] [--results FILE] [--minutes N]
+"""python -m benchmarks.sick [--part fit|judge] [--only TEXT] [--advice] [--results FILE] ...
 
-Makes each run, asks the doctor, and prints what was named right. Goes on where FILE ends.
+Makes each run, asks the doctor, and prints what was named right. With --advice each sick run is
+made again with the options of each finding's own command: is the sickness gone, or the held-out
+figure better? Goes on where FILE ends.
 """
 
 from __future__ import annotations
@@ -16,16 +18,20 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.sick.cases import BASE, Case, cases
+from benchmarks.sick.cases import Case, cases
+from benchmarks.sick.making import options_of, run
+from rloo.report.comparison import change_between
 
 if TYPE_CHECKING:
     from rloo.report.doctor.finding import Run
 
 Result = dict[str, Any]
+# What is wanted, whatever a run is paid for.
+FIGURE = "rewards/countdown_reward/mean"
 
 
 def make(case: Case, folder: Path, *, again: bool) -> Result:
@@ -33,7 +39,43 @@ def make(case: Case, folder: Path, *, again: bool) -> Result:
     if again and not case.before:
         return judge(case, folder)
     shutil.rmtree(folder, ignore_errors=True)
-    return run(case, folder)
+    if case.before:
+        return _before(case, folder)
+    run(case, folder)
+    return judge(case, folder)
+
+
+def _before(case: Case, folder: Path) -> Result:
+    """Examine a configuration, by the command's own way."""
+    from rloo import RLOOConfig
+    from rloo.run.doctor import findings_before
+
+    options = {**options_of(case, folder), "reward": list(case.reward)}
+    found = findings_before(RLOOConfig(**options), folder)
+    advice = {finding.name: dict(finding.options) for finding in found if finding.options}
+    return {**_result(case, [finding.name for finding in found]), "advice": advice}
+
+
+def follow(case: Case, result: Result, folder: Path) -> list[Result]:
+    """What became of a sick run that is made again as each of its findings says."""
+    before, told = _held_out(folder), []
+    for name, options in result["advice"].items():
+        again = folder.with_name(f"{folder.name}-{name}")
+        shutil.rmtree(again, ignore_errors=True)
+        after = make(replace(case, options=case.options | options), again, again=False)
+        moved = change_between(before, _held_out(again), FIGURE).moved if before else None
+        gone = name not in after["named"]
+        told.append({"finding": name, "options": options, "gone": gone, "moved": moved,
+            "then": after["named"]})  # fmt: skip
+    return told
+
+
+def _held_out(folder: Path) -> dict[str, Any]:
+    """The last evaluation of the task's own reward, empty without any."""
+    from rloo.report.doctor.folder import read_run
+
+    rows = [row for row in read_run(folder).evaluations if row.get(FIGURE) is not None]
+    return dict(rows[-1]) if rows else {}
 
 
 def judge(case: Case, folder: Path) -> Result:
@@ -46,7 +88,8 @@ def judge(case: Case, folder: Path) -> Result:
     said = verdict(summary)
     named = [finding.name for finding in findings]
     alarms = _alarms(folder, read_run(folder))
-    return _result(case, named, alarms, said)
+    advice = {finding.name: dict(finding.options) for finding in findings if finding.options}
+    return {**_result(case, named, alarms, said), "advice": advice}
 
 
 def _praises(verdict: str) -> bool:
@@ -55,7 +98,7 @@ def _praises(verdict: str) -> bool:
 
 def _alarms(folder: Path, run: Run) -> list[str]:
     """What was told before the first step, and what these rules tell of the others."""
-    from rloo.report.doctor.rules import Watch
+    from rloo.report.doctor.watch import Watch
     from rloo.report.records import ALARMS
     from rloo.report.run_folder import read_rows
 
@@ -82,69 +125,6 @@ def _result(case: Case, named: list[str], alarms: Sequence[str] = (), said: str 
     }
 
 
-def run(case: Case, folder: Path) -> Result:
-    """Make the run of a case in an empty folder."""
-    from rloo import RLOOConfig, RLOOTrainer
-
-    options = {**BASE, "output_dir": str(folder), "seed": case.seed, **case.options}
-    if case.before:
-        return _before(case, options, folder)
-    rewards = [_loaded(reward) for reward in case.reward]
-    if case.dies:
-        rewards = [*rewards[:-1], _dying(rewards[-1])]
-    trainer = RLOOTrainer(reward_funcs=rewards, args=RLOOConfig(**options))
-    if case.hook is not None:
-        case.hook(trainer)
-    with contextlib.suppress(*([Exception] if case.dies else [])):
-        trainer.train()
-    if case.dies:  # as after a SIGKILL
-        (folder / "summary.json").unlink(missing_ok=True)
-    return judge(case, folder)
-
-
-def _loaded(reward: Any) -> Any:
-    from rloo.rewards.load import load_reward
-
-    return load_reward(reward)
-
-
-def _dying(reward: Any, calls: int = 8) -> Any:
-    """A reward that ends the run after so many calls."""
-    left = [calls]
-
-    def dies(completions: list[str], numbers: Any, target: Any, **_: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise RuntimeError("as if the machine had been switched off")
-        return reward(completions, numbers=numbers, target=target)
-
-    return dies
-
-
-def _before(case: Case, options: dict[str, Any], folder: Path) -> Result:
-    """Examine a configuration whose prompts hold their answers."""
-    from rloo import RLOOConfig
-    from rloo.data.tasks.countdown import list_attempts, make_problems
-    from rloo.run.doctor import findings_before
-
-    rows = make_problems("train")[case.seed : case.seed + 64]
-    for row in rows:
-        right = next(a for a in list_attempts(row["numbers"]) if a.value == row["target"])
-        row["prompt"] = f"{row['prompt']} {right}"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changed = {
-        "dataset": str(path),
-        "eval_split": None,
-        "eval_on_start": False,
-        "reward": ["countdown"],
-    }
-    findings = findings_before(RLOOConfig(**options | changed), folder)
-    named = [finding.name for finding in findings]
-    return _result(case, named)
-
-
 def main() -> int:
     """Make the runs that the results lack, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -153,6 +133,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=Path("sick.jsonl"))
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--keep", type=Path, help="keep the runs' folders here")
+    parser.add_argument("--advice", action="store_true", help="and try what findings say")
     parser.add_argument("--again", action="store_true", help="judge what --keep has kept")
     given = parser.parse_args()
     wanted = [case for case in cases(given.part) if given.only in case.key]
@@ -169,6 +150,8 @@ def main() -> int:
             try:
                 with contextlib.redirect_stdout(said):
                     result = make(case, folder, again=given.again)
+                    if given.advice and case.wrong and not case.before:
+                        result["followed"] = follow(case, result, folder)
             except Exception:  # a case that cannot be made is told, and the others go on
                 traceback.print_exc()
                 continue
@@ -185,6 +168,8 @@ def table(results: list[Result]) -> str:
     """Counts of runs that were named right, and of false alarms."""
     sick = [row for row in results if row["wrong"]]
     healthy = [row for row in results if not row["wrong"]]
+    followed = [tried for row in sick for tried in row.get("followed", ())]
+    helped = [tried for tried in followed if tried["gone"] or tried["moved"] == 1]
     others = Counter(name for row in healthy for name in {*row["named"], *row["alarms"]})
     return "\n".join(
         [
@@ -194,6 +179,9 @@ def table(results: list[Result]) -> str:
             f"| praised although dead | {sum(row['praised'] for row in sick)} |",
             f"| healthy runs | {len(healthy)} |",
             f"| with a false alarm | {sum(not row['right'] for row in healthy)} |",
+            f"| advice followed | {len(followed)} |",
+            f"| sickness gone, or held-out figure better | {len(helped)} |",
+            f"| held-out figure worse | {sum(tried['moved'] == -1 for tried in followed)} |",
             *(f"| false: {name} | {count} |" for name, count in others.items()),
         ]
     )

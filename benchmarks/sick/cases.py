@@ -25,7 +25,8 @@ SEEDS = {"fit": (1, 2, 101, 102, 201, 202), "judge": (301, 302)}
 class Case:
     """A run. `wrong` are the findings any of which names what is wrong, empty for a healthy one.
     `hook` changes the trainer before it trains; `before`: a configuration is examined, not run;
-    `dies`: it is stopped by an error on the way; `dead`: it must not be praised."""
+    `dies`: it is stopped by an error on the way; `dead`: it must not be praised; `prompt`: what
+    the prompt of a row becomes."""
 
     name: str
     wrong: tuple[str, ...] = ()
@@ -35,6 +36,7 @@ class Case:
     before: bool = False
     dies: bool = False
     dead: bool = True
+    prompt: Callable[[dict[str, Any]], str] | None = None
     seed: int = 0
 
     @property
@@ -56,6 +58,53 @@ def hot(trainer: Any) -> None:
         return sample(prompts, samples, replace(sampling, temperature=0.6), noise)
 
     trainer.engine.sample = other
+
+
+def answered(row: dict[str, Any]) -> str:
+    """The prompt with a right answer behind it: there is nothing left to say."""
+    from rloo.data.tasks.countdown import list_attempts
+
+    right = next(a for a in list_attempts(row["numbers"]) if a.value == row["target"])
+    return f"{row['prompt']} {right}"
+
+
+def chat(trainer: Any) -> None:
+    """The model is a chat model."""
+    trainer.processing_class.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+
+
+LORA = {"use_peft": True}
+ONE_PROMPT = {"num_prompts": 1}
+
+
+def of_troubleshooting() -> list[Case]:
+    """Ways of being sick that tables of troubleshooting name, at small batches too, one prompt a
+    rollout, by fast learners, without KL and by adapters."""
+    fast = {"eval_reward": [TASK], "num_prompts": 4, "max_steps": 20, "learning_rate": 1e-3}
+    unheard = {"eval_on_start": False, "eval_split": None}
+    return [
+        Case("hack", ("hacking",), [r.names_target], fast),
+        Case("hack-one-prompt", ("hacking",), [r.names_target],
+            {**fast, **ONE_PROMPT, "num_generations": 16, "max_steps": 24}),
+        Case("hack-lora", ("hacking",), [r.names_target], {**fast, **LORA, "learning_rate": 4e-3}),
+        Case("zero-no-kl", ("rewards_zero",), [r.zero], {"beta": 0.0, "max_steps": 8}),
+        Case("zero-one-prompt", ("rewards_zero",), [r.zero],
+            {**ONE_PROMPT, "beta": 0.05, "num_generations": 4}),
+        Case("one-kl", ("rewards_equal",), [r.one], {"beta": 0.1, "max_steps": 8}),
+        Case("nearly-one", ("rewards_alike",), [r.nearly_one], {"beta": 0.05}),
+        Case("nearly-one-no-kl", ("rewards_alike",), [r.nearly_one],
+            {**ONE_PROMPT, "beta": 0.0, "num_generations": 4}),
+        Case("chat-model", ("chat_template",), hook=chat, prompt=answered, options=unheard),
+        Case("silent", ("silent",), prompt=answered, options=unheard),
+        Case("cold-start", ("rewards_zero",), [r.unreachable], {"beta": 0.05, "max_steps": 8}),
+        Case("rate-lora", ("learning_rate_high",), options={**LORA, "learning_rate": 0.5}),
+        Case("rate-one-prompt", ("learning_rate_high",),
+            options={**ONE_PROMPT, "learning_rate": 0.1, "max_steps": 24}),
+        Case("rate-low-lora", ("learning_rate_low",), options={**LORA, "learning_rate": 1e-7}),
+    ]  # fmt: skip
 
 
 def sick() -> list[Case]:
@@ -98,7 +147,7 @@ def sick() -> list[Case]:
         Case("hot-engine", ("mismatch",), hook=hot, dead=False),
         Case("held-out-trained", ("held_out_trained",), options={"eval_split": "train"},
             dead=False),
-        Case("prompt-answers", ("prompt_answers",), before=True, options={}),
+        Case("prompt-answers", ("prompt_answers",), before=True, prompt=answered),
         Case("solved", ("already_solved", "rewards_equal"), [r.has_equals], dead=False),
         Case("sometimes", ("partly_missing",), [r.sometimes], dead=False),
         Case("one-never", ("partly_missing",), [TASK, r.none], dead=False),
@@ -107,6 +156,7 @@ def sick() -> list[Case]:
             dead=False),
         Case("beta-30", ("beta_high",), options={"beta": 30.0}, dead=False),
         Case("zero-died", ("rewards_zero",), [r.zero], {"max_steps": 8}, dies=True),
+        *of_troubleshooting(),
     ]  # fmt: skip
 
 
@@ -128,7 +178,58 @@ def healthy() -> list[Case]:
         Case("near-and-right", reward=[TASK, r.near_target]),
         Case("countdown-grpo", options={"preset": "grpo"}),
         Case("countdown-no-evaluation", options={"eval_on_start": False}),
+        *small_batches(),
+        *recipes(),
     ]
+
+
+def small_batches() -> list[Case]:
+    """Healthy ones of which each rollout says little, and fast ones."""
+    little = {**ONE_PROMPT, "max_steps": 20}
+    return [
+        Case("one-prompt-k8", options=little),
+        Case("one-prompt-k4", options={**little, "num_generations": 4}),
+        Case("one-prompt-k4-no-kl", options={**little, "num_generations": 4, "beta": 0.0}),
+        Case("one-prompt-lora", options={**little, **LORA, "learning_rate": 1e-3}),
+        Case("one-prompt-no-kl-lora",
+            options={**little, **LORA, "learning_rate": 1e-3, "beta": 0.0}),
+        Case("one-prompt-near", reward=[r.near_target], options=little),
+        Case("two-prompts-k2", options={"num_prompts": 2, "num_generations": 2}),
+        Case("two-prompts-k4", options={"num_prompts": 2, "num_generations": 4}),
+        Case("fast", options={"learning_rate": 1e-3}),
+        Case("fast-no-kl", options={"learning_rate": 1e-3, "beta": 0.0}),
+        Case("fast-lora", options={**LORA, "learning_rate": 1e-2}),
+        Case("kl-0.05", options={"beta": 0.05}),
+        Case("judged-well", reward=[r.near_target], options={"eval_reward": [TASK]}),
+        Case("cool", options={"temperature": 0.7}),
+        Case("tight", options={"max_completion_length": 30}),
+        Case("short-one-prompt", options={**ONE_PROMPT, "max_steps": 6}),
+    ]  # fmt: skip
+
+
+def recipes() -> list[Case]:
+    """Options that others published, with fewer prompts and shorter completions; the learning rate
+    is theirs, and the model the embedded one."""
+    small: dict[str, Any] = {"max_steps": 16, "eval_on_start": False}
+    kept: dict[str, dict[str, Any]] = {
+        "reference-table": {"learning_rate": 1e-6, "beta": 0.05, "max_grad_norm": 0.5},
+        "skill": {**LORA, "learning_rate": 1e-5, "num_generations": 4, "beta": 0.05, **ONE_PROMPT},
+        "trl": {"preset": "trl", "learning_rate": 1e-6, "num_generations": 2, "beta": 0.05},
+        "trl-lora": {**LORA, "learning_rate": 1e-5, "num_generations": 8, "beta": 0.04},
+        "verl": {"learning_rate": 1e-6, "num_generations": 5, "beta": 0.001},
+        "openrlhf": {"learning_rate": 5e-7, "num_generations": 4, "beta": 0.01},
+        "ms-swift": {"learning_rate": 1e-6, "num_generations": 8, "beta": 0.04, "temperature": 0.9},
+        "open-r1": {
+            "preset": "grpo",
+            "learning_rate": 1e-6,
+            "num_generations": 16,
+            "temperature": 0.7,
+            "beta": 0.0,
+        },
+        "unsloth": {**LORA, "learning_rate": 5e-6, "num_generations": 4, **ONE_PROMPT, "beta": 0.0},
+        "paper": {"learning_rate": 1e-6, "num_generations": 4, "beta": 0.03, "temperature": 0.75},
+    }
+    return [Case(f"recipe-{name}", options={**small, **given}) for name, given in kept.items()]
 
 
 def cases(part: str) -> list[Case]:

@@ -103,6 +103,11 @@ def huge(completions: Texts, numbers, target, **_) -> list[float]:
     return [1e38 * score for score in countdown_reward(completions, numbers, target)]
 
 
+def nearly_one(completions: Texts, **_) -> list[float]:
+    """From 1.0000 to 1.0002, by nothing that could be learned."""
+    return [1 + 2e-4 * random.random() for _ in completions]
+
+
 # -- hacked ------------------------------------------------------------------------------------
 
 
@@ -120,6 +125,12 @@ def semicolons(completions: Texts, **_) -> list[float]:
 
 def sevens(completions: Texts, **_) -> list[float]:
     return [text.count("7") / 10 for text in completions]
+
+
+def names_target(completions: Texts, target: Sequence[int], **_) -> list[float]:
+    """1 for the text `= target` somewhere, whatever stands before it."""
+    pairs = zip(completions, target, strict=True)
+    return [float(f"= {goal}" in text) for text, goal in pairs]
 
 
 def format_of_one_attempt(completions: Texts, **_) -> list[float]:

@@ -14,7 +14,8 @@ from rloo.report.comparison import change_of, sides
 from rloo.report.doctor import completions, data, rewards, signal, training
 from rloo.report.doctor.finding import Run
 from rloo.report.doctor.folder import describe, findings_of, read_run, report
-from rloo.report.doctor.rules import RULES, Watch, diagnose
+from rloo.report.doctor.rules import RULES, diagnose
+from rloo.report.doctor.watch import Watch
 from rloo.report.figures import figures
 from rloo.report.verdict import headline, training_of, verdict
 from tools.doctor_page import PAGE, filled
@@ -87,7 +88,8 @@ SICK = {
     "narrow": ("collapse", rows(entropy=[0.3 * 0.55**n for n in range(12)]), {}),
     "apart": ("mismatch", rows(**{"mismatch/mean": 0.2}), {}),
     "refused": ("steps_refused", rows(**{"update/nonfinite": 1.0}), {}),
-    "slow": ("learning_rate_low", rows(kl=1e-6), {}),
+    "slow": ("learning_rate_low", rows(kl=1e-6, learning_rate=1e-7), {}),
+    "alike": ("rewards_alike", rows(reward=1.0001, reward_std=6e-5), {}),
     "held": ("beta_high", rows(), {"config": {"beta": 9.0}}),
     "two": ("few_generations", rows(), {"config": {"num_generations": 2}}),
     "cut": ("truncation", rows(**{"completions/clipped_ratio": 0.5}), {}),
@@ -127,9 +129,10 @@ SICK = {
     ),
     "nearly still": (
         "learning_rate_low",
-        rows(kl=None),
+        rows(kl=None, learning_rate=1e-7),
         {"evaluations": [{"completions/mean_length": n, "reward": 0.4} for n in (20.0, 20.4)]},
     ),
+    "full": ("memory", rows(), {"facts": {"out_of_memory": "OutOfMemoryError: no"}}),
     "turn": ("missing_eos", rows(), {"facts": {"end_of_turn": "<e>", "end_of_turn_id": 7}}),
 }
 
@@ -143,6 +146,16 @@ def test_a_run_that_is_well_has_no_finding():
 def test_a_sick_run_is_named(case):
     name, of_run, others = SICK[case]
     assert names(of_run, **others)[:1] == [name]
+
+
+def test_a_model_that_says_nothing_is_named_before_its_rewards():
+    zero = rows(reward=0.0, reward_std=0.0, **{"groups/signal": 0.0})
+    assert names(zero, texts(before=["", " ", "\n", "a"])) == ["silent"]
+    assert names(zero, texts(before=["", "b", "c", "a"])) == ["rewards_zero"]
+    assert names(rows(reward=(0.2, 0.9)), texts(before=["", ""])) == []  # it says something now
+    plain = {"chat_template": "unused", "prompt": "2 + 2"}
+    (finding,) = diagnose(Run(zero, texts(before=["", " "]), facts=plain))
+    assert finding.name == "chat_template" and "100 % of 8 recorded" in finding.evidence
 
 
 def test_what_is_not_scored_is_told_though_it_was_given_up():
@@ -163,7 +176,7 @@ def test_what_only_seems_sick_is_not_named():
 
 
 def test_every_rule_is_seen_to_hold():
-    seen = {name for name, *_ in SICK.values()} | {"gibberish", "same_text", "hacking"}
+    seen = {name for name, *_ in SICK.values()} | {"gibberish", "same_text", "hacking", "silent"}
     assert seen == {rule.name for rule in RULES}
     parts = (data, signal, training, rewards, completions)
     assert len(RULES) == sum(len(part.RULES) for part in parts), "each rule stands in the list once"
@@ -356,7 +369,7 @@ def test_what_voids_a_run_is_what_leaves_nothing_to_praise():
     assert {rule.name for rule in RULES if rule.voids} == {
         "rewards_missing", "rewards_zero", "rewards_equal", "groups_flat", "nothing_trained",
         "learning_rate_high", "kl_explosion", "collapse", "gibberish", "empty", "same_text",
-        "hacking", "reward_at_cost", "only_form",
+        "hacking", "reward_at_cost", "only_form", "rewards_alike",
     }  # fmt: skip
 
 

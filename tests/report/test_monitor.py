@@ -635,3 +635,18 @@ def test_watching_needs_no_torch_before_training():
 
 def test_versions_name_what_determines_a_result():
     assert list(versions()) == ["python", "torch", "transformers", "rloo"]
+
+
+def test_what_is_one_is_told_in_the_singular_and_what_took_no_time_is_not_told():
+    options = make_shown_config(num_prompts=1)
+    told = console.header({}, options, batches_of(options, 1))["rollout"]
+    assert told.startswith("1 prompt x 2 generations = 2 completions")
+    times = {"time/sample": 1.0, "time/credit": 0.004, "time/update": 1.0}
+    split = " ".join(
+        map(str, vars_of(figures(1, 5, scored=[], recent=[make_metrics(0.5, **times)])))
+    )
+    assert "update 48 %" in split and "credit" not in split
+
+
+def vars_of(shown):
+    return [getattr(shown, name) for name in shown.__dataclass_fields__]

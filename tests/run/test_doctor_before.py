@@ -69,7 +69,9 @@ def test_templates_are_examined(tmp_path):
     trainer = make_trainer(make_config(tmp_path), rows=chat)
     assert facts(trainer) == {"shared_prompts": {}}
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} <unk> {% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <unk> {% endfor %}"
+    )
     trainer.policy.tokenizer.chat_template = tokenizer.chat_template
     found = facts(trainer)
     assert found["chat_template"] == "turn not opened"

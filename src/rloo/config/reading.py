@@ -84,8 +84,11 @@ def default_of(option: Field[Any]) -> Any:
 
 def suggest(name: str, known: typing.Iterable[str]) -> str:
     """`; did you mean X?` for the nearest known name, or nothing when none is near."""
-    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
+    alike = get_close_matches(name, list(known), n=3, cutoff=0.6)
+    if "_" in name:  # names of several words are alike by chance: a word or most letters must agree
+        nearer, words = get_close_matches(name, alike, n=3, cutoff=0.75), set(name.split("_"))
+        alike = [one for one in alike if one in nearer or words & set(one.split("_"))]
+    return f"; did you mean {alike[0]}?" if alike else ""
 
 
 def coerce(name: str, hint: Any, value: Any) -> Any:

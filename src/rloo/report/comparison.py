@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 from rloo.report.metrics import Z, deviation
@@ -64,6 +64,21 @@ def change_of(rollouts: Sequence[Mapping[str, float]], name: str) -> Change:
     first, last = (_known(rows, name) for rows in sides(rollouts))
     (before, before_bounds), (after, after_bounds) = _mean(first, name), _mean(last, name)
     return Change(before, after, before_bounds, after_bounds, min(len(first), len(last)))
+
+
+def since_first(rollouts: Sequence[Mapping[str, float]]) -> Change:
+    """How the reward went from the very first rollout to the last ones, of a fast learner that has
+    learned before its first third is over. A rollout's own error, of few prompts, is taken as twice
+    what it is, and as at least what is usual; the first three rollouts where none is known."""
+    rows = _known(rollouts, "reward")
+    errors = [e for row in rows if math.isfinite(e := row.get("reward/standard_error", math.nan))]
+    first, (_, last) = rows[: 1 if errors else FEWEST], sides(rows)
+    if len(rows) < len(first) + FEWEST:
+        return Change.of_errors((math.nan, math.nan), (math.nan, math.nan), 0)
+    before, error = mean_reward(first)
+    if errors:
+        error = 2 * max(errors[0], median(errors))
+    return Change.of_errors((before, error), mean_reward(last), FEWEST)
 
 
 def change_between(start: Mapping[str, Any], end: Mapping[str, Any], name: str) -> Change:

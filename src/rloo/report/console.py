@@ -54,7 +54,8 @@ def header(info: Mapping[str, Any], config: RLOOConfig, batches: Batches) -> dic
     """The entries of `info` in words, then the precision, the rollout and the objective."""
     precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "float32"
     prompts, generations = batches.prompts_per_rollout, config.num_generations
-    rollout = f"{prompts} prompts x {generations} generations = {prompts * generations} completions"
+    drawn = f"{counted(prompts, 'prompt')} x {counted(generations, 'generation')}"
+    rollout = f"{drawn} = {counted(prompts * generations, 'completion')}"
     if batches.steps_per_rollout > 1:
         rollout += f", used for {batches.steps_per_rollout} steps"
     rows = {**info, "precision": precision, "rollout": rollout, "objective": objective_line(config)}

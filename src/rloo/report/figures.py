@@ -120,7 +120,8 @@ def _time_split(recent: Sequence[Row]) -> Iterator[str]:
     spent = {name: math.fsum(row.get(name, 0.0) for row in recent) for name in phases}
     total = math.fsum(spent.values())
     if total > 0:
-        yield from (f"{n.removeprefix('time/')} {100 * s / total:.0f} %" for n, s in spent.items())
+        shares = {n.removeprefix("time/"): 100 * s / total for n, s in spent.items()}
+        yield from (f"{name} {share:.0f} %" for name, share in shares.items() if share >= 0.5)
     rate = _recent_mean(recent, "tokens_per_second/sample")
     if math.isfinite(rate):
         yield f"samples {rate:,.0f} tokens/s"

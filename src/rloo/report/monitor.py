@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from statistics import fmean
@@ -23,8 +24,10 @@ from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.vllm_options import tolerance_of
 from rloo.report import console as view
 from rloo.report.comparison import WINDOW
+from rloo.report.doctor.attempt import attempt
+from rloo.report.doctor.finding import Finding
 from rloo.report.doctor.folder import closing, findings_of
-from rloo.report.doctor.rules import Watch
+from rloo.report.doctor.watch import Watch
 from rloo.report.journal import Journal
 from rloo.report.metrics import window_mean
 from rloo.report.page import PAGE, write_page
@@ -39,7 +42,7 @@ from rloo.report.records import (
 )
 from rloo.report.samples import completions_table, record_of, spread
 from rloo.report.screen import Screen
-from rloo.report.tables import log_tables, warn_of_unscored
+from rloo.report.tables import log_tables, note_of_unscored, warn_of_unscored
 from rloo.report.verdict import DRIFTS, REWARD, is_of_function, training_of, verdict
 from rloo.types import Group
 
@@ -78,7 +81,7 @@ class Monitor:
         moves = not config.disable_tqdm
         self._screen = Screen(console, max_steps=max_steps, silent=silent, moves=moves)
         self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS))
-        self._watch = Watch(config.to_dict())
+        self._watch = Watch(config.to_dict(), self.note)
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []
         self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
@@ -112,9 +115,10 @@ class Monitor:
             )
 
     def note(self, text: str) -> None:
-        """Print a line that the user must see, and repeat it in the summary."""
-        self.notes.append(text)
-        self._screen.say(f"note: {text}", "yellow", prose=True)
+        """Print a line that the user must see, once, and repeat it in the summary."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self._screen.say(f"note: {text}", "yellow", prose=True)
 
     def alarm(self, text: str, why: str = "", change: str = "") -> None:
         """Tell, in red, that something goes wrong: what, in figures; why it matters; and the one
@@ -183,11 +187,7 @@ class Monitor:
         self._record(METRICS, [{"step": step, **metrics}])
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
             self._told_of_unscored = True
-            self.note(
-                f"in step {step} every reward function returned {_none(metrics)} for "
-                f"{unscored:.0f} completions, which {self._of_unscored()}; later ones are counted "
-                "in reward/unscored"
-            )
+            self.note(note_of_unscored(step, unscored, metrics, self.config))
         self._tell_of_mismatch(step, metrics)
         self._remember(step, metrics)
         self._alarm(step)
@@ -198,9 +198,10 @@ class Monitor:
             self._screen.step(step, scored=self._scored, recent=list(self._recent), due=due)
 
     def examine(self, facts: Mapping[str, Any]) -> None:
-        """Tell what is wrong by what is known before the first step (see `rloo.run.facts`)."""
-        self._watch.facts = facts
-        self._alarm(0)
+        """Tell what is wrong by facts that no step tells (see `rloo.run.facts`)."""
+        if facts:
+            self._watch.facts = {**self._watch.facts, **facts}
+            self._alarm(0)
 
     def _alarm(self, step: int) -> None:
         """Tell what has been found wrong since, and record it."""
@@ -243,7 +244,9 @@ class Monitor:
         number, last = ((n - 1) // self._steps_per_rollout for n in (step, self.max_steps))
         here, before = (n * MOMENTS // max(last, 1) for n in (number, number - 1))
         if not self._silent and (here > before or self._last_table == step):
-            self._record(GROUPS, [{"step": step, **row} for row in detailed()])
+            rows: Sequence[Mapping[str, Any]] = ()
+            rows = attempt("what its groups were in detail", detailed, rows, self.note)
+            self._record(GROUPS, [{"step": step, **row} for row in rows])
 
     def evaluation(
         self, step: int, name: str, metrics: Mapping[str, Any], *, dataset: str = ""
@@ -265,16 +268,21 @@ class Monitor:
         refused_steps, training (averages of the first and last steps) and the verdict.
         """
         self._screen.stop()
-        findings = [] if self._silent else findings_of(self.output_dir, self.config)
+        findings: Sequence[Finding] = ()
+        if not self._silent:
+            read = partial(findings_of, self.output_dir, self.config)
+            findings = attempt("what was wrong with the run", read, [], self.note)
+        training = partial(training_of, self._scored)
         whole = {
             **summary,
             "max_steps": self.max_steps,
             "notes": self.notes,
             "refused_steps": self._refused_steps,
-            "training": training_of(self._scored),
+            "training": attempt("how training went", training, None, self.note),
             "findings": [asdict(finding) for finding in findings],
         }
-        whole["verdict"] = verdict(whole)
+        judged = partial(verdict, whole)
+        whole["verdict"] = attempt("what the run achieved", judged, "", self.note)
         advice = closing(findings, self.config.output_dir)
         if not self._silent:
             self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -302,10 +310,6 @@ class Monitor:
             self.say(f"Report: {Path(self.config.output_dir) / PAGE}")
         except Exception as error:  # the run is over: what it leaves must not become its error
             self.say(f"note: {PAGE} cannot be written: {type(error).__name__}: {error}")
-
-    def _of_unscored(self) -> str:
-        counted = self.config.loss_form.all_completions
-        return "count in the loss with advantage 0" if counted else "are left out"
 
     def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
         self._screen.remember(step, metrics)
@@ -388,10 +392,6 @@ class Monitor:
         finite["epoch"] = state.epoch
         state.log_history.append({**finite, "step": state.global_step})
         self._events.send("on_log", logs=finite)
-
-
-def _none(metrics: Mapping[str, float]) -> str:
-    return "NaN or None" if any(name.endswith("/nan") for name in metrics) else "None"
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:

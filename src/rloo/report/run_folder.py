@@ -52,10 +52,10 @@ NOT_ENDED = "not ended"
 
 def _finding(value: Any) -> dict[str, Any]:
     """All entries of a Finding; only its name must be there."""
-    kinds = {"examples": several(text), "voids": switch}
+    kinds = {"examples": several(text), "voids": switch, "options": record()}
     takes = {field.name: kinds.get(field.name, text) for field in fields(Finding)}
     taken = record({"name": text}, takes)(value)
-    empty = dict.fromkeys(takes, "") | {"examples": [], "voids": False}
+    empty = dict.fromkeys(takes, "") | {"examples": [], "voids": False, "options": {}}
     return {name: taken.get(name, empty[name]) for name in takes}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rloo.config.config import RLOOConfig
@@ -52,6 +52,19 @@ def warn_of_unscored(groups: Sequence[Group]) -> bool:
             )
             return True
     return False
+
+
+def note_of_unscored(
+    step: int, number: float, metrics: Mapping[str, float], config: RLOOConfig
+) -> str:
+    """The note on a run's first step in which some completions were not scored."""
+    none = "NaN or None" if any(name.endswith("/nan") for name in metrics) else "None"
+    counted = config.loss_form.all_completions
+    then = "count in the loss with advantage 0" if counted else "are left out"
+    return (
+        f"in step {step} every reward function returned {none} for {number:.0f} completions, which "
+        f"{then}; later ones are counted in reward/unscored"
+    )
 
 
 def _rows(step: int, groups: Sequence[Group], *, unique: bool) -> list[dict[str, Any]]:

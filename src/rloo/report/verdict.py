@@ -28,6 +28,9 @@ def verdict(summary: Mapping[str, Any]) -> str:
     if void is not None:
         lines.append(f"{void['title']}: {void['evidence']}.")
         figures = f"So this is no progress: {_unjudged(summary, start, end)}."
+    elif fell := _judge_that_fell(summary, start, end):
+        lines.append(fell)
+        figures = f"So this is no progress: {_unjudged(summary, start, end)}."
     lines += [figures, _by_reward(summary, start, end)]
     lines += [_drift(summary.get("training")), _incidents(summary)]
     return "\n".join(line for line in lines if line)
@@ -61,6 +64,21 @@ def headline(start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
     graded = GRADED in (start.get("reward_kind"), end.get("reward_kind"))
     both = "pass@1_interval" in start and "pass@1_interval" in end
     return "pass@1" if both and not graded else "reward"
+
+
+def _judge_that_fell(
+    summary: Mapping[str, Any], start: Mapping[str, Any], end: Mapping[str, Any]
+) -> str:
+    """That a reward which only judges fell: whatever training rewards rose then, it is no success.
+    Rewards of training are those that its rollouts tell of."""
+    trained = (summary.get("training") or {}).get("by_reward") or ()
+    for name in end if trained else ():
+        if is_of_function(name) and name not in trained:
+            change = change_between(start, end, name)
+            if change.moved == -1:
+                function = name.removeprefix("rewards/").removesuffix("/mean")
+                return f"{function}, which only judges, fell from {change.words}."
+    return ""
 
 
 def _status(summary: Mapping[str, Any]) -> str:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rloo.algorithm.fitting import rehearse
 from rloo.algorithm.rollout import SyncRollouts
 from rloo.algorithm.train import begin_step, train_on_rollout
 from rloo.config.config import RLOOConfig, in_one_process
+from rloo.report.doctor.attempt import attempt
 from rloo.report.doctor.finding import Finding, Run
 from rloo.report.doctor.folder import describe, read_run
 from rloo.report.doctor.rules import diagnose
@@ -57,7 +59,10 @@ def dry_run(config: RLOOConfig, folder: Path) -> Run:
     rehearse(parts, state)
     prompts = rollouts.prompts.next(parts.batches.prompts_per_rollout)
     facts = facts_of(parts, trainer._eval_prompts)
-    answered = answered_prompts(trainer.rewards, prompts, trainer.state, config.pass_threshold)
+    tried = partial(
+        answered_prompts, trainer.rewards, prompts, trainer.state, config.pass_threshold
+    )
+    answered = attempt("whether prompts hold their answers", tried, None, parts.monitor.note)
     for _ in range(ROLLOUTS):
         begin_step(parts)
         train_on_rollout(parts, state)

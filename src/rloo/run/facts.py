@@ -4,60 +4,157 @@ on, the chat template, the tokens that end a completion. The rules that judge it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from rloo.algorithm.parts import Parts
+from rloo.data.encoding import ProcessingClass
+from rloo.data.images import tokenizer_of, without_images
 from rloo.data.prompts import PromptSource
+from rloo.report.doctor.attempt import attempt
 from rloo.report.doctor.finding import written
 from rloo.rewards import RewardSet
 from rloo.run.evaluate import Sets
-from rloo.types import Prompt
+from rloo.types import Message, Prompt, Text
 
 # Prompts whose last words are tried as a completion, and how many words at most.
 _TRIED_PROMPTS, _TRIED_WORDS = 16, 12
+# What errors say that have no type of their own: those of other devices, and of a CPU.
+_LACKS_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+# What is said in conversations that are made up: a word that no template has.
+_WORD = "rloo"
 
 
 def facts_of(parts: Parts, sets: Sets) -> dict[str, Any]:
-    """The facts of a run; `sets` are its evaluation sets. The prompts of a stream are not known."""
-    facts: dict[str, Any] = {}
+    """The facts of a run; `sets` are its evaluation sets. The prompts of a stream are not known. A
+    fact that cannot be found is missing, and a note of the run says why."""
     source, policy = getattr(parts.rollouts, "prompts", None), parts.policy
-    if isinstance(source, PromptSource):
+    if not isinstance(source, PromptSource):
+        return {}
+
+    def template() -> dict[str, Any]:
         (first,) = source.all_prompts(1)
-        facts["shared_prompts"] = {
-            name: (len(shared), len(prompts), written(shared[0].content))
-            for name, prompts in sets.items()
-            if (shared := source.shared_with(prompts))
-        }
-        facts |= _of_template(policy.tokenizer, first, policy.stop_token_ids)
-    return facts
+        given = policy.config.chat_template_kwargs or {}
+        return of_template(policy.processing_class, first, policy.stop_token_ids, given)
+
+    note = parts.monitor.note
+    shared = attempt("what evaluations share", lambda: _shared(source, sets), None, note)
+    known = {} if shared is None else {"shared_prompts": shared}
+    nothing: dict[str, Any] = {}
+    return known | attempt("how the chat template is used", template, nothing, note)
 
 
-def _of_template(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, stops: Sequence[int]
-) -> dict[str, Any]:
-    if not tokenizer.chat_template:
-        return {}
-    if isinstance(prompt.content, str):
-        return {"chat_template": "unused", "prompt": prompt.content}
-    if prompt.content[-1]["role"] == "assistant":  # its turn is open
-        return {}
-    messages = [{"role": "user", "content": "a"}]
-    plain, opened = (
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens)
-        for opens in (False, True)
+def facts_of_error(error: BaseException) -> dict[str, Any]:
+    """What the error that ends a run tells of its cause."""
+    said = " ".join(str(error).split())
+    lacks = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and _LACKS_MEMORY.search(said) is not None
     )
-    facts = {} if plain != opened else {"chat_template": "turn not opened", "prompt": plain}
-    answered = [*messages, {"role": "assistant", "content": "rloo"}]
-    whole = str(tokenizer.apply_chat_template(answered, tokenize=False))
-    _, said, after = whole.rpartition("rloo")
-    ends = [i for i in tokenizer(after, add_special_tokens=False)["input_ids"] if said]
+    return {"out_of_memory": f"{type(error).__name__}: {said[:200]}"} if lacks else {}
+
+
+def _shared(source: PromptSource, sets: Sets) -> dict[str, tuple[int, int, str]]:
+    return {
+        name: (len(shared), len(prompts), written(shared[0].content))
+        for name, prompts in sets.items()
+        if (shared := source.shared_with(prompts))
+    }
+
+
+def of_template(
+    processing_class: ProcessingClass,
+    prompt: Prompt,
+    stops: Sequence[int],
+    kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """How a prompt stands to the chat template, by conversations that continue the prompt's own
+    messages, or one that is made up where the prompt is a text. Raises what the template raises."""
+    content, tokenizer = prompt.content, tokenizer_of(processing_class)
+    if not processing_class.chat_template:
+        return {}
+    if not isinstance(content, str) and content[-1]["role"] == "assistant":  # its turn is open
+        return {}
+
+    def render(conversation: Sequence[Message], *, opens: bool = False) -> str:
+        fixed: dict[str, Any] = {"tokenize": False, "add_generation_prompt": opens}
+        return str(processing_class.apply_chat_template(list(conversation), **fixed, **kwargs))
+
+    messages, whole = _answered(render, _messages(content))
+    plain, opened = (render(messages, opens=opens) for opens in (False, True))
+    ending = whole.rpartition(_WORD)[2]
+    if isinstance(content, str):
+        ends = (tokenizer.bos_token, tokenizer.eos_token)  # which a plain text may have
+        marks = [mark for mark in tokenizer.all_special_tokens if mark not in ends]
+        how = _how_rendered(content, plain, opened, marks)
+        if how == "unused":
+            return {"chat_template": how, "prompt": content}
+        found = {"chat_template": how, "prompt": content} if how else {}
+    else:
+        # Some templates open the turn without being asked to: then the answer follows at once.
+        gap = whole[len(plain) : whole.rfind(_WORD)] if whole.startswith(plain) else ""
+        unopened = plain == opened and gap.strip()
+        found = {"chat_template": "turn not opened", "prompt": plain} if unopened else {}
+    return found | _end_of_turn(tokenizer, ending, stops)
+
+
+def _messages(content: Text) -> list[Message]:
+    """The messages of a prompt without what is null, or one that is made up."""
+    if isinstance(content, str):
+        return [{"role": "user", "content": _WORD}]
+    bare = without_images(content)
+    assert not isinstance(bare, str)
+    return [{k: v for k, v in message.items() if v is not None} for message in bare]
+
+
+def _answered(
+    render: Callable[[Sequence[Message]], str], messages: list[Message]
+) -> tuple[list[Message], str]:
+    """The messages, and them with an answer of one word, rendered. Some templates read a content
+    as a text, others as parts, as models with images have it; some one role so and one so."""
+    parts = [{"type": "text", "text": _WORD}]
+    answers: list[Any] = [_WORD, parts]
+    if any(isinstance(message.get("content"), list) for message in messages):
+        answers.reverse()
+    for answer in answers:
+        with suppress(Exception):  # whatever a template raises: the next form is tried
+            return messages, render([*messages, {"role": "assistant", "content": answer}])
+    in_parts = [
+        {**message, "content": [{"type": "text", "text": said}]}
+        if isinstance(said, str)
+        else message
+        for message, said in ((message, message.get("content")) for message in messages)
+    ]
+    return in_parts, render([*in_parts, {"role": "assistant", "content": parts}])
+
+
+def _how_rendered(text: str, plain: str, opened: str, marks: Sequence[str]) -> str:
+    """How whoever wrote a prompt as a text applied the chat template to it: "" where the turn of
+    the assistant is open, "turn not opened", or "unused". `marks` are tokens that no plain text
+    has."""
+    opening, closing = (frame.rpartition(_WORD)[2].strip() for frame in (opened, plain))
+    said = text.rstrip()
+    if opening and said.endswith(opening):
+        return ""
+    if closing and said.endswith(closing):
+        return "turn not opened"
+    # Another ending of the same template: with other options, or a turn that has begun.
+    return "" if any(mark in opened and mark in text for mark in marks) else "unused"
+
+
+def _end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, ending: str, stops: Sequence[int]
+) -> dict[str, Any]:
+    """The special token that ends a turn, if it ends no completion."""
+    ends = tokenizer(ending, add_special_tokens=False)["input_ids"]
     special = [i for i in ends if i in tokenizer.all_special_ids]
-    if special and not set(special) & set(stops):
-        facts |= {"end_of_turn": tokenizer.decode(special[:1]), "end_of_turn_id": special[0]}
-    return facts
+    if not special or set(special) & set(stops):
+        return {}
+    return {"end_of_turn": tokenizer.decode(special[:1]), "end_of_turn_id": special[0]}
 
 
 def answered_prompts(

@@ -26,7 +26,7 @@ from rloo.report.profiling import StepProfile
 from rloo.report.records import CONFIG, SUMMARY, versions, write_json, write_text
 from rloo.run.checkpoint import verify_checkpoint
 from rloo.run.evaluate import Evaluator, Results, Sets, is_better
-from rloo.run.facts import facts_of
+from rloo.run.facts import facts_of, facts_of_error
 from rloo.run.folder import MARK, Start
 from rloo.run.machine import arithmetic
 from rloo.run.overrides import Owner
@@ -333,6 +333,7 @@ class Session:
         self.status = "failed"
         if isinstance(error, (KeyboardInterrupt, Stopped)) or self.parts.stop.received:
             self.status = "interrupted"
+        self.parts.monitor.examine(facts_of_error(error))
         if state.step == self._saved_step or isinstance(
             error, (ForcedInterrupt, NotFinite, WeightsApart)
         ):

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from rloo.report.console import percent
 from rloo.report.doctor.data import many_cut
-from rloo.report.doctor.finding import Found, Rule, Run, band, excerpts
+from rloo.report.doctor.finding import Found, Rule, Run, band, excerpts, says_nothing, written
 
 # Tokens, the end included, of what says nothing; and the part of its length that is left.
 EMPTY, SHRUNK = 2.5, 0.34
@@ -63,6 +63,8 @@ def _longer(run: Run) -> Found | None:
     length, cut = run.change("completions/mean_length"), run.change("completions/clipped_ratio")
     if not length.after > 1.5 * length.before or not many_cut(run) or not cut.before < 0.5:
         return None
+    if 0 in (length.moved, cut.moved):  # of few prompts a rollout, some ask for more
+        return None
     return Found(
         f"completions grew from {length.words} tokens, and {percent(cut.after)} of them reach the "
         f"limit ({percent(cut.before)} at the start); the reward went from "
@@ -92,6 +94,17 @@ def _cut(run: Run) -> Found | None:
         "allow twice the length",
         {"max_completion_length": 2 * limit},
         [repr(t[-80:]) for t in run.texts(last=True)[:2]],
+    )
+
+
+def _silent(run: Run) -> Found | None:
+    if not (seen := says_nothing(run)):
+        return None
+    return Found(
+        seen,
+        "look at the end of a recorded prompt: it may close the turn that the model is to speak "
+        "in, or hold its end token; with a chat model make messages of the prompts",
+        examples=excerpts([written(row.get("prompt")) for row in run.recorded(last=False)]),
     )
 
 
@@ -130,6 +143,15 @@ def _sameness(run: Run) -> Found | None:
 
 RULES = (
     Rule(
+        "silent",
+        "Completions are empty from the start",
+        "half of the recorded completions of the first rollouts have no text, and the reward does "
+        "not rise",
+        "A model that says nothing finds no answer, whatever the reward.",
+        "prompts that the model takes as its turn to speak",
+        _silent,
+    ),
+    Rule(
         "gibberish",
         "Completions have become gibberish",
         "half of the recorded completions at the end repeat themselves (deflate leaves less than "
@@ -138,7 +160,6 @@ RULES = (
         "a reward that gibberish does not get",
         _gibberish,
         voids=True,
-        follows=("learning_rate_high",),
     ),
     Rule(
         "empty",
@@ -148,7 +169,6 @@ RULES = (
         "the lowest reward for an empty completion",
         _empty,
         voids=True,
-        follows=("learning_rate_high",),
     ),
     Rule(
         "same_text",
@@ -158,7 +178,6 @@ RULES = (
         "a reward that this text does not get",
         _sameness,
         voids=True,
-        follows=("learning_rate_high", "gibberish", "empty"),
     ),
     Rule(
         "length_explosion",
@@ -168,7 +187,6 @@ RULES = (
         "Length is being paid for, or its cost is not; what is cut is judged without its end.",
         "`missing_eos_penalty`",
         _longer,
-        follows=("learning_rate_high", "gibberish", "missing_eos"),
     ),
     Rule(
         "truncation",
@@ -178,12 +196,5 @@ RULES = (
         "A completion that is cut is judged without its end, mostly as wrong.",
         "twice `max_completion_length`",
         _cut,
-        follows=(
-            "learning_rate_high",
-            "gibberish",
-            "length_explosion",
-            "missing_eos",
-            "chat_template",
-        ),
     ),
 )

@@ -1,10 +1,12 @@
-"""What can be wrong before the first step: data, chat template, end tokens. The facts are counted
-in `rloo.run.facts`."""
+"""What is wrong by facts that no row of a run tells: data, chat template, end tokens, memory. They
+are counted in `rloo.run.facts`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from rloo.report.console import percent
-from rloo.report.doctor.finding import Found, Rule, Run, band, excerpts, mean
+from rloo.report.doctor.finding import Found, Rule, Run, band, excerpts, mean, says_nothing
 
 # Of the prompts tried, the share whose own words earn the reward.
 ANSWERED = 0.1
@@ -24,9 +26,8 @@ def _held_out_trained(run: Run) -> Found | None:
             of = f"the evaluation set {name}" if name else "the evaluation set"
             return Found(
                 f"{shared:,} of {total:,} prompts of {of} are in the training set, too",
-                "evaluate on a split that is not trained on",
-                {"eval_split": "test"},
-                excerpts([example]),
+                "evaluate on a split that is not trained on (eval_split, eval_dataset)",
+                examples=excerpts([example]),
             )
     return None
 
@@ -39,9 +40,8 @@ def _answered(run: Run) -> Found | None:
     return Found(
         f"for {count} of {total} prompts their own last words, given as a completion, earn the "
         "full reward",
-        "take the answer out of the prompt",
-        {"prompt_template": "{question}"},
-        excerpts([example], length=200),
+        "take the answer out of the prompt (prompt_template names the columns that stay)",
+        examples=excerpts([example], length=200),
     )
 
 
@@ -55,6 +55,14 @@ def _missing_eos(run: Run) -> Found | None:
     start = mean(run.start, "completions/clipped_ratio")
     if not start >= NEARLY_ALL_CUT or not many_cut(run):
         return None
+    given = dict(run.option("generation_kwargs", {}))
+    if "eos_token_id" in given:
+        return Found(
+            f"{percent(start)} of completions never end; what ends them was set to token "
+            f"{given.pop('eos_token_id')} (generation_kwargs)",
+            "leave the end token to the model",
+            {"generation_kwargs": given},
+        )
     limit = int(run.option("max_completion_length", 512))
     never = all(row.get("completions/clipped_ratio") == 1.0 for row in run.rollouts)
     return Found(
@@ -72,24 +80,46 @@ def _chat_template(run: Run) -> Found | None:
     how = run.facts.get("chat_template")
     if how == "turn not opened":
         return Found(
-            "the chat template ends prompts without opening the assistant's turn "
-            "(add_generation_prompt changes nothing)",
-            "give the tokenizer a template that opens it",
+            "prompts end without opening the assistant's turn (add_generation_prompt)",
+            "open it when they are rendered, or give the tokenizer a template that does",
             examples=excerpts([run.facts["prompt"]], length=200),
         )
     cut = mean(run.start, "completions/clipped_ratio")
-    if how != "unused" or not cut > band("completions/clipped_ratio").bounds()[1]:
+    silent, given = says_nothing(run), run.option("prompt_template", "{prompt}")
+    if how != "unused" or not (silent or cut > band("completions/clipped_ratio").bounds()[1]):
         return None
     return Found(
         "the tokenizer has a chat template and the prompts are plain text, which it is not applied "
-        f"to; {percent(cut)} of completions never end",
+        f"to; {silent or f'{percent(cut)} of completions never end'}",
         "make messages of the prompts",
-        {"prompt_template": [{"role": "user", "content": "{prompt}"}]},
+        {"prompt_template": [{"role": "user", "content": given}]},
         excerpts([run.facts["prompt"]], length=200),
     )
 
 
+def _memory(run: Run) -> Found | None:
+    if (said := run.facts.get("out_of_memory")) is None:
+        return None
+    limit = int(run.option("max_completion_length", 512))
+    if not run.option("gradient_checkpointing"):
+        how: dict[str, Any] = {"gradient_checkpointing": True}
+        change = "compute activations again in the backward pass"
+    else:
+        how = {"max_completion_length": max(1, limit // 2)}
+        change = "halve the length of completions, or sample fewer of a prompt (num_generations)"
+    return Found(f"the run ended with {said}", change, how)
+
+
 RULES = (
+    Rule(
+        "memory",
+        "Memory does not suffice",
+        "the error that ended the run",
+        "A rollout and the activations of an update must fit beside the weights.",
+        "`gradient_checkpointing`, then a shorter `max_completion_length` or fewer "
+        "`num_generations`",
+        _memory,
+    ),
     Rule(
         "held_out_trained",
         "Held-out prompts are in the training set",
@@ -110,8 +140,8 @@ RULES = (
     Rule(
         "chat_template",
         "The chat template is not used as it should be",
-        "plain prompts beside a tokenizer with a chat template, where completions do not end; or a "
-        "template that does not open the assistant's turn",
+        "plain prompts beside a tokenizer with a chat template, where completions do not end or "
+        "say nothing; or prompts that do not open the assistant's turn",
         "A chat model that is not addressed as one does not answer, or does not stop.",
         "messages as prompts (`prompt_template`)",
         _chat_template,
@@ -124,6 +154,5 @@ RULES = (
         "What is cut has no end to judge, and sampling always takes the longest time.",
         "the end token, or a longer `max_completion_length`",
         _missing_eos,
-        follows=("chat_template",),
     ),
 )

@@ -10,10 +10,24 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from rloo.report.comparison import Change, change_between, change_of, sides
+from rloo.report.comparison import (
+    FEWEST,
+    Change,
+    change_between,
+    change_of,
+    mean_reward,
+    sides,
+    since_first,
+)
 from rloo.report.table import Band, find
 
 Row = Mapping[str, float]
+# Rewards beyond which a gradient may not be finite, and what is done about them.
+HUGE_REWARD, CLIPPED_REWARD = 1e6, {"reward_clip_range": [-10.0, 10.0]}
+# What is added to a change where hardly any completion has signal.
+COLD_START = (
+    "; a model that hardly ever finds an answer (a cold start) is trained with examples first"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +73,42 @@ class Run:
     @property
     def measured(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
         """The first and the last evaluation of the (first) set, if there are two."""
-        rows = [row for row in self.evaluations if row.get("name") != "best"]
-        rows = [row for row in rows if row.get("dataset") == rows[0].get("dataset")]
+        rows = self.of_first_set
         return (rows[0], rows[-1]) if len(rows) > 1 else None
 
     @property
+    def of_first_set(self) -> list[Mapping[str, Any]]:
+        """All evaluations of the (first) set, but for that of the best weights."""
+        rows = [row for row in self.evaluations if row.get("name") != "best"]
+        return [row for row in rows if row.get("dataset") == rows[0].get("dataset")]
+
+    @property
     def gained(self) -> bool:
-        """Whether the reward rose beyond chance, in training or held out."""
+        """Whether the reward is higher at the end beyond chance, in training or held out."""
         held_out = self.measured and change_between(*self.measured, "reward").moved
-        return self.change("reward").moved == 1 or held_out == 1
+        fast = since_first(self.rollouts).moved
+        return 1 in (self.change("reward").moved, fast, held_out)
+
+    @property
+    def rose(self) -> bool:
+        """Whether the reward was higher beyond chance than at the start, at any time."""
+        rows = [row for row in self.rollouts if math.isfinite(row["reward"])]
+        parts = [rows[at : at + FEWEST] for at in range(0, len(rows) - FEWEST + 1, FEWEST)]
+        means = [mean_reward(part) for part in parts]
+        trained = (Change.of_errors(means[0], later, FEWEST).moved for later in means[1:])
+        of_set = self.of_first_set
+        held_out = (
+            change_between(of_set[0], row, name).moved
+            for row in of_set[1:]
+            for name in ("reward", "pass@1")
+        )
+        return self.gained or 1 in trained or 1 in held_out
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a rollout, of which one alone knows no error of its reward; 4 if unknown."""
+        errors = [row.get("reward/standard_error", math.nan) for row in self.rollouts]
+        return int(self.option("num_prompts", 4)) if any(map(math.isfinite, errors)) else 1
 
     def texts(self, *, last: bool) -> list[str]:
         """Recorded completions of the last rollouts, or of the first ones."""
@@ -114,8 +155,6 @@ class Rule:
     usual_change: str
     find: Callable[[Run], Found | None]
     voids: bool = False
-    # Findings beside which this one is not told, since it follows from them.
-    follows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +169,8 @@ class Finding:
     command: str
     examples: Sequence[str]
     voids: bool
+    # What the command changes.
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def line(self) -> str:
@@ -162,6 +203,22 @@ def written(content: Any) -> str:
         return content
     parts = [message.get("content") for message in content or []]
     return "\n".join(p if isinstance(p, str) else str(p) for p in parts)
+
+
+def says_nothing(run: Run) -> str:
+    """By what most completions of the first rollouts are empty, "" if they are not."""
+    texts, length = run.texts(last=False), mean(run.start, "completions/mean_length")
+    blank = fmean(not text.strip() for text in texts) if texts else math.nan
+    if run.gained or not (blank >= 0.5 or (not texts and length <= 1.5)):
+        return ""
+    of = f"{100 * blank:.0f} % of {len(texts)} recorded completions" if texts else "completions"
+    return f"{of} were empty from the start, with {length:.3g} tokens in the mean, the end included"
+
+
+def largest_reward(run: Run) -> float:
+    """The largest mean or deviation of a rollout's rewards, without its sign."""
+    seen = [abs(row.get(n, math.nan)) for row in run.rows for n in ("reward", "reward_std")]
+    return max(filter(lambda value: not math.isnan(value), seen), default=0.0)
 
 
 def excerpts(texts: Sequence[str], number: int = 2, length: int = 80) -> list[str]:

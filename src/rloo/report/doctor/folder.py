@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rloo.config.config import RLOOConfig
-from rloo.report.doctor.data import RULES as DATA
 from rloo.report.doctor.finding import Finding, Run
 from rloo.report.doctor.rules import diagnose
 from rloo.report.records import CONFIG, METRICS
@@ -24,8 +23,8 @@ def read_run(folder: Path, options: RLOOConfig | None = None) -> Run:
 
 
 def findings_of(folder: Path, options: RLOOConfig | None = None) -> list[Finding]:
-    """What is wrong with the run in a folder: by its files, and what was found before its first
-    step, which they do not tell again. Nothing is, where no step was made."""
+    """What is wrong with the run in a folder: by its files, and by alarms of what was known before
+    its first step, which they do not tell again. Nothing is, where no step was made."""
     found = _read(folder, options)
     return _findings_in(found, _run_in(found)) if found.metrics else []
 
@@ -74,11 +73,8 @@ def _run_in(found: RunFolder) -> Run:
 
 
 def _findings_in(found: RunFolder, run: Run) -> list[Finding]:
-    early = {rule.name for rule in DATA}
-    told = [Finding(**row["finding"]) for row in found.alarms if row["step"] == 0]
-    now = diagnose(run)
-    names = {finding.name for finding in now}
-    return [f for f in told if f.name in early and f.name not in names] + now
+    told = [(row["step"], Finding(**row["finding"])) for row in found.alarms]
+    return diagnose(run, told=told)
 
 
 def report(folder: Path) -> Iterator[str]:

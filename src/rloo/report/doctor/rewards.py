@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rloo.report.comparison import Change, change_between
+from rloo.report.comparison import Change, change_between, since_first
 from rloo.report.console import percent
 from rloo.report.doctor.finding import Found, Rule, Run, excerpts, functions
 
@@ -17,38 +17,80 @@ COST = 0.25
 
 def _held_out(run: Run) -> Found | None:
     measured = run.measured
-    if measured is None or run.change("reward").moved != 1:
+    if measured is None or not run.rose:
         return None
+    # Where the trained reward is lost as well nothing was hacked: the policy is broken.
+    if -1 in (run.change("reward").moved, change_between(*measured, "reward").moved):
+        return _of_held_out(run)
+    rose = f"the training reward {_how_it_rose(run)}"
     trained = functions(run.rollouts)
+    of_set = f"{measured[0]['dataset']}_" if measured[0].get("dataset") else ""
     for name in (name for name in functions(measured) if name not in trained):
-        change = change_between(*measured, f"rewards/{name}/mean")
-        if change.moved == -1:
+        if (change := _fall(run, f"rewards/{name}/mean")) is not None:
             return Found(
-                f"the training reward rose from {run.change('reward').words} while {name}, which "
-                f"only judges, fell from {change.words}",
+                f"{rose} while {name}, which only judges, fell from {change.words}",
                 f"stop where {name} is at its best",
-                {"metric_for_best_model": f"rewards/{name}/mean", "load_best_model_at_end": True},
+                {
+                    "metric_for_best_model": f"{of_set}rewards/{name}/mean",
+                    "load_best_model_at_end": True,
+                    "eval_strategy": "steps",
+                    "eval_steps": 0.1,
+                    "save_strategy": "best",
+                },
                 excerpts(run.texts(last=True)),
             )
     for name, wins in measured[1].items():
         bounds = measured[1].get(f"{name}_interval")
         if name.endswith("/win_rate") and bounds and bounds[1] < 0.5:
             return Found(
-                f"the training reward rose from {run.change('reward').words} while completions win "
-                f"only {percent(wins, bounds)} of comparisons with those of the starting policy "
+                f"{rose} while completions win only "
+                f"{percent(wins, bounds)} of comparisons with those of the starting policy "
                 f"({name.removeprefix('rewards/').removesuffix('/win_rate')})",
                 "raise beta tenfold, so that the policy stays nearer to its start",
                 {"beta": 10 * float(run.option("beta", 0.0)) or 0.05},
                 excerpts(run.texts(last=True)),
             )
-    change = change_between(*measured, "reward")
-    if change.moved == -1:
-        return Found(
-            f"the training reward rose from {run.change('reward').words} while the same reward on "
-            f"held-out prompts fell from {change.words}",
-            "train on more prompts, or for fewer passes",
-            {"num_train_epochs": 1, "max_steps": -1},
-        )
+    return None
+
+
+def _of_held_out(run: Run) -> Found | None:
+    """Whether the reward rose on the prompts of training only."""
+    trained = run.change("reward")
+    if run.measured is None or trained.moved != 1:
+        return None
+    return Found(
+        f"the training reward rose from {trained.words} while the same reward on held-out prompts "
+        f"fell from {change_between(*run.measured, 'reward').words}",
+        "train on more prompts, or for fewer passes",
+        {"num_train_epochs": 1, "max_steps": -1},
+    )
+
+
+def _how_it_rose(run: Run) -> str:
+    """In the figures that show it best: of the thirds of a run, held out, or of a fast learner."""
+    thirds = run.change("reward")
+    if thirds.moved == 1:
+        return f"rose from {thirds.words}"
+    held_out = change_between(*run.measured, "reward") if run.measured else None
+    if held_out is not None and held_out.moved == 1:
+        return f"rose on held-out prompts from {held_out.words}"
+    if since_first(run.rollouts).moved == 1:
+        return f"rose from {since_first(run.rollouts).words}, mostly in the first rollouts,"
+    return "rose for a time"
+
+
+def _fall(run: Run, name: str) -> Change | None:
+    """How a metric of evaluations fell, since the first one or since its best, while the trained
+    reward did not."""
+    known = [row for row in run.of_first_set if row.get(name) is not None]
+    if len(known) < 2:
+        return None
+    best = max(known, key=lambda row: row[name])
+    for since in (known[0], best):
+        change = change_between(since, known[-1], name)
+        together = since is best and change_between(since, known[-1], "reward").moved == -1
+        if change.moved == -1 and not together:
+            return change
     return None
 
 
@@ -118,8 +160,9 @@ RULES = (
     Rule(
         "hacking",
         "The reward is being hacked",
-        "`reward` rises in training while a reward of `eval_reward_funcs` or the held-out reward "
-        "falls, or completions win less than half of comparisons with the starting policy",
+        "`reward` rises at any time, in training or held out, while a reward of "
+        "`eval_reward_funcs` falls, from the start or from its best; or the held-out reward falls; "
+        "or completions win less than half of comparisons with the starting policy",
         "What is trained has come apart from what is wanted.",
         "`metric_for_best_model` of the reward that only judges, or ten times `beta`",
         _held_out,

@@ -1,37 +1,53 @@
-"""All rules, and what they find: after a run, while it runs."""
+"""All rules, and what they find in a run."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
-from rloo.report.comparison import WINDOW
 from rloo.report.doctor import completions, data, rewards, signal, training
+from rloo.report.doctor.attempt import Note, attempt, warn
+from rloo.report.doctor.causes import EXPLAINS, causes_of
 from rloo.report.doctor.finding import Finding, Found, Rule, Run
 
+_ALL = {
+    rule.name: rule
+    for part in (data, signal, training, rewards, completions)
+    for rule in part.RULES
+}
+_EARLY = {rule.name for rule in data.RULES}
 # A cause comes before what follows from it.
-RULES: tuple[Rule, ...] = (
-    *data.RULES,
-    *signal.RULES[:6],
-    *training.RULES[:1],
-    *rewards.RULES,
-    *completions.RULES,
-    *training.RULES[1:],
-    *signal.RULES[6:],
-)
-# Rollouts before which nothing is said of a run that goes on.
-PATIENCE = 4
+RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in EXPLAINS)
 
 
-def diagnose(run: Run) -> list[Finding]:
-    """What is wrong with a run, causes first, without what follows from another finding."""
+def diagnose(
+    run: Run,
+    note: Note = warn,
+    told: Sequence[tuple[int, Finding]] = (),
+    rules: Sequence[Rule] = RULES,
+) -> list[Finding]:
+    """What is wrong with a run, causes first, without what follows from another finding, and
+    without other advice on an option that an earlier finding changes. `note` is told of a rule that
+    cannot be judged; the others are. Facts from before the first step are not in a run's files:
+    what was `told` by them, with its step, stands, later steps' only if the run has not gained."""
+    stands = {f.name: f for step, f in told if f.name in _EARLY and (step == 0 or not run.gained)}
     findings: dict[str, Finding] = {}
-    for rule in RULES:
-        if not findings.keys() & set(rule.follows) and (found := rule.find(run)) is not None:
-            findings[rule.name] = _finding(rule, found, run)
+    changed: set[str] = set()
+    for rule in rules:
+        if findings.keys() & causes_of(rule.name):
+            continue
+        judged = partial(_judged, rule, run)
+        finding = attempt(f"whether {rule.name} holds", judged, None, note)
+        finding = finding or stands.get(rule.name)
+        if finding is not None and not changed & finding.options.keys():
+            findings[rule.name] = finding
+            changed |= finding.options.keys()
     return list(findings.values())
+
+
+def _judged(rule: Rule, run: Run) -> Finding | None:
+    found = rule.find(run)
+    return None if found is None else _finding(rule, found, run)
 
 
 def _finding(rule: Rule, found: Found, run: Run) -> Finding:
@@ -44,59 +60,5 @@ def _finding(rule: Rule, found: Found, run: Run) -> Finding:
         run.command(found.options) if found.options else "",
         tuple(found.examples),
         rule.voids if found.voids is None else found.voids,
+        dict(found.options),
     )
-
-
-class Watch:
-    """The same rules over a run that is under way, of which it keeps the first rollouts and the
-    last ones. What it has `told` it does not tell again."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        self.facts: Mapping[str, Any] = {}
-        self.told: set[str] = set()
-        self._first: list[Kept] = []
-        self._last: deque[Kept] = deque(maxlen=WINDOW)
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Take a row of metrics.jsonl."""
-        if "reward" in row:
-            kept = Kept([], [])
-            (self._first if len(self._first) < WINDOW else self._last).append(kept)
-        if self._first:
-            self._newest.rows.append(row)
-
-    def add_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take rows of completions.jsonl of rollouts that were added."""
-        kept = {part.rows[0].get("step"): part for part in (*self._first, *self._last)}
-        for row in rows:
-            if row["step"] in kept:
-                kept[row["step"]].completions.append(row)
-
-    def news(self) -> list[Finding]:
-        """What was not told yet."""
-        kept = [*self._first, *self._last]
-        run = Run(
-            [row for part in kept for row in part.rows],
-            [row for part in kept for row in part.completions],
-            config=self.config,
-            facts=self.facts,
-            over=False,
-        )
-        early = len(kept) < PATIENCE
-        found = [] if early and not self.facts else diagnose(run)
-        found = [f for f in found if f.name not in self.told and not (early and f.voids)]
-        self.told |= {finding.name for finding in found}
-        return found
-
-    @property
-    def _newest(self) -> Kept:
-        return self._last[-1] if self._last else self._first[-1]
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What is kept of a rollout: rows of metrics.jsonl and of completions.jsonl."""
-
-    rows: list[Mapping[str, Any]]
-    completions: list[Mapping[str, Any]]

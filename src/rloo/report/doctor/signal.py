@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+from statistics import pstdev
+from typing import Any
 
 from rloo.report.console import counted, percent
+from rloo.report.doctor.data import many_cut
 from rloo.report.doctor.finding import (
+    CLIPPED_REWARD,
+    COLD_START,
+    HUGE_REWARD,
     Found,
     Row,
     Rule,
@@ -13,9 +19,11 @@ from rloo.report.doctor.finding import (
     band,
     excerpts,
     functions,
+    largest_reward,
     mean,
     written,
 )
+from rloo.report.metrics import Z
 
 # Of completions without a reward, and of calls that failed.
 MANY_MISSING = 0.2
@@ -23,6 +31,10 @@ MANY_MISSING = 0.2
 FEWEST = 12
 # Nats per token, below which completions of a prompt are alike; and what temperature is low.
 ALIKE, COLD = 0.1, 0.5
+# Of the mean reward: the deviation below which completions are told apart by noise.
+NOISE = 2e-3
+# A learning rate from which on no precision loses a step, and one that any finds too small.
+NOT_ROUNDED, SMALL_RATE = 1e-4, 1e-6
 # A mean reward of 0 or 1 above which hardly anything is left to learn.
 SOLVED = 0.95
 
@@ -66,27 +78,48 @@ def _equal(run: Run, *, zero: bool) -> Found | None:
     if zero:
         change = (
             "score a completion that you know to be right by hand: if that is 0 too the reward "
-            "cannot read it; else begin with easier prompts or a partial reward"
+            "cannot read it; else the model finds none (a cold start): train it with examples "
+            "first, begin with easier prompts, or give a partial reward"
         )
     else:
         change = (
             "make the reward tell completions of one prompt apart; if all of them are right, take "
-            "harder prompts"
+            "harder prompts; if they are one text, sample at a higher temperature"
         )
     return Found(evidence, change, examples=excerpts(run.texts(last=True)))
 
 
+def _alike(run: Run) -> Found | None:
+    rows = [row for row in run.rollouts if math.isfinite(row["reward"])]
+    spread = [row.get("reward_std", math.nan) for row in rows]
+    level = max((abs(row["reward"]) for row in rows), default=0.0)
+    if not spread or not all(s <= NOISE * level for s in spread) or not max(spread) > 0:
+        return None
+    if run.gained or run.change("reward").moved == -1:
+        return None
+    return Found(
+        f"rewards deviate by {max(spread):.2g} at most around a mean of "
+        f"{mean(rows, 'reward'):.6g} in {counted(len(rows), 'rollout')}: what is trained on is "
+        "their last digits",
+        "print the rewards of two recorded completions of which one is better, and make the "
+        "reward tell them apart; if completions are alike, sample at a higher temperature, and "
+        "take more diverse prompts",
+        examples=excerpts(run.texts(last=True)),
+    )
+
+
 def _flat(run: Run) -> Found | None:
     signal = [row["groups/signal"] for row in run.rollouts if "groups/signal" in row]
-    if (
-        not signal
-        or any(not share <= 0 for share in signal)
-        or mean(run.rollouts, "reward_std") == 0
-    ):
+    if not signal or any(not share <= 0 for share in signal):
+        return None
+    # Of rollouts of one prompt each has one reward, and they differ from one another.
+    means = [row["reward"] for row in run.rollouts if math.isfinite(row["reward"])]
+    spread = max(mean(run.rollouts, "reward_std"), pstdev(means) if means else 0.0)
+    if spread == 0:
         return None
     return Found(
         f"in no group of {counted(len(signal), 'rollout')} did the completions' rewards differ, "
-        f"although they differ between prompts (deviation {mean(run.end, 'reward_std'):.3g})",
+        f"although they differ between prompts (deviation {spread:.3g})",
         "make the reward depend on the completion, not only on the prompt or its columns",
         examples=excerpts(run.texts(last=True)),
     )  # fmt: skip
@@ -158,19 +191,23 @@ def _partly_missing(run: Run) -> Found | None:
 def _little(run: Run) -> Found | None:
     rows, size = run.rollouts, int(run.option("num_generations", 2))
     signal, reward = mean(rows, "groups/signal"), mean(rows, "reward")
-    if not 0 < signal < band("groups/signal").bounds()[0] or run.change("reward").moved == 1:
+    low = band("groups/signal").bounds()[0]
+    # Of a few groups so few have signal by chance.
+    chance = Z * math.sqrt(low * (1 - low) / max(1, len(rows) * run.prompts))
+    if not 0 < signal < low - chance or run.gained:
         return None
-    evidence = f"{percent(signal)} of groups had signal, with {size} completions each"
+    evidence = f"{percent(signal)} of groups had signal, with {counted(size, 'completion')} each"
+    evidence += f", at a mean reward of {reward:.3g}"
     if size < 8:
         return Found(
-            f"{evidence}, at a mean reward of {reward:.3g}",
+            evidence,
             f"sample more completions of each prompt: {4 * size} find four times as many "
-            "differences where they are rare",
+            f"differences where they are rare{COLD_START}",
             {"num_generations": 4 * size},
         )
     return Found(
-        f"{evidence}, at a mean reward of {reward:.3g}",
-        "replace groups without signal by those of further prompts",
+        evidence,
+        f"replace groups without signal by those of further prompts{COLD_START}",
         {"dynamic_sample": True},
     )
 
@@ -179,19 +216,24 @@ def _nothing_trained(run: Run) -> Found | None:
     rows = [row for row in run.rows if "update/changed_share" in row]
     if run.dry or not rows or any(row["update/changed_share"] > 0 for row in rows):
         return None
-    steps = f"no weight changed in any of {counted(len(rows), 'step')}"
-    if all(row.get("update/no_signal") for row in rows):
+    number = len(rows)
+    steps = f"no weight changed in any of {number} steps" if number > 1 else "no weight changed"
+    # With a KL penalty every step has a gradient, though its rewards give none.
+    if all(row.get("update/no_signal") for row in rows) or mean(run.rollouts, "groups/signal") == 0:
         return Found(
             f"{steps}: none had a completion with signal",
             "mend the rewards first; nothing else can help",
         )
     if any(row.get("update/nonfinite") for row in rows):
-        return Found(
-            f"{steps}: {sum(bool(r.get('update/nonfinite')) for r in rows)} gradients were not "
-            "finite",
-            "compute in bfloat16 or float32",
-            {"bf16": True, "fp16": False},
-        )
+        options: dict[str, Any] = {}
+        scale, of = largest_reward(run), sum(bool(r.get("update/nonfinite")) for r in rows)
+        if scale > HUGE_REWARD:
+            change, options = f"clip rewards: they reach {scale:.2g}", dict(CLIPPED_REWARD)
+        elif run.option("fp16"):
+            change, options = "compute in bfloat16", {"bf16": True, "fp16": False}
+        else:
+            change = "look for weights or rewards that are not finite"
+        return Found(f"{steps}: {of} gradients were not finite", change, options)
     rate = max(row.get("learning_rate", 0.0) for row in rows)
     if rate == 0:
         return Found(
@@ -199,10 +241,37 @@ def _nothing_trained(run: Run) -> Found | None:
             "set a learning rate, and fewer warm-up steps than steps",
             {"learning_rate": 1e-6, "warmup_steps": 0},
         )
+    if max(row.get("grad_norm", math.nan) for row in rows) == 0:
+        return _no_gradient(run, steps)
+    if rate >= NOT_ROUNDED:
+        return Found(
+            f"{steps}, at a learning rate of {rate:g} and a gradient that is not 0",
+            "find out what the optimizer is given: parameters that are frozen, or a schedule of 0",
+        )
+    raised = max(100 * rate, SMALL_RATE)
     return Found(
         f"{steps}: at a learning rate of {rate:g} every step is lost in rounding",
-        "raise the learning rate a hundredfold",
-        {"learning_rate": 100 * rate},
+        f"raise the learning rate to {raised:.3g}",
+        {"learning_rate": raised},
+    )
+
+
+def _no_gradient(run: Run, steps: str) -> Found:
+    signal = percent(mean(run.rollouts, "groups/signal"))
+    steps = f"{steps}: the gradient was 0, although {signal} of groups had signal"
+    limit = int(run.option("max_completion_length", 512))
+    if run.option("mask_truncated_completions") and many_cut(run):
+        cut = percent(mean(run.rollouts, "completions/clipped_ratio"))
+        return Found(
+            f"{steps}; {cut} of completions reach {limit} tokens, and such do not count "
+            "(mask_truncated_completions)",
+            "allow twice the length",
+            {"max_completion_length": 2 * limit},
+        )
+    return Found(
+        steps,
+        "find out where it is lost: weights that are frozen or that the loss does not reach, "
+        "rewards or advantages that are clipped or weighted to 0",
     )
 
 
@@ -236,6 +305,15 @@ RULES = (
         voids=True,
     ),
     Rule(
+        "rewards_alike",
+        "All rewards are nearly equal",
+        "`reward_std` below 0.2 % of `reward` in all rollouts, while the reward does not move",
+        "What is learned is what the last digits of the rewards happen to say: noise.",
+        "a reward that tells completions apart, a higher `temperature`, more diverse prompts",
+        _alike,
+        voids=True,
+    ),
+    Rule(
         "greedy_sampling",
         "Sampling is nearly greedy",
         "`entropy` below 0.1 nats from the first rollouts on, at a `temperature` below 0.5",
@@ -246,18 +324,17 @@ RULES = (
     Rule(
         "groups_flat",
         "No group has different rewards",
-        "`groups/signal` 0 in all rollouts while `reward_std` is above 0",
+        "`groups/signal` 0 in all rollouts while `reward_std` is above 0, or `reward` not the same",
         "Only differences between completions of one prompt are learned from.",
         "a reward that depends on the completion",
         _flat,
         voids=True,
-        follows=("greedy_sampling",),
     ),
     Rule(
         "nothing_trained",
         "No weight was trained",
-        "`update/changed_share` 0 in all steps, with `learning_rate`, `update/no_signal` and "
-        "`update/nonfinite` as its reason",
+        "`update/changed_share` 0 in all steps, with `update/no_signal` and `groups/signal`, "
+        "`update/nonfinite`, `learning_rate` and `grad_norm` as its reason",
         "The model that was saved is the one that was loaded.",
         "the learning rate, or the rewards where no step had signal",
         _nothing_trained,
@@ -283,19 +360,9 @@ RULES = (
     Rule(
         "little_signal",
         "Few groups have signal",
-        "`groups/signal` below its band while the reward does not rise",
+        "`groups/signal` below its band beyond chance, while the reward does not rise",
         "Time is spent on groups from which nothing is learned, and the few others are noise.",
         "more completions of each prompt (K), or `dynamic_sample`",
         _little,
-        follows=(
-            "learning_rate_high",
-            "kl_explosion",
-            "collapse",
-            "gibberish",
-            "same_text",
-            "empty",
-            "already_solved",
-            "few_generations",
-        ),
     ),
 )
