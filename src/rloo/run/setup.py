@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
+from rloo.config.files import context_of
 from rloo.config.generation_kwargs import stop_tokens
 from rloo.data.encoding import encode_prompts
 from rloo.data.prompts import Limit, PromptSource, image_reader, with_prompts
@@ -175,7 +176,7 @@ def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool =
     own = evaluation and args.eval_max_completion_length is not None
     name = "eval_max_completion_length" if own else "max_completion_length"
     completion = getattr(args, name)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(model.config.get_text_config())
     longest, embedded = args.max_prompt_length or 2**31, num_embedded(model)
     limit = Limit(longest, args.overlong_prompts, vocabulary=embedded)
     if context is None:
