@@ -15,7 +15,7 @@ from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.vllm_options import OPTIONS
 
 # Another option is another thing to know: whoever changes these numbers says why.
-NUM_OPTIONS = 209
+NUM_OPTIONS = 210
 NUM_BASIC = 25
 
 

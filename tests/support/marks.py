@@ -23,3 +23,9 @@ def every_second(cases: Iterable[Any]) -> list[Any]:
     """Cases, of which every second one is slow."""
     values = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [slow(*value) if n % 2 else pytest.param(*value) for n, value in enumerate(values)]
+
+
+def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """Cases, of which all but the `fast` ones are slow."""
+    kept = list(fast)
+    return [case if case in kept else slow(case) for case in cases]

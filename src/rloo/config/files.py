@@ -158,8 +158,23 @@ def check_sizes(config: Any, name: str | Path, what: str) -> None:
 
 def _size(config: Any, names: str) -> tuple[str, int] | None:
     """The first of the options that is a whole number in a configuration, with its value."""
-    values = ((option, getattr(config, option, None)) for option in names.split("|"))
+    values = ((option, largest_of_layers(config, option)) for option in names.split("|"))
     return next(((option, value) for option, value in values if isinstance(value, int)), None)
+
+
+def context_of(config: Any) -> int | None:
+    """The most tokens that a text model reads, None where there is no limit (XLNet says -1)."""
+    tokens = largest_of_layers(config, "max_position_embeddings")
+    return tokens if tokens is not None and tokens > 0 else None
+
+
+def largest_of_layers(config: Any, option: str) -> Any:
+    """An option of a text model's configuration, None where it has none. Where layers differ in it,
+    as the heads of Gemma 4 do, transformers gives no value for the whole: the largest."""
+    if option not in (getattr(config, "per_layer_attributes", None) or ()):
+        return getattr(config, option, None)
+    values = [getattr(layer, option, None) for layer in config.per_layer_config]
+    return max((value for value in values if value is not None), default=None)
 
 
 def _some(names: Collection[str]) -> str:

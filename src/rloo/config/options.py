@@ -15,7 +15,6 @@ from rloo.config.subjects import (  # isort: skip - one name a line is as long a
 )  # fmt: skip
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
-
 # The batch sizes nobody asked for: they do not contradict num_prompts.
 DEFAULT_BATCH, DEFAULT_GROUP = (8, 1), 2
 
@@ -43,6 +42,7 @@ class Options:
     prompt_template: str | list[dict[str, Any]] | None = DATA.own(None,
         "Text or messages that make the prompt from a row, with {column} for a column's value.",
         basic=True)
+    reference: str | None = DATA.own(None, "Column, or keys in one (a.b), that has the references.")
     reward: list[str | dict[str, Any]] = REWARDS.own([],
         "Rewards: built-in names (with options: length(target_max=50)), package.module:function, "
         "file.py:function, or reward models by folder or hub id "

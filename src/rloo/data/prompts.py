@@ -19,6 +19,7 @@ from transformers import ProcessorMixin
 from rloo.data.encoding import Encode, ProcessingClass, apply_chat_template, check_message
 from rloo.data.images import ImageReader, image_columns
 from rloo.data.order import Order, Passes
+from rloo.data.published import example_column, is_conversation, with_column
 from rloo.types import Group, Message, Prompt, Text
 
 
@@ -37,7 +38,7 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
         if "prompt" not in columns:
             raise ValueError(
                 f"the dataset has no column 'prompt'; its columns are {', '.join(columns)}. Name "
-                f"the ones that make the prompt, for example '{{{columns[0]}}}' (prompt_template)"
+                f"the ones that make the prompt: prompt_template: '{{{example_column(columns)}}}'"
             )
         return rows
     if isinstance(template, list):
@@ -53,10 +54,7 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
     # has no rows.
     texts = rows.select_columns(readable) if readable else rows
     prompts = [_fill(template, row, number) for number, row in enumerate(texts)]
-    if columns == ["prompt"]:  # removing it would leave no rows to add a column to
-        return Dataset.from_dict({"prompt": prompts})
-    others = rows.remove_columns("prompt") if "prompt" in columns else rows
-    return others.add_column("prompt", prompts)
+    return with_column(rows, "prompt", prompts)
 
 
 def image_reader(
@@ -102,6 +100,9 @@ class PromptSource:
     first sample, by a ValueError. `dropped` and `truncated` count what the `limit` has left out and
     cut; prompts of a dataset with images are never cut.
     """
+
+    # What was found out about the rows, for the user.
+    notes: Sequence[str] = ()
 
     def __init__(
         self,
@@ -282,6 +283,12 @@ def _fill(template: str | list[Message], row: dict[str, Any], number: int) -> Te
             )
         if row[name] is None:
             raise ValueError(f"row {number}: column '{name}' is empty (prompt_template)")
+        if is_conversation(row[name]):
+            raise ValueError(
+                f"row {number}: column '{name}' has messages, with the answer among them, and no "
+                "text. Leave prompt_template out: the prompt is then the conversation without the "
+                "assistant's last turn (prompt_template)"
+            )
         return str(row[name])
 
     def filled(text: str) -> str:

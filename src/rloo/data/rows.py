@@ -37,8 +37,9 @@ def load_rows(
     file, a folder of such files or one written by `save_to_disk`, or a hub id. `split` chooses
     among several splits; in a folder, among files named `train.jsonl`,
     `train-00000-of-00002.parquet` and so on. A dataset without splits counts as "train".
-    `config_name` applies to hub datasets only. Raises ValueError for anything that cannot be read,
-    naming the file and line where possible.
+    `config_name` applies to hub datasets only. A transform (`set_transform`) is applied once to
+    each row. Raises ValueError for anything that cannot be read, naming the file and line where
+    possible.
     """
     if isinstance(spec, IterableDataset):
         return spec
@@ -54,7 +55,23 @@ def load_rows(
     if isinstance(rows, Dataset) and len(rows) == 0:
         name = spec if isinstance(spec, (str, Path)) else "given"
         raise ValueError(f"dataset {name} has 0 rows; training needs at least 1 (dataset)")
-    return rows
+    return _read_once(rows) if isinstance(rows, Dataset) else rows
+
+
+def _read_once(rows: Dataset) -> Dataset:
+    """`rows` as a user's transform gives them, which it may do otherwise at each access: then a
+    reward would see another row than the one that its prompt was made of."""
+    if rows.format["type"] != "custom":
+        return rows
+    read = [rows[number] for number in range(len(rows))]
+    names = dict.fromkeys(name for row in read for name in row)
+    try:
+        return Dataset.from_dict({name: [row.get(name) for row in read] for name in names})
+    except (TypeError, ValueError, OverflowError) as error:  # Arrow's are ValueErrors
+        raise ValueError(
+            f"what the dataset's transform gives cannot be kept, and a row is read once: {error}. "
+            "Use map in place of set_transform (dataset)"
+        ) from error
 
 
 def _load_by_name(name: str, split: str, config_name: str | None) -> Dataset:

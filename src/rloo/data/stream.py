@@ -46,6 +46,11 @@ class StreamSource:
         return self._block.lengths
 
     @property
+    def notes(self) -> Sequence[str]:
+        """What was found out about the rows of the current block, for the user."""
+        return self._block.notes
+
+    @property
     def epoch(self) -> float:
         """The number of complete passes over the stream."""
         return float(self._pass + (self._is_last and self._taken == len(self._block)))

@@ -75,22 +75,37 @@ def _make_native(inputs: EngineInputs) -> Made:
             "sampling with transformers' generate, which is slower: the native engine does not "
             f"support this model, {reason}"
         )
-        return _make_hf(inputs)[0], note
+        engine, more = _make_hf(inputs)
+        return engine, note if more is None else f"{note}; {more}"
     why = no_copy or "its arithmetic is not among those that are fused"
     note = f"sampling runs {type(model).__name__} layer by layer, which is slower: {why}"
     return make(fused=False), note
 
 
 def _make_hf(inputs: EngineInputs) -> Made:
-    from rloo.engines.hf import HFEngine
+    from rloo.engines.hf import HFEngine, find_way
 
+    way = find_way(inputs.model)
     engine = HFEngine(
         inputs.model,
+        way=way,
         pad_token_id=inputs.pad_token_id,
         precision=inputs.precision,
         whole=inputs.whole,
     )
-    return engine, None
+    name = type(inputs.model).__name__
+    notes = {
+        "one": f"completions are sampled one by one: {name} cannot compute several together",
+        "one length": "prompts of different lengths are sampled one length after the other: "
+        f"padding would go into the state of {name}",
+    }
+    told = [notes[way.rows]] if way.rows in notes else []
+    if not way.cached:
+        told.append(
+            "every token is sampled by a pass over all before it: what would be kept of them "
+            f"changes the log-probabilities of {name}"
+        )
+    return engine, "; ".join(told) or None
 
 
 def _make_vllm(name: str, inputs: EngineInputs) -> Made:

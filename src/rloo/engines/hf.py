@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -17,7 +19,70 @@ from rloo.data.pixels import join_inputs
 from rloo.engines.in_process import Drawn, InProcessEngine, Row, limits_of, pad_left
 from rloo.engines.noise import uniforms
 from rloo.engines.sampling import StopText, draw, gather_logprobs, invert_cdf
+from rloo.engines.trial import SAMPLING, trial_prompts, worst_error
+from rloo.model.preparation import rounding_of
 from rloo.types import Sampling, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How `generate` samples a model right: which rows it computes together (any, those whose
+    prompts are of one length, or one alone), and whether it keeps what it has computed."""
+
+    rows: Literal["any", "one length", "one"] = "any"
+    cached: bool = True
+
+
+# From fast to slow.
+_WAYS = (
+    Way(), Way("one length"), Way("one"),
+    Way(cached=False), Way("one length", cached=False), Way("one", cached=False),
+)  # fmt: skip
+# Layers without a state that every token, padding too, goes into.
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Whether layers have a state that goes on from token to token, as those of linear attention,
+    of state spaces and of short convolutions do."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    return bool(model._is_stateful or set(types) - _ATTENTION)
+
+
+def find_way(model: PreTrainedModel) -> Way:
+    """The fastest way whose log-probs are those of a forward pass, by trials; but never padding in
+    front of a recurrent state: how much of it goes in depends on the weights, which will change.
+    Raises ValueError where there is none."""
+    recurrent = is_recurrent(model)
+    # What a step of a state does otherwise than a whole pass adds up over tokens.
+    sampling = replace(SAMPLING, max_tokens=16) if recurrent else SAMPLING
+    found: str | None = None
+    for way in _WAYS:
+        if recurrent and way.rows == "any":
+            continue
+        fault = _fault_of(model, way, sampling)
+        if fault is None:
+            return way
+        found = found or fault
+    raise ValueError(f"{type(model).__name__} cannot be sampled: {found} (model)")
+
+
+def _fault_of(model: PreTrainedModel, way: Way, sampling: Sampling) -> str | None:
+    """What a trial of a way finds wrong."""
+    prompts = trial_prompts(model, (2, 2, 5, 5))
+    try:
+        groups = HFEngine(model, pad_token_id=0, way=way).sample(prompts, 2, sampling, noise=0)
+        worst = worst_error(model, prompts, groups)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # model code may fail in any way
+        return f"a trial of transformers' generate failed: {type(error).__name__}: {error}"
+    if worst <= rounding_of(model):
+        return None
+    return (
+        "log-probabilities of what transformers' generate draws differ from those of one forward "
+        f"pass by {worst:.1e}, so another distribution would be sampled than is trained"
+    )
 
 
 class HFEngine(InProcessEngine):
@@ -28,6 +93,20 @@ class HFEngine(InProcessEngine):
     name = "hf"
     default_cache_bytes = 2 << 30
     keeps_finished = True
+
+    def __init__(self, model: PreTrainedModel, *, way: Way | None = None, **options: Any) -> None:
+        """`way`: see `find_way`; None: what is right for a model without a recurrent state, else
+        found out. Raises ValueError where there is none."""
+        super().__init__(model, **options)
+        if way is None:
+            way = find_way(model) if is_recurrent(model) else Way()
+        self.way = way
+
+    def _together(self, lengths: Sequence[int]) -> int:
+        if self.way.rows == "any":
+            return len(lengths)
+        same = list(takewhile(lambda length: length == lengths[0], lengths))
+        return 1 if self.way.rows == "one" else len(same)
 
     def load(self, weights: Weights, version: int) -> None:
         """Nothing is copied: the engine shares the policy's module."""
@@ -51,7 +130,7 @@ class HFEngine(InProcessEngine):
                     max_new_tokens=max(limits),
                     do_sample=False,
                     num_beams=1,
-                    use_cache=True,
+                    use_cache=self.way.cached,
                     eos_token_id=list(sampling.stop_token_ids) or None,
                     pad_token_id=self._pad_token_id,
                 ),

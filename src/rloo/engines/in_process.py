@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rloo.config.files import largest_of_layers
 from rloo.engines.noise import behind, row_keys
 from rloo.engines.sampling import check_request, collect_completions, numbers_of
 from rloo.model.attention import head_size
@@ -77,7 +78,7 @@ def borrowed(model: PreTrainedModel, precision: torch.dtype | None = None) -> It
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
     """The sliding window of each layer according to the configuration, None for full attention."""
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
+    window = largest_of_layers(config, "sliding_window")
     types = getattr(config, "layer_types", None)
     if types is None:
         return [window] * config.num_hidden_layers
@@ -103,8 +104,8 @@ def cache_bytes_per_token(model: PreTrainedModel, dtype: torch.dtype | None = No
     """Bytes of the keys and values of one token over all layers (an upper estimate), in `dtype`, by
     default that of the model, but at least float32."""
     config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None) or 1
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads = largest_of_layers(config, "num_attention_heads") or 1
+    kv_heads = largest_of_layers(config, "num_key_value_heads") or heads
     size = max(4, model.dtype.itemsize) if dtype is None else dtype.itemsize
     return 2 * config.num_hidden_layers * kv_heads * head_size(config) * size
 
@@ -212,6 +213,7 @@ class InProcessEngine(ABC):
         with borrowed(self._model, self._precision):
             while len(completions) < len(rows):
                 part = rows[len(completions) :][: min(wave, self._most_rows or wave)]
+                part = part[: self._together([len(prompts[i].token_ids) for i, _ in part])]
                 finished = self._wave([(prompts[i], k) for i, k in part], sampling, noise)
                 completions.update(zip(part, finished, strict=True) if finished else ())
         return [[completions[i, k] for k in own] for i, own in enumerate(numbers)]
@@ -244,6 +246,10 @@ class InProcessEngine(ABC):
         self.facts = replace(self.facts, cache_bytes=self._room())
         longest = max(len(prompt.token_ids) for prompt, _ in rows)
         return self.facts.rows_at_once(len(rows), longest, sampling.max_tokens)
+
+    def _together(self, lengths: Sequence[int]) -> int:
+        """How many of the first rows, with prompts of these lengths, may be computed together."""
+        return len(lengths)
 
     def _keys(self, rows: list[Row], noise: int) -> Tensor:
         device = self._model.device

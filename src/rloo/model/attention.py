@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rloo.config.files import largest_of_layers
 from rloo.data.images import is_vision_config
 from rloo.model import gpu_attention, torch_compat
 
@@ -47,10 +48,10 @@ class Options:
 
 
 def head_size(config: Any) -> int:
-    """Numbers in a head of the layers that a text model's configuration describes; without heads,
-    in a layer."""
-    heads = getattr(config, "num_attention_heads", None) or 1
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    """Numbers in a head of the layers that a text model's configuration describes, the largest
+    where layers differ; without heads, in a layer."""
+    heads = largest_of_layers(config, "num_attention_heads") or 1
+    size: int = largest_of_layers(config, "head_dim") or config.hidden_size // heads
     return size
 
 

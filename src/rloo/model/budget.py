@@ -12,6 +12,7 @@ import torch
 
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
+from rloo.config.files import largest_of_layers
 from rloo.model import memory, torch_compat
 from rloo.model.attention import head_size
 from rloo.model.batch import make_sample
@@ -147,9 +148,9 @@ def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
     logits, and three times the weights."""
     text = policy.model.config.get_text_config()
     tokens = count_tokens(policy, samples)
-    heads = getattr(text, "num_attention_heads", None) or 1
+    heads = largest_of_layers(text, "num_attention_heads") or 1
     attention = heads * head_size(text)
-    inner = max(4 * text.hidden_size, getattr(text, "intermediate_size", None) or 0)
+    inner = max(4 * text.hidden_size, largest_of_layers(text, "intermediate_size") or 0)
     inner *= getattr(text, "num_experts_per_tok", None) or 1
     row = max(len(s.prompt_ids) + len(s.token_ids) for s in samples)
     numbers = 40 * text.hidden_size + 30 * attention + 12 * inner + 4 * heads * row

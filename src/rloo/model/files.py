@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,11 @@ from rloo.model.division import full, is_divided
 from rloo.model.loading import load_weights
 from rloo.model.parts import has_parts, read_parts
 from rloo.model.reference import Reference
+
+# Weights that are saved in a trial, which takes less than a second.
+_TRIAL_BYTES = 1 << 26
+# The machine has no room for a temporary folder; where results are written is another place.
+_NO_FOLDER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT)
 
 
 class ModelFiles:
@@ -102,6 +109,34 @@ class ModelFiles:
                 write_dtype(path, dtype)
         self._processing_class.save_pretrained(path)
         open_as_usual(Path(path).glob("*.safetensors"))
+
+    def try_save(self) -> None:
+        """Save into a temporary folder, without weights where they are many, so that what cannot be
+        saved is found before anything is learned. Raises ValueError for it. The main process does
+        it, outside of `collected`."""
+        if not self._world.is_main:
+            return
+        try:
+            with TemporaryDirectory() as folder:
+                saved = dict(self._saved_of(self._model))
+                few = sum(tensor.nbytes for tensor in saved.values()) <= _TRIAL_BYTES
+                if few and not self._divided:
+                    self.save_pretrained(folder)
+                    return
+                if self._adapter is None:
+                    with quiet():
+                        self._model.save_pretrained(folder, state_dict={})
+                else:
+                    self._adapter.config.save_pretrained(folder)
+                self._processing_class.save_pretrained(folder)
+        except Exception as error:  # of transformers, of a tokenizer's class, of a value in either
+            if isinstance(error, OSError) and error.errno in _NO_FOLDER:
+                return
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"the model and its tokenizer cannot be saved, so nothing would be kept of what is "
+                f"learned: {said} (model, processing_class)"
+            ) from error
 
     def load_pretrained(self, path: str | Path) -> None:
         """Load the weights that `save_pretrained` or `write_parts` wrote, bit for bit."""

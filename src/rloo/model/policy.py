@@ -93,8 +93,7 @@ class Policy:
             self.model, temperature=config.temperature, balanced=self.aux_loss_weight != 0
         )
         self.reference = make_reference(self.scorer, self.adapter, config)
-        if config.gradient_checkpointing:
-            preparation.enable_checkpointing(self.model, config.gradient_checkpointing_kwargs)
+        self.notes += preparation.enable_checkpointing(self.model, config)
         self.start = digest(list(self.model.parameters()))
         if self.divides:
             self._divide()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -144,15 +143,24 @@ def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
     ]
 
 
-def enable_checkpointing(model: PreTrainedModel, options: dict[str, Any] | None) -> None:
-    """Recompute the layers' activations in the backward; `options` are those of torch. Training
-    mode, without which transformers recomputes nothing, is set for checkpointed layers alone."""
+def enable_checkpointing(model: PreTrainedModel, config: RLOOConfig) -> list[str]:
+    """Recompute the layers' activations in the backward, or tell in a note why not. Training mode,
+    without which transformers recomputes nothing, is set for checkpointed layers alone."""
+    if not config.gradient_checkpointing:
+        return []
+    if not model.supports_gradient_checkpointing:
+        return [
+            f"activations are kept for the backward: {type(model).__name__} cannot compute them "
+            "again (gradient_checkpointing)"
+        ]
+    options = config.gradient_checkpointing_kwargs or {}
     # transformers 5.2x renamed the argument and warns about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False, **(options or {})})
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False, **options})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
+    return []
 
 
 def token_budget(model: PreTrainedModel, device: torch.device, config: RLOOConfig) -> int:
@@ -163,7 +171,9 @@ def token_budget(model: PreTrainedModel, device: torch.device, config: RLOOConfi
     layers, width = text_config.num_hidden_layers, text_config.hidden_size
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-        a_token = activation_bytes(layers, width, config)
+        again = config.gradient_checkpointing and model.supports_gradient_checkpointing
+        own = config.with_values(gradient_checkpointing=again)
+        a_token = activation_bytes(layers, width, own)
         return max(1024, min(65536, free // 4 // a_token))
     # Larger micro-batches gain nothing on a CPU and exceed its caches.
     return max(1024, min(8192, 2**32 // (4 * 34 * width * layers)))

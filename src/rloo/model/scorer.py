@@ -3,6 +3,7 @@ caller's precision (autocast)."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,13 @@ from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores, score_tokens, token_logprobs
 from rloo.model.products import Matrix, matrix_of
+
+# Factors of logits: of Cohere, and of FalconH1.
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+# Soft caps of logits: of Gemma, and of RecurrentGemma.
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+# Models whose `logits_scaling` is a factor; for Granite, which has the word, it is a divisor.
+_MULTIPLIES = ("hyperclovax",)
 
 
 class Scorer(nn.Module):
@@ -29,6 +37,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.model = model
         self.head = OutputHead(model)
+        self._body = _path_of_body(model)
         self.temperature = temperature
         self._balanced = balanced
         self._vocab_size: int = model.config.get_text_config().vocab_size
@@ -55,11 +64,11 @@ class Scorer(nn.Module):
             return TokenScores(logprobs, logprobs.new_empty(0), None)
         options: dict[str, Any] = {"temperature": temperature, "vocab_size": self._vocab_size}
         if logprobs_only:
-            hidden = hidden_states(self.model.base_model(**batch.inputs, use_cache=False), batch)
+            hidden = hidden_states(self._run_body(batch), batch)
             logprobs = score_tokens(self.head, hidden, batch.target_T, **options)
             return TokenScores(logprobs, logprobs.new_empty(0), None)
         routing = {"output_router_logits": True} if self._balanced else {}
-        outputs = self.model.base_model(**batch.inputs, use_cache=False, **routing)
+        outputs = self._run_body(batch, **routing)
         hidden = hidden_states(outputs, batch)
         balance = None
         if self._balanced:
@@ -68,6 +77,11 @@ class Scorer(nn.Module):
             self.head, hidden, batch.target_T, chunk_elements=chunk_elements, **options
         )
         return TokenScores(logprobs, entropy, balance)
+
+    def _run_body(self, batch: MicroBatch, **options: Any) -> Any:
+        # By name at each call: dividing weights may put another module in its place.
+        body = self.model.get_submodule(self._body)
+        return body(**batch.inputs, use_cache=False, **options)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
@@ -78,6 +92,21 @@ class Scorer(nn.Module):
     def logprobs_by_logits(self, batch: MicroBatch) -> Tensor:
         """(T,): the log-probs as the model itself computes its logits."""
         return self(batch, by_logits=True).logprobs
+
+
+def _path_of_body(model: PreTrainedModel) -> str:
+    """The name of the module in `model` that gives the hidden states. Llama 4's text model does not
+    know its own: what it says is not there."""
+    known: nn.Module | None = model.base_model
+    if known is model:
+        known = next((m for m in model.children() if isinstance(m, PreTrainedModel)), None)
+    names = [name for name, module in model.named_modules() if module is known]
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no module of its own that ends in hidden states, from "
+            "which log-probs are computed (model)"
+        )
+    return names[0]
 
 
 def hidden_states(outputs: Any, batch: MicroBatch) -> Tensor:
@@ -100,9 +129,13 @@ class OutputHead:
         text_config = model.config.get_text_config()
         self._module = model.get_output_embeddings()
         self._call = self._module.forward if direct else self._module
-        self._softcap = getattr(text_config, "final_logit_softcapping", None)
-        multiplier = getattr(text_config, "logit_scale", None) or 1.0
-        self._multiplier = multiplier / (getattr(text_config, "logits_scaling", None) or 1.0)
+        caps = (getattr(text_config, name, None) for name in _SOFT_CAPS)
+        self._softcap = next((cap for cap in caps if cap is not None), None)
+        factors = [getattr(text_config, name, None) or 1.0 for name in _FACTORS]
+        divisor = getattr(text_config, "logits_scaling", None) or 1.0
+        if text_config.model_type in _MULTIPLIES:
+            divisor = 1.0 / divisor
+        self._multiplier = math.prod(factors) / divisor
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits."""

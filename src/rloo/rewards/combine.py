@@ -129,6 +129,10 @@ class RewardSet:
         """The names of all parameters that some function cannot do without."""
         return tuple(dict.fromkeys(name for reward in self._rewards for name in reward.requires))
 
+    def reads(self, column: str) -> bool:
+        """Whether a function has a parameter of this name."""
+        return any(column in (*(r.accepts or ()), *r.requires) for r in self._rewards)
+
     def check(self, columns: Iterable[str]) -> None:
         """Raise ValueError for what would fail at the first call: required parameters that are no
         columns, columns with reserved names, and a function's own `check_columns(columns)`."""

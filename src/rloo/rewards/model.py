@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from rloo.config.files import check_sizes, load_pretrained, reading
+from rloo.config.files import check_sizes, context_of, load_pretrained, reading
 from rloo.rewards.load import is_reward_model, load_reward
 from rloo.rewards.normalizer import Normalized
 from rloo.types import Text, text_of
@@ -64,7 +64,7 @@ class RewardModel:
         text_config = model.config.get_text_config()
         text_config.pad_token_id = self._pad
         text_config.use_cache = False
-        self._limit = getattr(text_config, "max_position_embeddings", None)
+        self._limit = context_of(text_config)
         self.model = model.eval()
         self.tokenizer = tokenizer
         self._batch_tokens = batch_tokens

@@ -175,3 +175,29 @@ def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfi
         return False
     state.best_metric, state.best_global_step = value, state.global_step
     return True
+
+
+def check_evaluation(args: RLOOConfig, sets: Mapping[str, object], *, trains: bool) -> list[str]:
+    """A note where evaluation sets, by name, are not used. Raises ValueError where there is nothing
+    to evaluate on, and for a best metric that is none of a set."""
+    evaluates = args.eval_on_start or args.eval_strategy != "no"
+    if evaluates and not sets:
+        raise ValueError(
+            "evaluation is asked for (eval_on_start, eval_strategy) and there is nothing to "
+            "evaluate on (eval_dataset, eval_split)"
+        )
+    metric = (args.metric_for_best_model or "").removeprefix("eval_")
+    names = [name for name in sets if name]
+    if metric in ("loss", *(f"{name}_loss" for name in names)):
+        raise ValueError(
+            f"metric_for_best_model is {metric}, which is 0 in every evaluation, since the "
+            "advantages of a group add up to 0; take reward or pass@1 (metric_for_best_model)"
+        )
+    if metric and names and not any(metric.startswith(f"{name}_") for name in names):
+        raise ValueError(
+            f"metric_for_best_model is {metric} and the evaluation sets are "
+            f"{', '.join(names)}; prefix it with one of them, as in {names[0]}_{metric}"
+        )
+    if sets and trains and not evaluates:
+        return ["the evaluation set is not used while training (eval_on_start, eval_strategy)"]
+    return []

@@ -94,6 +94,7 @@ class Session:
         if start.checkpoint is not None:
             self._resume(start.checkpoint, same_options=start.same_options)
         rehearse(parts, state)
+        parts.policy.files.try_save()
         again = {"resume_from_checkpoint": None, "overwrite_output_dir": False}
         shown = render_resolved(self._resolved().with_values(**again))
         if main:

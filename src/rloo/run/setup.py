@@ -18,9 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
+from rloo.config.files import context_of
 from rloo.config.generation_kwargs import stop_tokens
 from rloo.data.encoding import encode_prompts
 from rloo.data.prompts import Limit, PromptSource, image_reader, with_prompts
+from rloo.data.published import reference_hint, with_conversation, with_reference
 from rloo.data.rows import Given, load_rows
 from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows
@@ -107,9 +109,8 @@ def make_source(
     encode = partial(encode_prompts, processing_class=tokenizer, chat_template_kwargs=options)
 
     def source_of(rows: Dataset, seed: int) -> PromptSource:
-        rows = with_prompts(rows, args.prompt_template)
-        rewards.check([name for name in rows.column_names if name != "prompt"])
-        return PromptSource(
+        rows, notes = as_published(rows, args, rewards)
+        source = PromptSource(
             rows,
             encode,
             seed=seed,
@@ -117,10 +118,24 @@ def make_source(
             limit=replace(limit, may_be_empty=streaming),
             images=image_reader(rows, tokenizer, chat_template_kwargs=options),
         )
+        source.notes = notes
+        return source
 
     streaming = isinstance(rows, IterableDataset)
     seed = args.seed if args.data_seed is None else args.data_seed
     return StreamSource(rows, source_of, seed=seed) if streaming else source_of(rows, seed)
+
+
+def as_published(rows: Dataset, args: RLOOConfig, rewards: RewardSet) -> tuple[Dataset, list[str]]:
+    """Rows with a prompt and what rewards need, and notes of what was found out about them."""
+    found, of_prompts = with_conversation(rows, args.prompt_template)
+    found = found if found is not rows else with_prompts(rows, args.prompt_template)
+    found, of_references = with_reference(found, args.reference, rewards.reads)
+    try:
+        rewards.check([name for name in found.column_names if name != "prompt"])
+    except ValueError as error:
+        raise ValueError(f"{error}{reference_hint(found, rewards.reads)}") from error
+    return found, [note for note in (of_prompts, of_references) if note is not None]
 
 
 def load_given(spec: Rows | None, split: str, args: RLOOConfig) -> Dataset | IterableDataset:
@@ -175,7 +190,7 @@ def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool =
     own = evaluation and args.eval_max_completion_length is not None
     name = "eval_max_completion_length" if own else "max_completion_length"
     completion = getattr(args, name)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(model.config.get_text_config())
     longest, embedded = args.max_prompt_length or 2**31, num_embedded(model)
     limit = Limit(longest, args.overlong_prompts, vocabulary=embedded)
     if context is None:
@@ -213,7 +228,7 @@ def seed_all(args: RLOOConfig) -> None:
 
 def length_notes(source: Prompts, where: str) -> list[str]:
     """Notes about dropped and truncated prompts; `where` names the dataset."""
-    notes = []
+    notes = [f"{note} (in {where})" for note in source.notes]
     if source.dropped:
         notes.append(f"dropped {source.dropped} prompts that are too long (in {where})")
     if source.truncated:
@@ -268,32 +283,6 @@ def make_sampling(
         stop_strings=tuple(args.stop_strings or ()),
         decode=tokenizer.batch_decode if args.stop_strings and tokenizer is not None else None,
     )
-
-
-def check_evaluation(args: RLOOConfig, sets: Mapping[str, object], *, trains: bool) -> list[str]:
-    """A note where evaluation sets, by name, are not used. Raises ValueError where there is nothing
-    to evaluate on, and for a best metric that is none of a set."""
-    evaluates = args.eval_on_start or args.eval_strategy != "no"
-    if evaluates and not sets:
-        raise ValueError(
-            "evaluation is asked for (eval_on_start, eval_strategy) and there is nothing to "
-            "evaluate on (eval_dataset, eval_split)"
-        )
-    metric = (args.metric_for_best_model or "").removeprefix("eval_")
-    names = [name for name in sets if name]
-    if metric in ("loss", *(f"{name}_loss" for name in names)):
-        raise ValueError(
-            f"metric_for_best_model is {metric}, which is 0 in every evaluation, since the "
-            "advantages of a group add up to 0; take reward or pass@1 (metric_for_best_model)"
-        )
-    if metric and names and not any(metric.startswith(f"{name}_") for name in names):
-        raise ValueError(
-            f"metric_for_best_model is {metric} and the evaluation sets are "
-            f"{', '.join(names)}; prefix it with one of them, as in {names[0]}_{metric}"
-        )
-    if sets and trains and not evaluates:
-        return ["the evaluation set is not used while training (eval_on_start, eval_strategy)"]
-    return []
 
 
 def bias_of(sampling: Sampling) -> list[str]:

@@ -35,7 +35,7 @@ from rloo.report.profiling import Clock
 from rloo.run import again, setup, shown
 from rloo.run.checkpoint import find_checkpoint
 from rloo.run.due import never_due
-from rloo.run.evaluate import Evaluator, Results, flatten
+from rloo.run.evaluate import Evaluator, Results, check_evaluation, flatten
 from rloo.run.folder import AUTO, claimed_by_main
 from rloo.run.judging import Judging
 from rloo.run.machine import keep_freed_memory
@@ -291,7 +291,7 @@ class RLOOTrainer(shown.Shown):
                 "there is no dataset: `train_dataset` is required, or an eval_dataset to evaluate "
                 "on (train_dataset, dataset)"
             )
-        self._notes += setup.check_evaluation(self.args, self._eval_prompts, trains=trains)
+        self._notes += check_evaluation(self.args, self._eval_prompts, trains=trains)
         self._notes += never_due(self.args) if trains else []
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:

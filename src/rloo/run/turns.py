@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
+from rloo.config.files import context_of
 from rloo.config.functions import load_function
 from rloo.config.generation_kwargs import stop_tokens
 from rloo.config.tool_options import check_tools, refuse_in_vain
@@ -147,7 +148,7 @@ class Turns:
             args.max_tool_calling_iterations,
             args.episode_timeout,
             args.max_prompt_length,
-            getattr(policy.model.config.get_text_config(), "max_position_embeddings", None),
+            context_of(policy.model.config.get_text_config()),
         )
         return EpisodeEngine(engine, casts, limits, self.stage)
 

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from rloo.engines.in_process import borrowed, layer_windows
 from rloo.engines.native.engine import NativeEngine
-from rloo.engines.sampling import gather_logprobs
+from rloo.engines.trial import SAMPLING, trial_prompts, worst_error
 from rloo.model import attention
 from rloo.model.preparation import rounding_of
-from rloo.types import Prompt, Sampling, Weights
+from rloo.types import Weights
 
 
 def supports(
@@ -70,25 +70,12 @@ def _check_windows(model: PreTrainedModel) -> str | None:
 def _check_probe(
     model: PreTrainedModel, implementation: str, weights: Weights, fused: bool
 ) -> str | None:
-    vocabulary = model.config.get_text_config().vocab_size
-    prompts = [
-        Prompt(id=length, token_ids=[(7 * i + 3) % vocabulary for i in range(length)], content="")
-        for length in (2, 5)
-    ]
-    sampling = Sampling(max_tokens=4, stop_token_ids=())
+    prompts = trial_prompts(model, (2, 5))
     engine = NativeEngine(model, pad_token_id=0, fused=fused)
     engine.load(weights, version=0)
-    groups = engine.sample(prompts, 2, sampling, noise=0)
+    groups = engine.sample(prompts, 2, SAMPLING, noise=0)
     model.set_attn_implementation(implementation)
-    worst = 0.0
-    with borrowed(model):
-        for prompt, group in zip(prompts, groups, strict=True):
-            for completion in group:
-                ids = torch.tensor([prompt.token_ids + completion.token_ids], device=model.device)
-                logits = model(input_ids=ids, use_cache=False).logits[0, -5:-1].float()
-                expected = gather_logprobs(logits, ids[0, -4:])
-                returned = torch.tensor(completion.policy_logprobs, device=model.device)
-                worst = max(worst, float((expected - returned).abs().max()))
+    worst = worst_error(model, prompts, groups)
     if worst > rounding_of(model):
         return f"because its log-probabilities would be off by {worst:.1e}"
     return None

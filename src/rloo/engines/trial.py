@@ -1,0 +1,44 @@
+"""A few tokens sampled as a trial, and scored again by plain forward passes of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from rloo.data.images import image_token_ids
+from rloo.engines.in_process import borrowed
+from rloo.engines.sampling import gather_logprobs
+from rloo.types import Completion, Prompt, Sampling
+
+# What is drawn in a trial.
+SAMPLING = Sampling(max_tokens=4, stop_token_ids=())
+
+
+def trial_prompts(model: PreTrainedModel, lengths: Sequence[int]) -> list[Prompt]:
+    """Prompts of these lengths, each of other tokens, none of which stands for an image."""
+    vocabulary, never = model.config.get_text_config().vocab_size, image_token_ids(model.config)
+    usual = [token for i in range(64) if (token := (7 * i + 3) % vocabulary) not in never]
+    return [
+        Prompt(id=number, token_ids=(usual[number:] + usual * length)[:length], content="")
+        for number, length in enumerate(lengths)
+    ]
+
+
+def worst_error(
+    model: PreTrainedModel, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
+) -> float:
+    """The largest difference between the log-probs of completions, as `SAMPLING` draws them, and
+    those of the same tokens by one forward each, without a cache and without padding."""
+    worst = 0.0
+    with borrowed(model):
+        for prompt, group in zip(prompts, groups, strict=True):
+            for completion in group:
+                ids = torch.tensor([prompt.token_ids + completion.token_ids], device=model.device)
+                count = len(completion.token_ids)
+                logits = model(input_ids=ids, use_cache=False).logits[0, -count - 1 : -1].float()
+                expected = gather_logprobs(logits, ids[0, -count:])
+                returned = torch.tensor(completion.policy_logprobs, device=model.device)
+                worst = max(worst, float((expected - returned).abs().max()))
+    return worst
