@@ -6,14 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rloo.rewards.numerals import Numeral, last_numeral_said, read_numeral, split_sentence
+from rloo.rewards.numerals import Numeral, read_numeral
+from rloo.rewards.reading import MARK, read_answer
 from rloo.rewards.text import question_of, text_of
-from rloo.rewards.wording import asked_in, asks_for, boxed_answer, takes_back
+from rloo.rewards.wording import asked_in, asks_for
 from rloo.types import Text
 
-_MARK = "####"
-_LAST_CHARACTERS = 1000
-_ANSWER_IS = re.compile(r"answer is\b", re.IGNORECASE)
 _FINAL_LINE = re.compile(r" -?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?\s*")
 
 
@@ -44,7 +42,7 @@ def gsm8k_reward(
 
 
 def _is_right(text: str, wanted: Numeral, reference: str, question: str) -> bool:
-    found = _final_number(text, asked_in(question, reference.rpartition(_MARK)[2]))
+    found = _final_number(text, asked_in(question, reference.rpartition(MARK)[2]))
     if found is None or found.value != wanted.value:
         return False
     return found.mark in ("", wanted.mark) or asks_for(found.mark, question)
@@ -56,39 +54,31 @@ def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
 
 
 def _final_number(text: str, asked: str) -> Numeral | None:
-    if _MARK in text:
-        return read_numeral(text.rpartition(_MARK)[2], asked)
-    boxed = boxed_answer(text)
-    if boxed is not None:
-        return read_numeral(boxed, asked)
-    *_, after = _ANSWER_IS.split(text)
-    if after == text:
-        said = last_numeral_said(text[-_LAST_CHARACTERS:], asked)
-        return None if said is None else said.numeral
-    sentence, end, follows = split_sentence(after.lstrip(" :*\n\t"))
-    if end == "?" or takes_back(follows):
+    """The number that a text gives as its answer: that of all its boxes, if some are joined."""
+    answer = read_answer(text, asked)
+    if answer is None:
         return None
-    said = last_numeral_said(sentence, asked, only=True)
-    return read_numeral(sentence, asked) or (None if said is None else said.numeral)
+    numbers = {read_numeral(part, asked) for part in answer.parts or (answer.text,)}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def _read_reference(reference: str | float | None, row: int) -> Numeral | None:
     if reference is None:
         return None
-    written = str(reference).rpartition(_MARK)[2]
+    written = str(reference).rpartition(MARK)[2]
     number = read_numeral(written, asked_in("", written))
     if number is None:
         raise ValueError(
             f"the GSM8K answer of row {row} is {reference!r}; a reference needs exactly one "
-            f"number, after {_MARK} where it has that mark (column 'answer')"
+            f"number, after {MARK} where it has that mark (column 'answer')"
         )
     return number
 
 
 def _ends_with_answer(text: str) -> bool:
-    before, _, after = text.rpartition(_MARK)
+    before, _, after = text.rpartition(MARK)
     return (
-        text.count(_MARK) == 1
+        text.count(MARK) == 1
         and (before == "" or before.endswith("\n"))
         and _FINAL_LINE.fullmatch(after) is not None
         and read_numeral(after) is not None
