@@ -12,8 +12,8 @@ from rloo.rewards.closed_form import read_form
 from rloo.rewards.form import Form, NoForm
 from rloo.rewards.normal import clean
 from rloo.rewards.numerals import MAX_CHARACTERS, Numeral, read_numeral
-from rloo.rewards.special import read_based, read_choice, read_remainder, read_words
-from rloo.rewards.wording import alters, asked_in, asks_for
+from rloo.rewards.special import as_intervals, read_based, read_choice, read_remainder, read_words
+from rloo.rewards.wording import alters, asked_in, asks_for, is_unit
 
 _NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\(\w+\))?"
 _LABEL = re.compile(
@@ -21,6 +21,7 @@ _LABEL = re.compile(
     rf"(?:{_NAME}|\([a-z](?:,\s*[a-z])+\)|\\text\s*\{{(?P<words>[A-Za-z' ]*)\}})\s*"
     r"(?P<relation>=|:|\\in(?![A-Za-z]))(?!=)"
 )
+_UNIT = re.compile(r"\\text\s*\{(?!\s*(?:and|or)\b)([^{}]*)\}(?:\s*\^\s*(?:\{\s*[23]\s*\}|[23]))?")
 _ITEMS = re.compile(r"[,;]|\\text\s*\{\s*(?:and|or),?\s*\}")
 _LONG_WORD = re.compile(
     r"(?<![A-Za-z\\])(?!sin|cos|tan|log|exp|sqrt|and\b|or\b|pi\b|ln\b)[A-Za-z]{2,}"
@@ -73,29 +74,32 @@ class Reference:
         # Without the name that it is given, as in `x = ...`, unless the reference has one.
         latex = _LABEL.sub(self._without_label, answer.replace("%", "\\%"))
         try:
-            form = read_form(latex)
+            form, wanted, latex, reference = self._alike(latex)
         except NoForm:
             return False
         form.parts -= {
             f"mark {mark}" for mark in ("%", "^\\circ") if asks_for(mark, self._question)
         }
-        brackets = form.brackets_for(self._form)
-        if brackets is None or not form.is_within(self._form):
+        brackets = form.brackets_for(wanted)
+        if brackets is None or not (form.is_within(wanted) and form.has_items_of(wanted)):
             return False
-        if not form.has_items_of(self._form):
-            return False
-        if form.lists == self._form.lists == {"bare"}:
-            numbers = [_numbers_of(text, self._asked) for text in (latex, self._text)]
+        if form.lists == wanted.lists == {"bare"}:
+            numbers = [_numbers_of(text, self._asked) for text in (latex, reference)]
             if None not in numbers:
                 return numbers[0] == numbers[1]
-        return self._in_brackets(self._text.replace("%", "\\%"), self._form, brackets), (
-            self._in_brackets(latex, form, brackets)
-        )
+        return _for_judge(reference, wanted, brackets), _for_judge(latex, form, brackets)
 
-    @staticmethod
-    def _in_brackets(latex: str, form: Form, brackets: str) -> str:
-        # A bare list is a set for a judge, without order.
-        return f"$({latex})$" if brackets == "()" and "bare" in form.lists else f"${latex}$"
+    def _alike(self, latex: str) -> tuple[Form, Form, str, str]:
+        """The forms and texts of an answer and the reference, both as intervals where one has these
+        and the other inequalities."""
+        assert self._form is not None
+        reference, form = self._text.replace("%", "\\%"), read_form(latex)
+        intervals = [as_intervals(text) for text in (latex, reference)]
+        other = self._form if intervals[0] else form
+        if None in intervals and intervals != [None, None] and not other.has_inequality:
+            latex, reference = intervals[0] or latex, intervals[1] or reference
+            return read_form(latex), read_form(reference), latex, reference
+        return form, self._form, latex, reference
 
     def _without_label(self, label: re.Match[str]) -> str:
         words, relation = label["words"], label["relation"]
@@ -134,6 +138,14 @@ class Reference:
         if based is None and re.search(r"\bbase\b|binary|octal|hexadecimal", self._question, re.I):
             return bare.replace(",", "").replace(" ", "").lstrip("0") == self._based[0]
         return based == self._based
+
+
+def _for_judge(latex: str, form: Form, brackets: str) -> str:
+    """An expression as math-verify reads it best: without units, and with an i that it knows."""
+    latex = _UNIT.sub(lambda unit: "" if is_unit(unit[1]) else unit[0], latex)
+    latex = re.sub(r"(?<=[0-9])i(?![A-Za-z])", " i", latex.replace(r"^\circ", ""))
+    # A bare list is a set for a judge, without order.
+    return f"$({latex})$" if brackets == "()" and "bare" in form.lists else f"${latex}$"
 
 
 def references_of(given: Any) -> list[str]:

@@ -64,11 +64,11 @@ _PREDICATE = re.compile(
     rf"|(?:{_VERB} {_ADVERBS}{_DENIAL}|{_DENIAL}(?: be)?"
     rf"|(?:does|did|can|could|would|will) not(?: be)?)"
     rf" {_ADVERBS}(?:{_GOOD}|equal\b|work\b|hold\b|be the\b)"
-    rf"|{_VERB} {_DENIAL}\W*$|{_DENIAL}\W*$"
+    rf"|{_VERB} {_DENIAL}[\s.!]*$|{_DENIAL}[\s.!]*$"
 )
 _SPEAKING = re.compile(
-    r"(?:but |and |which |that |this |it |i think |"
-    r"(?:the |my |this |that )(?:\w+ )?(?:answer|number|value|result|solution) )+"
+    r"(?:(?:the |my |this |that )(?:\w+ )?(?:answer|number|value|result|solution) "
+    r"|but |and |which |that |this |it |i think )+"
 )
 _NO = re.compile(
     r"(?:no|nope|no wait|never mind|scratch that|just kidding|oops|i was wrong"

@@ -25,6 +25,13 @@ class Form:
     lists: set[str] = field(default_factory=set)
     size: int = 1
 
+    @property
+    def has_inequality(self) -> bool:
+        """Whether there is a sign of order in it."""
+        return not self.parts.isdisjoint(
+            {"relation <", "relation >", "relation \\le", "relation \\ge"}
+        )
+
     def brackets_for(self, reference: Form) -> str | None:
         """The brackets in which a bare list here, or there, is one of the other's kind; `bare` if
         none are needed, None if the kinds differ."""

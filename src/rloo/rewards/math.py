@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 
 from rloo.rewards.answers import Reference, references_of
 from rloo.rewards.numerals import MAX_CHARACTERS
-from rloo.rewards.reading import explicit_answer, read_answer
+from rloo.rewards.reading import TAGS, explicit_answer, read_answer
 from rloo.rewards.text import question_of, text_of
 from rloo.rewards.wording import asked_in
 from rloo.types import Text
@@ -70,6 +70,7 @@ class MathReward:
 
     def __init__(self, seconds: float) -> None:
         self.__name__ = "math_reward"
+        self.reads = TAGS
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], Any] = lambda: None
@@ -79,6 +80,12 @@ class MathReward:
         if not {"answer", "solution"} & set(columns):
             given = ", ".join(columns) or "no column"
             raise ValueError(f"{_NO_REFERENCE}; the dataset has: {given}")
+
+    def check_row(self, row: Mapping[str, Any]) -> Any:
+        """The reference of a row if it cannot be read, else None."""
+        given = row.get("answer") if "answer" in row else row.get("solution")
+        texts = references_of(given)
+        return given if texts and not read_references(tuple(texts), "") else None
 
     def __call__(
         self,

@@ -24,6 +24,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -156,7 +157,10 @@ class Verifier:
         import sympy
 
         # LaTeX only: math-verify evaluates plain expressions with sympy's parse_expr: eval.
-        self._latex = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+        # It takes letters at the end for a unit (2t is 2), so that units are taken away before.
+        plain = math_verify.LatexExtractionConfig(boxed_match_priority=0)
+        letters = replace(plain.normalization_config, units=False)
+        self._latex = [replace(plain, normalization_config=letters)]
         self._parse, self._verify, self._sympy = math_verify.parse, math_verify.verify, sympy
         self._zero = [sympy.Integer(0)]
         self.read_gold = lru_cache(maxsize=16)(self._read_gold)
@@ -171,10 +175,11 @@ class Verifier:
 
     def _is_near(self, gold: list[Any], answer: list[Any]) -> bool:
         """Whether the numbers in two equal answers are near each other by their own size."""
-        one, other = (
-            read[0].rhs if isinstance(read[0], self._sympy.Eq) else read[0]
-            for read in (gold, answer)
-        )
+        one, other = gold[0], answer[0]
+        named = [side for side in (one, other) if isinstance(side, self._sympy.Eq)]
+        if len({side.lhs for side in named}) > 1:  # the same equation, solved or scaled
+            return True
+        one, other = (side.rhs if side in named else side for side in (one, other))
         if type(one) is not type(other) and not (
             isinstance(one, self._sympy.Expr) and isinstance(other, self._sympy.Expr)
         ):

@@ -56,9 +56,13 @@ _REWRITES = [
         (r"\s+", " "),
         (rf"\\\\(?=(?:{_ESCAPED}){_END})", r"\\"),  # of a text that was escaped twice
         (rf"\\(?:left|right|middle|[bB]igg?[lr]?|(?:display|text|script)style|limits|nolimits"
-         rf"|null|hfill|centering|smallskip){_END}\.?", ""),
+         rf"|null|hfill|centering|smallskip|tiny|small|normalsize|large|Large|LARGE|huge|Huge)"
+         rf"{_END}\.?", ""),
         (r"\\(?:tag|label|hspace|vspace|phantom)\*?\s*\{[^{}]*\}", " "),
         (rf"\\[dtc]frac{_END}", r"\\frac"),
+        (r"\\frac\s*([0-9])", r"\\frac{\1}"),
+        (r"\\frac\s*(\{[^{}]*\})\s*([0-9A-Za-z])", r"\\frac\1{\2}"),
+        (r"(?<=[0-9])\{:\}(?=[0-9])", ":"),
         (r"\{\s*([0-9A-Za-z.]+)\s*\\over\s*([0-9A-Za-z.]+)\s*\}", r"\\frac{\1}{\2}"),
         (rf"\\(?:operatorname\*?|text|mathrm|textrm)\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
         (rf"\\(?:{_FONTS})\s*\{{\s*([ieπ]|\\pi)\s*\}}", r"\1 "),
@@ -78,6 +82,8 @@ _REWRITES = [
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
         (rf"\\(?:leq|leqslant|leqq){_END}|<=", r"\\le "),
         (rf"\\(?:geq|geqslant|geqq){_END}|(?<!=)>=", r"\\ge "),
+        (rf"\\lt{_END}", "<"),
+        (rf"\\gt{_END}", ">"),
         (rf"\\neq{_END}|!=|\\not\s*=", r"\\ne "),
         (rf"\\l(?:brace){_END}", r"\\{"),
         (rf"\\r(?:brace){_END}", r"\\}"),
@@ -94,7 +100,9 @@ _REWRITES = [
         (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
         (r"\\sqrt\s*\[\s*([0-9]+)\s*\]\s*([0-9A-Za-z])", r"\\sqrt[\1]{\2}"),
         (r"(\^\s*(?:\{[^{}]*\}|[0-9])(?:\s+|(?<=\})))(?=[0-9])", r"\1\\cdot "),
-        (rf"(?:\s|[{_DONE}]|\\checkmark)+$", ""),
+        (rf"(?:\s|[{_DONE}]|\\checkmark|\\\\)+$", ""),
+        (r"^\\\{\s*[a-z](?:\s*\\in\s*(?:\\mathbb\s*\{\s*R\s*\}|\\R))?\s*(?:\\mid|[:|])\s*"
+         r"([^:|]*(?:[<>]|\\[lg]e(?![A-Za-z])).*)\\\}$", r"\1"),
     )
 ]  # fmt: skip
 _WRAPPED = re.compile(

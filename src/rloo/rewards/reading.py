@@ -21,12 +21,14 @@ from dataclasses import dataclass
 
 from rloo.rewards.answers import is_plain
 from rloo.rewards.denial import denies_after, denies_before, takes_back
-from rloo.rewards.normal import closing, without_emphasis
+from rloo.rewards.normal import clean, closing, without_emphasis
 from rloo.rewards.numerals import last_numeral_said, read_numeral, split_sentence
+from rloo.rewards.special import read_choice
 from rloo.rewards.wording import alters_after, is_statement, is_unit, word_set, words_of
 
 MAX_CHARACTERS = 1000
 MARK = "####"
+TAGS = "<answer></answer>"
 
 _MOST_BOXES = 16
 _THOUGHT = re.compile(r"</think(?:ing)?>(?=\s*\S)", re.IGNORECASE)
@@ -46,6 +48,14 @@ _FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$(?!\s)((?:[^$\\]|\\.)*?(?<!\s))\$(?!\d)|(?<!\\)\$\s([^$]+)\s\$"
     r"|\\\((.+?)\\\)|\\\[(.+?)\\\]",
     re.DOTALL,
+)
+_CLAUSE_END = re.compile(r"[,.;:(\n][^,.;:(\n]*$")  # of what denies the next box
+_DATE = re.compile(
+    r"(?:[a-z]+day,? )?(?:(?:the )?[0-9]{1,2}(?:st|nd|rd|th)? )?(?:of )?"
+    r"(?:january|february|march|april|may|june|july|august|september|october|november|december)"
+    r"(?: [0-9]{1,2}(?:st|nd|rd|th)?)?(?:,? [0-9]{4})?"
+    r"|[0-9]{1,2}:[0-9]{2}(?:\s*[ap]\.?\s*m\.?)?|[0-9]{1,2}\s*[ap]\.?m\.?",
+    re.IGNORECASE,
 )
 _HEADING = re.compile(
     r"\W*(?:(?:the )?(?:final )?(?:answer|solution|conclusion|result|summary|verification|check"
@@ -96,10 +106,13 @@ def boxed_answer(text: str) -> Answer | None:
     boxes = _boxes_of(text)
     if not boxes:
         return None
-    end = len(text)
+    denied = None
     while boxes and denies_before(text[: boxes[-1][0]]):
-        end = boxes.pop()[0]
-    if not boxes or denies_after(text[boxes[-1][2] : end]):
+        denied = boxes.pop()
+    if not boxes:
+        return Answer("")
+    after = text[boxes[-1][2] : None if denied is None else denied[0]]
+    if denies_after(after if denied is None else _CLAUSE_END.sub("", after)):
         return Answer("")
     joined = [boxes.pop()]
     while boxes and _are_joined(text[boxes[-1][2] : joined[0][0]]):
@@ -192,14 +205,14 @@ def _named(text: str, asked: str) -> Answer | None:
 def _in_sentence(sentence: str, asked: str) -> str:
     """The number or the one formula that a sentence states; the sentence if it is neither."""
     bare = without_emphasis(sentence[:MAX_CHARACTERS]).strip(" *_")
-    if read_numeral(bare, asked) is not None:
+    if read_numeral(bare, asked) is not None or read_choice(clean(bare)) or _DATE.fullmatch(bare):
         return bare
     said = last_numeral_said(bare, asked, only=True)
     if said is not None:
         return said.text
     formulas = list(_FORMULA.finditer(bare))
     if len(formulas) == 1 and not denies_before(bare[: formulas[0].start()]):
-        after = bare[formulas[0].end() :]
+        after = bare[formulas[0].end() :].strip(" .")
         if is_unit(after, asked=asked) and not alters_after(after, asked):
             return _content(formulas[0])
     return bare

@@ -29,6 +29,10 @@ _REMAINDER = re.compile(
     r"(?:([A-Za-z])\s*(?:\\equiv|=))?\s*((?:-?[0-9]+\s*,?\s*)+)"
     r"\s*\(?\s*(?:\\pmod|\\bmod|\\mod|mod)\s*\{?\s*([0-9]+)\s*\}?\s*\)?"
 )
+_RELATION = re.compile(r"<|>|\\[lg]e(?![A-Za-z])")
+_TURNED = {">": "<", "\\ge": "\\le"}
+_VARIABLE = re.compile(r"[a-z]")
+_OR = re.compile(r"\\text\s*\{\s*or\s*\}|\\cup|\\vee|\\lor")
 
 
 def read_words(text: str) -> str | None:
@@ -85,3 +89,33 @@ def read_remainder(text: str) -> tuple[int, frozenset[int]] | None:
     if any(abs(value) >= modulus for value in values):
         return None
     return modulus, frozenset(value % modulus for value in values)
+
+
+def as_intervals(text: str) -> str | None:
+    r"""The intervals that inequalities of one variable are, as `(-\infty,2]` for `x \le 2`; None
+    for anything else."""
+    found = [_as_interval(item.strip()) for item in _OR.split(text)]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found) or len({name for name, _ in known}) != 1:
+        return None
+    return r"\cup ".join(interval for _, interval in known)
+
+
+def _as_interval(text: str) -> tuple[str, str] | None:
+    sides = [side.strip() for side in _RELATION.split(text)]
+    signs = _RELATION.findall(text)
+    if "," in text or not all(sides) or len(signs) not in (1, 2):
+        return None
+    if signs[0] in _TURNED:  # from the greatest to the least
+        sides, signs = sides[::-1], [_TURNED.get(sign, "") for sign in signs[::-1]]
+    if not all(sign in ("<", "\\le") for sign in signs):
+        return None
+    if len(signs) == 1 and _VARIABLE.fullmatch(sides[0]):
+        sides, signs = [r"-\infty", *sides], ["<", *signs]
+    elif len(signs) == 1:
+        sides, signs = [*sides, r"\infty"], [*signs, "<"]
+    low, name, high = sides
+    if not _VARIABLE.fullmatch(name) or _VARIABLE.fullmatch(low) or _VARIABLE.fullmatch(high):
+        return None
+    brackets = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
+    return name, f"{brackets[0]}{low},{high}{brackets[1]}"
