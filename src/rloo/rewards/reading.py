@@ -194,6 +194,8 @@ def _named(text: str, asked: str) -> Answer | None:
     if found is None:
         return None
     after = text[found.end() :].lstrip(" :\uff1a*_\n\t")[: 2 * MAX_CHARACTERS]
+    # A formula may go on in the next line; a sentence ends with it.
+    after = _FORMULA.sub(lambda formula: " ".join(formula[0].split()), after)
     sentence, end, follows = split_sentence(after)
     if found["colon"] and is_statement(sentence):
         return None
