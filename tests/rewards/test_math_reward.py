@@ -39,7 +39,7 @@ def test_equal_answers_are_right_and_others_wrong(math_reward):
         (r"\boxed{}", "42", 0.0),
         ("I do not know", "42", 0.0),
         ("", "42", 0.0),
-        ("$42$" + " " * 1000, "42", 0.0),
+        ("$42$" + " " * 1000, "42", 1.0),
         ("so 41", "42", 0.0),
         (r"\boxed{42}", None, None),
         (r"\boxed{42}", "", None),

@@ -23,7 +23,7 @@ from benchmarks.chaos.verifiers import (
     rewards_of,
 )
 from rloo.rewards import gsm8k_reward, make_math
-from rloo.rewards.wording import boxed_answer
+from rloo.rewards.reading import boxed_answer
 
 HELD_OUT_MATH_HACKS = [
     ("17+25", "42"),
@@ -368,7 +368,7 @@ def test_whole_completions_that_were_written_from_the_contract_alone(verifier, m
 )
 def test_a_box_that_its_own_sentence_or_the_next_denies_is_no_answer(completion, right):
     for mark in ("", "#### 42\n"):
-        assert boxed_answer(mark + completion) == ("41" if right else "")
+        assert boxed_answer(mark + completion).text == ("41" if right else "")
     assert gsm8k_reward([completion], ["#### 41"]) == [float(right)]
 
 

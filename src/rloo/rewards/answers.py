@@ -1,36 +1,53 @@
-"""Whether an answer is the reference: numbers and words are compared here, other forms are only
-admitted to be judged."""
+"""Whether an answer is the reference: numbers, words, choices, bases and remainders are compared
+here, other forms are only admitted to be judged."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
-from rloo.rewards.closed_form import Form, NoForm, read_form
-from rloo.rewards.numerals import Numeral, clean, read_numeral
-from rloo.rewards.wording import alters, asked_in, asks_for
+from rloo.rewards.closed_form import read_form
+from rloo.rewards.form import Form, NoForm
+from rloo.rewards.normal import clean
+from rloo.rewards.numerals import MAX_CHARACTERS, Numeral, read_numeral
+from rloo.rewards.special import as_intervals, read_based, read_choice, read_remainder, read_words
+from rloo.rewards.wording import alters, asked_in, asks_for, is_unit
 
-_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-_WORDS = re.compile(r"\(?\s*[A-Za-z](?:[A-Za-z' -]{0,40})\s*\)?")
 _NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\(\w+\))?"
 _LABEL = re.compile(
     rf"(?P<before>^|,|;|\\text\s*\{{\s*(?:or|and),?\s*\}})\s*"
     rf"(?:{_NAME}|\([a-z](?:,\s*[a-z])+\)|\\text\s*\{{(?P<words>[A-Za-z' ]*)\}})\s*"
     r"(?P<relation>=|:|\\in(?![A-Za-z]))(?!=)"
 )
+_UNIT = re.compile(r"\\text\s*\{(?!\s*(?:and|or)\b)([^{}]*)\}(?:\s*\^\s*(?:\{\s*[23]\s*\}|[23]))?")
+_ITEMS = re.compile(r"[,;]|\\text\s*\{\s*(?:and|or),?\s*\}")
+_LONG_WORD = re.compile(
+    r"(?<![A-Za-z\\])(?!sin|cos|tan|log|exp|sqrt|and\b|or\b|pi\b|ln\b)[A-Za-z]{2,}"
+)
+_CHOICE_ALONE = re.compile(r"\W*\(?[A-J]\)?\W*")
+_NOTHING_READ = (None, None, None, None, None)
 
 
 class Reference:
     """A reference answer, and the marks (percent, degree) that its question asks for."""
 
     def __init__(self, text: str, question: str = "") -> None:
-        self._text = clean(text)
+        self._text = clean(text) if len(text) <= MAX_CHARACTERS else ""
         self._question = question
         self._asked = asked_in(question, text)
+        self._form = self._value = None
         self._numeral = read_numeral(text, self._asked)
-        self._words = _read_words(self._text)
-        self._form = None
+        self._choice = None if self._numeral else read_choice(self._text)
+        self._words = read_words(self._text)
+        self._based = read_based(self._text)
+        self._remainder = read_remainder(self._text)
+        if self._choice is not None and self._choice[1]:
+            self._value = Reference(self._choice[1], question)
+        known = (self._numeral, self._choice, self._words, self._based, self._remainder)
         self.is_readable = bool(self._text)
-        if self._numeral is None and self._words is None and self.is_readable:
+        if known == _NOTHING_READ and self.is_readable:
             try:
                 self._form = read_form(self._text)
             except NoForm:
@@ -39,40 +56,63 @@ class Reference:
     def judge(self, answer: str) -> bool | tuple[str, str]:
         """Whether `answer` is this reference; the LaTeX of both where only its form is known to be
         right."""
+        cleaned = clean(answer)
         if self._numeral is not None:
-            return self._is_number(read_numeral(answer, self._asked))
+            return self._is_number(cleaned)
+        if self._choice is not None:
+            return self._is_choice(answer, cleaned)
         if self._words is not None:
-            return _read_words(clean(answer)) == self._words
+            return read_words(cleaned) == self._words
+        if self._based is not None:
+            return self._is_based(cleaned)
+        if self._remainder is not None:
+            return read_remainder(cleaned) == self._remainder
+        return self._is_form(cleaned)
+
+    def _is_form(self, answer: str) -> bool | tuple[str, str]:
         assert self._form is not None
         # Without the name that it is given, as in `x = ...`, unless the reference has one.
-        latex = _LABEL.sub(self._without_label, clean(answer).replace("%", "\\%"))
+        latex = _LABEL.sub(self._without_label, answer.replace("%", "\\%"))
         try:
-            form = read_form(latex)
+            form, wanted, latex, reference = self._alike(latex)
         except NoForm:
             return False
         form.parts -= {
             f"mark {mark}" for mark in ("%", "^\\circ") if asks_for(mark, self._question)
         }
-        brackets = form.brackets_for(self._form)
-        if brackets is None or not form.is_within(self._form):
+        brackets = form.brackets_for(wanted)
+        if brackets is None or not (form.is_within(wanted) and form.has_items_of(wanted)):
             return False
-        return self._in_brackets(self._text.replace("%", "\\%"), self._form, brackets), (
-            self._in_brackets(latex, form, brackets)
-        )
+        if form.lists == wanted.lists == {"bare"}:
+            numbers = [_numbers_of(text, self._asked) for text in (latex, reference)]
+            if None not in numbers:
+                return numbers[0] == numbers[1]
+        return _for_judge(reference, wanted, brackets), _for_judge(latex, form, brackets)
 
-    @staticmethod
-    def _in_brackets(latex: str, form: Form, brackets: str) -> str:
-        # A bare list is a set for a judge, without order.
-        return f"$({latex})$" if brackets == "()" and "bare" in form.lists else f"${latex}$"
+    def _alike(self, latex: str) -> tuple[Form, Form, str, str]:
+        """The forms and texts of an answer and the reference, both as intervals where one has these
+        and the other inequalities."""
+        assert self._form is not None
+        reference, form = self._text.replace("%", "\\%"), read_form(latex)
+        intervals = [as_intervals(text) for text in (latex, reference)]
+        other = self._form if intervals[0] else form
+        if None in intervals and intervals != [None, None] and not other.has_inequality:
+            latex, reference = intervals[0] or latex, intervals[1] or reference
+            return read_form(latex), read_form(reference), latex, reference
+        return form, self._form, latex, reference
 
     def _without_label(self, label: re.Match[str]) -> str:
-        words = label["words"]
-        is_kept = label["relation"] in self._text or (words and alters(f"{words} is"))
+        words, relation = label["words"], label["relation"]
+        named = re.search(rf"{re.escape(relation)}(?![A-Za-z])", self._text) is not None
+        is_kept = named or (words and alters(f"{words} is"))
         return label.group() if is_kept else label["before"]
 
-    def _is_number(self, answer: Numeral | None) -> bool:
-        wanted = self._numeral
+    def _is_number(self, cleaned: str) -> bool:
+        wanted, answer = self._numeral, read_numeral(cleaned, self._asked)
         assert wanted is not None
+        if answer is None:
+            choice = read_choice(cleaned)  # (B) 42
+            answer = read_numeral(choice[1], self._asked) if choice and choice[1] else None
         if answer is None:
             return False
         if answer.mark not in ("", wanted.mark) and not asks_for(answer.mark, self._question):
@@ -81,11 +121,59 @@ class Reference:
             return answer.value in (wanted.value, wanted.value / 100)
         return answer.value == wanted.value
 
+    def _is_choice(self, answer: str, cleaned: str) -> bool | tuple[str, str]:
+        assert self._choice is not None
+        choice = read_choice(cleaned)
+        if choice is None:
+            return False if self._value is None else self._value.judge(answer)
+        if choice[0] != self._choice[0] or self._value is None or not choice[1]:
+            return choice[0] == self._choice[0]
+        return self._value.judge(choice[1])
 
-def _read_words(text: str) -> str | None:
-    """The words that an answer is: one letter (a choice, a name), `\\text{...}`, or whole words."""
-    plain = _TEXT.sub(r"\1", text).strip()
-    if _WORDS.fullmatch(plain) is None:
-        return None
-    words = " ".join(plain.strip("() ").casefold().split())
-    return None if len(words) == 2 and plain == text else words
+    def _is_based(self, cleaned: str) -> bool:
+        assert self._based is not None
+        label = _LABEL.match(cleaned)
+        bare = cleaned[label.end() :].strip() if label else cleaned
+        based = read_based(bare)
+        if based is None and re.search(r"\bbase\b|binary|octal|hexadecimal", self._question, re.I):
+            return bare.replace(",", "").replace(" ", "").lstrip("0") == self._based[0]
+        return based == self._based
+
+
+def _for_judge(latex: str, form: Form, brackets: str) -> str:
+    """An expression as math-verify reads it best: without units, and with an i that it knows."""
+    latex = _UNIT.sub(lambda unit: "" if is_unit(unit[1]) else unit[0], latex)
+    latex = re.sub(r"(?<=[0-9])i(?![A-Za-z])", " i", latex.replace(r"^\circ", ""))
+    # A bare list is a set for a judge, without order.
+    return f"$({latex})$" if brackets == "()" and "bare" in form.lists else f"${latex}$"
+
+
+def references_of(given: Any) -> list[str]:
+    """The texts that a value of the column `answer` accepts: one, or each of a list."""
+    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict)):
+        return [str(one) for one in given if one is not None]
+    return [] if given is None else [str(given)]
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text is nothing but an answer: a number, a choice, an expression, without words."""
+    if len(text) > MAX_CHARACTERS:
+        return False
+    if read_numeral(text) is not None or _CHOICE_ALONE.fullmatch(text):
+        return True
+    cleaned = clean(text)
+    words = re.sub(r"\\text\s*\{\s*(?:and|or)?,?\s*\}|\\(?:begin|end)\s*\{\w+\}", " ", cleaned)
+    if _LONG_WORD.search(words.replace("\\text", "")) or not re.search(r"[0-9\\]", cleaned):
+        return False
+    try:
+        read_form(cleaned)
+    except NoForm:
+        return read_remainder(cleaned) is not None
+    return True
+
+
+def _numbers_of(text: str, asked: str) -> Counter[Numeral] | None:
+    """The numbers of a bare list, each as often as it stands there; None if it has others."""
+    read = [read_numeral(item, asked) for item in _ITEMS.split(text) if item.strip()]
+    numbers = [number for number in read if number is not None and not number.mark]
+    return Counter(numbers) if len(numbers) == len(read) else None

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rloo.rewards.answers import references_of
+from rloo.rewards.reading import TAGS, tagged
 from rloo.rewards.text import text_of
 from rloo.types import Text
 
@@ -22,8 +24,9 @@ _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 def make_exact_match(
     *, strip: bool = True, casefold: bool = False
 ) -> Callable[..., list[float | None]]:
-    """1.0 if the completion equals the column `answer`, else 0.0; None where `answer` is None.
-    `strip` ignores white space at both ends of both texts, `casefold` ignores case."""
+    """1.0 if the completion, or what is in its `<answer>` tags, equals the column `answer` (or one
+    of it, where that is a list), else 0.0; None where `answer` is None. `strip` ignores white space
+    at both ends of both texts, `casefold` ignores case."""
 
     def normalise(text: str) -> str:
         text = text.strip() if strip else text
@@ -32,11 +35,17 @@ def make_exact_match(
     def exact_match_reward(
         completions: Sequence[Text], answer: Sequence[Any]
     ) -> list[float | None]:
-        return [
-            None if wanted is None else float(normalise(text_of(given)) == normalise(str(wanted)))
-            for given, wanted in zip(completions, answer, strict=True)
-        ]
+        rewards: list[float | None] = []
+        for text, wanted in zip(map(text_of, completions), answer, strict=True):
+            accepted = set(map(normalise, references_of(wanted)))
+            within = tagged(text)
+            # In the tags, where nothing follows them that could take it back.
+            is_last = within is not None and not within[2].strip()
+            said = {normalise(text), normalise(within[1] if within and is_last else text)}
+            rewards.append(float(bool(said & accepted)) if accepted else None)
+        return rewards
 
+    exact_match_reward.reads = TAGS  # type: ignore[attr-defined]
     return exact_match_reward
 
 
@@ -62,6 +71,7 @@ def make_format(
             for text in map(text_of, completions)
         ]
 
+    format_reward.reads = pattern  # type: ignore[attr-defined]
     return format_reward
 
 
@@ -70,6 +80,9 @@ def tag_count_reward(completions: Sequence[Text]) -> list[float]:
     line breaks beside it: open-r1's `tag_count`."""
     texts = map(text_of, completions)
     return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in texts]
+
+
+tag_count_reward.reads = "".join(_TAGS)  # type: ignore[attr-defined]
 
 
 def make_length(*, target_min: int = 0, target_max: int) -> Callable[..., list[float]]:

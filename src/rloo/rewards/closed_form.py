@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import gcd, isqrt
 from typing import NamedTuple
 
-from rloo.rewards.numerals import clean
+from rloo.rewards.form import Form, NoForm
+from rloo.rewards.normal import clean
 from rloo.rewards.wording import is_unit
 
 _MAX_DEPTH = 24
@@ -27,7 +27,6 @@ _TOKEN = re.compile(
 )
 _RELATIONS = {"=", "<", ">", ":", "\\le", "\\ge", "\\ne", "\\in", "\\approx", "\\sim", "\\equiv",
               "\\cong", "\\to", "\\mid", "\\Rightarrow", "\\implies", "\\iff"}  # fmt: skip
-_INEQUALITIES = {"<", ">", "\\le", "\\ge", "\\in"}
 _SUMS = {"+", "-", "\\pm", "\\mp", "\\cup", "\\cap", "\\setminus"}
 _PRODUCTS = {"*": "product", "\\cdot": "product", "\\times": "product",
              "/": "quotient", "\\div": "quotient"}  # fmt: skip
@@ -43,51 +42,11 @@ _KNOWN_NAMES = {f"\\{name}" for name in _NAMES.split()}
 _FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp det gcd lcm"
 _WITH_GROUP = {"\\binom", "\\mathbb", "\\overline"}
 _KNOWN_FUNCTIONS = {f"\\{name}" for name in f"{_FUNCTIONS} max min".split()} | _WITH_GROUP
+_KNOWN_FUNCTIONS |= {"\\sum", "\\prod", "\\int", "\\lim"}
 _SAME = {"\\lt": "<", "\\gt": ">", "\\lvert": "|", "\\rvert": "|"}
-_ALWAYS = {"\\sqrt"}
 _PLAIN = str.maketrans("", "", "{}() ")
 # An exponent that takes a root.
 _BROKEN = re.compile(r"-?(?:[0-9]+/[0-9]+|[0-9]*\.[0-9]+|\\frac[0-9]{2,})")
-
-
-class NoForm(ValueError):
-    """The text cannot be parsed."""
-
-
-@dataclass(slots=True)
-class Form:
-    """What an expression is made of. `pending` are the operations that could be carried out, since
-    they are between rational numbers or things that are alike; `parts` are names, functions,
-    relations, lists and marks; `lists` are the brackets of those: `()`, `[)`, an environment, or
-    `bare` where there are none."""
-
-    pending: set[str] = field(default_factory=set)
-    parts: set[str] = field(default_factory=set)
-    lists: set[str] = field(default_factory=set)
-
-    def brackets_for(self, reference: Form) -> str | None:
-        """The brackets in which a bare list here, or there, is one of the other's kind; `bare` if
-        none are needed, None if the kinds differ."""
-        if not self.lists or not reference.lists or self.lists == reference.lists:
-            return "bare"
-        for kind in ("()", "\\{\\}"):
-            both = [{kind if k == "bare" else k for k in form.lists} for form in (self, reference)]
-            if both[0] == both[1]:
-                return kind
-        return None
-
-    def is_within(self, reference: Form) -> bool:
-        """Whether everything here is in the reference too, or is another way to write it."""
-        allowed = set(reference.parts) | _ALWAYS
-        if "list" in allowed:
-            allowed |= {"\\pm", "\\cup"} | ({f"relation {name}" for name in _INEQUALITIES})
-        if "bare" in reference.lists:
-            allowed.add("\\{\\}")
-        if "\\pm" in allowed:
-            allowed.add("list")
-        if any(part.startswith("relation") and part != "relation =" for part in allowed):
-            allowed |= {"list", "\\infty", "\\cup"} | {f"relation {n}" for n in _INEQUALITIES}
-        return self.pending <= reference.pending and self.parts <= allowed
 
 
 def read_form(text: str) -> Form:
@@ -108,7 +67,9 @@ def read_form(text: str) -> Form:
         elif kind is not None:
             tokens.append((kind, _SAME.get(match.group(), match.group())))
     parser = _Parser(tokens, form)
-    if parser.read_list().is_list:
+    whole = parser.read_list()
+    form.size = whole.size if whole.size > 1 else parser.size
+    if whole.size > 1:
         form.lists.add("bare")
     if parser.kind != "end":
         raise NoForm(parser.token)
@@ -120,7 +81,7 @@ class _Operand(NamedTuple):
 
     core: str
     text: str = ""
-    is_list: bool = False
+    size: int = 1
 
 
 def _is_numeral(operands: list[_Operand], operation: str) -> bool:
@@ -144,6 +105,7 @@ class _Parser:
         self._at = 0
         self._depth = 0
         self._inside = 0  # roots and functions
+        self.size = 1  # of a list in brackets that is all there is
         self.form = form
 
     @property
@@ -171,7 +133,7 @@ class _Parser:
             count += 1
         if count > 1:
             self.form.parts.add("list")
-        return _Operand(core if count == 1 else self._text(start), is_list=count > 1)
+        return _Operand(core if count == 1 else self._text(start), size=count)
 
     def _text(self, start: int) -> str:
         return "".join(token for _, token in self._tokens[start : self._at])
@@ -208,6 +170,7 @@ class _Parser:
 
     def _read_product(self) -> str:
         operands, operation = [self._read_operand(self._read_power)], "product"
+        is_divided = False
         while self.token in _PRODUCTS or self._begins_factor():
             beside = self.token not in _PRODUCTS
             if not beside:
@@ -222,10 +185,23 @@ class _Parser:
             operands.append(self._read_operand(self._read_power))
             if len(operands) == 2 and _is_numeral(operands, "beside" if beside else operation):
                 under = operands.pop().text
+                is_divided = True
                 if under.isdecimal():
                     self._look_at_fraction(operands[0].text, under)
+            elif operation == "quotient" and not (beside or is_divided):
+                is_divided = self._divides_coefficient(operands)
         self._read_unit()
         return "*".join(sorted(self._combine(operands, operation)))
+
+    def _divides_coefficient(self, operands: list[_Operand]) -> bool:
+        """Whether the last operand is the denominator of the one whole factor, as in 2x/3."""
+        whole = [o.text for o in operands[:-1] if not o.core]
+        under = operands[-1].text
+        if len(whole) != 1 or not (whole[0].isdecimal() and under.isdecimal()):
+            return False
+        self._look_at_fraction(whole[0], under)
+        operands.pop()
+        return True
 
     def _read_operand(self, read: Callable[[], str]) -> _Operand:
         start = self._at
@@ -292,6 +268,8 @@ class _Parser:
             exponent = self._read_operand(self._read_group)
             if sign == "^" and core:
                 core += f"^{exponent.text}"
+            elif sign == "_" and not core:
+                self.form.parts.add(f"base {exponent.text.translate(_PLAIN)}")
             elif core or exponent.core:
                 core = self._irrational(start)
             elif sign == "^" and _BROKEN.fullmatch(exponent.text.translate(_PLAIN)):
@@ -324,11 +302,13 @@ class _Parser:
             raise NoForm(f"{opening} without {closing}")
         if opening not in "({" or self.token != closing:
             self.form.parts.add(f"{opening}{self.token}")
-        if inner.is_list and opening != "{":
+        if inner.size > 1 and opening != "{":
             self.form.lists.add(f"{opening}{self.token}")
         self._take()
+        if start == 0 and self.kind == "end":
+            self.size = inner.size
         self._depth -= 1
-        if opening in "({" and not inner.is_list:
+        if opening in "({" and inner.size == 1:
             return inner.core
         return self._irrational(start)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -17,27 +16,29 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rloo.rewards.answers import Reference
-from rloo.rewards.numerals import last_numeral_said
-from rloo.rewards.text import last_boxed, question_of, text_of
-from rloo.rewards.wording import asked_in, boxed_answer
+from rloo.rewards.answers import Reference, references_of
+from rloo.rewards.numerals import MAX_CHARACTERS
+from rloo.rewards.reading import TAGS, explicit_answer, read_answer
+from rloo.rewards.text import question_of, text_of
+from rloo.rewards.wording import asked_in
 from rloo.types import Text
 
-_MAX_CHARACTERS = 1000
 _MAX_WORKERS = 8
 _SECONDS_PER_ANSWER = 0.1
+# What a busy machine may add on the clock to the time of a judge's processor.
+_MOST_TIMES, _MOST_SECONDS = 9.0, 120.0
 _START_SECONDS, _REPLY_SECONDS = 120.0, 1.0
 _NO_REFERENCE = "the reward 'math' needs the reference in a column 'answer' or 'solution'"
-_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 
 
 def make_math(*, seconds: float = 5.0) -> MathReward:
-    """A `MathReward` that gives one call about `seconds` for all its completions together."""
+    """A `MathReward` that gives each judge about `seconds` of its processor for a call."""
     if not 0 < seconds <= 3600:
         raise ValueError(
             f"seconds is {seconds}; the time of a call needs to be above 0 and at most 3600 "
@@ -56,8 +57,9 @@ class MathReward:
 
     It must be a number or a closed form of the kind that the reference is (docs/rewards.md). Two
     numbers are compared exactly; other forms are equal where math-verify finds them so, by up to
-    `os.cpu_count()` judges (at most 8) side by side, within `seconds` for the whole call and 0.1 s
-    more for each answer of a judge. An expression that takes a judge more than 0.5 s
+    `os.cpu_count()` judges (at most 8) side by side. Each has `seconds` of its processor for the
+    whole call and 0.1 s more for each answer; on the clock, where a machine is busy, a call takes
+    at most ten times that, and at most 120 s more. An expression that takes a judge more than 0.5 s
     of processor time (0.25 s at first, the rest when all others are judged and time is left), or
     too much memory, scores 0.
 
@@ -68,6 +70,7 @@ class MathReward:
 
     def __init__(self, seconds: float) -> None:
         self.__name__ = "math_reward"
+        self.reads = TAGS
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], Any] = lambda: None
@@ -78,11 +81,17 @@ class MathReward:
             given = ", ".join(columns) or "no column"
             raise ValueError(f"{_NO_REFERENCE}; the dataset has: {given}")
 
+    def check_row(self, row: Mapping[str, Any]) -> Any:
+        """The reference of a row if it cannot be read, else None."""
+        given = row.get("answer") if "answer" in row else row.get("solution")
+        texts = references_of(given)
+        return given if texts and not read_references(tuple(texts), "") else None
+
     def __call__(
         self,
         completions: Sequence[Text],
-        answer: Sequence[str | float | None] | None = None,
-        solution: Sequence[str | float | None] | None = None,
+        answer: Sequence[Any] | None = None,
+        solution: Sequence[Any] | None = None,
         prompts: Sequence[Text] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
     ) -> list[float | None]:
@@ -90,22 +99,23 @@ class MathReward:
         if wanted is None:
             raise ValueError(_NO_REFERENCE)
         questions = [""] * len(completions) if prompts is None else map(question_of, prompts)
-        rewards: list[float | None] = []
-        pairs: dict[tuple[str, str], list[int]] = {}
-        for text, given, question in zip(completions, wanted, questions, strict=True):
-            found = None if given is None else _compare(text_of(text), str(given), question)
-            if isinstance(found, tuple):
-                pairs.setdefault(found, []).append(len(rewards))
-                found = None
-            rewards.append(found)
-        unjudged = 0
-        for rows, verdict in zip(pairs.values(), self._judge(list(pairs)), strict=True):
-            for row in rows:
-                rewards[row] = None if verdict is None else float(verdict)
-            unjudged += len(rows) if verdict is None else 0
+        found = [
+            _compare(text_of(text), given, question)
+            for text, given, question in zip(completions, wanted, questions, strict=True)
+        ]
+        asked = dict.fromkeys(pair for pairs in found if isinstance(pairs, list) for pair in pairs)
+        judged = dict(zip(asked, self._judge(list(asked)), strict=True))
+        rewards = [
+            _any([judged[pair] for pair in pairs]) if isinstance(pairs, list) else pairs
+            for pairs in found
+        ]
+        unjudged = sum(
+            reward is None and isinstance(pairs, list)
+            for reward, pairs in zip(rewards, found, strict=True)
+        )
         if log_metric is not None and completions:
             log_metric("rewards/math_reward/unjudged", unjudged / len(completions))
-        return rewards
+        return [None if reward is None else float(reward) for reward in rewards]
 
     def close(self) -> None:
         """End the worker process; the next call starts a new one."""
@@ -117,8 +127,9 @@ class MathReward:
         if pairs:
             workers = min(os.cpu_count() or 1, _MAX_WORKERS)
             budget = self._seconds + _SECONDS_PER_ANSWER * len(pairs)
-            request = {"pairs": pairs, "budget": budget, "workers": workers}
-            for line in self._ask(json.dumps(request).encode() + b"\n", budget):
+            limit = budget + min(_MOST_TIMES * budget, _MOST_SECONDS)
+            request = {"pairs": pairs, "budget": budget, "limit": limit, "workers": workers}
+            for line in self._ask(json.dumps(request).encode() + b"\n", limit):
                 index, verdict = json.loads(line)
                 verdicts[index] = verdict
         return verdicts
@@ -193,27 +204,37 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _compare(text: str, given: str, question: str) -> float | tuple[str, str] | None:
-    """The reward, None if the reference cannot be read, or the LaTeX of both for a judge."""
-    if len(given) > _MAX_CHARACTERS:
-        return None
-    boxed = last_boxed(given)
-    reference = Reference(given if boxed is None else boxed, question)
-    if not reference.is_readable:
-        return None
-    answer = _find_answer(text, asked_in(question))
-    if answer is None or len(answer) > _MAX_CHARACTERS:
-        return 0.0
-    verdict = reference.judge(answer)
-    return verdict if isinstance(verdict, tuple) else float(verdict)
+def _any(verdicts: list[bool | None]) -> bool | None:
+    return True if True in verdicts else (None if None in verdicts else False)
 
 
-def _find_answer(text: str, asked: str) -> str | None:
-    boxed = boxed_answer(text)
-    if boxed is not None:
-        return boxed
-    text = text[-_MAX_CHARACTERS:]
-    formulas, number = list(_FORMULA.finditer(text)), last_numeral_said(text, asked)
-    if formulas and (number is None or number.end < formulas[-1].end()):
-        return next(group for group in formulas[-1].groups() if group is not None)
-    return None if number is None else number.text
+def _compare(text: str, given: Any, question: str) -> bool | list[tuple[str, str]] | None:
+    """Whether the answer is right, None if no reference can be read, or the LaTeX of both for a
+    judge, for each reference that may be met."""
+    references = read_references(tuple(references_of(given)), question)
+    if not references:
+        return None
+    answer = read_answer(text, asked_in(question))
+    if answer is None:
+        return False
+    pairs = []
+    for reference in references:
+        parts = [reference.judge(part) for part in answer.parts if len(part) <= MAX_CHARACTERS]
+        if parts and parts == [True] * len(answer.parts):
+            return True
+        verdict = len(answer.text) <= MAX_CHARACTERS and reference.judge(answer.text)
+        if verdict is True:
+            return True
+        pairs += [verdict] if isinstance(verdict, tuple) else []
+    return pairs or False
+
+
+@lru_cache(maxsize=1024)
+def read_references(texts: tuple[str, ...], question: str) -> list[Reference]:
+    """The references that can be read of those that are accepted."""
+    read = []
+    for text in texts:
+        explicit = explicit_answer(text)
+        reference = Reference(text if explicit is None else explicit.text, question)
+        read += [reference] if reference.is_readable else []
+    return read

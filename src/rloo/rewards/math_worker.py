@@ -1,12 +1,14 @@
 """The process in which math-verify reads hostile text, so that a hang or crash costs only this one.
 
 It is run by path and imports nothing from the package. It reads one JSON line per call,
-`{"budget": seconds, "workers": n, "pairs": [[reference, answer], ...]}`, and replies with one line
-`[index, verdict]` per pair, in any order, then with an empty line. A verdict is true, false, null.
+`{"budget": seconds, "limit": seconds, "workers": n, "pairs": [[reference, answer], ...]}`, and
+replies with one line `[index, verdict]` per pair, in any order, then with an empty line. A verdict
+is true, false, null.
 
 It imports math-verify once and forks judges, who work side by side. Time is measured as processor
 time of a judge: the kernel ends the judge (SIGPROF) whatever it does, and a busy machine takes
-nothing from it. An answer that is not judged in that time or needs too much memory is false; null
+nothing from it: `budget` is that of each judge for all pairs, `limit` is on the clock. An answer
+that is not judged in that time or needs too much memory is false; null
 is what is no fault of the answer: a reference that cannot be read, a judge that died otherwise or
 was stopped, and pairs that the budget did not reach.
 """
@@ -22,6 +24,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -31,6 +34,8 @@ _MEMORY_BYTES = 2 << 30
 # Of processor time. Right answers take 0.02 to 0.15 s; what has not ended at the first try is tried
 # again when all others are done.
 _FIRST_SECONDS, _SECOND_SECONDS = 0.25, 0.5
+# How near numbers are that are equal, of their size: by their digits, and with decimals in them.
+_DIGITS, _EXACT, _ROUNDED = 30, 1e-15, 1e-3
 _FORK = multiprocessing.get_context("fork")
 # One of every kind, so that all that is loaded when it is needed is there before the first fork.
 _EXAMPLES = (
@@ -58,7 +63,7 @@ class Judge:
         self.process.start()
         theirs.close()
         self.index: int | None = None
-        self.seconds = 0.0
+        self.seconds = self.spent = 0.0
         self.at_answer = False
 
     def give(self, index: int, pair: list[str], seconds: float) -> None:
@@ -68,11 +73,12 @@ class Judge:
 
     def hear(self) -> str | bool | None:
         """What the judge has to say: the verdict, "answer" where the reference was read, or "slow"
-        where the pair has taken its time."""
+        where the pair has taken its time. Then `spent` is the processor time that it took."""
         try:
-            message = _receive(self.connection)
+            message, self.spent = _receive(self.connection)
         except (EOFError, OSError):
             self.end()
+            self.spent = self.seconds
             return "slow" if self.process.exitcode == -signal.SIGPROF else None
         self.at_answer = self.at_answer or message == "answer"
         return message
@@ -85,21 +91,29 @@ class Judge:
 
 
 def judge_pairs(
-    pairs: list[list[str]], budget: float, workers: int, verifier: Verifier, judges: list[Judge]
+    pairs: list[list[str]],
+    budget: float,
+    limit: float,
+    workers: int,
+    verifier: Verifier,
+    judges: list[Judge],
 ) -> Iterator[tuple[int, bool | None]]:
-    """Yield (index, verdict) of each pair that is decided before `budget` seconds are over.
-    `judges` are those of earlier calls; it is left with those of this one that live."""
-    end = time.monotonic() + budget
+    """Yield (index, verdict) of each pair that is decided before `budget` seconds of each judge's
+    processor, or `limit` on the clock, are over. `judges` are those of earlier calls; it is left
+    with those of this one that live."""
+    end = time.monotonic() + limit
+    workers = min(workers, len(pairs))
+    left = budget * workers
     waiting = deque((index, _FIRST_SECONDS) for index in range(len(pairs)))
     slow: dict[int, bool | None] = {}  # once; the verdict if nothing better is found
-    while waiting or any(judge.index is not None for judge in judges):
+    while (waiting and left > 0) or any(judge.index is not None for judge in judges):
         for judge in [j for j in judges if j.index is None and not j.process.is_alive()]:
             judge.end()
             judges.remove(judge)
-        while waiting and len(judges) < min(workers, len(pairs)):
+        while waiting and len(judges) < workers:
             judges.append(Judge(verifier, judges))
         for judge in judges:
-            if judge.index is None and waiting:
+            if judge.index is None and waiting and left > 0:
                 number, seconds = waiting.popleft()
                 judge.give(number, pairs[number], seconds)
         busy: dict[Any, Judge] = {j.connection: j for j in judges if j.index is not None}
@@ -111,6 +125,7 @@ def judge_pairs(
             if said == "answer" or index is None:
                 continue
             judge.index = None
+            left -= judge.spent
             if said == "slow":
                 slow[index] = False if judge.at_answer else None
                 if judge.seconds == _FIRST_SECONDS:
@@ -142,8 +157,11 @@ class Verifier:
         import sympy
 
         # LaTeX only: math-verify evaluates plain expressions with sympy's parse_expr: eval.
-        self._latex = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
-        self._parse, self._verify = math_verify.parse, math_verify.verify
+        # It takes letters at the end for a unit (2t is 2), so that units are taken away before.
+        plain = math_verify.LatexExtractionConfig(boxed_match_priority=0)
+        letters = replace(plain.normalization_config, units=False)
+        self._latex = [replace(plain, normalization_config=letters)]
+        self._parse, self._verify, self._sympy = math_verify.parse, math_verify.verify, sympy
         self._zero = [sympy.Integer(0)]
         self.read_gold = lru_cache(maxsize=16)(self._read_gold)
         for gold, answer in _EXAMPLES:
@@ -151,7 +169,22 @@ class Verifier:
 
     def is_equal(self, gold: list[Any], answer: str) -> bool:
         """Whether an answer equals a reference that was read."""
-        return bool(self._verify(gold, self._read(answer), timeout_seconds=None))
+        read = self._read(answer)
+        # Its difference of two numbers is rounded to 15 digits behind the point: 1/2006! is 0.
+        return bool(self._verify(gold, read, timeout_seconds=None)) and self._is_near(gold, read)
+
+    def _is_near(self, gold: list[Any], answer: list[Any]) -> bool:
+        """Whether the numbers in two equal answers are near each other by their own size."""
+        one, other = gold[0], answer[0]
+        named = [side for side in (one, other) if isinstance(side, self._sympy.Eq)]
+        if len({side.lhs for side in named}) > 1:  # the same equation, solved or scaled
+            return True
+        one, other = (side.rhs if side in named else side for side in (one, other))
+        if type(one) is not type(other) and not (
+            isinstance(one, self._sympy.Expr) and isinstance(other, self._sympy.Expr)
+        ):
+            return True
+        return _are_near(self._sympy, one, other)
 
     def _read_gold(self, text: str) -> list[Any]:
         gold = self._read(text)
@@ -161,6 +194,25 @@ class Verifier:
 
     def _read(self, text: str) -> list[Any]:
         return self._parse(text, self._latex, extraction_mode="first_match", parsing_timeout=None)
+
+
+def _are_near(sympy: Any, one: Any, other: Any) -> bool:
+    if isinstance(one, sympy.FiniteSet):
+        return all(any(_are_near(sympy, a, b) for b in other.args) for a in one.args)
+    if isinstance(one, sympy.MatrixBase):
+        return all(_are_near(sympy, a, b) for a, b in zip(one.flat(), other.flat(), strict=True))
+    if isinstance(one, (sympy.Tuple, sympy.Interval)):
+        pairs = zip(one.args, other.args, strict=True)
+        return all(_are_near(sympy, a, b) for a, b in pairs if isinstance(a, sympy.Expr))
+    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)) or one == other:
+        return True
+    names = sorted(one.free_symbols | other.free_symbols, key=str)
+    at = {name: sympy.Rational(3 * n + 7, 2 * n + 5) for n, name in enumerate(names)}
+    a, b = (side.doit().subs(at).evalf(_DIGITS) for side in (one, other))
+    if not (a.is_number and b.is_number and a.is_finite and b.is_finite):
+        return True
+    is_rounded = one.has(sympy.Float) or other.has(sympy.Float)
+    return bool(abs(a - b) <= (_ROUNDED if is_rounded else _EXACT) * max(abs(a), abs(b)))
 
 
 def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Connection]) -> None:
@@ -175,13 +227,14 @@ def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Conne
         except (EOFError, OSError):
             return
         signal.setitimer(signal.ITIMER_PROF, seconds)
+        started = time.process_time()
         # Too little memory and too deep a recursion are false for math-verify, too.
         gold, verdict = verifier.read_gold(reference), None
         if gold:
-            _send(connection, "answer")
+            _send(connection, ["answer", 0.0])
             verdict = verifier.is_equal(gold, answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(connection, verdict)
+        _send(connection, [verdict, time.process_time() - started])
 
 
 def serve() -> None:

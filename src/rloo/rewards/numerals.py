@@ -4,8 +4,8 @@ The grammar, of plain text and LaTeX alike, is
 
     answer  := [label] [sign] [currency] [sign] value [unit]
     label   := a name, or a few words, before `=` or `:`; or `the (final) answer is`
-    value   := 1,234.5 | 3/4 | \frac{3}{4} | 1\frac{3}{4} | 1.2 \times 10^{3} | 10^{3}
-             | 0.\overline{3}
+    value   := 1,234.5 | 3/4 | \frac{3}{4} | 1\frac{3}{4} | 1 3/4 | 1.2 \times 10^{3} | 1.2e3
+             | 10^{3} | 0.\overline{3}, and behind a fraction \approx with what it is rounded to
     unit    := [currency] [% | ^\circ | '] | up to five words: eggs, \text{ m}^2, miles/hour
 
 No word of a label or a unit may change the value (not, about, at least, twice, thousand, ...),
@@ -18,60 +18,13 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rloo.rewards.wording import alters, alters_after, is_statement, is_unit, takes_back
+from rloo.rewards.denial import denies_before, takes_back
+from rloo.rewards.normal import clean
+from rloo.rewards.wording import alters, alters_after, is_statement, is_unit, since_verb
 
 MAX_CHARACTERS = 1000
 
 
-_UNICODE = str.maketrans({
-    "\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "\u00d7": r"\times ",
-    "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00f7": "/", "\u2044": "/", "\u03c0": r"\pi ",
-    "\u221a": r"\sqrt ", "\u00b0": r"^\circ ", "\u00b2": "^2", "\u00b3": "^3", "\u221e": r"\infty ",
-    "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u00b1": r"\pm ",
-    "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ",
-    "\u2032": "'", "\u2019": "'",
-})  # fmt: skip
-
-
-# Ticks and the like, with which a completion says that it is done. A cross is none of them.
-_DONE = "\ufe0f\u2713\u2714\u2611\u2705\u220e\u25a0\u25a1\U0001f389\U0001f44d\U0001f4af"
-
-
-def _label(text: re.Match[str]) -> str:
-    return rf"\text{{{text[1]}}}{text[2] or ':'} "
-
-
-_REWRITES = [
-    (re.compile(pattern), written)
-    for pattern, written in (
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![A-Za-z])", ""),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\(?:mathrm|mathbf|mathit|textbf|textit|textrm|textnormal|mbox|operatorname|unit)\s*\{",
-         r"\\text{"),
-        (r"\{,\}|,\\!", ","),
-        (r"(?<=[0-9])\\[,!:;](?=[0-9]{3}(?![0-9]))", ","),
-        (r"(?<!\\)\\[,!:; ]|(?<=[0-9A-Za-z{}])~|\\q?quad(?![A-Za-z])", " "),
-        (r"\\%|(?<=[0-9])\s*(?:\\text\s*\{\s*percent\s*\}|percent(?![a-z]))", "%"),
-        (r"\s*\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
-        (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
-        (r"\\(?:leq|leqslant)(?![A-Za-z])", r"\\le"),
-        (r"\\(?:geq|geqslant)(?![A-Za-z])", r"\\ge"),
-        (r"\\neq(?![A-Za-z])", r"\\ne"),
-        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
-        (r"(?<!\\)\$([^$]*)(?<!\\)\$", r"\1"),
-        (r"\*\*([^*]*)\*\*|`([^`]*)`", r"\1\2"),
-        (r"\\text\s*\{([^a-zA-Z{}]*)\}", r"\1"),
-        (r"\\text\s*\{([A-Za-z' ]+?)\s*(?:([:=])|\bis:?)\s*\}(?=\s*[^\s=:])", _label),
-        (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
-        (rf"(?:\s|[{_DONE}]|\\checkmark)+$", ""),
-    )
-]  # fmt: skip
-_WRAPPED = re.compile(
-    r"\\boxed\s*\{(.*)\}|\{(.*)\}|\\\((.*)\\\)|\\\[(.*)\\\]|\\text\s*\{([^{}]*[0-9][^{}]*)\}",
-    re.DOTALL,
-)
-
-_SPACED = re.compile(r"[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
 _INT = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+"
 _NUM = rf"(?:(?:{_INT})(?:\.[0-9]+)?|\.[0-9]+)"
 _GROUP = r"(?:\{{\s*(?P<{0}>[+-]?\s*{1})\s*\}}|(?P<{0}1>[0-9]))"
@@ -85,7 +38,10 @@ _POWER = rf"(?:(?P<factor>{_NUM})\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*" + _GRO
     "exponent", "[0-9]{1,3}"
 )
 _PERIODIC = r"(?P<before>[0-9]*)\.(?P<start>[0-9]*)\\overline\s*\{\s*(?P<period>[0-9]+)\s*\}"
-_CURRENCY = r"(?:\\?\$|\u00a3|\u20ac)"
+_MIXED = r"(?P<units>[0-9]+) +(?P<part>[0-9]{1,3}) */ *(?P<parts>[0-9]{1,3})(?![0-9])"
+_SCIENTIFIC = r"(?P<mantissa>[1-9](?:\.[0-9]+)?)e(?P<power>[+-]?[0-9]{1,3})(?![0-9A-Za-z])"
+_APPROXIMATELY = re.compile(r"(.+?)\\approx\s*(-?[0-9]+(?:\.([0-9]+))?)")
+_CURRENCY = r"(?:\\?\$|[\u00a3\u20ac\u00a5\uffe5\u20b9])"
 _LABEL = (
     r"(?:(?P<name>[A-Za-z](?:_\{?\w+\}?)?(?:\(\w+\))?)\s*[=:]"
     r"|(?P<words>[A-Za-z][A-Za-z' ]{0,60}|\\text\s*\{[A-Za-z' ]{1,60}:?\s*\})\s*[=:]"
@@ -94,7 +50,7 @@ _LABEL = (
 )
 _NUMERAL = re.compile(
     rf"(?:{_LABEL}\s*)?(?P<sign>[+-])?\s*(?:{_CURRENCY}\s*)?(?P<sign2>[+-])?\s*"
-    rf"(?:{_FRACTION}|{_PERIODIC}|{_POWER}"
+    rf"(?:{_FRACTION}|{_PERIODIC}|{_POWER}|{_MIXED}|{_SCIENTIFIC}"
     rf"|(?P<number>{_NUM})(?:\s*/\s*(?P<denominator>{_NUM}))?)"
     rf"(?P<rest>.*)",
     re.DOTALL | re.IGNORECASE,
@@ -108,10 +64,10 @@ _ATTACHED = re.compile(r"[A-Za-z]")
 # A number in prose. The guard keeps parts of `x2`, `1.2.3` and `2^10` from being read as numbers.
 _SAID = re.compile(
     r"(?<![\w.])(?:[-\u2212]\s?)?(?:\\?[$\u00a3\u20ac]\s?)?[-\u2212]?"
-    rf"(?:(?:{_INT})(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:\s?/\s?[0-9]+)?",
+    rf"(?:(?:{_INT})(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:\s?/\s?[0-9]+|e[+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?",
     re.ASCII,
 )
-_SENTENCE_END = re.compile(r"\n|(?:\.|(?<![0-9])!)(?=\s+[^a-z\s]|\s*$)|\?")
+_SENTENCE_END = re.compile(r"\n|\u3002|(?:\.|(?<![0-9])!)(?=\s+[^a-z\s]|\s*$)|\?")
 _CLAUSE = re.compile(r"[,;:=.!?\n]|[0-9]")
 _JOINED_BEFORE = re.compile(
     r"(?:[-\u2212+/^<>~!|(\[\u2248\u2260\u2264\u2265]|(?<!\*)\*|\\[a-z]+)\s*\{?\s*$"
@@ -138,40 +94,15 @@ class Said:
     end: int
 
 
-def clean(text: str) -> str:
-    """`text` without what only concerns its looks: spacing, sizes, delimiters, other spellings."""
-    text = text.translate(_UNICODE)
-    for pattern, written in _REWRITES:
-        text = pattern.sub(written, text)
-    text = text.strip().removesuffix(".").strip()
-    for _ in range(3):
-        inner = _WRAPPED.fullmatch(text)
-        if inner is None or not _is_balanced(
-            found := next(g for g in inner.groups() if g is not None)
-        ):
-            break
-        text = found.strip()
-    if text[:1] == "(" and text[-1:] == ")" and "," not in text and _is_balanced(text[1:-1]):
-        text = text[1:-1].strip()
-    return text.replace(" ", "") if _SPACED.fullmatch(text) else text
-
-
-def _is_balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        depth += (character in "{(") - (character in "})")
-        if depth < 0:
-            return False
-    return depth == 0
-
-
 def read_numeral(text: str, asked: str = "") -> Numeral | None:
     """The number that `text` is; None if it is anything else. Every unit is allowed that names
     something, or multiplies as the question wants it (`asked`, of `wording.asked_in`); whether the
     mark is asked for is the caller's concern."""
     if len(text) > MAX_CHARACTERS:
         return None
-    match = _NUMERAL.fullmatch(clean(text))
+    cleaned = clean(text)
+    rounded = _APPROXIMATELY.fullmatch(cleaned)
+    match = _NUMERAL.fullmatch(cleaned if rounded is None else rounded[1])
     if match is None or (match["sign"] and match["sign2"]):
         return None
     if match["words"] and alters(_TEXT.sub(r"\1", f"{match['words']} is")):
@@ -184,8 +115,14 @@ def read_numeral(text: str, asked: str = "") -> Numeral | None:
     attached = _ATTACHED.match(match["rest"]) is not None
     if not is_unit(decoration["unit"], attached, asked):
         return None
-    negative = "-" in (match["sign"], match["sign2"])
-    return Numeral(-value if negative else value, decoration["mark"] or "")
+    value = -value if "-" in (match["sign"], match["sign2"]) else value
+    if rounded is not None and not _rounds_to(value, Fraction(rounded[2]), len(rounded[3] or "")):
+        return None
+    return Numeral(value, decoration["mark"] or "")
+
+
+def _rounds_to(value: Fraction, other: Fraction, decimals: int) -> bool:
+    return value.denominator > 1 and abs(value - other) * 10**decimals <= Fraction(1, 2)
 
 
 def last_numeral_said(text: str, asked: str = "", only: bool = False) -> Said | None:
@@ -201,7 +138,7 @@ def last_numeral_said(text: str, asked: str = "", only: bool = False) -> Said | 
         return None
     if _JOINED_BEFORE.search(before) or _JOINED_AFTER.match(after):
         return None
-    if alters(" ".join(_CLAUSE.split(before)[-1].split()[-4:]), asked):
+    if denies_before(before) or alters(since_verb(_CLAUSE.split(before)[-1]), asked):
         return None
     if end == "?" or takes_back(follows) or alters_after(sentence, asked, in_prose=not only):
         return None
@@ -245,6 +182,12 @@ def _value_of(match: re.Match[str]) -> Fraction | None:
         if match["factor"] is None:
             return None if exponent in (0, 1) else Fraction(10) ** exponent  # 10^1 is 10
         return read("factor") * Fraction(10) ** exponent
+    if match["mantissa"] is not None:
+        power = int(match["power"])
+        return Fraction(match["mantissa"]) * Fraction(10) ** power if power else None
+    if match["units"] is not None:
+        part, parts = int(match["part"]), int(match["parts"])
+        return int(match["units"]) + Fraction(part, parts) if 0 < part < parts else None
     under = read("under")
     if not under:
         return None

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import re
 
-from rloo.rewards.text import split_at_box
 
-# How a sentence begins that takes back what a box before it says.
-_DENIAL = re.compile(
-    r"\W*(?:no|nope|(?:(?:that|this|it|which)(?: is|'s) )?(?:not|wrong|incorrect|false))\b",
-    re.IGNORECASE,
-)
-
-
-def _set(words: str) -> frozenset[str]:
+def word_set(words: str) -> frozenset[str]:
+    """The words of a text, each once."""
     return frozenset(words.split())
 
 
 # A sentence asks if it ends so, or if it begins with (or has, after a comma) such an imperative.
-_SENTENCE = re.compile(r"(?<=[.?!])\s+|\n+")
+_SENTENCE = re.compile(r"(?<=[.?!])\s+|(?<=[.?!][$*)\"'])\s+|\n+")
 _ORDER = r"(?:^|[,;:]\s*|\b(?:and|then|please|now)\s+)(?:{})\b"
 _TASK = re.compile(
     _ORDER.format("find|determine|compute|calculate|evaluate|simplify|work out|solve for"),
@@ -32,7 +25,7 @@ _FORM = re.compile(
     _ORDER.format("express|give|write|round|report|state|answer|leave|provide|convert"),
     re.IGNORECASE,
 )
-_NUMBER_WORDS = _set(
+_NUMBER_WORDS = word_set(
     """one two three four five six seven eight nine ten eleven twelve fifteen twenty thirty forty
     fifty sixty seventy eighty ninety hundred thousand"""
 )
@@ -42,64 +35,71 @@ _DEGREES = re.compile(
     r"([\w.]*)[\s\\^{-]*(?:degrees|degree measure|\bangle|\u00b0|circ\b)", re.IGNORECASE
 )
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-_UNIT = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*(?:\^\{?[23]\}?)?")
+_UNIT = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*(?:\^\{?[23]\}?)?|[\u4e00-\u9fff]{1,4}")
+# Of Chinese: tens to hundreds of millions, negation, hedges, shares, sums.
+_ALTERING_SIGNS = frozenset(
+    "\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u4e0d\u975e\u7ea6\u5de6\u53f3\u81f3\u5c11\u591a\u534a\u500d\u4e4b"
+    "\u51e0\u6210\u6298\u6216\u548c"
+)
 _MOST_WORDS = 5
 
 # Letters that are units; others are variables, or multiply: k, K, M, G, T, B.
-_LETTERS = _set("m g l s h t L W V J N C F A a")
-_LETTERS_ATTACHED = _set("m g l s h t L")
+_LETTERS = word_set("m g l s h t L W V J N C F A a")
+_LETTERS_ATTACHED = word_set("m g l s h t L")
 # Words of two letters that are units, and of three.
-_PAIRS = _set("km cm mm nm kg mg lb oz ft in yd mi ml cl dl hr kw hz pa am pm")
-_FUNCTION_PAIRS = _set("an of at on to by he she it we")
-_ABBREVIATIONS = _set("hrs min mins sec secs lbs mph kmh kph usd kwh")
-MULTIPLIERS = _NUMBER_WORDS - {"one"} | _set(
+_PAIRS = word_set("km cm mm nm kg mg lb oz ft in yd mi ml cl dl hr kw hz pa am pm")
+_FUNCTION_PAIRS = word_set("an of at on to by he she it we")
+_ABBREVIATIONS = word_set("hrs min mins sec secs lbs mph kmh kph usd kwh")
+MULTIPLIERS = _NUMBER_WORDS - {"one"} | word_set(
     """tens dozen dozens score scores gross pair pairs couple couples lakh lakhs crore crores
     hundreds thousands grand million millions billion billions trillion trillions quadrillion mln
     mio mil thou mega giga tera milli micro tenth tenths
     hundredth hundredths thousandth thousandths percent percentage permille"""
 )
 # What a label, or a sentence with `is`, may call its number.
-_RESULTS = _set("sum difference product quotient ratio power root minimum maximum")
+_RESULTS = word_set("sum difference product quotient ratio power root minimum maximum")
 _RATE = re.compile(r"\b(?:per|an?|each|every)\s+(?:dozen|pair|couple|gross|half|quarter)\b", re.I)
-_DENIALS = _set(
+_DENIALS = word_set(
     """not no non none never neither nor without cannot except excluding unlike unequal isnt arent
     wasnt werent dont doesnt didnt cant wont wouldnt couldnt shouldnt hasnt nope nah unknown
     undefined undetermined differs differ unlikely instead"""
 )
-_JUDGEMENTS = _set(
+_JUDGEMENTS = word_set(
     """wrong wrongly incorrect incorrectly false falsely invalid untrue error erroneous mistake
     mistaken impossible bad fake trick denied refuted rejected disproved retracted nonsense absurd
     kidding joking"""
 )
-_HEDGES = _set(
+_HEDGES = word_set(
     """nearly almost approximately approx roughly circa estimated estimate guess guessing maybe
     perhaps possibly probably likely supposedly allegedly apparently hardly barely scarcely
     somewhat ish least most rounded or"""
 )
-_CONDITIONS = _set("if unless assuming supposing suppose provided ignoring disregarding neglecting")
-_COMPUTING = _set(
+_CONDITIONS = word_set(
+    "if unless assuming supposing suppose provided ignoring disregarding neglecting"
+)
+_COMPUTING = word_set(
     """plus minus times divided multiplied subtracted squared cubed power root factorial modulo mod
     sum difference product quotient ratio negative opposite inverse reciprocal complement twice
     thrice half halves third thirds quarter quarters double doubled triple tripled quadruple
     quadrupled halved fold tenfold"""
 )
 # Bounds, comparisons and clauses: a unit has none of them, nor have the words before a number.
-_BOUNDS = _set(
+_BOUNDS = word_set(
     """otherwise and but either versus vs whether though although because over under above below
     beyond within up upto exceeding minimum maximum bigger larger smaller greater lower higher
     better worse further short shy base binary hex octal question different distinct than"""
 )
-_CLAUSES = _set(
+_CLAUSES = word_set(
     "too when whenever until till given while where depending considering compared relative"
 )
 # These are harmless behind a noun: 42 miles from this town, or since then.
-_JOINING = _set(
+_JOINING = word_set(
     """other rather anything everything nothing something as like since between far about around
     near close closer merely some any several added"""
 )
-_REFERRING = _set("that this these those which away off")
+_REFERRING = word_set("that this these those which away off")
 # These name what is asked for where the question has them itself.
-_ASKABLE = _set(
+_ASKABLE = word_set(
     """more less fewer than times bigger larger smaller greater lower higher further different
     distinct other"""
 )
@@ -108,12 +108,11 @@ _BESIDE = _DENIALS | _JUDGEMENTS | _HEDGES | _CONDITIONS | _COMPUTING | {"than"}
 _ANYWHERE = _BESIDE | _BOUNDS
 _ALTERING = _ANYWHERE | _JOINING | (MULTIPLIERS - _NUMBER_WORDS) | {"hundred", "thousand"}
 # Verbs that make a sentence of a number: what follows is a statement, no unit.
-_VERBS = _set(
+_VERBS = word_set(
     """is are was were be been being am do does did has have had can could may might must shall
     should will would seems seem appears looks makes gives means let lets say says think
     believe"""
 )
-_TAKING_BACK = _set("no not nope wait wrong incorrect false actually oops sorry but however")
 
 
 def asked_in(question: str, reference: str = "") -> str:
@@ -121,7 +120,7 @@ def asked_in(question: str, reference: str = "") -> str:
     words with which a reference multiplies are asked for, too."""
     task, forms = "", [f"in {word}." for word in words_of(reference) if word in MULTIPLIERS]
     for sentence in _SENTENCE.split(question):
-        if sentence.rstrip().endswith("?") or _TASK.search(sentence):
+        if sentence.rstrip(" $*_)\\]\"'}").endswith("?") or _TASK.search(sentence):
             task = sentence
         elif _FORM.search(sentence):
             forms.append(sentence)
@@ -175,26 +174,14 @@ def _is_asked(word: str, asked: str) -> bool:
     return word in _ASKABLE and word in words_of(asked)
 
 
-def takes_back(text: str) -> bool:
-    """Whether what follows a sentence begins with words that take it back."""
-    return bool(_TAKING_BACK & set(words_of(text[:200])[:4]))
-
-
-def boxed_answer(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`: None without a box, and empty where the words around
-    it say that it is not the answer, or only under a condition."""
-    found = split_at_box(text)
-    if found is None:
-        return None
-    before, content, after = found
-    rest, *follows = _SENTENCE.split(after, maxsplit=1)
-    near = set(words_of(_SENTENCE.split(before)[-1])[-4:])
-    denied = (
-        ({"not", "never", "isnt"} & near and "but" not in near)
-        or {"otherwise", "unless", "wrong", "incorrect", "false"} & set(words_of(rest))
-        or (follows and _DENIAL.match(follows[0]))
-    )
-    return "" if denied else content
+def since_verb(words: str) -> str:
+    """The last four words, without those whose denial ends at a verb: of `who did not vote is`,
+    `who did vote is`."""
+    said = words.split()[-4:]
+    verbs = [n for n, word in enumerate(said) if word.lower() in ("is", "are", "was", "were", "=")]
+    free = verbs[-1] if verbs else 0
+    kept = [word for word in said[:free] if not _DENIALS & set(words_of(word))]
+    return " ".join(kept + said[free:])
 
 
 def is_statement(words: str) -> bool:
@@ -218,6 +205,8 @@ def is_unit(text: str, attached: bool = False, asked: str = "") -> bool:
 def _names(word: str, attached: bool, asked: str) -> bool:
     """Whether a word is long enough for a noun, or a known abbreviation."""
     name = re.sub(r"\^.*", "", word)
+    if not name.isascii():
+        return not _ALTERING_SIGNS & set(name)
     if len(name) == 1:
         known = _LETTERS_ATTACHED if attached else _LETTERS
         return name in known or (name == "K" and "kelvin" in asked.lower())

@@ -35,6 +35,7 @@ from rloo.model.policy import Policy
 from rloo.model.quantization import quantised_layers
 from rloo.model.rounding import reduced_precision
 from rloo.rewards import RewardSet
+from rloo.rewards.first_look import look
 from rloo.rewards.model import RewardModel, as_reward
 from rloo.rewards.normalizer import Normalized
 from rloo.run.machine import let_segments_grow, set_arithmetic, set_threads
@@ -110,6 +111,7 @@ def make_source(
 
     def source_of(rows: Dataset, seed: int) -> PromptSource:
         rows, notes = as_published(rows, args, rewards)
+        look(rewards, rows, tokenizer)
         source = PromptSource(
             rows,
             encode,

@@ -1,0 +1,70 @@
+"""What another judge says of pairs, run by path, without this package:
+
+    PYTHON benchmarks/judges_side.py math-verify|trl|verl [FOLDER ...] < pairs.json
+
+Standard input is a list of [reference, completion]; the last line of standard output a list of
+true, false and null (no verdict). The folders are put before all others where Python looks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_LATEX = re.compile(r"\$|\\\(|\\\[|\\boxed")
+
+
+def _as_latex(reference: str) -> str:
+    """A reference as these judges want it: in a formula, where it is not in one."""
+    return reference if _LATEX.search(reference) else f"${reference}$"
+
+
+def _math_verify() -> Callable[[str, str], bool | None]:
+    from math_verify import parse, verify
+
+    def judge(reference: str, completion: str) -> bool | None:
+        gold = parse(_as_latex(reference))
+        return bool(verify(gold, parse(completion))) if gold else None
+
+    return judge
+
+
+def _trl() -> Callable[[str, str], bool | None]:
+    from trl.rewards import accuracy_reward
+
+    def judge(reference: str, completion: str) -> bool | None:
+        messages: Any = [[{"role": "assistant", "content": completion}]]
+        (score,) = accuracy_reward(messages, [_as_latex(reference)])
+        return None if score is None else score == 1.0
+
+    return judge
+
+
+def _verl() -> Callable[[str, str], bool | None]:
+    from verl.utils.reward_score.prime_math import compute_score
+
+    return lambda reference, completion: bool(compute_score(completion, reference)[0])
+
+
+_SIDES = {"math-verify": _math_verify, "trl": _trl, "verl": _verl}
+
+
+def main() -> None:
+    """Judge what is read."""
+    sys.path[:0] = sys.argv[2:]
+    logging.disable(logging.CRITICAL)
+    judge, verdicts = _SIDES[sys.argv[1]](), []
+    for reference, completion in json.load(sys.stdin):
+        try:
+            verdicts.append(judge(reference, completion))
+        except Exception:
+            verdicts.append(None)
+    print(json.dumps(verdicts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What an expression is made of, and whether one has the form of another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+INEQUALITIES = frozenset({"<", ">", "\\le", "\\ge", "\\in"})
+_ALWAYS = frozenset({"\\sqrt"})
+_INTERVALS = frozenset({"(]", "[)", "[]"})
+
+
+class NoForm(ValueError):
+    """The text cannot be parsed."""
+
+
+@dataclass(slots=True)
+class Form:
+    """What an expression is made of. `pending` are the operations that could be carried out, since
+    they are between rational numbers or things that are alike; `parts` are names, functions,
+    relations, lists, marks and bases; `lists` are the brackets of those: `()`, `[)`, an
+    environment, or `bare` where there are none; `size` is how many items the whole is a list of."""
+
+    pending: set[str] = field(default_factory=set)
+    parts: set[str] = field(default_factory=set)
+    lists: set[str] = field(default_factory=set)
+    size: int = 1
+
+    @property
+    def has_inequality(self) -> bool:
+        """Whether there is a sign of order in it."""
+        return not self.parts.isdisjoint(
+            {"relation <", "relation >", "relation \\le", "relation \\ge"}
+        )
+
+    def brackets_for(self, reference: Form) -> str | None:
+        """The brackets in which a bare list here, or there, is one of the other's kind; `bare` if
+        none are needed, None if the kinds differ."""
+        if not self.lists or not reference.lists or self.lists == reference.lists:
+            return "bare"
+        for kind in ("()", "\\{\\}"):
+            both = [{kind if k == "bare" else k for k in form.lists} for form in (self, reference)]
+            if both[0] == both[1]:
+                return kind
+        return None
+
+    def is_within(self, reference: Form) -> bool:
+        """Whether everything here is in the reference too, or is another way to write it."""
+        allowed = set(reference.parts) | _ALWAYS
+        relations = {f"relation {name}" for name in INEQUALITIES}
+        if "list" in allowed:
+            allowed |= {"\\pm", "\\cup"} | relations
+        if "bare" in reference.lists:
+            allowed.add("\\{\\}")
+        if "\\pm" in allowed:
+            allowed.add("list")
+        if any(part.startswith("relation") and part != "relation =" for part in allowed):
+            allowed |= {"list", "\\infty", "\\cup"} | relations
+        if relations & reference.parts:
+            allowed |= _INTERVALS
+        based = [{p for p in form.parts if p.startswith("base")} for form in (self, reference)]
+        return based[0] == based[1] and self.pending <= reference.pending and self.parts <= allowed
+
+    def has_items_of(self, reference: Form) -> bool:
+        """Whether a list has as many items as the reference, where both say how many: in a set, an
+        item may stand twice, and `\\pm` and `\\cup` are of several."""
+        if {"\\pm", "\\cup"} & (self.parts | reference.parts) or "bare" not in (
+            self.lists | reference.lists
+        ):
+            return True
+        if not self.lists and any(part.startswith("relation") for part in self.parts):
+            return True
+        return self.size == reference.size

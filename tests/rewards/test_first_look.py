@@ -1,0 +1,51 @@
+"""What is told of references and of special tokens before the first sample."""
+
+import re
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from rloo.rewards import RewardSet, gsm8k_reward, load_reward, make_exact_match, make_math
+from rloo.rewards.first_look import look
+
+
+def tokenizer_with(*special):
+    return SimpleNamespace(all_special_tokens=["<eos>", *special])
+
+
+def test_references_that_cannot_be_read_are_told_with_their_rows():
+    rewards = RewardSet([make_math(), make_exact_match()])
+    readable = ["42", r"\frac{1}{2}", "June 20", ["red", "blue"], None, "#### 7", r"\boxed{x}"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        look(rewards, {"answer": readable}, tokenizer_with())
+    said = "'math_reward' cannot read the reference of 2 of 3 rows (row 1: 'x +* y', row 2: '(')"
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        look(rewards, {"answer": ["42", "x +* y", "(", None]}, tokenizer_with())
+    with pytest.raises(ValueError, match=r"2 of 2 rows .*it would judge nothing"):
+        look(rewards, {"solution": ["(", "x +* y"]}, tokenizer_with())
+
+
+def test_gsm8k_refuses_a_row_at_the_start():
+    rewards = RewardSet([gsm8k_reward])
+    look(rewards, {"answer": ["#### 1", None, ["2", "2.0"]]}, tokenizer_with())
+    with pytest.raises(ValueError, match=r"row 1 of the dataset: the GSM8K answer is 'six'"):
+        look(rewards, {"answer": ["1", "six"]}, tokenizer_with())
+
+
+@pytest.mark.parametrize("name", ["format", "tag_count", "math", "gsm8k", "exact_match"])
+def test_tags_that_are_special_tokens_are_told(name):
+    rewards = RewardSet([load_reward(name)])
+    tokenizer = tokenizer_with("<answer>", "</answer>", "<|im_end|>")
+    with pytest.warns(UserWarning, match="<answer> and </answer> are special tokens .*never finds"):
+        look(rewards, {}, SimpleNamespace(tokenizer=tokenizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        look(rewards, {}, tokenizer_with("<|im_end|>"))
+
+
+def test_a_pattern_of_ones_own_names_what_is_looked_for():
+    rewards = RewardSet([load_reward("format(pattern='<sum>.*</sum>')")])
+    with pytest.warns(UserWarning, match="^<sum> are special tokens"):
+        look(rewards, {}, tokenizer_with("<sum>", "<answer>"))
