@@ -228,8 +228,8 @@ while True: pass
 
 
 def family(*members, waited=0.0):
-    made = [watch.Process(f"/proc/{pid}", 0, state, own, reaped, 0)
-            for pid, state, own, reaped in members]  # fmt: skip
+    made = [watch.Process(f"/proc/{pid}", 0, state, own, reaped, 0, 0, *slept)
+            for pid, state, own, reaped, *slept in members]  # fmt: skip
     return watch.Family(made, waited)
 
 
@@ -254,6 +254,10 @@ def test_time_is_counted_that_is_used_or_that_nobody_wants(monkeypatch):
     assert look((1, "R", 0.5, 0.0), (2, "R", 0.3, 0.0)) == (False, False)
     assert look((1, "R", 0.5, 0.6)) == (False, False)
     assert look((1, "R", 0.6, 0.6), waited=0.5) == (False, True) or clock.is_over
+    # One that was woken just now has slept before.
+    clock = watch.Clock({"seconds": 1.0, "total_seconds": 2.0})
+    states = [look((1, "R", 0.0, 0.0, step))[0] for step in range(24)]
+    assert states.index(True) in (20, 21)
     # By the clock it ends anyway.
     clock = watch.Clock({"seconds": 1.0, "total_seconds": 2.0})
     now[0] += watch.wall_seconds(1.0)

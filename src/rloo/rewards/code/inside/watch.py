@@ -29,7 +29,8 @@ def wall_seconds(seconds: float) -> float:
 @dataclass(frozen=True)
 class Process:
     """What Linux tells of one: the state of it or of a thread that goes on without it, seconds of a
-    processor (its own, and of children that it has waited for), bytes that are resident."""
+    processor (its own, and of children that it has waited for), bytes that are resident,
+    bytes of tables of pages and swapped ones, and how often it has gone to sleep."""
 
     place: str  # in /proc
     begun: int
@@ -37,6 +38,8 @@ class Process:
     own: float
     waited: float
     resident: int
+    tables: int = 0
+    slept: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -52,6 +55,7 @@ class Clock:
         self._seconds, self._total = limits["seconds"], limits["total_seconds"]
         self._spent = self._used = self._waited = 0.0
         self._own: dict[tuple[str, int], float] = {}
+        self._slept: dict[tuple[str, int], int] = {}
         self._seen = 0.0
         self._begun = self._looked = time.monotonic()
         self.grant()
@@ -89,7 +93,12 @@ class Clock:
         living = sum(process.own + process.waited for process in family.members)
         used = max(self._seen, living + family.waited, self._used)
         more, self._used = used - self._used, used
-        wants = any(process.state in "RD" for process in family.members)
+        # One that has slept since the last look may have been woken by what we look at.
+        wants = any(
+            process.state in "RD" and self._slept.get(process.key, process.slept) == process.slept
+            for process in family.members
+        )
+        self._slept = {process.key: process.slept for process in family.members}
         self._spent += more if wants else max(more, passed)
 
 
@@ -130,7 +139,11 @@ def _process(pid: int, fields: list[str]) -> Process:
                     place = f"/proc/{pid}/task/{thread}" if fields[0] in "ZX" else place
                     break
     own, waited = (sum(map(int, fields[at : at + 2])) / _TICKS for at in (11, 13))
-    return Process(place, int(fields[19]), state, own, waited, int(resident) * _PAGE)
+    told = _status(place)
+    tables = sum(1024 * int(told.get(name, "0").split()[0]) for name in ("VmPTE", "VmSwap"))
+    slept = int(told.get("voluntary_ctxt_switches", "0"))
+    size = int(resident) * _PAGE
+    return Process(place, int(fields[19]), state, own, waited, size, tables, slept)
 
 
 def too_much(
@@ -185,8 +198,7 @@ def _in_the_kernel(living: list[Process], socket_bytes: int) -> int | None:
                     shared[target] = socket_bytes
                 elif target.startswith("pipe:"):
                     shared[target] = _PIPE
-        told = _status(place)
-        size += sum(1024 * int(told.get(name, "0").split()[0]) for name in ("VmPTE", "VmSwap"))
+        size += process.tables
     return size + sum(shared.values())
 
 
