@@ -68,8 +68,7 @@ def test_the_last_block_of_python_is_the_program_or_else_the_whole_text(reward):
     said = f"First:\n```python\n{WRONG}\n```\nNo:\n```py\n{RIGHT}\n```\n```text\n4\n```\n"
     texts = [said, RIGHT, f"```python\n{RIGHT}", f"```\n{RIGHT}\n```", f"```python\n{WRONG}\n```"]
     columns = {name: values * len(texts) for name, values in ADD.items()}
-    # The fourth is no block of Python, and as a whole no Python either.
-    assert reward(texts, **columns) == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert reward(texts, **columns) == [1.0, 1.0, 1.0, 1.0, 0.0]
     assert reward([[{"role": "assistant", "content": said}]], **ADD) == [1.0]
 
 

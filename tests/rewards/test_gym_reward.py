@@ -9,6 +9,7 @@ from rloo import RLOOConfig
 from rloo.data.gym import library
 from rloo.data.tasks import load_task_rows
 from rloo.rewards import gym as module
+from rloo.rewards.code import packages
 from rloo.rewards.code.staff import Library
 from rloo.rewards.gym import answer_of, make_gym
 from rloo.rewards.load import load_reward
@@ -143,12 +144,12 @@ def test_what_the_wall_does_not_let_through_is_said(monkeypatch):
 
 
 def test_folders_that_another_user_could_not_read_are_known(tmp_path, monkeypatch):
-    assert module.is_open_to_all("/usr") and not module.is_open_to_all("/nowhere")
+    assert packages.is_open_to_all("/usr") and not packages.is_open_to_all("/nowhere")
     (tmp_path / "inner").mkdir(mode=0o755)
     tmp_path.chmod(0o700)
-    assert not module.is_open_to_all(str(tmp_path / "inner"))
-    monkeypatch.setattr(module.os, "getuid", lambda: 0)
-    monkeypatch.setattr(module, "is_open_to_all", lambda folder: False)
+    assert not packages.is_open_to_all(str(tmp_path / "inner"))
+    monkeypatch.setattr(packages.os, "getuid", lambda: 0)
+    monkeypatch.setattr(packages, "is_open_to_all", lambda folder: False)
     with pytest.raises(ValueError, match="which no user but root can read"):
         module.library_here()
 

@@ -8,7 +8,9 @@ from rloo.cli import main
 from rloo.report.doctor.finding import Run
 from rloo.report.doctor.rules import diagnose
 from rloo.rewards import RewardSet
-from rloo.run.doctor import dry_run
+from rloo.rewards.code.staff import why_not
+from rloo.rewards.code.walls import WALLS
+from rloo.run.doctor import dry_run, examine
 from rloo.run.facts import answered_prompts, facts_of
 from rloo.types import Prompt
 from support.text import make_tokenizer
@@ -55,6 +57,16 @@ def test_the_command_examines_files_and_folders(tmp_path, capsys, monkeypatch):
     assert "no run has made a step there" in capsys.readouterr().err
     assert main(["doctor", "not/there"]) == 2
     assert "not/there has no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_it_tells_what_rows_are_taken_for(config, tmp_path, capsys):
+    if all(why_not(wall) is not None for wall in WALLS):
+        pytest.skip("no wall holds here")
+    path = tmp_path / "mbpp.jsonl"
+    row = {"prompt": "Add.", "task_id": 1, "test_list": ["assert add(1, 2) == 3"], "code": ""}
+    path.write_text(json.dumps(row) + "\n")
+    said = list(examine(config.with_values(dataset=str(path), eval_dataset=None, reward=["code"])))
+    assert said[1] == "The reward code takes rows for MBPP (test_list)."
 
 
 def facts(trainer):

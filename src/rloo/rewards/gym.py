@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from rloo.data.gym import library
 from rloo.dist.crew import result_of
 from rloo.dist.system import num_processors
 from rloo.dist.workers import WorkerLost
+from rloo.rewards.code.packages import library_of
 from rloo.rewards.code.staff import Library, Limits, Staff, choose_wall
 from rloo.rewards.code.walls import WALLS
 from rloo.rewards.text import text_of
@@ -185,27 +185,9 @@ def answer_of(text: str) -> str:
 def library_here() -> Library:
     """reasoning-gym as this interpreter would import it, with the folders of what it needs. Raises
     ValueError where it is not installed."""
-    spec = find_spec(_MODULE)
-    if spec is None or spec.origin is None:
+    if find_spec(_MODULE) is None:
         raise ValueError("the reward 'gym' needs reasoning-gym; pip install 'rloo[gym]' (reward)")
-    own = str(Path(spec.origin).parent.parent)
-    folders = [own, *(sysconfig.get_path(name) for name in ("purelib", "platlib"))]
-    folders += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    if os.getuid() == 0:  # behind a wall it is another user
-        folders = [folder for folder in folders if is_open_to_all(folder)]
-        if own not in folders:
-            raise ValueError(
-                f"reasoning-gym is in {own}, which no user but root can read, and behind the wall "
-                "of the reward 'gym' scorers run as another one; install it elsewhere (reward)"
-            )
-    return Library(tuple(dict.fromkeys(folders)), (_MODULE,))
-
-
-def is_open_to_all(folder: str) -> bool:
-    """Whether every user can read a folder: itself, and those that it is in."""
-    path = Path(folder).resolve()
-    modes = [place.stat().st_mode for place in (path, *path.parents)] if path.is_dir() else [0]
-    return all(mode & 0o001 for mode in modes) and bool(modes[0] & 0o004)
+    return library_of([_MODULE], "gym")
 
 
 def _program() -> str:

@@ -28,6 +28,7 @@ def examine(config: RLOOConfig, source: tuple[str, ...] = ()) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="rloo-doctor-") as folder:
         run = dry_run(config, Path(folder))
     yield f"{ROLLOUTS} rollouts were sampled, scored and trained on with learning rate 0."
+    yield from (f"{line[:1].upper()}{line[1:]}." for line in run.facts["rows"])
     yield from describe(diagnose(replace(run, source=source)))
 
 
@@ -68,4 +69,7 @@ def dry_run(config: RLOOConfig, folder: Path) -> Run:
         train_on_rollout(parts, state)
     trainer.end()
     facts["answered_prompts"] = answered
+    columns = [name for name, value in prompts[0].columns.items() if value is not None]
+    readers = [f for f in trainer.rewards.functions if hasattr(f, "taken_for")]
+    facts["rows"] = [reader.taken_for(columns) for reader in readers]
     return replace(read_run(folder), config=config.to_dict(), facts=facts, dry=True)

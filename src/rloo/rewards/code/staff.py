@@ -4,8 +4,10 @@ of `inside` with a function `answer(request, stage)`, which is sent to them with
 from __future__ import annotations
 
 import json
+import os
 import socket
 import tempfile
+import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -18,18 +20,20 @@ from typing import Any
 from rloo.dist.crew import Crew
 from rloo.dist.workers import Worker
 from rloo.rewards.code import walls
+from rloo.rewards.code.inside.watch import wall_seconds
 from rloo.rewards.code.walls import NoWall
 
 _INSIDE = "rloo.rewards.code.inside"
-_BASE = ("values", "filter", "kernel", "objects", "program", "watch", "stage")
-JUDGE = ("remote", "tests", "judge")
+_BASE = ("values", "filter", "kernel", "source", "objects", "program", "watch", "stage")
+JUDGE = ("compare", "standins", "remote", "suite", "pytests", "tests", "judge")
 _START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one program: seconds (of the clock, and of a processor for each process) of one run or
-    case, and of all; bytes resident in all its processes (and of addresses in each that runs our
+    """Of one program: seconds of one run or case, and of all: of a processor, of all its processes
+    together, and those in which none of them wants one (by the clock at most `wall_seconds`); bytes
+    that all its processes hold, also in the kernel (and of addresses in each that runs our
     interpreter); processes and threads; bytes that it writes for us in one run or value; bytes and
     number of its files."""
 
@@ -69,13 +73,21 @@ class Library:
 class WalledWorker(Worker):
     """A process behind a wall, with forks of its own for what it is asked. It ends with us."""
 
-    def __init__(self, wall: str, limits: Limits, modules: Sequence[str], library: Library) -> None:
-        """`modules` of `inside`, in an order in which they can be loaded; the last one answers.
-        Raises NoWall."""
+    def __init__(
+        self,
+        wall: str,
+        limits: Limits,
+        modules: Sequence[str],
+        library: Library,
+        processor: int | None,
+    ) -> None:
+        """`modules` of `inside`, in an order in which they can be loaded; the last one answers. Its
+        programs run on `processor`. Raises NoWall."""
+        self.processor = processor
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._started = walls.start(wall, theirs, library.folders)
+                self._started = walls.start(wall, theirs, library.folders, processor)
             except BaseException:
                 ours.close()
                 raise
@@ -88,6 +100,11 @@ class WalledWorker(Worker):
             "library": library.modules,
         }
         super().__init__(f"behind {wall}", Connection(ours.detach()), json.dumps(setup).encode())
+
+    @property
+    def lives(self) -> bool:
+        """Whether its outermost process does."""
+        return self._started.process.poll() is None
 
     @property
     def pid(self) -> int:
@@ -123,12 +140,15 @@ class Staff:
         library: Library = Library(),
     ) -> None:
         modules = (*_BASE, *modules)
-        self._seconds = _START_SECONDS + 3 * limits.total_seconds
-        made: list[Worker] = []
+        self._seconds = _START_SECONDS + 3 * wall_seconds(limits.total_seconds)
+        made: list[WalledWorker] = []
+        choosing = threading.Lock()
 
         def make() -> Worker:
-            made.append(WalledWorker(wall, limits, modules, library))
-            return made[-1]
+            with choosing:
+                processor = _choose_processor([w.processor for w in made if w.lives])
+                made.append(WalledWorker(wall, limits, modules, library, processor))
+                return made[-1]
 
         self._crew = Crew(size, make)
         self.close = weakref.finalize(self, _end, self._crew, made)
@@ -159,7 +179,14 @@ class Staff:
         self._crew.forget()
 
 
-def _end(crew: Crew, made: list[Worker]) -> None:
+def _choose_processor(taken: Sequence[int | None]) -> int | None:
+    """One that the fewest of the living workers have; which comes first differs among processes."""
+    mine = sorted(os.sched_getaffinity(0))
+    first = os.getpid() % len(mine)
+    return min(mine[first:] + mine[:first], key=taken.count)
+
+
+def _end(crew: Crew, made: Sequence[Worker]) -> None:
     crew.close()
     for worker in made:  # the crew's threads end them, too, but nobody waits for these
         worker.end()

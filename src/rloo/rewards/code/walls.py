@@ -27,7 +27,8 @@ WALLS = ("bwrap", "landlock")
 _TOOLS = ("bwrap", "setpriv", "prlimit")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+# None that can be mapped: what is shared of /dev/zero is memory that no process need hold.
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _FLAGS = ("-s", "-S", "-B", "-X", "utf8")
 # Nothing of ours is read from files: they may be hidden from the user that the wall runs as.
@@ -98,9 +99,11 @@ class Python:
     folders: list[str] = field(default_factory=list)
 
 
-def start(wall: str, channel: socket.socket, library: Sequence[str] = ()) -> Started:
-    """Begin a process behind a wall, with its end of a channel; it can read the folders `library`.
-    Raises NoWall, OSError."""
+def start(
+    wall: str, channel: socket.socket, library: Sequence[str] = (), processor: int | None = None
+) -> Started:
+    """Begin a process behind a wall, with its end of a channel; it can read the folders `library`,
+    and its programs run on `processor` (None: the first one). Raises NoWall, OSError."""
     user = _user()
     python = find_python(user)
     inner = [python.path, *_FLAGS, "-c", _BOOT, str(channel.fileno())]
@@ -112,6 +115,8 @@ def start(wall: str, channel: socket.socket, library: Sequence[str] = ()) -> Sta
         "cwd": "/",
     }
     told: dict[str, Any] = {"kind": wall, "shared_user": False, "library": [*library]}
+    told["processor"] = min(os.sched_getaffinity(0)) if processor is None else processor
+    told["socket"] = _socket_bytes()
     if wall == "bwrap":
         # Elsewhere than here: programs have a /tmp of their own.
         told["library"] = [f"/library/{number}" for number in range(len(library))]
@@ -130,6 +135,15 @@ def start(wall: str, channel: socket.socket, library: Sequence[str] = ()) -> Sta
     }
     process = subprocess.Popen(inner, env=_environment(folder), **given)
     return Started(process, told, folder, user)
+
+
+def _socket_bytes() -> int:
+    """What a socket holds at most of what was sent to it and not read."""
+    try:
+        with open("/proc/sys/net/core/wmem_default") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 212_992  # Linux's own
 
 
 def _environment(folder: str) -> dict[str, str]:

@@ -31,8 +31,11 @@ DENIED = {
     "mq_unlink": (241, 181), "mq_timedsend": (242, 182), "mq_timedreceive": (243, 183),
     "mq_notify": (244, 184), "mq_getsetattr": (245, 185), "add_key": (248, 217),
     "request_key": (249, 218), "keyctl": (250, 219),
-    # memory that no limit counts
-    "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    # memory that no limit counts: files without a folder, pages and more room that pipes and
+    # sockets keep, watches of files
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "vmsplice": (278, 75),
+    "splice": (275, 76), "tee": (276, 77), "setsockopt": (54, 208), "inotify_init": (253, None),
+    "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
     # the kernel: its settings, and parts with a history of holes
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
@@ -55,10 +58,14 @@ DENIED_TO_A_SHARED_USER = {
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }  # fmt: skip
 
-# machine -> its column above, its AUDIT_ARCH, and clone, ioctl, prlimit64 and prctl there.
+# These succeed and do nothing: a lock on a file of the system's would be waited for outside, and is
+# counted for nobody; a session is a share of the processors.
+PRETENDED = {"flock": (73, 32), "setsid": (112, 157)}
+
+# machine -> its column above, its AUDIT_ARCH, and clone, ioctl, prlimit64, prctl, fcntl and mmap.
 MACHINES = {
-    "x86_64": (0, 0xC000003E, 56, 16, 302, 157),
-    "aarch64": (1, 0xC00000B7, 220, 29, 261, 167),
+    "x86_64": (0, 0xC000003E, 56, 16, 302, 157, 72, 9),
+    "aarch64": (1, 0xC00000B7, 220, 29, 261, 167, 25, 222),
 }
 _CLONE3 = 435
 # Later calls than these are unknown here, and to most programs.
@@ -66,11 +73,14 @@ _FIRST_UNKNOWN = 455
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: user, pid, net, ipc, uts, cgroup, mount
 _DUMPABLE = 4  # PR_SET_DUMPABLE: what a process has could not be looked at
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
+_LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
+_OF_FILES = (1024, 1026, 1031)  # F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ
+_SHARED, _ANONYMOUS = 0x01, 0x20  # MAP_*: memory that is held although no process has its pages
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOSYS = _ERROR | 1, _ERROR | 38
-_NUMBER, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in struct seccomp_data
+_DONE, _EPERM, _ENOSYS = _ERROR, _ERROR | 1, _ERROR | 38
+_NUMBER, _ARCH, _FIRST, _SECOND, _FOURTH = 0, 4, 16, 24, 40  # offsets in struct seccomp_data
 
 
 def program(machine: str, *, shared_user: bool) -> bytes:
@@ -80,7 +90,7 @@ def program(machine: str, *, shared_user: bool) -> bytes:
     if machine not in MACHINES:
         known = " and ".join(MACHINES)
         raise ValueError(f"the numbers of system calls are known for {known}, not for {machine}")
-    column, arch, clone, ioctl, prlimit, prctl = MACHINES[machine]
+    column, arch, clone, ioctl, prlimit, prctl, fcntl, mmap = MACHINES[machine]
     steps = [
         (_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
@@ -95,10 +105,20 @@ def program(machine: str, *, shared_user: bool) -> bytes:
         (_EQUAL, 0, 5, ioctl), (_LOAD, 0, 0, _SECOND),
         (_EQUAL, 1, 0, _TERMINAL_INPUT[0]), (_EQUAL, 0, 1, _TERMINAL_INPUT[1]),
         (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW),
+        (_EQUAL, 0, 5, mmap), (_LOAD, 0, 0, _FOURTH),
+        (_ANY_BIT, 0, 2, _ANONYMOUS), (_ANY_BIT, 0, 1, _SHARED),
+        (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW),
     ]  # fmt: skip
+    commands = [(what, _DONE) for what in _LOCKS] + [(what, _EPERM) for what in _OF_FILES]
+    steps += [(_EQUAL, 0, 2 * len(commands) + 2, fcntl), (_LOAD, 0, 0, _SECOND)]
+    for what, said in commands:
+        steps += [(_EQUAL, 0, 1, what), (_RETURN, 0, 0, said)]
+    steps.append((_RETURN, 0, 0, _ALLOW))
     names = DENIED | (DENIED_TO_A_SHARED_USER if shared_user else {})
     for numbers in names.values():
         if (number := numbers[column]) is not None:
             steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _EPERM)]
+    for pretended in PRETENDED.values():
+        steps += [(_EQUAL, 0, 1, pretended[column]), (_RETURN, 0, 0, _DONE)]
     steps.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *step) for step in steps)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from rloo.rewards.code.inside import values
+from rloo.rewards.code.inside import source, values
+from rloo.rewards.code.inside.compare import same_output, same_value
 from rloo.rewards.code.inside.remote import Gone, Program
 from rloo.rewards.code.inside.stage import Ended, Stage
 from rloo.rewards.code.inside.tests import run_tests
@@ -14,7 +14,8 @@ from rloo.rewards.code.inside.tests import run_tests
 def answer(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
     """Of the request's `kind`: `run` gives `output` (of both sorts) and `status` of a program that
     is `given` something to read, the others `passed` of `count`, or why the tests cannot tell
-    (`missing`). With `all_or_nothing`, what follows a failure is not run."""
+    (`missing`). With `all_or_nothing`, what follows a failure is not run. The `program` is a text,
+    or one of the `blocks` of a completion (`source.choose`)."""
     kinds = {"run": _run, "inputs": _judge_inputs, "function": _judge_function, "tests": run_tests}
     return kinds[request["kind"]](request, stage)
 
@@ -33,6 +34,7 @@ class _Whole:
     def __init__(self, request: dict[str, Any], stage: Stage) -> None:
         self._request, self._stage = request, stage
         self._build = request.get("build")
+        self._source = source.choose(request)
 
     def run(self, given: str) -> tuple[bytes, int | None]:
         """What it writes when it is given this to read, and its exit status."""
@@ -44,8 +46,9 @@ class _Whole:
         return self._run(self._request.get("command"), given.encode(errors="surrogatepass"))
 
     def _run(self, arguments: list[str] | None, given: bytes) -> tuple[bytes, int | None]:
-        source = self._request["program"]
-        how = {"mode": "run", "source": source, "errors": self._request["kind"] == "run"}
+        how: dict[str, Any] = {"mode": "run", "source": self._source}
+        how |= {"errors": self._request["kind"] == "run"}
+        how |= {"implied": self._request.get("implied", False)}
         if arguments is not None:
             file = self._request["file"]
             how.update(mode="execute", arguments=arguments, file=file)
@@ -60,37 +63,30 @@ def _judge_inputs(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
             output, status = whole.run(given)
         except Ended:
             break
-        if status == 0 and _lines(output.decode(errors="replace")) == _lines(wanted):
+        if status == 0 and same_output(output.decode(errors="replace"), wanted, request):
             passed += 1
         elif request["all_or_nothing"]:
             break
     return {"passed": passed, "count": len(cases)}
 
 
-def _lines(text: str) -> list[str]:
-    """The lines without the white space at their ends, and without empty ones at the end."""
-    return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
 def _judge_function(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
-    passed, program, function = 0, None, None
+    passed, program, name = 0, None, request["function"]
     cases = [values.decode(case) for case in request["cases"]]
+    asked = {
+        "source": source.choose(request, name.replace("()", "").split(".")),
+        "implied": request.get("implied", False),
+    }
     for given, wanted in cases:
         try:
             if program is None or program.ended:
-                program, function = Program(stage, request["program"]), None
-            if function is None:
-                function = program.ask("name", request["function"])
-            program.deadline = time.monotonic() + stage.limits["seconds"]
-            found = program.ask("call", function, *given)
-            right = _is_plain(found) and values.as_lists(found) == values.as_lists(wanted)
+                program = Program(stage, asked)
+            stage.grant()
+            found = program.ask("call", program.ask("name", name), *given)
+            right = _is_plain(found) and same_value(found, wanted, request)
         except Ended:
             break
-        except (Gone, RecursionError, MemoryError):
-            right = False
-        except Exception as error:
-            if not hasattr(error, "from_program"):
-                raise
+        except (Gone, Exception):  # whatever comes of what the program has sent is its failure
             right = False
         if right is True:
             passed += 1

@@ -20,10 +20,22 @@ _DOES: dict[str, Callable[..., Any]] = {
     "call": lambda function, *args, **named: function(*args, **named),
     "getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "iter": iter,
     "next": next, "str": str, "repr": repr, "bool": bool, "isinstance": isinstance,
-    "issubclass": issubclass, "hash": hash, "float": float, "int": int, "state": vars,
+    "issubclass": issubclass, "hash": hash, "float": float, "int": int,
+    "state": lambda thing: _state(thing),
     "enter": lambda manager: manager.__enter__(),
     "exit": lambda manager: manager.__exit__(None, None, None),
 }  # fmt: skip
+
+
+def _state(thing: Any) -> dict[str, Any]:
+    """The attributes of an object, by name, in slots too."""
+    found = dict(getattr(thing, "__dict__", {}))
+    for kind in type(thing).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(thing, name):
+                found[name] = getattr(thing, name)
+    return found
 
 
 class Objects:
@@ -34,9 +46,10 @@ class Objects:
         self._held: list[Any] = []
         self._numbers: dict[int, int] = {}
 
-    def serve(self, source: str, calls: int, results: int) -> None:
-        """Run the program's text, then answer calls until there are no more."""
-        self._calls, self._results = calls, results
+    def serve(self, source: str, setup: str, files: tuple[int, int]) -> None:
+        """Run `setup` and the program's text, then answer calls until there are no more."""
+        self._calls, self._results = files
+        exec(compile(setup, "setup.py", "exec"), self._names)
         exec(compile(source, "main.py", "exec"), self._names)
         self._send({"value": None})
         self._until_told()
@@ -44,7 +57,9 @@ class Objects:
     def _until_told(self) -> Any:
         """Do what is asked for, until a value comes: what a function of the tests has returned."""
         while (message := self._receive()) is not None:
-            if "do" not in message:
+            if "error" in message:
+                raise self._error(*message["error"])
+            if "value" in message:
                 return self._decoded(message["value"])
             try:
                 said = self._do(message)
@@ -69,12 +84,24 @@ class Objects:
         return said
 
     def _find(self, name: str) -> Any:
-        """What a name stands for; `Class.method` is the method of a new object."""
-        first, _, rest = name.partition(".")
+        """What a name stands for; `Class.method` and `Class().method` are the method of a new
+        object, and what the program itself does not define may be a method of its `Solution`."""
+        first, _, rest = name.replace("()", "").partition(".")
+        if first not in self._names and not rest and "Solution" in self._names:
+            first, rest = "Solution", first
         found = self._names[first]
         for attribute in rest.split(".") if rest else ():
             found = getattr(found() if isinstance(found, type) else found, attribute)
         return found
+
+    def _error(self, kinds: list[str], text: str) -> Exception:
+        """What a function of the tests has raised: the program's own class of one of these names,
+        or else Python's."""
+        for name in kinds:
+            known = self._names.get(name, getattr(builtins, name, None))
+            if isinstance(known, type) and issubclass(known, Exception):
+                return known(text)
+        return Exception(text)
 
     def _encoded(self, value: Any) -> Any:
         return values.encode(value, self._hold)
@@ -95,6 +122,12 @@ class Objects:
             return self._held[content]
         if tag == "builtin":
             return getattr(builtins, content)
+        if tag == "foreign":
+            return object()
+        if tag == "class":
+            return self._names[content]
+        if tag == "made":
+            return self._made(content)
         if tag == "iterator":
             return iter([self._decoded(item) for item in content])
 
@@ -105,6 +138,20 @@ class Objects:
             return self._until_told()
 
         return back
+
+    def _made(self, nodes: list[Any]) -> Any:
+        """The first of objects that the tests have made, of the program's classes of these names
+        (or ones without methods)."""
+        kinds = [self._names.get(name) for name, _ in nodes]
+        made: list[Any] = [
+            object.__new__(kind if isinstance(kind, type) else type(name, (), {}))
+            for kind, (name, _) in zip(kinds, nodes, strict=True)
+        ]
+        for thing, (_, attributes) in zip(made, nodes, strict=True):
+            for name, item in attributes.items():
+                node = item.get("node") if isinstance(item, dict) else None
+                object.__setattr__(thing, name, self._decoded(item) if node is None else made[node])
+        return made[0]
 
     def _send(self, message: Any) -> None:
         content = values.written(message)

@@ -19,11 +19,13 @@ from typing import Any, NoReturn
 from rloo.rewards.code.inside import filter as calls
 from rloo.rewards.code.inside import kernel
 from rloo.rewards.code.inside.objects import Objects
+from rloo.rewards.code.inside.source import implied
 
 PRIVATE = "/tmp"  # in the program's own mounts
 _CALLS, _RESULTS = 250, 251  # far from the numbers that a program opens
 _SHARED_MEMORY = 1 << 24
 _OPEN_FILES = 256
+_SIGNALS = 1024  # that wait, and timers
 
 
 def enter_own_files(limits: dict[str, Any]) -> None:
@@ -37,7 +39,8 @@ def enter_own_files(limits: dict[str, Any]) -> None:
 def begin(request: dict[str, Any], files: list[int], here: dict[str, Any]) -> NoReturn:
     """Become the program `request`: its `mode` is `run` (a whole program, whose standard input and
     output are `files`), `serve` (what it defines is called over `files`), or `execute` (the
-    command `arguments`). Its `source` is the text."""
+    command `arguments`). Its `source` is the text, which `setup` goes before where it serves; with
+    `implied` it may use what it has not imported."""
     status = 1
     try:
         mode = request["mode"]
@@ -51,7 +54,7 @@ def begin(request: dict[str, Any], files: list[int], here: dict[str, Any]) -> No
         _confine(here, request)
         if mode == "execute":
             os.execvp(request["arguments"][0], request["arguments"])
-        status = _python(request["source"], serving)
+        status = _python(request, serving)
     except BaseException:
         with suppress(BaseException):
             traceback.print_exc()
@@ -84,6 +87,8 @@ def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # However many processes and sessions it makes, they share one processor.
+    os.sched_setaffinity(0, {wall["processor"]})
     seconds = limits["total_seconds"] if request["mode"] == "serve" else limits["seconds"]
     # V8 and others reserve far more addresses than they use.
     memory = resource.RLIMIT_DATA if request["mode"] == "execute" else resource.RLIMIT_AS
@@ -95,6 +100,7 @@ def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
         (resource.RLIMIT_NPROC, limits["processes"]),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, _SIGNALS),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
         resource.setrlimit(what, (limit, limit))
@@ -104,8 +110,9 @@ def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
     kernel.filter_calls(calls.program(os.uname().machine, shared_user=wall["shared_user"]))
 
 
-def _python(source: str, serving: bool) -> int:
+def _python(request: dict[str, Any], serving: bool) -> int:
     """Run Python's text as an interpreter would; its exit status."""
+    source = request["source"]
     for name in [name for name in sys.modules if name.partition(".")[0] == "rloo"]:
         del sys.modules[name]
     name = "solution" if serving else "__main__"
@@ -114,9 +121,11 @@ def _python(source: str, serving: bool) -> int:
     sys.modules[name] = module
     sys.argv = ["main.py"]
     status = 0
+    module.__dict__.update(implied(source, always=bool(request.get("implied"))))
     try:
         if serving:
-            Objects(module.__dict__).serve(source, _CALLS, _RESULTS)
+            setup = request.get("setup", "")
+            Objects(module.__dict__).serve(source, setup, (_CALLS, _RESULTS))
         else:
             exec(compile(source, "main.py", "exec"), module.__dict__)
     except SystemExit as error:

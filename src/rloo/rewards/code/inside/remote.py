@@ -1,8 +1,10 @@
 """The judge's end of calls into a program: its functions and objects, as tests see them.
 
 Plain values come as copies of Python's own types, so that what compares them is never the
-program's. Of other objects there is a stand-in. Two of these are equal where the program says so
-and what they consist of is equal here; one never equals a plain value.
+program's. Of other objects there is a stand-in. Two of these are equal where the program says so,
+and what they consist of is equal here, is something, and depends on what they were made of; one
+never equals a plain value. Whatever a program sends is a value, an error of the program's, or its
+end: never an error of ours.
 """
 
 from __future__ import annotations
@@ -12,16 +14,18 @@ import json
 import os
 import select
 import struct
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 from rloo.rewards.code.inside import values
 from rloo.rewards.code.inside.stage import Stage
+from rloo.rewards.code.inside.standins import FOREIGN, StandIn
 
-_MOST_ITEMS = 100_000
+_MOST_ITEMS = 1_000_000
+# The module that tests are run as.
+TESTS = "tests"
 
 
 class Gone(BaseException):
@@ -35,18 +39,20 @@ class CannotSend(TypeError):
 class Program:
     """A process that has defined what the program defines, and answers calls."""
 
-    def __init__(self, stage: Stage, source: str) -> None:
-        """Raises Gone where it fails, or takes too long."""
+    def __init__(self, stage: Stage, asked: dict[str, Any], classes: Iterable[str] = ()) -> None:
+        """`asked` has its `source`, and what `program.begin` takes besides; `classes` are the names
+        of those that tests know. Raises Gone where it fails, or takes too long."""
         self._stage = stage
         self._local: list[Callable[..., Any]] = []
         self._stands: dict[int, StandIn] = {}
+        self.classes = frozenset(classes)
         self.errors: dict[str, type[Exception]] = {}
-        self.deadline = time.monotonic() + stage.limits["seconds"]
+        stage.grant()
         calls, self._calls = os.pipe()
         self._results, results = os.pipe()
         os.set_blocking(self._calls, False)
         try:
-            stage.start({"mode": "serve", "source": source}, [calls, results])
+            stage.start({**asked, "mode": "serve"}, [calls, results])
             self._listen()
         except BaseException as error:
             self.end()
@@ -76,13 +82,17 @@ class Program:
             given = [self._encoded(item) for item in args]
             self._say({"do": what, "args": given, "named": by_name})
             # A function that returns something, and could say what it was given, is not believed.
-            return self._listen(args[1:] if what == "call" else ())
+            found = self._listen(args[1:] if what == "call" else ())
         except Gone:
             self.end()
             raise
+        if what == "call" and isinstance(found, StandIn):
+            found.__dict__.setdefault("_made", (args[0], args[1:], named))
+        return found
 
     def _listen(self, given_to: tuple[Any, ...] = ()) -> Any:
         while True:
+            error = None
             try:
                 said = json.loads(self._hear(struct.unpack("!I", self._hear(4))[0]))
                 if "value" in said:
@@ -93,29 +103,36 @@ class Program:
                     return found
                 if "raise" in said:
                     kinds, text = said["raise"]
-                    kinds, text = [str(kind) for kind in kinds], str(text)
-                    break
-                function = self._local[int(said["callback"])]
-                given = [self._decoded(item) for item in said["args"]]
-                named = {str(key): self._decoded(item) for key, item in said["named"].items()}
-            except Exception as error:  # whatever comes of reading what a program has sent
-                raise Gone from error
-            self._say({"value": self._encoded(function(*given, **named))})
-        raise self._error(kinds, text)
+                    error = self._error([str(kind) for kind in kinds], str(text))
+                else:
+                    function = self._local[int(said["callback"])]
+                    given = [self._decoded(item) for item in said["args"]]
+                    named = {str(key): self._decoded(item) for key, item in said["named"].items()}
+            except Exception as wrong:  # whatever comes of reading what a program has sent
+                raise Gone from wrong
+            if error is not None:
+                raise error
+            self._say(self._answered(function, given, named))
+
+    def _answered(self, function: Callable[..., Any], given: list[Any], named: Any) -> Any:
+        """What a function of the tests says to the program that has called it."""
+        try:
+            return {"value": self._encoded(function(*given, **named))}
+        except Exception as error:
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            return {"error": [kinds, str(error)]}
 
     def _error(self, kinds: list[str], text: str) -> Exception:
         kind = self.error_class(kinds)
         try:
-            error = kind(text)
+            return kind(text)
         except TypeError:  # UnicodeDecodeError and the like take more
             base = ValueError if issubclass(kind, ValueError) else Exception
-            error = base(f"{kinds[:1]}: {text}")
-        error.from_program = True  # type: ignore[attr-defined]
-        return error
+            return base(f"{kinds[:1]}: {text}")
 
     def error_class(self, kinds: list[str]) -> type[Exception]:
         """Python's own class of the first of these names that has one; of the program's names, a
-        class here that extends it."""
+        class here that extends it. Raises ValueError for what is no name."""
         own: list[str] = []
         base: type[Exception] = Exception
         for name in kinds:
@@ -132,7 +149,7 @@ class Program:
         content = values.written(message)
         left = memoryview(struct.pack("!I", len(content)) + content)
         while left:
-            if not self._stage.wait({self._calls: select.POLLOUT}, self.deadline):
+            if not self._stage.wait({self._calls: select.POLLOUT}):
                 raise Gone
             try:
                 left = left[os.write(self._calls, left) :]
@@ -144,7 +161,7 @@ class Program:
             raise Gone
         parts = bytearray()
         while len(parts) < count:
-            if not self._stage.wait({self._results: select.POLLIN}, self.deadline):
+            if not self._stage.wait({self._results: select.POLLIN}):
                 raise Gone
             part = os.read(self._results, count - len(parts))
             if not part:
@@ -171,18 +188,41 @@ class Program:
             if value._program is not self:
                 raise Gone
             return {"object": value._number}
+        if value is FOREIGN:
+            return {"foreign": None}
         name = getattr(value, "__name__", "")
-        if getattr(builtins, name, None) is value:
+        if isinstance(name, str) and getattr(builtins, name, None) is value:
             return {"builtin": name}
         if isinstance(value, Iterator):
             items = list(islice(value, _MOST_ITEMS + 1))
             if len(items) > _MOST_ITEMS:
                 raise CannotSend(f"an iterator over more than {_MOST_ITEMS:,} items")
             return {"iterator": [self._encoded(item) for item in items]}
+        if isinstance(value, type) and value.__module__ == TESTS:
+            return {"class": value.__name__}
+        if type(value).__module__ == TESTS and not callable(value):
+            return {"made": self._graph(value)}
         if callable(value) and not isinstance(value, type):
             self._local.append(value)
             return {"callback": len(self._local) - 1}
         raise CannotSend(f"a {type(value).__name__} cannot be given to a program")
+
+    def _graph(self, first: Any) -> list[Any]:
+        """An object of a class of the tests with those that it leads to, each with the name of its
+        class and its attributes, where `{"node": n}` is the n-th of them: a list may be long."""
+        nodes, places, found = [first], {id(first): 0}, []
+        for node in nodes:
+            attributes = {}
+            for name, item in vars(node).items():
+                if type(item).__module__ == TESTS and not callable(item):
+                    if id(item) not in places:
+                        places[id(item)] = len(nodes)
+                        nodes.append(item)
+                    attributes[name] = {"node": places[id(item)]}
+                else:
+                    attributes[name] = self._encoded(item)
+            found.append([type(node).__name__, attributes])
+        return found
 
 
 def _change(item: Any, into: Any) -> None:
@@ -190,124 +230,3 @@ def _change(item: Any, into: Any) -> None:
     if type(item) in values.CHANGING and type(into) is type(item) and item != into:
         item.clear()
         (item.extend if isinstance(item, (list, deque)) else item.update)(into)
-
-
-class StandIn:
-    """An object of the program."""
-
-    def __init__(self, program: Program, number: int, name: str) -> None:
-        self.__dict__.update(_program=program, _number=number, _name=name, _knows=False)
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self._program.ask("call", self, *args, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        if name[:2] == "__":
-            raise AttributeError(name)
-        return self._program.ask("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._program.ask("setattr", self, name, value)
-
-    def __eq__(self, other: Any) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, StandIn) or self._name != other._name:
-            return False
-        if self._program.ask("eq", self, other) is not True:
-            return False
-        return bool(self._state() == other._state())
-
-    def _state(self) -> Any:
-        try:
-            return self._program.ask("state", self)
-        except TypeError:  # it has none
-            return None
-
-    def __hash__(self) -> int:
-        return hash(self._program.ask("hash", self))
-
-    def __instancecheck__(self, other: Any) -> bool:
-        if not isinstance(other, StandIn):
-            return False
-        return self._program.ask("isinstance", other, self) is True
-
-    def __subclasscheck__(self, other: Any) -> bool:
-        return self._program.ask("issubclass", other, self) is True
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = self._program.ask("iter", self)
-        return iter(iterator) if not isinstance(iterator, StandIn) else _Items(iterator)
-
-    def __exit__(self, *_: Any) -> None:
-        self._program.ask("exit", self)
-
-
-class _Items:
-    """An iterator of the program."""
-
-    def __init__(self, iterator: StandIn) -> None:
-        self._iterator = iterator
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return self._iterator._program.ask("next", self._iterator)
-
-
-def _unary(what: str, kind: type | None = None) -> Callable[..., Any]:
-    def method(self: StandIn, *args: Any) -> Any:
-        if self._knows:
-            raise TypeError("it was made of a value of the tests by an operator of the program")
-        said = self._program.ask(what, self, *args)
-        if kind is not None and not isinstance(said, kind):
-            raise TypeError(f"{what} gave a {type(said).__name__}")
-        return said
-
-    return method
-
-
-def _binary(what: str, *, turned: bool = False) -> Callable[..., Any]:
-    def method(self: StandIn, other: Any) -> Any:
-        said = self._program.ask(what, *((other, self) if turned else (self, other)))
-        if isinstance(other, StandIn):
-            return said
-        # `abs(f(x) - 3) < 0.1`: a program that is given the 3 could make anything close to it.
-        if not isinstance(said, StandIn):
-            raise TypeError("an operator of the program decides about a value of the tests")
-        said.__dict__["_knows"] = True
-        return said
-
-    return method
-
-
-def _order(what: str) -> Callable[..., Any]:
-    def method(self: StandIn, other: Any) -> Any:
-        return (
-            self._program.ask(what, self, other) if isinstance(other, StandIn) else NotImplemented
-        )
-
-    return method
-
-
-def _contains(self: StandIn, item: Any) -> bool:
-    try:
-        items = iter(self)
-    except TypeError:
-        return self._program.ask("contains", self, item) is True
-    return any(item is other or item == other for other in items)
-
-
-setattr(StandIn, "__contains__", _contains)  # noqa: B010  # as all others below
-for _what in ("lt", "le", "gt", "ge"):
-    setattr(StandIn, f"__{_what}__", _order(_what))
-for _what in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_",
-              "xor"):  # fmt: skip
-    setattr(StandIn, f"__{_what.rstrip('_')}__", _binary(_what))
-    setattr(StandIn, f"__r{_what.rstrip('_')}__", _binary(_what, turned=True))
-for _what in ("neg", "pos", "abs", "invert", "getitem", "setitem", "delitem", "next", "enter"):
-    setattr(StandIn, f"__{_what}__", _unary(_what))
-for _what, _kind in (("str", str), ("repr", str), ("len", int), ("bool", bool), ("int", int),
-                     ("float", float)):  # fmt: skip
-    setattr(StandIn, f"__{_what}__", _unary(_what, _kind))

@@ -11,13 +11,11 @@ import socket
 import struct
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from rloo.rewards.code.inside import kernel, program, watch
 
-_TICK = 0.05
 _PATIENCE = 10.0  # for our own processes
 _CHUNK = 1 << 16
 
@@ -63,8 +61,7 @@ class Stage:
         self._over: str | None = None
         self.closed = False
         self._running: int | None = None
-        self._end: float | None = None
-        self._watched = 0.0
+        self._clock = watch.Clock(limits)
         if self._isolated:
             self._folder = program.PRIVATE
             kernel.unshare(kernel.NEW_PROCESSES)  # of the next child
@@ -89,9 +86,6 @@ class Stage:
     def start(self, request: dict[str, Any], files: list[int]) -> None:
         """Have a process begin `request` (see `program.begin`) with these files as its own, which
         are closed here. Raises Ended where it may not run any more."""
-        if self._end is None:
-            self._end = time.monotonic() + self.limits["total_seconds"]
-        self._watched = time.monotonic()
         try:
             if self._over is not None:
                 raise Ended(self._over)
@@ -121,33 +115,35 @@ class Stage:
         self._running = None
         return None if killed else os.waitstatus_to_exitcode(status)
 
-    def wait_ended(self, deadline: float) -> None:
-        """Wait until what was started has ended by itself, or for the deadline."""
-        self.wait({self._control.fileno(): select.POLLIN}, deadline)
+    def grant(self) -> None:
+        """Give it the time of one run or case from now on."""
+        self._clock.grant()
 
-    def wait(self, files: dict[int, int], deadline: float) -> list[int]:
-        """Those of the files (with poll's events) that are ready; none at the deadline. Raises
-        Ended where a limit that all processes share was exceeded, or the whole time is over."""
+    def wait_ended(self) -> None:
+        """Wait until what was started has ended by itself, or its time is over."""
+        self.wait({self._control.fileno(): select.POLLIN})
+
+    def wait(self, files: dict[int, int]) -> list[int]:
+        """Those of the files (with poll's events) that are ready; none where the time that was
+        granted is over. Raises Ended where a limit that all processes share was exceeded, or the
+        whole time is over."""
         poll = select.poll()
         for file, events in files.items():
             poll.register(file, events)
-        end = min(deadline, self._end or deadline)
-        while (now := time.monotonic()) < end:
-            if now - self._watched >= _TICK:  # however much there is to read
+        while True:
+            if self._clock.due:  # however much there is to read
                 self._watch()
-                self._watched = now
-            if ready := poll.poll(1000 * min(_TICK, end - now)):
+            if self._clock.is_over:
+                return []
+            if ready := poll.poll(1000 * watch.TICK):
                 return [file for file, _ in ready]
-        if end < deadline:
-            self._stop("its whole time is over")
-        return []
 
     def run(self, request: dict[str, Any], given: bytes) -> tuple[bytes, int | None]:
         """Start a process, give it `given` to read, and return what it has written until its end,
         with its exit status (None: it was ended by us, for its time or its output)."""
         read, stdin = os.pipe()
         stdout, write = os.pipe()
-        deadline = time.monotonic() + self.limits["seconds"]
+        self.grant()
         parts: list[bytes] = []
         try:
             self.start(request, [read, write])
@@ -158,7 +154,7 @@ class Stage:
                 os.close(stdin)
                 del waiting[stdin]
             while stdout in waiting:
-                ready = self.wait(waiting, deadline)
+                ready = self.wait(waiting)
                 if not ready:
                     break
                 if stdin in ready:
@@ -179,7 +175,7 @@ class Stage:
                     if size > self.limits["output"]:
                         break
             else:
-                self.wait_ended(deadline)
+                self.wait_ended()
             status = self.finish()
         finally:
             os.close(stdout)
@@ -222,8 +218,14 @@ class Stage:
         """End the program where its processes together have too much."""
         if os.getppid() != self._worker:
             raise SandboxFailed("the worker has ended")
+        family = watch.family(os.getpid(), self._pid)
+        self._clock.look(family)
         where = None if self._isolated else self._folder
-        if (why := watch.too_much(self._pid, self.limits, where)) is not None:
+        socket_bytes = self._wall["socket"]
+        why = watch.too_much(family, self.limits, where, socket_bytes)
+        if why is None and self._clock.is_all_over:
+            why = "its whole time is over"
+        if why is not None:
             self._stop(why)
 
 

@@ -3,165 +3,159 @@
 The tests run here, in the judge's process, with stand-ins for the names of the program. So a test
 is judged by Python's own `assert`, comparisons and library, whatever the program has done to its
 own. What a name of a test stands for is decided by what the tests say and by the program's text,
-never by the program.
+never by the program; and whether the tests can be run, by them alone (`suite`).
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
 import importlib
-import re
 import sys
-import time
 import types
+from contextlib import suppress
 from typing import Any
 
-from rloo.rewards.code.inside.remote import CannotSend, Gone, Program
-from rloo.rewards.code.inside.stage import Ended, Stage
-
-# What tests may take from it by a name that they do not import themselves.
-_LIBRARY = frozenset(
-    [
-        "array",
-        "bisect",
-        "cmath",
-        "collections",
-        "copy",
-        "dataclasses",
-        "datetime",
-        "decimal",
-        "enum",
-        "fractions",
-        "functools",
-        "heapq",
-        "itertools",
-        "json",
-        "math",
-        "numbers",
-        "operator",
-        "random",
-        "re",
-        "statistics",
-        "string",
-        "typing",
-    ]
-)
-_FROM = re.compile(r"^from ([\w.]+) import ([^\n(]+|\([^)]*\))", re.MULTILINE)
-
-
-class CannotTell(Exception):
-    """The tests are no fault of the program's: they cannot be run."""
+from rloo.rewards.code.inside import pytests, source
+from rloo.rewards.code.inside.remote import TESTS, Gone, Program
+from rloo.rewards.code.inside.stage import Ended, SandboxFailed, Stage
+from rloo.rewards.code.inside.suite import CannotTell, Suite, Unit
 
 
 def run_tests(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
     """How many of the tests pass."""
     try:
-        tests = [_parsed(test) for test in request["tests"]]
-        return _count(tests, request, stage)
+        suite = Suite(
+            request["tests"],
+            request.get("setup", ""),
+            request.get("entry", ""),
+            tuple(request.get("packages", ())),
+        )
     except CannotTell as error:
         return {"missing": str(error)}
-
-
-def _parsed(test: str) -> ast.Module:
+    text = source.choose(request, suite.wanted)
+    asked = {
+        "source": text,
+        "setup": request.get("setup", ""),
+        "implied": request.get("implied", False),
+    }
+    runner, passed = _Runner(suite, asked, stage), 0
     try:
-        return ast.parse(test, "test.py")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise CannotTell(f"a test cannot be read: {error}") from error
+        for unit in suite.units:
+            if runner.passes(unit):
+                passed += 1
+            elif request["all_or_nothing"]:
+                break
+    except Ended:
+        pass
+    return {"passed": passed, "count": len(suite.units)}
 
 
-def _count(tests: list[ast.Module], request: dict[str, Any], stage: Stage) -> dict[str, Any]:
-    names = _Names(tests, request["program"])
-    module = types.ModuleType("tests")
-    sys.modules["tests"] = module
-    passed, program = 0, None
-    for test in tests:
+# Of a function's code, whose module `inspect` every program would have in its memory.
+_COROUTINE = 0x80
+
+
+class _Runner:
+    """Runs units of a suite on a program, which it starts again where that has ended."""
+
+    def __init__(self, suite: Suite, asked: dict[str, Any], stage: Stage) -> None:
+        self._suite, self._asked, self._stage = suite, asked, stage
+        self._program: Program | None = None
+        self._done = 0  # so many texts were run
+        self._failed: set[int] = set()
+        self._module = types.ModuleType(TESTS)
+        sys.modules[TESTS] = self._module
+        sys.modules["pytest"] = pytests.module()
+        self._names = vars(self._module)
+        self._own, self._taken = suite.names_in(asked["source"])
+        self._given: dict[str, Any] = {}
+
+    def passes(self, unit: Unit) -> bool:
+        """Whether it does. Raises Ended."""
         try:
-            if program is None or program.ended:
-                program = Program(stage, request["program"])
-                names.put(program, module.__dict__)
-            program.deadline = time.monotonic() + stage.limits["seconds"]
-            right = _passes(test, module.__dict__)
+            if self._program is None or self._program.ended:
+                self._begin()
+            assert self._program is not None
+            self._stage.grant()
+            right = self._run(unit)
+            # A test that takes every error for what it waits for is not passed by an end.
+            return right and not self._program.ended
         except Gone:
-            right = False
-        except Ended:
-            break
-        if right:
-            passed += 1
-        elif request["all_or_nothing"]:
-            break
-    return {"passed": passed, "count": len(tests)}
-
-
-def _passes(test: ast.Module, names: dict[str, Any]) -> bool:
-    try:
-        exec(compile(test, "test.py", "exec"), names)
-    except (CannotSend, ImportError) as error:
-        if hasattr(error, "from_program"):
             return False
-        raise CannotTell(f"a test cannot be run: {error}") from error
-    except (Exception, SystemExit):
-        return False
-    return True
+
+    def _begin(self) -> None:
+        self._program = Program(self._stage, self._asked, filter(_is_class_name, self._suite.used))
+        ask, given = self._program.ask, dict(self._own)
+        for name in self._taken:
+            with suppress(Exception):  # it stays free
+                given[name] = ask("name", self._suite.asked[name])
+        given.update({name: _Module(ask) for name in self._suite.modules})
+        for name in {*given, *self._given}:
+            # What the tests have bound since is theirs.
+            if self._names.get(name) is self._given.get(name):
+                self._names.pop(name, None)
+                self._names.update({name: given[name]} if name in given else {})
+        self._given = given
+        self._right(lambda: self._execute(self._suite.begin))
+
+    def _run(self, unit: Unit) -> bool:
+        while self._done <= unit.text:
+            tree = self._suite.trees[self._done]
+            self._done += 1
+            if not self._right(lambda tree=tree: self._execute(tree)):
+                self._failed.add(self._done - 1)
+        if unit.text in self._failed:
+            return False
+        return not unit.name or self._right(lambda: self._call(unit))
+
+    def _call(self, unit: Unit) -> None:
+        if unit.name == "check" and self._suite.entry:
+            assert self._program is not None
+            self._names["check"](self._program.ask("name", self._suite.entry))
+            return
+        first, _, method = unit.name.partition(".")
+        if not method:
+            function = self._names[first]
+            if function.__code__.co_flags & _COROUTINE:
+                importlib.import_module("asyncio").run(function())
+            else:
+                pytests.call(function, self._names)
+            return
+        kind = self._names[first]
+        unittest: Any = sys.modules.get("unittest")
+        if unittest is not None and issubclass(kind, unittest.TestCase):
+            result = unittest.TestResult()
+            kind(method).run(result)
+            wrong = [*result.failures, *result.errors, *result.unexpectedSuccesses]
+            assert result.testsRun == 1 and not wrong and not result.skipped, wrong
+            return
+        thing = kind()
+        for before in ("setup_method", "setup"):
+            if hasattr(thing, before):
+                getattr(thing, before)()
+        pytests.call(getattr(thing, method), self._names)
+
+    def _execute(self, tree: Any) -> None:
+        exec(compile(tree, "test.py", "exec"), self._names)
+
+    def _right(self, work: Any) -> bool:
+        try:
+            work()
+        except (Gone, Ended, SandboxFailed):
+            raise
+        except BaseException:  # also SystemExit: whatever comes of what a program has given
+            return False
+        return True
 
 
-class _Names:
-    """What the names mean that tests take from the program."""
+class _Module:
+    """The program as a module that tests have imported."""
 
-    def __init__(self, tests: list[ast.Module], source: str) -> None:
-        nodes = [node for test in tests for node in ast.walk(test)]
-        used = {node.id for node in nodes if isinstance(node, ast.Name)} - _bound(nodes)
-        modules = {
-            node.value.id
-            for node in nodes
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        }
-        imported = _imported(source)
-        defined = set(re.findall(r"^(?:async +def|def|class) +(\w+)", source, re.MULTILINE))
-        built_in = set(dir(builtins))
-        # A function to be tested may have the name of a built-in one, where there is no other.
-        hidden = built_in if used & defined - built_in else built_in - defined
-        self._own: dict[str, Any] = {}
-        for name in sorted(used - hidden):
-            if name in modules & _LIBRARY:
-                self._own[name] = importlib.import_module(name)
-            elif name in imported:
-                self._own[name] = imported[name]
-        self._asked = sorted(used - hidden - set(self._own))
+    def __init__(self, ask: Any) -> None:
+        self._ask = ask
 
-    def put(self, program: Program, names: dict[str, Any]) -> None:
-        """Give the names their meanings; one that the program does not have stays free."""
-        names.update(self._own)
-        for name in self._asked:
-            try:
-                names[name] = program.ask("name", name)
-            except Exception as error:
-                if not hasattr(error, "from_program"):
-                    raise
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("name", name)
 
 
-def _bound(nodes: list[ast.AST]) -> set[str]:
-    """The names to which the tests themselves give a meaning."""
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            found.add(node.id)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).partition(".")[0])
-    return found
-
-
-def _imported(source: str) -> dict[str, Any]:
-    """What a program's text imports from the library under its own name."""
-    found = {}
-    for name, names in _FROM.findall(source):
-        if name not in _LIBRARY:
-            continue
-        known = vars(importlib.import_module(name))
-        listed = re.split(r"[\s,()]+", re.sub("#.*", "", names))
-        for item in known if "*" in listed else listed:
-            if item in known and item[:1] != "_":
-                found[item] = known[item]
-    return found
+def _is_class_name(name: str) -> bool:
+    """Tests call what begins with a capital a class, which may decide in its own way."""
+    return name[:1].isupper()

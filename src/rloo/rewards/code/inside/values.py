@@ -7,12 +7,15 @@ decoded is made of Python's own types alone, whatever the other side has sent.
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections import deque, namedtuple
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+_ARRAY = re.compile(r"[<>|=][biufcSU][0-9]+")
 _SMALL = 1 << 60  # Python's own reading and writing of decimals takes quadratic time
 
 CHANGING = (list, dict, set, deque)
@@ -57,6 +60,19 @@ def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
         return {"Fraction": [encode(value.numerator), encode(value.denominator)]}
     if isinstance(value, Decimal):
         return {"Decimal": str(value)}
+    if type(value).__module__ == "numpy":
+        return _of_numpy(value, other)
+    if other is None:
+        raise NotPlain(f"a {type(value).__name__} is no plain value")
+    return other(value)
+
+
+def _of_numpy(value: Any, other: Callable[[Any], Any] | None) -> Any:
+    """A scalar as Python's own, an array with its type; others are no plain values."""
+    if type(value).__name__ == "ndarray" and _ARRAY.fullmatch(value.dtype.str):
+        return {"ndarray": [value.dtype.str, encode(value.tolist())]}
+    if hasattr(value, "dtype") and type(value).__name__ != "ndarray" and value.ndim == 0:
+        return encode(value.item())
     if other is None:
         raise NotPlain(f"a {type(value).__name__} is no plain value")
     return other(value)
@@ -85,6 +101,14 @@ def _named(content: Any, decoded: Callable[[Any], Any]) -> Any:
     return namedtuple(str(name), [str(field) for field in fields])(*map(decoded, items))
 
 
+def _array(content: Any, decoded: Callable[[Any], Any]) -> Any:
+    kind, items = content
+    numpy, items = sys.modules.get("numpy"), decoded(items)
+    if numpy is None or not _ARRAY.fullmatch(kind):
+        return items
+    return numpy.array(items, kind)
+
+
 _MAKERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "int": lambda content, _: int(content, 16),
     "tuple": lambda content, decoded: tuple(map(decoded, content)),
@@ -98,6 +122,7 @@ _MAKERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "range": lambda content, decoded: range(*map(decoded, content)),
     "Fraction": lambda content, decoded: Fraction(*map(decoded, content)),
     "Decimal": lambda content, _: Decimal(content),
+    "ndarray": _array,
 }
 
 
@@ -109,6 +134,8 @@ def written(value: Any) -> bytes:
 def as_lists(value: Any) -> Any:
     """A value whose tuples are lists, also within lists, tuples and values of dictionaries: rows of
     a dataset know no tuples."""
+    if type(value).__name__ == "ndarray":
+        return as_lists(value.tolist())
     if isinstance(value, (list, tuple)):
         return [as_lists(item) for item in value]
     if isinstance(value, dict):

@@ -1,23 +1,165 @@
-"""What the processes of a program have together, of which Linux limits no sum. Looked at now and
-then, so that more may be there for a moment."""
+"""What the processes of a program have together, of which Linux limits no sum: memory, files, time.
+Looked at now and then, so that more may be there for a moment."""
 
 from __future__ import annotations
 
 import os
 import stat
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 _WRITTEN = 4  # times the bytes that its files may have at once
+# How often programs are looked at, in seconds.
+TICK = 0.05
+# Time by the clock is that many times what a program may take, and so many seconds more: others may
+# have the processors.
+_PATIENCE, _MORE = 4, 10.0
+_FILE, _PIPE = 1 << 14, 1 << 16  # bytes that an open file and a pipe may hold in the kernel
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def too_much(root: int, limits: dict[str, Any], folder: str | None) -> str | None:
-    """What a process and all that descend from it have too much of; None where nothing. `folder`
-    has their files, where no file system of their own limits them."""
-    family = _family(root)
-    memory = sum(family.values())
+def wall_seconds(seconds: float) -> float:
+    """How long a program may take by the clock that may take so much time."""
+    return _PATIENCE * seconds + _MORE
+
+
+@dataclass(frozen=True)
+class Process:
+    """What Linux tells of one: the state of it or of a thread that goes on without it, seconds of a
+    processor (its own, and of children that it has waited for), bytes that are resident,
+    bytes of tables of pages and swapped ones, and how often it has gone to sleep."""
+
+    place: str  # in /proc
+    begun: int
+    state: str
+    own: float
+    waited: float
+    resident: int
+    tables: int = 0
+    slept: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Which process it is, also where numbers are used again."""
+        return self.place.split("/")[2], self.begun
+
+
+class Clock:
+    """The time that a program has had: that of processors, of all its processes, and that in which
+    none of them wants a processor. So it costs it nothing where others have these."""
+
+    def __init__(self, limits: dict[str, Any]) -> None:
+        self._seconds, self._total = limits["seconds"], limits["total_seconds"]
+        self._spent = self._used = self._waited = 0.0
+        self._own: dict[tuple[str, int], float] = {}
+        self._slept: dict[tuple[str, int], int] = {}
+        self._seen = 0.0
+        self._begun = self._looked = time.monotonic()
+        self.grant()
+
+    def grant(self) -> None:
+        """One run begins."""
+        self._from, self._since = self._spent, time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to look."""
+        return time.monotonic() - self._looked >= TICK
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time of one run is."""
+        by_clock = time.monotonic() - self._since
+        return self._spent - self._from >= self._seconds or by_clock >= wall_seconds(self._seconds)
+
+    @property
+    def is_all_over(self) -> bool:
+        """Whether the whole time is."""
+        by_clock = time.monotonic() - self._begun
+        return self._spent >= self._total or by_clock >= wall_seconds(self._total)
+
+    def look(self, family: Family) -> None:
+        """Count the time since it was last looked at."""
+        now = time.monotonic()
+        # Of what lies between two looks that are far apart, we may have slept ourselves.
+        passed, self._looked = min(now - self._looked, 2 * TICK), now
+        for process in family.members:
+            self._seen += max(0.0, process.own - self._own.get(process.key, 0.0))
+            self._own[process.key] = process.own
+        # Those that nobody waits for are seen, and those that end at once are waited for.
+        living = sum(process.own + process.waited for process in family.members)
+        used = max(self._seen, living + family.waited, self._used)
+        more, self._used = used - self._used, used
+        # One that has slept since the last look may have been woken by what we look at.
+        wants = any(
+            process.state in "RD" and self._slept.get(process.key, process.slept) == process.slept
+            for process in family.members
+        )
+        self._slept = {process.key: process.slept for process in family.members}
+        self._spent += more if wants else max(more, passed)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The processes of a program, and seconds of those that have ended."""
+
+    members: list[Process]
+    waited: float
+
+
+def family(clerk: int, stage: int) -> Family:
+    """All that descend from the clerk, to which orphans come, but the stage's own process."""
+    processes = _processes()
+    children: dict[int, list[int]] = {}
+    for pid, fields in processes.items():
+        children.setdefault(int(fields[1]), []).append(pid)
+    found, waiting = [], list(children.get(clerk, ()))
+    while waiting:
+        pid = waiting.pop()
+        waiting += children.get(pid, ())
+        if pid != stage and pid in processes:
+            found.append(_process(pid, processes[pid]))
+    waited = _process(stage, processes[stage]).waited if stage in processes else 0.0
+    return Family(found, waited)
+
+
+def _process(pid: int, fields: list[str]) -> Process:
+    place, state, resident = f"/proc/{pid}", fields[0], fields[21]
+    if state not in "RD" and int(fields[17]) > 1:  # its first thread may have ended, or waits
+        with suppress(OSError):
+            for thread in os.listdir(f"{place}/task"):
+                other = _fields(f"{place}/task/{thread}/stat")
+                if other is not None and (
+                    other[0] == "R" or (state in "ZX" and other[0] not in "ZX")
+                ):
+                    state, resident = other[0], other[21]
+                    place = f"/proc/{pid}/task/{thread}" if fields[0] in "ZX" else place
+                    break
+    own, waited = (sum(map(int, fields[at : at + 2])) / _TICKS for at in (11, 13))
+    told = _status(place)
+    tables = sum(1024 * int(told.get(name, "0").split()[0]) for name in ("VmPTE", "VmSwap"))
+    slept = int(told.get("voluntary_ctxt_switches", "0"))
+    size = int(resident) * _PAGE
+    return Process(place, int(fields[19]), state, own, waited, size, tables, slept)
+
+
+def too_much(
+    family: Family, limits: dict[str, Any], folder: str | None, socket_bytes: int
+) -> str | None:
+    """What the processes of a program have too much of; None where nothing. `folder` has their
+    files, where no file system of their own limits them; a socket holds at most `socket_bytes`."""
+    living = [process for process in family.members if process.state not in "ZX"]
+    kernel = _in_the_kernel(living, socket_bytes)
+    if kernel is None:
+        return "one of its processes hides what it has"
+    if folder is None and living:
+        kernel += _in_files(living[0].place)
+    memory = kernel + sum(process.resident for process in living)
     if memory > limits["memory"]:
-        memory = sum(_own(pid, resident) for pid, resident in family.items())
+        memory = kernel + sum(_own(process.place, process.resident) for process in living)
     if memory > limits["memory"]:
         return f"its processes have {memory >> 20} MiB of memory"
     if folder is None:
@@ -25,13 +167,62 @@ def too_much(root: int, limits: dict[str, Any], folder: str | None) -> str | Non
     files, size = _files(folder, limits["files"])
     if files > limits["files"]:
         return f"it has {files} files"
-    size += _unnamed(family)
+    size += _unnamed(living)
     if size > limits["disk"]:
         return f"its files have {size >> 20} MiB"
-    written = sum(map(_written, family))
+    written = sum(_written(process.place) for process in living)
     if written > _WRITTEN * limits["disk"]:
         return f"it has written {written >> 20} MiB"
     return None
+
+
+def _in_the_kernel(living: list[Process], socket_bytes: int) -> int | None:
+    """Bytes that Linux may hold for open files, pipes, sockets and tables of pages; None where a
+    process cannot be looked at, which honest ones always can."""
+    size, shared = 0, dict[str, int]()
+    for process in living:
+        place = process.place
+        try:
+            names = os.listdir(f"{place}/fd")
+        except PermissionError:
+            if _is_hidden(place):
+                return None
+            continue
+        except OSError:
+            continue
+        for name in names:
+            size += _FILE
+            with suppress(OSError):
+                target = os.readlink(f"{place}/fd/{name}")
+                if target.startswith("socket:"):
+                    shared[target] = socket_bytes
+                elif target.startswith("pipe:"):
+                    shared[target] = _PIPE
+        size += process.tables
+    return size + sum(shared.values())
+
+
+def _is_hidden(place: str) -> bool:
+    """Whether a process has memory and cannot be looked at, and is not one of ours that is about to
+    become a program: it has no filter of calls yet."""
+    told = _status(place)
+    return "VmRSS" in told and told.get("Seccomp", "0").strip() != "0"
+
+
+def _status(place: str) -> dict[str, str]:
+    with suppress(OSError, ValueError), open(f"{place}/status") as file:
+        return dict(line.split(":", 1) for line in file)
+    return {}
+
+
+def _in_files(place_of: str) -> int:
+    """Bytes of the files in memory that a process has for itself."""
+    size = 0
+    for place in ("tmp", "dev/shm"):
+        with suppress(OSError):
+            told = os.statvfs(os.path.join(place_of, "root", place))
+            size += (told.f_blocks - told.f_bfree) * told.f_frsize
+    return size
 
 
 def tasks_of(user: int) -> int:
@@ -47,30 +238,20 @@ def _processes() -> dict[int, list[str]]:
     """The fields of /proc/PID/stat after the name, of every process that can be seen."""
     found = {}
     for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError), open(f"/proc/{name}/stat") as file:
-                found[int(name)] = file.read().rpartition(")")[2].split()
+        if name.isdigit() and (fields := _fields(f"/proc/{name}/stat")) is not None:
+            found[int(name)] = fields
     return found
 
 
-def _family(root: int) -> dict[int, int]:
-    """Bytes of memory of a process and all that descend from it. What they share counts in each."""
-    processes = _processes()
-    children: dict[int, list[int]] = {}
-    for pid, fields in processes.items():
-        children.setdefault(int(fields[1]), []).append(pid)
-    found, waiting = {}, [root]
-    while waiting:
-        pid = waiting.pop()
-        if pid in processes:
-            found[pid] = int(processes[pid][21]) * os.sysconf("SC_PAGE_SIZE")
-        waiting += children.get(pid, ())
-    return found
+def _fields(path: str) -> list[str] | None:
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read().rpartition(b")")[2].decode().split() or None
+    return None
 
 
-def _own(pid: int, resident: int) -> int:
+def _own(place: str, resident: int) -> int:
     """Bytes of a process, of what it shares its part. It takes longer, and may be forbidden."""
-    with suppress(OSError, StopIteration), open(f"/proc/{pid}/smaps_rollup") as file:
+    with suppress(OSError, StopIteration), open(f"{place}/smaps_rollup") as file:
         return 1024 * next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
     return resident
 
@@ -90,21 +271,21 @@ def _files(folder: str, most: int) -> tuple[int, int]:
     return count, size
 
 
-def _unnamed(family: dict[int, int]) -> int:
+def _unnamed(living: list[Process]) -> int:
     """Bytes of the open files that have no name any more."""
     found = {}
-    for pid in family:
+    for process in living:
         with suppress(OSError):
-            for name in os.listdir(f"/proc/{pid}/fd"):
+            for name in os.listdir(f"{process.place}/fd"):
                 with suppress(OSError):
-                    of = os.stat(f"/proc/{pid}/fd/{name}")
+                    of = os.stat(f"{process.place}/fd/{name}")
                     if stat.S_ISREG(of.st_mode) and of.st_nlink == 0:
                         found[of.st_dev, of.st_ino] = of.st_blocks * 512
     return sum(found.values())
 
 
-def _written(pid: int) -> int:
+def _written(place: str) -> int:
     """Bytes that a process, and those of its children that have ended, have written to a disk."""
-    with suppress(OSError, StopIteration), open(f"/proc/{pid}/io") as file:
+    with suppress(OSError, StopIteration), open(f"{place}/io") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("write_bytes"))
     return 0

@@ -24,11 +24,14 @@ from typing import Any
 from rloo.rewards.code.inside import filter as calls
 from rloo.rewards.code.inside import kernel, program
 from rloo.rewards.code.inside.stage import SandboxFailed, Stage, empty, kill_all
+from rloo.rewards.code.inside.watch import wall_seconds
 
 # With these the clerk ends, where it has not answered.
 _CLOSED, _FAILED = 3, 4
 _CLERK_MEMORY = 1 << 30
 _SPENT = b'a{"spent": true}'
+# What a clerk dies of that has been sent too much, or what no interpreter survives.
+_BY_A_PROGRAM = (signal.SIGXCPU, signal.SIGALRM, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 # What most programs import; loaded once, here.
 _WARM = (
     "array bisect collections copy decimal fractions functools heapq itertools json math operator "
@@ -58,7 +61,7 @@ def main(channel: int, setup: dict[str, Any]) -> None:
         if wall["kind"] == "landlock" and status != 0:
             kill_all(os.getppid())
             empty(wall["folder"])
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGALRM):
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) in _BY_A_PROGRAM:
             _send(channel, _SPENT)
         elif status != 0:
             os._exit(0 if os.waitstatus_to_exitcode(status) == _CLOSED else 1)
@@ -125,7 +128,7 @@ def _answer_one(
         message = _receive(channel)
         said = None
         if message is not None:
-            signal.alarm(2 * int(setup["limits"]["total_seconds"]) + 10)
+            signal.alarm(int(2 * wall_seconds(setup["limits"]["total_seconds"])))
             said = _handled(message, stage, handler)
         stage.close()
         if message is None:

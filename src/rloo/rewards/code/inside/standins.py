@@ -1,0 +1,189 @@
+"""Stand-ins of the judge's for objects of a program: what tests do with one is asked of the
+program, as far as that does not decide about a value of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Methods of built-in types that say yes or no: an object that a test takes for one of these may not
+# have them in its own way.
+_DECIDING = {
+    name
+    for kind in (str, bytes, list, tuple, dict, set, frozenset, int, float)
+    for name in dir(kind)
+    if name.startswith("is") or name in ("startswith", "endswith")
+}
+# Stands for an object that no program knows.
+FOREIGN = object()
+
+
+class StandIn:
+    """An object of the program."""
+
+    def __init__(self, program: Any, number: int, name: str) -> None:
+        self.__dict__.update(_program=program, _number=number, _name=name, _knows=False)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._program.ask("call", self, *args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__":
+            raise AttributeError(name)
+        if name in _DECIDING and not self._is_known():
+            raise TypeError(f"{name} of an object that is of no class of the tests")
+        return self._program.ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._program.ask("setattr", self, name, value)
+
+    def _is_known(self) -> bool:
+        """Whether tests name its class, or it is a class or module itself."""
+        return self._name in self._program.classes or self._name.endswith(("type", "Meta"))
+
+    def __eq__(self, other: Any) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, StandIn) or self._name != other._name:
+            return False
+        if not self._says("eq", other):
+            return False
+        state = self._state()
+        return bool(state) and bool(state == other._state()) and self._varies() and other._varies()
+
+    def _says(self, what: str, other: Any) -> bool:
+        """Whether the program says so; it does not where it raises an error."""
+        try:
+            return self._program.ask(what, self, other) is True
+        except Exception:
+            return False
+
+    def _state(self) -> Any:
+        try:
+            return self._program.ask("state", self)
+        except Exception:  # it has none
+            return None
+
+    def _varies(self) -> bool:
+        """Whether what it was made of is part of it: a class that forgets what it is given makes
+        things that are all equal."""
+        maker, args, named = self.__dict__.get("_made", (None, (), {}))
+        if maker is None or named or not maker._name.endswith(("type", "Meta")):
+            return True
+        varied = [
+            (
+                *args[:at],
+                _other_than(item),
+                *args[at + 1 :],
+            )
+            for at, item in enumerate(args)
+            if isinstance(item, (int, float, str))
+        ]
+        if "_varies_" not in maker.__dict__:
+            state = self._state()
+            maker.__dict__["_varies_"] = not varied or any(
+                _made_state(maker, other) != state for other in varied
+            )
+        return bool(maker.__dict__["_varies_"])
+
+    def __hash__(self) -> int:
+        return hash(self._program.ask("hash", self))
+
+    def __instancecheck__(self, other: Any) -> bool:
+        if not isinstance(other, StandIn):
+            return False
+        return self._program.ask("isinstance", other, self) is True
+
+    def __subclasscheck__(self, other: Any) -> bool:
+        return self._program.ask("issubclass", other, self) is True
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._program.ask("iter", self)
+        return iter(iterator) if not isinstance(iterator, StandIn) else _Items(iterator)
+
+    def __exit__(self, *_: Any) -> None:
+        self._program.ask("exit", self)
+
+
+def _other_than(value: Any) -> Any:
+    return value + "'" if isinstance(value, str) else value + 1
+
+
+def _made_state(maker: StandIn, args: tuple[Any, ...]) -> Any:
+    try:
+        made = maker(*args)
+    except Exception:  # it looks at what it is given
+        return None
+    return made._state() if isinstance(made, StandIn) else made
+
+
+class _Items:
+    """An iterator of the program."""
+
+    def __init__(self, iterator: StandIn) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._iterator._program.ask("next", self._iterator)
+
+
+def _unary(what: str, kind: type | None = None) -> Callable[..., Any]:
+    def method(self: StandIn, *args: Any) -> Any:
+        if self._knows:
+            raise TypeError("it was made of a value of the tests by an operator of the program")
+        said = self._program.ask(what, self, *args)
+        if kind is not None and not isinstance(said, kind):
+            raise TypeError(f"{what} gave a {type(said).__name__}")
+        return said
+
+    return method
+
+
+def _binary(what: str, *, turned: bool = False) -> Callable[..., Any]:
+    def method(self: StandIn, other: Any) -> Any:
+        said = self._program.ask(what, *((other, self) if turned else (self, other)))
+        if isinstance(other, StandIn):
+            return said
+        # `abs(f(x) - 3) < 0.1`: a program that is given the 3 could make anything close to it.
+        if not isinstance(said, StandIn):
+            raise TypeError("an operator of the program decides about a value of the tests")
+        said.__dict__["_knows"] = True
+        return said
+
+    return method
+
+
+def _order(what: str) -> Callable[..., Any]:
+    def method(self: StandIn, other: Any) -> Any:
+        return (
+            self._program.ask(what, self, other) if isinstance(other, StandIn) else NotImplemented
+        )
+
+    return method
+
+
+def _contains(self: StandIn, item: Any) -> bool:
+    try:
+        items = iter(self)
+    except TypeError:
+        if not self._is_known():
+            raise
+        return self._says("contains", item) and not self._says("contains", FOREIGN)
+    return any(item is other or item == other for other in items)
+
+
+setattr(StandIn, "__contains__", _contains)  # noqa: B010  # as all others below
+for _what in ("lt", "le", "gt", "ge"):
+    setattr(StandIn, f"__{_what}__", _order(_what))
+for _what in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_",
+              "xor"):  # fmt: skip
+    setattr(StandIn, f"__{_what.rstrip('_')}__", _binary(_what))
+    setattr(StandIn, f"__r{_what.rstrip('_')}__", _binary(_what, turned=True))
+for _what in ("neg", "pos", "abs", "invert", "getitem", "setitem", "delitem", "next", "enter"):
+    setattr(StandIn, f"__{_what}__", _unary(_what))
+for _what, _kind in (("str", str), ("repr", str), ("len", int), ("bool", bool), ("int", int),
+                     ("float", float)):  # fmt: skip
+    setattr(StandIn, f"__{_what}__", _unary(_what, _kind))
