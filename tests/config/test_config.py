@@ -392,9 +392,9 @@ def test_the_second_name_of_a_field_sets_it_unless_it_is_null():
 
 def test_other_ways_to_write_a_value_are_read():
     assert RLOOConfig(top_k=None).top_k == 0
-    config = RLOOConfig(
-        loss_type="dr_grpo", scale_rewards=False, max_completion_length=7, reward_funcs=["a.b.c"]
-    )
+    grpo = {"loss_type": "dr_grpo", "scale_rewards": False}
+    with pytest.warns(UserWarning, match="loss_type, scale_rewards: of TRL's GRPO"):
+        config = RLOOConfig(**grpo, max_completion_length=7, reward_funcs=["a.b.c"])
     assert (config.loss_aggregation, config.loss_constant) == ("constant", 7.0)
     assert (config.std_level, config.reward) == ("none", ["a.b:c"])
     assert RLOOConfig(scale_rewards="batch", loss_type="dapo").std_level == "batch"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rloo.config import deepspeed
 from rloo.config.accelerate import launched_options
-from rloo.config.aliases import ALIASES, CONVERSIONS, resolve
+from rloo.config.aliases import ALIASES, CONVERSIONS, hint_of_grpo, resolve
 from rloo.config.asked import Asked
 from rloo.config.beside import correction_of
 from rloo.config.checks import check
@@ -64,6 +64,7 @@ class RLOOConfig(Base):
             given, own = self._given(options)
             changed = resolve(_changed_defaults(type(self)), option_types())
             values = over_preset(changed | resolve(given, option_types()))
+            hint_of_grpo(given)
             values |= sampling_options(values.get("generation_kwargs"))
             values |= launched_options(values)
             values |= deepspeed.options_of(values)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
 from rloo.config.plain_yaml import read_yaml
 
-SCRIPTS = (".sh", ".bash")
+SCRIPTS = (".sh", ".bash", ".zsh", ".ksh", ".slurm", ".sbatch", ".job", ".pbs")
 # --from's name of a system -> (its own, the section that only its files have, others that they
 # have, what its scripts run)
 _SYSTEMS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
@@ -31,8 +32,13 @@ _LEAST = 3
 
 
 def is_script(path: str) -> bool:
-    """Whether `path` is that of a shell script."""
-    return path.endswith(SCRIPTS) and not re.search(r"\s", path)
+    """Whether `path` is that of a shell script, by its ending or its first line."""
+    if path.endswith(SCRIPTS):
+        return os.path.isfile(path) or not re.search(r"\s", path)
+    if "\n" in path or not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return re.match(rb"#!.*\b(?:ba|z|k|da)?sh\b", file.readline(200)) is not None
 
 
 def system_of(path: str) -> str | None:

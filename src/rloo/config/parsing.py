@@ -7,7 +7,7 @@ import os
 import typing
 from typing import Any
 
-from rloo.config.aliases import SHORT, our_name, resolve, suggest_option
+from rloo.config.aliases import SHORT, hint_of_grpo, our_name, resolve, suggest_option
 from rloo.config.config import RLOOConfig, known_names, option_types
 from rloo.config.foreign import is_script, refuse_foreign
 from rloo.config.plain_yaml import read_value, read_yaml
@@ -36,6 +36,7 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
     if "model_revision" in given:
         given["model_init_kwargs.revision"] = given.pop("model_revision")
     written = {name: value for name, value in written.items() if name not in given}
+    hint_of_grpo({*given, *({"preset"} if written else ())})
     entries = {name: given.pop(name) for name in list(given) if _is_entry(name)}
     before = len(faults)
     values = _resolved(written, lines, faults)

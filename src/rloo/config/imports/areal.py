@@ -101,6 +101,7 @@ def import_areal(path: str, overrides: Sequence[str] = ()) -> Imported:
     given = read_settings(path, overrides, _MARK, "with --config FILE")
     source = Source(follow_references(given.values), _NAMES)
     source.notes += given.notes
+    source.leave_unread(given.unread)
     options = source.take_same(_SAME)
     source.expect_all(_ONLY)
     options |= _read_run(source, options) | _read_data(source, options) | _read_batches(source)

@@ -110,6 +110,7 @@ def import_nemo_rl(text: str, overrides: Sequence[str] = ()) -> Imported:
     given = read_settings(text, overrides, _MARK, "run_grpo.py")
     source = Source(follow_references(given.values), _NAMES)
     source.notes += given.notes
+    source.leave_unread(given.unread)
     megatron = source.take("policy.megatron_cfg.enabled", bool, False)
     source.take("policy.dtensor_cfg.enabled", bool)
     options = source.take_same(_SAME)

@@ -17,6 +17,7 @@ from rloo.config.imports.openrlhf_objective import read_objective
 from rloo.config.imports.optimizer import read_schedule
 from rloo.config.imports.shell import read_flags
 from rloo.config.imports.source import (
+    CUT,
     ENGINES,
     IN_MEMORY,
     NOT_AHEAD,
@@ -108,6 +109,7 @@ def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> Imported:
     flags = read_flags([*launch.words, *overrides])
     source = Source({FORMERLY.get(name, name): value for name, value in flags.items()}, _NAMES)
     source.notes += launch.notes
+    source.leave_unread({CUT: launch.unread})
     options = source.take_same(_SAME)
     source.expect_all(_ONLY)
     options |= _read_lengths(source)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rloo.config.aliases import our_name
 from rloo.config.config import option_types
+from rloo.config.imports.substitutions import is_resolved
 from rloo.config.plain_yaml import read_value
 from rloo.config.reading import coerce, not_null
 
@@ -19,8 +20,9 @@ IN_MEMORY = "micro-batches follow from memory (max_tokens_per_micro_batch)"
 PROCESSES = "num_processes or a launcher says how many, and parallel whether they divide weights"
 NOT_AHEAD = "dynamic_sample draws further prompts by the scores, so not ahead of training"
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
-_UNRESOLVED = re.compile(r"\$\{[^{}]*\}|\$\(|`")
 _UNKNOWN = object()
+CUT = "the shell leaves it out: a comment or a missing backslash ends the command before it"
+NOT_IN_FILE = "what it refers to is not in the file"
 _LOGGERS = ("wandb", "tensorboard", "swanlab", "trackio", "mlflow")
 _RESOLVERS: dict[str, Callable[..., float]] = {
     "mul": operator.mul, "add": operator.add, "div": operator.truediv, "max": max,
@@ -68,8 +70,8 @@ class Source:
         if key not in self.values:
             return default
         value = self.values.pop(key)
-        if isinstance(value, str) and _UNRESOLVED.search(value):
-            self.left.append(Left(key, value, "what it refers to is not in the file"))
+        if not _is_known(value):
+            self.left.append(Left(key, value, NOT_IN_FILE))
             return default
         self.taken.append(key)
         if value is None or kind is None:
@@ -116,13 +118,30 @@ class Source:
             self.taken.remove(key)
             self.left.append(Left(key, value, reason))
 
+    def leave_unread(self, unread: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put what is no setting of the command, by its reason, among what has no counterpart."""
+        for reason, words in unread.items():
+            for key, value in words.items():
+                why = reason if _is_known(key) else NOT_IN_FILE
+                self.left.append(Left(key, value, why))
+
     def finish(self, options: dict[str, Any], reasons: Mapping[str, tuple[str, ...]]) -> Imported:
         """All that was read; what remains is left with the first of `reasons` -> the beginnings of
         keys that it is for."""
         for key in list(self.values):
             known = (why for why, starts in reasons.items() if f"{key}.".startswith(starts))
-            self.leave(key, next(known, "no counterpart is known"))
+            unknown = "no counterpart is known" if is_resolved(key) else NOT_IN_FILE
+            self.leave(key, next(known, unknown))
         return Imported(options, self.taken, self.left, self.notes)
+
+
+def _is_known(value: Any) -> bool:
+    """Whether nothing in a value is left that only a run would tell."""
+    if isinstance(value, list):
+        return all(map(_is_known, value))
+    if isinstance(value, dict):
+        return all(map(_is_known, value.values()))
+    return not isinstance(value, str) or is_resolved(value)
 
 
 def read_batches(

@@ -141,9 +141,10 @@ _REASONS: dict[str, tuple[str, ...]] = {
 def import_verl(text: str, overrides: Sequence[str] = ()) -> Imported:
     """verl's YAML file or script at the path `text`, or a command line, with `overrides` after it.
     Raises ValueError for what cannot be read."""
-    given = read_settings(text, overrides, _MARK, "verl.trainer.main_ppo")
+    given = read_settings(text, overrides, _MARK, "verl.trainer.main_ppo", "verl/trainer")
     source = Source(follow_references(given.values), _NAMES)
     source.notes += given.notes
+    source.leave_unread(given.unread)
     options = source.take_same(_SAME)
     source.expect_all(_ONLY)
     for key, name in (("prompt", "max_prompt_length"), ("response", "max_completion_length")):
