@@ -397,8 +397,9 @@ def test_other_ways_to_write_a_value_are_read():
         config = RLOOConfig(**grpo, max_completion_length=7, reward_funcs=["a.b.c"])
     assert (config.loss_aggregation, config.loss_constant) == ("constant", 7.0)
     assert (config.std_level, config.reward) == ("none", ["a.b:c"])
-    assert RLOOConfig(scale_rewards="batch", loss_type="dapo").std_level == "batch"
-    assert RLOOConfig(scale_rewards=True).std_level == "group"
+    meant = {"preset": "trl"}
+    assert RLOOConfig(scale_rewards="batch", loss_type="dapo", **meant).std_level == "batch"
+    assert RLOOConfig(scale_rewards=True, **meant).std_level == "group"
     with pytest.warns(UserWarning, match="accuracy_reward is the built-in math here"):
         config = RLOOConfig(
             reward_funcs=["accuracy_reward", "think_format_reward", "math", "f.py:g"]

@@ -73,10 +73,10 @@ def _written(path: str | None, faults: list[str]) -> tuple[dict[str, Any], dict[
         return {}, {}
     try:
         refuse_other(path, written, known_names())
+        return read_recipe(written), lines
     except ValueError:
         refuse_foreign(path)
         raise
-    return read_recipe(written), lines
 
 
 def _resolved(given: dict[str, Any], lines: dict[str, str], faults: list[str]) -> dict[str, Any]:
