@@ -63,8 +63,8 @@ class Launch:
     @property
     def unread(self) -> dict[str, Any]:
         """The settings that the shell leaves out, by a comment or a missing backslash."""
-        given, flags, _ = read_overrides([word for words in self._cut() for word in words])
-        return {**given, **flags}
+        given, flags, others = read_overrides([word for words in self._cut() for word in words])
+        return {**given, **flags, **dict.fromkeys(others, "")}
 
     def _cut(self) -> list[list[str]]:
         return [words for words in self.script.commands if _SETTING.match(words[0])]

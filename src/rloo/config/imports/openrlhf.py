@@ -110,7 +110,8 @@ def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> Imported:
     flags = read_flags([*launch.words, *overrides])
     source = Source({FORMERLY.get(name, name): value for name, value in flags.items()}, _NAMES)
     source.notes += launch.notes
-    source.leave_unread({CUT: launch.unread})
+    cut = {FORMERLY.get(name, name): value for name, value in launch.unread.items()}
+    source.leave_unread({CUT: cut})
     options = source.take_same(_SAME)
     source.expect_all(_ONLY)
     options |= _read_lengths(source)
