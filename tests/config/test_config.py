@@ -430,13 +430,14 @@ def test_the_second_name_of_a_field_sets_it_unless_it_is_null():
 
 def test_other_ways_to_write_a_value_are_read():
     assert RLOOConfig(top_k=None).top_k == 0
-    config = RLOOConfig(
-        loss_type="dr_grpo", scale_rewards=False, max_completion_length=7, reward_funcs=["a.b.c"]
-    )
+    grpo = {"loss_type": "dr_grpo", "scale_rewards": False}
+    with pytest.warns(UserWarning, match="loss_type, scale_rewards: of TRL's GRPO"):
+        config = RLOOConfig(**grpo, max_completion_length=7, reward_funcs=["a.b.c"])
     assert (config.loss_aggregation, config.loss_constant) == ("constant", 7.0)
     assert (config.std_level, config.reward) == ("none", ["a.b:c"])
-    assert RLOOConfig(scale_rewards="batch", loss_type="dapo").std_level == "batch"
-    assert RLOOConfig(scale_rewards=True).std_level == "group"
+    meant = {"preset": "trl"}
+    assert RLOOConfig(scale_rewards="batch", loss_type="dapo", **meant).std_level == "batch"
+    assert RLOOConfig(scale_rewards=True, **meant).std_level == "group"
     with pytest.warns(UserWarning, match="accuracy_reward is the built-in math here"):
         config = RLOOConfig(
             reward_funcs=["accuracy_reward", "think_format_reward", "math", "f.py:g"]

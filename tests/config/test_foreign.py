@@ -58,3 +58,47 @@ def test_a_script_of_nobody_is_refused_as_a_script(tmp_path, capsys):
     path.write_text("rloo train\n")
     assert main(["train", str(path)]) == 2
     assert "is a shell script of no system that is known" in capsys.readouterr().err
+
+
+OTHERS = {
+    "EasyR1.yaml": "data: {train_files: d}\nalgorithm: {a: b}\nworker: {actor: {a: 1}}\n",
+    "EasyR1.sh": "python3 -m verl.trainer.main config=x.yaml worker.rollout.n=4\n",
+    "LLaMA-Factory.yaml": "stage: ppo\nfinetuning_type: lora\ntemplate: qwen\ncutoff_len: 9\n",
+    "LLaMA-Factory.sh": "llamafactory-cli train x.yaml\n",
+    "axolotl.yml": "base_model: m\nrl: grpo\ntrl: {beta: 0.1}\n",
+    "axolotl.sh": "axolotl train x.yaml\n",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_systems_whose_files_are_not_converted_are_named(name, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_text(OTHERS[name])
+    system = name.partition(".")[0]
+    for command in (["train", str(path)], ["config", "--from", "verl", str(path)]):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"of {system}, which is not converted" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "system"),
+    [
+        ("grpo: {a: 1}\nloss_fn: {b: 1}\npolicy: {c: 1}\nenv: {math: {n: 1}}\n", "nemo_rl"),
+        ("defaults: x.yaml\ngrpo: {a: 1}\npolicy: {c: 1}\n", "nemo_rl"),
+        ("rlhf_type: grpo\nadvantage_estimator: rloo\nlora_rank: 8\nswift_thing: 1\n", "ms-swift"),
+        ("grpo: {a: 1, b: 2, c: 3}\nbeta: 0.1\n", None),
+        ("grpo: {a: 1}\nlogger: {b: 2}\ndata: {c: 3}\n", None),
+        ("gconfig: {a: 1, b: 2, c: 3}\n", None),
+        ("worker: {a: 1}\nother: {b: 1}\n", None),
+    ],
+)
+def test_a_file_is_of_a_system_by_several_of_its_sections(text, system, tmp_path, capsys):
+    path = tmp_path / "given.yaml"
+    path.write_text(text)
+    assert main(["train", str(path)]) == 2
+    said = capsys.readouterr().err
+    if system is None:
+        assert "unknown option" in said and "rloo config --from" not in said
+    else:
+        assert f"rloo config --from {system} {path}" in said

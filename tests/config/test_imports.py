@@ -17,7 +17,6 @@ from rloo.config.batches import batches_of
 from rloo.config.composed import composition_of
 from rloo.config.config import RLOOConfig
 from rloo.config.imports import import_config, render_imported
-from rloo.config.imports.ms_swift import parse_script
 from rloo.config.imports.source import follow_references
 from rloo.config.parsing import parse_command_line
 from rloo.config.presets import preset_options
@@ -507,7 +506,7 @@ def test_scripts_are_read_with_their_variables_and_other_commands_are_listed():
     assert found.options["model"] == "org/name"
     assert (found.options["num_generations"], found.options["log_completions"]) == (4, True)
     assert left(found)["command 1"] == "only swift rlhf is read"
-    assert parse_script(script)["NPROC_PER_NODE"] == "2"
+    assert "NPROC_PER_NODE" in found.taken and any("2 processes" in n for n in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -635,3 +634,89 @@ def test_a_ratio_to_the_reference_is_refused_by_name(capsys):
     shown = capsys.readouterr().err
     assert "clip_ratio_against is 'reference'; the ratio compares with the policy" in shown
     assert main(["config", "--clip_ratio_against", "old"]) == 0
+
+
+# -- AReaL's norms over tokens ---------------------------------------------------------------------
+
+LENGTHS = [1, 2, 3, 4, 2, 2, 1, 3]
+SCORES = [1.0, 0.0, 0.5, 0.25, 2.0, 2.0, -1.0, 0.0]
+
+
+def normed(values, groups, *, mean, loo, std, eps):
+    """AReaL's `Normalization` over a list of values, written out: what is divided by is the
+    deviation of what is left after the mean."""
+
+    def part(level, index):
+        return [i for i in range(len(values)) if level == "batch" or groups[i] == groups[index]]
+
+    centred = []
+    for i, value in enumerate(values):
+        others = [values[j] for j in part(mean, i) if not loo or j != i] if mean else [0.0]
+        centred.append(value - sum(others) / len(others))
+    result = []
+    for i, value in enumerate(centred):
+        kept = [centred[j] for j in part(std, i)] if std else []
+        about = sum(kept) / len(kept) if kept else 0.0
+        spread = math.sqrt(sum((k - about) ** 2 for k in kept) / (len(kept) - 1)) if kept else 0.0
+        result.append(value / (spread + eps) if std else value)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("group", True, None), ("group", True, None)),  # seed 000's line on AReaL's recipe
+        (("group", True, None), ("group", False, None)),
+        (("group", False, None), ("group", True, None)),
+        (("group", True, None), ("group", True, "batch")),
+        (("group", True, None), ("batch", False, "batch")),
+        (("batch", False, None), ("group", True, None)),
+        (None, ("group", True, None)),
+        (None, ("group", True, "batch")),
+        (None, ("batch", True, "batch")),
+    ],
+)
+def test_areal_s_two_norms_after_each_other_give_the_same_advantages(first, second, tmp_path):
+    def line(name, norm):
+        if norm is None:
+            return ""
+        mean, loo, std = norm
+        return (
+            f"  {name}: {{mean_level: {mean}, mean_leave1out: {str(loo).lower()},"
+            f" std_level: {std or 'none'}, eps: 1.0e-9, group_size: 4}}\n"
+        )
+
+    text = "actor:\n  kl_ctl: 0\n  reward_scaling: 2.0\n  reward_clip: 3.0\n"
+    text += line("reward_norm", first) + line("adv_norm", second)
+    found = areal(tmp_path, text + "gconfig: {n_samples: 4}\n")
+    config = RLOOConfig(**found.options)
+    low, high = config.reward_clip_range
+    shaped = [min(max(s * config.reward_scaling, low), high) for s in SCORES]
+    sequence_T = torch.repeat_interleave(torch.arange(8), torch.tensor(LENGTHS))
+    returns = Returns(
+        torch.tensor(shaped, dtype=torch.float64),
+        torch.zeros(len(sequence_T), dtype=torch.float64),
+        sequence_T,
+        torch.tensor([0] * 4 + [1] * 4),
+        torch.zeros(8, dtype=torch.bool),
+    )
+    ours = advantages(returns, config)
+    values, groups = [min(max(2 * s, -3.0), 3.0) for s in SCORES], [0] * 4 + [1] * 4
+    if first is not None:
+        mean, loo, std = first
+        values = normed(values, groups, mean=mean, loo=loo, std=std, eps=1e-9)
+    mean, loo, std = second
+    tokens = sequence_T.tolist()
+    values, groups = [values[i] for i in tokens], [groups[i] for i in tokens]
+    expected = normed(values, groups, mean=mean, loo=loo, std=std, eps=1e-9)
+    assert returns.per_token(ours).tolist() == pytest.approx(expected, abs=1e-7)
+    assert not left(found) and not any("changes the objective" in n for n in found.notes)
+
+
+def test_areal_s_deviation_of_a_group_s_tokens_is_left_out_and_the_baseline_stays(tmp_path):
+    norm = "{mean_level: group, mean_leave1out: true, std_level: group}"
+    found = areal(tmp_path, f"actor: {{adv_norm: {norm}}}\ngconfig: {{n_samples: 4}}\n")
+    config = RLOOConfig(**found.options)
+    assert (config.mean_level, config.mean_leave1out, config.std_level) == ("group", True, "none")
+    assert "adv_norm.std_level" in " ".join(left(found))
+    assert any("changes the objective" in note for note in found.notes)

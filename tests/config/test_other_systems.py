@@ -571,3 +571,133 @@ def test_what_is_printed_reads_back_equal(system, tmp_path):
              "nemo_rl": lambda: nemo(tmp_path)}[system]()  # fmt: skip
     (tmp_path / "ours.yaml").write_text(render_imported(system, found))
     assert parse_command_line([str(tmp_path / "ours.yaml")]) == RLOOConfig(**found.options)
+
+
+# -- verl's versions and forks ---------------------------------------------------------------------
+
+FORMER = (
+    "algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=4 data.train_batch_size=16 "
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16"
+)
+
+
+def objective_of_verl(found) -> tuple:
+    config = RLOOConfig(**found.options)
+    kl = (config.beta, config.kl_placement if config.beta else None, config.kl_estimator)
+    return (*kl, config.entropy_coef, config.epsilon, config.delta)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # ray_trainer.py and ppo_trainer.yaml of 0.3: the KL is in the reward unless in the loss.
+        ("algorithm.kl_ctrl.kl_coef=0.002", (0.002, "reward", "k1", 0.001, 0.2, None)),
+        ("actor_rollout_ref.actor.fsdp_config.grad_offload=False "
+         "actor_rollout_ref.actor.clip_ratio=0.1",
+         (0.001, "reward", "k1", 0.001, 0.1, None)),
+        ("actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.003 "
+         "actor_rollout_ref.actor.fsdp_config.grad_offload=False",
+         (0.003, "loss", "k3", 0.001, 0.2, None)),
+        # 0.4 and later: off unless asked for.
+        ("algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.002",
+         (0.0, None, "k1", 0.0, 0.2, 3.0)),
+        ("actor_rollout_ref.actor.clip_ratio_high=0.2", (0.0, None, "k1", 0.0, 0.2, 3.0)),
+        ("", (0.0, None, "k1", 0.0, 0.2, 3.0)),
+    ],
+)  # fmt: skip
+def test_verl_before_0_4_is_told_by_its_keys(overrides, expected):
+    found = verl(f"{FORMER} {overrides}")
+    assert objective_of_verl(found) == expected
+    said = [note for note in found.notes if "verl@" in note]
+    assert len(said) == (not ("use_kl_in_reward" in overrides or "clip_ratio_high" in overrides))
+
+
+def test_verl_s_version_can_be_given():
+    line = f"python -m verl.trainer.main_ppo {FORMER}"
+    former = import_config("verl@0.3", line)
+    assert objective_of_verl(former) == (0.001, "reward", "k1", 0.001, 0.2, None)
+    later = import_config("verl@0.8.0", f"{line} algorithm.kl_ctrl.kl_coef=0.002")
+    assert objective_of_verl(later)[0] == 0.0
+    assert not any("verl@" in note for note in (*former.notes, *later.notes))
+    assert render_imported("verl@0.3", former).startswith("# Imported from verl")
+    for system, fault in (("verl@new", "a version is a number"), ("trl@1", "for verl only")):
+        with pytest.raises(ValueError, match=fault):
+            import_config(system, line)
+
+
+def test_a_fork_s_group_size_is_one_or_asked_for():
+    found = verl(
+        "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=1 data.train_batch_size=8 "
+        "actor_rollout_ref.rollout.n_agent=16 actor_rollout_ref.actor.ppo_mini_batch_size=64"
+    )
+    config = RLOOConfig(**found.options)
+    assert (config.num_generations, config.mean_level, config.std_level) == (16, "group", "group")
+    # Search-R1: 8 prompts are 128 completions, and 64 of them make a step.
+    assert numbers(found) == (8, 64, 2)
+    assert not any("no baseline" in note for note in found.notes)
+    for key in ("actor_rollout_ref.rollout.n_samples", "algorithm.group_size"):
+        asked = verl(f"{FORMER} {key}=16")
+        assert "fork's group size" in left(asked)[key]
+        assert any(f"{key} 16 is no key that is known" in note for note in asked.notes)
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("algorithm.adv_estimater", "algorithm.adv_estimator"),
+        ("actor_rollout_ref.actor.clip_ratoi_high", "actor_rollout_ref.actor.clip_ratio_high"),
+        ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
+        ("data.max_respnse_length", "data.max_response_length"),
+    ],
+)
+def test_a_misspelt_key_of_verl_is_no_setting_of_an_engine(key, near):
+    found = verl(f"{FORMER} {key}=1")
+    assert f"did you mean {near}?" in left(found)[key] or key.startswith("data.")
+    assert "engines" not in left(found)[key] and "num_processes" not in left(found)[key]
+
+
+def test_verl_s_penalty_of_long_answers_is_a_reward_with_its_weight():
+    for start in (
+        "reward_model.overlong_buffer",
+        "+reward_model.reward_kwargs.overlong_buffer_cfg",
+    ):
+        found = verl(
+            f"{FORMER} data.max_response_length=512 custom_reward_function.path=r.py "
+            f"{start}.len=64 {start}.enable=True {start}.penalty_factor=0.5"
+        )
+        assert found.options["reward"] == [
+            "r.py:compute_score",
+            {"name": "soft_overlong", "max_tokens": 512, "cache_tokens": 64},
+        ]
+        assert found.options["reward_weights"] == [1.0, 0.5]
+    alone = verl(f"{FORMER} {start}.len=64 {start}.enable=True")
+    assert alone.options["reward"][0] == "REWARD.py:compute_score"  # no run on the penalty alone
+    assert "reward" not in verl(f"{FORMER} {start}.len=64 {start}.enable=False").options
+
+
+def test_several_files_are_a_folder_of_their_own_or_said_to_be_one(tmp_path):
+    names = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    for name in names:
+        name.write_text("")
+    files = f"data.train_files=\"['{names[0]}','{names[1]}']\""
+    assert verl(f"{FORMER} {files}").options["dataset"] == str(tmp_path)
+    (tmp_path / "c.parquet").write_text("")
+    found = verl(f"{FORMER} {files}")
+    assert found.options["dataset"] == str(names[0])
+    assert "data.train_files" in left(found)
+    assert any("data.train_files names 2 files" in note for note in found.notes)
+
+
+def test_evaluation_at_temperature_0_is_greedy_and_no_error(tmp_path):
+    found = {
+        "openrlhf": openrlhf("--eval.dataset d --eval_temperature 0.0"),
+        "verl": verl(
+            f"{FORMER} actor_rollout_ref.rollout.val_kwargs.do_sample=True "
+            "actor_rollout_ref.rollout.val_kwargs.temperature=0"
+        ),
+        "nemo_rl": nemo(tmp_path, "policy.generation.val_temperature=0"),
+        "areal": import_config("areal", "python x.py eval_gconfig.temperature=0"),
+    }
+    for name, imported in found.items():
+        assert RLOOConfig(**imported.options).eval_temperature is None, name
+        assert any("evaluation is sampled and greedy" in note for note in imported.notes), name

@@ -135,6 +135,26 @@ def suggest_option(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {SHORT[name]}?" if name in SHORT else suggest(name, known)
 
 
+# Options of TRL's GRPOTrainer, and those that say that the objective is put together on purpose.
+_OF_GRPO = ("loss_type", "scale_rewards")
+_CHOSEN = ("preset", "estimator", "mean_level", "mean_leave1out", "kl_placement")
+
+
+def hint_of_grpo(given: Iterable[str]) -> None:
+    """Say which objective a user of TRL's GRPO gets, where options of that are among the names
+    `given` and nothing says that it is meant."""
+    names = set(given)
+    found = [name for name in _OF_GRPO if name in names]
+    if found and not names.intersection(_CHOSEN):
+        warnings.warn(
+            f"{', '.join(found)}: of TRL's GRPO; the rest of the objective is REINFORCE "
+            "Leave-One-Out's (beta 0.05, the baseline is the mean of the others). GRPO as TRL has "
+            "it is RLOOConfig(preset='grpo', loss_type='dapo', beta=0.0, num_generations=8), and "
+            "preset='trl' says that this one is meant",
+            stacklevel=3,
+        )
+
+
 def _share_of_steps(name: str, value: Any) -> float:
     share = coerce(name, float, value)
     if not 0 <= share < 1:
@@ -157,19 +177,19 @@ def _symmetric_range(name: str, value: Any) -> tuple[float, float]:
 
 
 # TRL's loss -> ours; batches are whole here, so that bnpo's share of one is dapo's
-_LOSSES = {
+LOSSES = {
     "grpo": "sequence_token_mean", "dr_grpo": "constant", "dapo": "token_mean",
     "bnpo": "token_mean",
 }  # fmt: skip
 
 
 def _loss_aggregation(name: str, value: Any) -> str:
-    if value not in _LOSSES:
+    if value not in LOSSES:
         raise ValueError(
-            f"{name} is {value!r}; of GRPO's losses there are {', '.join(_LOSSES)} "
+            f"{name} is {value!r}; of GRPO's losses there are {', '.join(LOSSES)} "
             "(loss_aggregation)"
         )
-    return _LOSSES[value]
+    return LOSSES[value]
 
 
 # aliases whose value has to be rewritten as well

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from rloo.config import deepspeed
 from rloo.config.accelerate import launched_options
-from rloo.config.aliases import ALIASES, CONVERSIONS, GLOBAL_BATCH, resolve, with_prompts
+from rloo.config.aliases import (
+    ALIASES,
+    CONVERSIONS,
+    GLOBAL_BATCH,
+    hint_of_grpo,
+    resolve,
+    with_prompts,
+)
 from rloo.config.asked import Asked
 from rloo.config.beside import correction_of
 from rloo.config.checks import check
@@ -66,6 +73,7 @@ class RLOOConfig(Base):
             changed = resolve(_changed_defaults(type(self)), option_types())
             values = over_preset(changed | resolve(given, option_types()))
             values = with_prompts({"num_generations": DEFAULT_GROUP, **values})
+            hint_of_grpo(given)
             values |= sampling_options(values.get("generation_kwargs"))
             values |= launched_options(values)
             values |= deepspeed.options_of(values)

@@ -10,6 +10,7 @@ from typing import Any
 from rloo.config.aliases import (
     GLOBAL_BATCH,
     SHORT,
+    hint_of_grpo,
     implied_by,
     our_name,
     resolve,
@@ -43,6 +44,7 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
     if "model_revision" in given:
         given["model_init_kwargs.revision"] = given.pop("model_revision")
     written = {name: value for name, value in written.items() if name not in given}
+    hint_of_grpo({*given, *({"preset"} if written else ())})
     entries = {name: given.pop(name) for name in list(given) if _is_entry(name)}
     before = len(faults)
     values = _resolved(written, lines, faults)
@@ -96,10 +98,10 @@ def _written(path: str | None, faults: list[str]) -> tuple[dict[str, Any], dict[
         return {}, {}
     try:
         refuse_other(path, written, known_names())
+        return read_recipe(written), lines
     except ValueError:
         refuse_foreign(path)
         raise
-    return read_recipe(written), lines
 
 
 def _resolved(given: dict[str, Any], lines: dict[str, str], faults: list[str]) -> dict[str, Any]:

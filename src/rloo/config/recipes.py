@@ -30,7 +30,7 @@ _OTHERS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 # Why a key of open-r1's scripts does nothing here -> keys.
-_SCRIPTS: dict[str, tuple[str, ...]] = {
+SCRIPTS: dict[str, tuple[str, ...]] = {
     "open-r1's script does that, and nothing here": (
         "callbacks", "benchmarks", "overwrite_hub_revision", "push_to_hub_revision",
     ),
@@ -68,12 +68,26 @@ def refuse_other(path: str, values: Mapping[str, Any], known: tuple[str, ...]) -
             )
 
 
+def is_open_r1(values: Mapping[str, Any]) -> bool:
+    """Whether a file is a recipe of open-r1's, by its rewards or by keys of its scripts."""
+    names = values.get("reward_funcs")
+    rewards = isinstance(names, list) and any(str(name) in _NAMES for name in names)
+    keys = {"dataset_prompt_column", *(key for keys in SCRIPTS.values() for key in keys)}
+    return rewards or bool(keys & values.keys())
+
+
+def as_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with open-r1's names of rewards, data and prompts in our options. Raises ValueError
+    for several datasets, and for the reward `length`."""
+    return _prompts(_one_dataset(_rewards(dict(values))))
+
+
 def read_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a file with open-r1's and TRL's own ways of naming data in our options, and
     without the keys of its scripts, of which a warning tells. Raises ValueError for several
     datasets, and for environment variables."""
-    taken = _rewards(dict(values))
-    for reason, keys in _SCRIPTS.items():
+    taken = as_options(values)
+    for reason, keys in SCRIPTS.items():
         found = [f"{name} {taken.pop(name)}" for name in keys if name in taken]
         if found:
             warnings.warn(f"no effect: {', '.join(found)}; {reason}", stacklevel=2)
@@ -93,7 +107,7 @@ def read_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
             "revision": revision,
             **(taken.get("model_init_kwargs") or {}),
         }
-    return _prompts(_one_dataset(taken))
+    return taken
 
 
 def _rewards(values: dict[str, Any]) -> dict[str, Any]:
@@ -133,18 +147,36 @@ def _rewards(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_dataset(values: dict[str, Any]) -> dict[str, Any]:
-    """A mixture of one dataset as options."""
+    """A mixture of one dataset as options, and lists of one name."""
+    values = _lists_of_one(values)
     if "datasets" not in values:
         return values
     names = {"path": "dataset", "name": "dataset_config", "split": "dataset_split"}
-    mixture = values.pop("datasets")
+    mixture = values["datasets"]
     fits = isinstance(mixture, list) and len(mixture) == 1 and isinstance(mixture[0], Mapping)
     if not fits or not set(mixture[0]) <= set(names):
         raise ValueError(
             f"datasets is {mixture}; training is on one dataset, of which it says path, name and "
             "split (dataset)"
         )
-    return values | {names[key]: value for key, value in mixture[0].items()}
+    rest = {key: value for key, value in values.items() if key != "datasets"}
+    return rest | {names[key]: value for key, value in mixture[0].items()}
+
+
+def _lists_of_one(values: dict[str, Any]) -> dict[str, Any]:
+    """The lists that recipes of the alignment handbook name configurations and splits by. `all`
+    stands there for a dataset that has no configurations."""
+    read = dict(values)
+    for key, ours in (("dataset_configs", "dataset_config"), ("dataset_splits", "dataset_split")):
+        if key not in read:
+            continue
+        names = read.pop(key)
+        names = names if isinstance(names, list) else [names]
+        if len(names) > 1:
+            raise ValueError(f"{key} is {names}; training is on one dataset ({ours})")
+        if names and names[0] not in (None, "all"):
+            read.setdefault(ours, names[0])
+    return read
 
 
 def _prompts(values: dict[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,11 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rloo.config.aliases import resolve
 from rloo.config.config import RLOOConfig, option_types
-from rloo.config.foreign import is_script, system_of
+from rloo.config.foreign import is_script, refuse_unconverted, system_of
 from rloo.config.imports.areal import import_areal
 from rloo.config.imports.ms_swift import import_ms_swift
 from rloo.config.imports.nemo_rl import import_nemo_rl
@@ -44,7 +45,10 @@ IMPORTERS: dict[str, tuple[str, Callable[[str, Sequence[str]], Imported]]] = {
 def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Imported:
     """Read `source`: the path of a YAML file or shell script, or a command line; `overrides` are
     that system's own, after it. Raises ValueError for what cannot be read, and a result that
-    contradicts itself here."""
+    contradicts itself here. `system` may end in the version that it is for, verl@0.3."""
+    system, at, version = system.partition("@")
+    if at and system != "verl":
+        raise ValueError(f"--from is {system}@{version}; versions are told apart for verl only")
     if system not in IMPORTERS:
         raise ValueError(
             f"--from is {system!r}; it must be one of {', '.join(IMPORTERS)}"
@@ -52,13 +56,16 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
         )
     if overrides and re.fullmatch(r"[\w./-]+", source) and not os.path.isfile(source):
         source, overrides = shlex.join([source, *overrides]), ()  # a line without quotes around it
+    if is_yaml(source) or is_script(source):
+        refuse_unconverted(source)
     meant = system_of(source) if is_yaml(source) or is_script(source) else None
     if meant not in (None, system):
         raise ValueError(
             f"{source} is of {IMPORTERS[str(meant)][0]}, not of {IMPORTERS[system][0]}: "
             f"rloo config --from {meant} {source} > run.yaml"
         )
-    found = IMPORTERS[system][1](source, overrides)
+    read = partial(import_verl, version=version) if version else IMPORTERS[system][1]
+    found = read(source, overrides)
     options = resolve(found.options, option_types())
     for name in ("model", "dataset", "eval_dataset", "output_dir"):
         if str(options.get(name)).startswith("~/"):  # the shell, or the other system, does it
@@ -77,7 +84,7 @@ def render_imported(system: str, found: Imported) -> str:
         for name in option_types()
         if name in found.options and (value := found.options[name]) != defaults[name]
     }
-    name = IMPORTERS[system][0]
+    name = IMPORTERS[system.partition("@")[0]][0]
     lines = [f"# Imported from {name}. Options that are not here have the default of rloo."]
     lines += [f"# note: {_one_line(note)}" for note in found.notes]
     lines.append(write_yaml(unlike).rstrip())

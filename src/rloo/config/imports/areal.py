@@ -10,8 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from rloo.config.imports.areal_objective import read_objective
+from rloo.config.imports.known import AREAL
 from rloo.config.imports.launch import read_settings
-from rloo.config.imports.source import ENGINES, PROCESSES, Imported, Source, follow_references
+from rloo.config.imports.source import (
+    ENGINES,
+    PROCESSES,
+    Imported,
+    Source,
+    follow_references,
+    greedy,
+)
 
 _MARK = re.compile(r"(?!--).*\.py")
 
@@ -101,11 +109,15 @@ def import_areal(path: str, overrides: Sequence[str] = ()) -> Imported:
     given = read_settings(path, overrides, _MARK, "with --config FILE")
     source = Source(follow_references(given.values), _NAMES)
     source.notes += given.notes
+    source.leave_unread(given.unread)
     options = source.take_same(_SAME)
+    if options.get("eval_temperature") == 0:
+        options["eval_temperature"] = None
+        greedy(source, "eval_gconfig.temperature")
     source.expect_all(_ONLY)
     options |= _read_run(source, options) | _read_data(source, options) | _read_batches(source)
     options |= _read_optimizer(source) | _read_adapter(source) | read_objective(source, options)
-    return source.finish(options, _REASONS)
+    return source.finish(options, _REASONS, AREAL)
 
 
 def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:

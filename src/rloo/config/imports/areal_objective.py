@@ -24,7 +24,8 @@ def read_objective(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     source.expect("actor.max_new_tokens", options["max_completion_length"], "see gconfig")
     source.expect("actor.temperature", options["temperature"], "log-probabilities are at gconfig's")
     source.expect("actor.group_size", options["num_generations"], "see gconfig.n_samples")
-    read |= _read_kl(source) | _read_norms(source, options["num_generations"])
+    read |= _read_kl(source)
+    read |= _read_norms(source, options, bound)
     read |= _read_weights(source)
     if read.get("normalize_advantages") and read["normalize_over"] == "completions":
         read["kl_placement"] = "reward"
@@ -95,26 +96,58 @@ def _read_weights(source: Source) -> dict[str, Any]:
     }
 
 
-def _read_norms(source: Source, size: int) -> dict[str, Any]:
-    """`reward_norm` over completions, then `adv_norm` over tokens, as baseline and scale."""
+def _read_norms(source: Source, options: dict[str, Any], bound: float) -> dict[str, Any]:
+    """`reward_norm` over completions, then `adv_norm` over tokens, as baseline and scale; rewards
+    are clipped to `bound` before."""
+    size = options["num_generations"]
     rewards = _read_norm(source, "actor.reward_norm", size)
     tokens = _read_norm(source, "actor.adv_norm", size)
     read: dict[str, Any] = {"mean_level": "none"}
     if rewards is not None:
         read |= _over_completions(source, rewards, size)
-    if tokens is None:
+    if tokens is None or (tokens["mean_level"], tokens["std_level"]) == (None, None):
         return read
     levels = (tokens["mean_level"], tokens["std_level"])
-    whitened = levels == ("batch", "batch") and not tokens["mean_leave1out"]
-    if whitened and not read.get("normalize_advantages"):
-        read |= {"normalize_advantages": True, "normalize_over": "tokens"}
-        return read | {"advantage_epsilon": tokens["eps"]}
-    if levels == ("group", None) and rewards is None:
-        read = {"mean_level": "group", "mean_over": "tokens", "kl_in_baseline": True}
-        return read | {"mean_leave1out": tokens["mean_leave1out"]}
-    if levels != (None, None):
+    whitened = {"normalize_advantages": True, "normalize_over": "tokens"}
+    whitened |= {"advantage_epsilon": tokens["eps"]}
+    if levels == ("batch", "batch") and not read.get("normalize_advantages"):
+        return read | whitened
+    if levels[0] == "group" and size < 2:
+        source.notes.append("groups of one completion have no baseline here (adv_norm)")
+        return read | (whitened if levels[1] == "batch" else {})
+    if rewards is None and levels == ("batch", None):
+        source.notes.append("adv_norm's mean is over tokens there, over completions here")
+        return read | {"mean_level": "batch", "mean_leave1out": tokens["mean_leave1out"]}
+    factor = _shifted(rewards, size)
+    if levels[0] != "group" or factor is None:
         _give_back_norm(source, "actor.adv_norm", tokens, "no such norm over tokens here")
-    return read
+        return read
+    read = {"mean_level": levels[0], "mean_over": "tokens", "kl_in_baseline": True}
+    read["mean_leave1out"] = tokens["mean_leave1out"]
+    if factor != 1:
+        read["reward_scaling"] = options.get("reward_scaling", 1.0) * factor
+        read["reward_clip_range"] = (-bound * factor, bound * factor)
+        source.notes.append(
+            f"reward_norm leaves one out and adv_norm takes a mean off again: what is left of the "
+            f"first is its factor {size}/{size - 1} (reward_scaling)"
+        )
+    if levels[1] == "group":
+        why = "the deviation of a group is over completions here, and nothing is divided by it"
+        source.give_back("actor.adv_norm.std_level", "group", why)
+        source.notes.append(f"adv_norm.std_level is left out, which changes the objective: {why}")
+    return read | (whitened if levels[1] == "batch" else {})
+
+
+def _shifted(rewards: dict[str, Any] | None, size: int) -> float | None:
+    """The factor that `reward_norm` leaves on rewards from which the mean of a group is taken
+    again: what it takes off itself is the same for all of these. None where that is not so."""
+    if rewards is None or rewards["mean_level"] is None:
+        return 1.0 if rewards is None or rewards["std_level"] is None else None
+    if rewards["std_level"] is not None:
+        return None
+    if not rewards["mean_leave1out"]:
+        return 1.0
+    return size / (size - 1) if rewards["mean_level"] == "group" else None
 
 
 def _read_norm(source: Source, key: str, size: int) -> dict[str, Any] | None:

@@ -11,14 +11,24 @@ from typing import Any
 from rloo.config.foreign import is_script
 from rloo.config.imports.overrides import is_yaml, over, read_composed, read_overrides
 from rloo.config.imports.shell import Script, find_command, read_script
+from rloo.config.imports.source import CUT
 
 _ABOVE = 8
 _SETTING = re.compile(r"--|[+~]*[A-Za-z_]\w*(\.\w+)+=")
+# What starts a run on a cluster -> the backend of `rloo launch` that does.
+_CLUSTERS = {
+    "slurm": re.compile(
+        r"(?:.*/)?(?:srun|sbatch|salloc)|areal\S*launcher\.slurm|scheduler\.type=slurm"
+    ),
+    "ray": re.compile(r"(?:.*/)?ray|areal\S*launcher\.ray|scheduler\.type=ray"),
+}  # fmt: skip
+_FILE_FLAGS = ("config", "config_path", "config_name", "config_dir")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The `words` after the program's name and those `before` it, in a `script`."""
+    """The `words` after the program's name, and those `before` them, the name last, in a
+    `script`."""
 
     words: list[str]
     before: list[str] = field(default_factory=list)
@@ -29,27 +39,50 @@ class Launch:
     @property
     def notes(self) -> list[str]:
         """What a reader must know of the script."""
-        found = []
+        found = list(self.script.notes)
         if self.script.conditional:
             found.append("the script has conditions: all branches were read, the last one wins")
-        cut = [words for words in self.script.commands if _SETTING.match(words[0])]
+        cut = self._cut()
         if cut:
             number = sum(len(words) for words in cut)
             found.append(
                 f"a comment or a missing backslash ends the command before {cut[0][0]}: the shell "
                 f"leaves out what follows, {number} words"
             )
+        words = [*self.before, *self.words]
+        started = [name for name, way in _CLUSTERS.items() if any(map(way.fullmatch, words))]
+        if re.search(r"^#SBATCH", self.text, re.MULTILINE):
+            started.insert(0, "slurm")
+        if started:
+            found.append(
+                f"it is started by {'Slurm' if started[0] == 'slurm' else 'Ray'} there; here by: "
+                f"rloo launch run.yaml --backend {started[0]} --nodes N --gpus_per_node M"
+            )
         return found
+
+    @property
+    def unread(self) -> dict[str, Any]:
+        """The settings that the shell leaves out, by a comment or a missing backslash."""
+        given, flags, others = read_overrides([word for words in self._cut() for word in words])
+        return {**given, **flags, **dict.fromkeys(others, "")}
+
+    def _cut(self) -> list[list[str]]:
+        return [words for words in self.script.commands if _SETTING.match(words[0])]
 
 
 def read_launch(source: str, mark: re.Pattern[str], program: str) -> Launch:
     """The one command of `program`, which `mark` knows, in the script at the path `source`, or in a
     command line. Raises ValueError where there is none, or several that differ."""
     text, folder = _text_of(source)
-    script = read_script(text)
+    script = read_script(text, source if is_script(source) else "")
     if text.lstrip().startswith("--"):  # its flags alone, each on a line of its own perhaps
         return Launch([word for words in script.commands for word in words], text=text)
     commands = find_command(script, mark)
+    if not commands:
+        for name, uncalled in script.uncalled.items():
+            if found := find_command(Script(commands=uncalled), mark):
+                script.notes.append(f"{name} has the command, and nothing in the script runs it")
+                commands += found
     if commands and all(words == commands[0][1] for _, words in commands):
         before, words = commands[0]
         return Launch(words, before, script, text, folder)
@@ -72,42 +105,53 @@ def _text_of(source: str) -> tuple[str, Path]:
 
 @dataclass(frozen=True)
 class Composed:
-    """Settings by dotted names, of a file and the overrides over it; `flags` of the program."""
+    """Settings by dotted names, of a file and the overrides over it; and what was not read, by the
+    reason."""
 
     values: dict[str, Any]
-    flags: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unread: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def read_settings(
-    source: str, overrides: Sequence[str], mark: re.Pattern[str], program: str
+    source: str,
+    overrides: Sequence[str],
+    mark: re.Pattern[str],
+    program: str,
+    home: str = "",
 ) -> Composed:
     """The settings of a YAML file, script or command line, with `key=value` overrides after it.
-    Raises ValueError for what cannot be read."""
-    if is_yaml(source) and " " not in source:
+    `home`: the folder where the program looks for files that it is given by name alone. Raises
+    ValueError for what cannot be read."""
+    if is_yaml(source) and (" " not in source or Path(source).is_file()):
         values, missing = read_composed(source)
-        given, _, others = read_overrides(overrides)
+        given, flags, others = read_overrides(overrides)
         _refuse(others)
-        return Composed(over(values, given), {}, _gone(missing))
+        return Composed(over(values, {**flags, **given}), _gone(missing))
     words = _overrides_alone(source)
     launch = Launch(words) if words else read_launch(source, mark, program)
-    given, flags, _ = read_overrides(launch.words)
+    given, flags, words = read_overrides(launch.words)
     added, _, others = read_overrides(overrides)
     _refuse(others)
     values, notes = {}, list(launch.notes)
-    if name := _config_name(flags):
-        file = _find(name, launch.folder)
+    if names := _config_names(flags, home):
+        file = find_file(names, launch.folder)
         if file is None and flags.get("config"):
             raise ValueError(
-                f"{name}: no such file here; give it and what the command sets: rloo config "
+                f"{names[0]}: no such file here; give it and what the command sets: rloo config "
                 "--from SYSTEM FILE key=value ..."
             )
         if file is None:
-            notes.append(f"{name} is not here: what it sets has the system's default")
+            notes.append(f"{names[0]} is not here: what it sets has the system's default")
         else:
             values, missing = read_composed(str(file))
             notes += _gone(missing)
-    return Composed(over(over(values, given), added), flags, notes)
+    settings = {name: text for name, text in flags.items() if name not in _FILE_FLAGS} | given
+    return Composed(
+        over(over(values, settings), added),
+        notes,
+        {CUT: launch.unread, "it is no key=value": dict.fromkeys(words, "")},
+    )
 
 
 def _overrides_alone(source: str) -> list[str]:
@@ -131,16 +175,19 @@ def _gone(missing: list[str]) -> list[str]:
     return [f"{name} (defaults) is not here: its values are the system's" for name in missing]
 
 
-def _config_name(flags: Mapping[str, str]) -> str | None:
+def _config_names(flags: Mapping[str, str], home: str) -> list[str]:
+    """The paths at which the file may be that `flags` name."""
     if file := flags.get("config"):
-        return file
+        return [file]
     name = flags.get("config_name", "").removesuffix(".yaml")
-    return f"{flags.get('config_path', '.')}/{name}.yaml" if name else None
+    folder = flags.get("config_path") or flags.get("config_dir")
+    near = [f"{folder or '.'}/{name}.yaml"]
+    return [*near, f"{home}/{folder or 'config'}/{name}.yaml"] if name else []
 
 
-def _find(name: str, folder: Path) -> Path | None:
-    """`name` in the current folder, or in the script's or one above it; what only a run would tell
-    (`$(realpath ..)/examples/x.yaml`) is taken for one of these."""
-    path = Path(re.sub(r"^\$[({].*[)}]/", "", name)).expanduser()
+def find_file(names: Sequence[str], folder: Path) -> Path | None:
+    """One of `names` in the current folder, or in the script's or one above it; what only a run
+    would tell (`$(realpath ..)/examples/x.yaml`) is taken for one of these."""
     folders = [Path(), *[folder.resolve(), *folder.resolve().parents][:_ABOVE]]
-    return next((found for f in folders if (found := f / path).is_file()), None)
+    paths = [Path(re.sub(r"^\$[({].*[)}]/", "", name)).expanduser() for name in names]
+    return next((found for p in paths for f in folders if (found := f / p).is_file()), None)

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rloo.config.deepspeed import STAGES
-from rloo.config.imports.launch import read_launch
+from rloo.config.imports.launch import Launch, find_file, read_launch
+from rloo.config.imports.overrides import is_yaml
 from rloo.config.imports.shell import read_flags
-from rloo.config.imports.source import ENGINES, PROCESSES, Imported, Source
+from rloo.config.imports.source import CUT, ENGINES, PROCESSES, Imported, Source
+from rloo.config.plain_yaml import read_yaml
 
 # ms-swift's option -> its default, for those that mean what an option of ours means
 _SAME: dict[str, Any] = {
@@ -87,11 +89,14 @@ _MARK = re.compile(r"rlhf|(?:.*/)?cli/rlhf\.py")
 
 
 def import_ms_swift(text: str, overrides: Sequence[str] = ()) -> Imported:
-    """A command line, or the script at that path. Raises ValueError unless it has exactly one
-    command `swift rlhf`, and for options that cannot be read."""
+    """A command line, or the script or flat YAML file at that path. Raises ValueError unless it has
+    exactly one command `swift rlhf`, and for options that cannot be read."""
     if not text.strip():
         raise ValueError("--from ms-swift needs a command line (swift rlhf ...) or a script's path")
-    source = Source(parse_script(text) | read_flags(list(overrides)), _NAMES)
+    values, notes, unread = _read_given(text, dict(read_flags(list(overrides))))
+    source = Source(values, _NAMES)
+    source.notes += notes
+    source.leave_unread(unread)
     options = source.take_same(_SAME)
     source.expect_all(_ONLY)
     options |= _read_data(source, options) | _read_batches(source) | _read_model(source)
@@ -275,12 +280,36 @@ def _read_weights(source: Source) -> dict[str, Any]:
     return {"rollout_importance_sampling_mode": mode, **bound}
 
 
-def parse_script(text: str) -> dict[str, Any]:
-    """The options of the one `swift rlhf` in a shell script or command line, or in the script at
-    that path; the variables that it sets and does not use, which are the program's; and its other
-    commands. A value is text, a list of texts where there are several, "true" where there is none.
-    """
+Given = tuple[dict[str, Any], list[str], dict[str, dict[str, Any]]]
+
+
+def _read_given(text: str, overrides: dict[str, Any]) -> Given:
+    """What a file says, and over it the flags of the command and the `overrides`; notes, and what
+    is no setting."""
+    if is_yaml(text) and (" " not in text or Path(text).is_file()):
+        return _read_file(text) | overrides, [], {}
     launch = read_launch(text, _MARK, "swift rlhf")
+    values = _parse(launch)
+    named = launch.words[0] if launch.words and is_yaml(launch.words[0]) else values.get("config")
+    if named is None:
+        return values | overrides, launch.notes, {CUT: launch.unread}
+    file = find_file([named], launch.folder)
+    if file is None:
+        raise ValueError(f"{named}: no such file here; give its path (--config)")
+    values.pop("config", None)
+    return _read_file(str(file)) | values | overrides, launch.notes, {CUT: launch.unread}
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    """A flat file of flags, whose ENV is the environment."""
+    values, _ = read_yaml(path, lambda name: name != "ENV")
+    return {name.removeprefix("ENV."): value for name, value in values.items()}
+
+
+def _parse(launch: Launch) -> dict[str, Any]:
+    """The options of the one `swift rlhf` in a shell script or command line; the variables that it
+    sets and does not use, which are the program's; and its other commands. A value is text, a list
+    of texts where there are several, "true" where there is none."""
     if "megatron" in launch.before:
         raise ValueError(
             "the command is megatron rlhf; only swift rlhf is read (Megatron's fixes scale_rewards "
@@ -293,4 +322,5 @@ def parse_script(text: str) -> dict[str, Any]:
     }
     others = [words for words in launch.script.commands if not any(map(_MARK.fullmatch, words))]
     values |= {f"command {number}": shlex.join(o) for number, o in enumerate(others, 1)}
-    return values | read_flags(launch.words)
+    words = launch.words[1:] if launch.words and is_yaml(launch.words[0]) else launch.words
+    return values | read_flags(words)

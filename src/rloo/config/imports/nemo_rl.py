@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rloo.config.imports.known import NEMO_RL
 from rloo.config.imports.launch import read_settings
 from rloo.config.imports.nemo_rl_objective import read_objective
 from rloo.config.imports.nemo_rl_optimizer import read_adapter, read_optimizer
@@ -21,6 +22,7 @@ from rloo.config.imports.source import (
     Imported,
     Source,
     follow_references,
+    greedy,
     read_batches,
     steps_between,
 )
@@ -110,6 +112,7 @@ def import_nemo_rl(text: str, overrides: Sequence[str] = ()) -> Imported:
     given = read_settings(text, overrides, _MARK, "run_grpo.py")
     source = Source(follow_references(given.values), _NAMES)
     source.notes += given.notes
+    source.leave_unread(given.unread)
     megatron = source.take("policy.megatron_cfg.enabled", bool, False)
     source.take("policy.dtensor_cfg.enabled", bool)
     options = source.take_same(_SAME)
@@ -118,7 +121,7 @@ def import_nemo_rl(text: str, overrides: Sequence[str] = ()) -> Imported:
     options |= read_objective(source, options, each)
     options |= batches | _read_data(source) | _read_run(source, each)
     options |= read_optimizer(source, each, megatron) | read_adapter(source, megatron)
-    return source.finish(options, _REASONS)
+    return source.finish(options, _REASONS, NEMO_RL)
 
 
 def _read_batches(source: Source, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -196,7 +199,7 @@ def _read_run(source: Source, each: int) -> dict[str, Any]:
             read[f"eval_{name}"] = source.take(f"{_SAMPLING}val_{name}", float)
         if read["eval_temperature"] == 0:
             read["eval_temperature"] = None
-            source.notes.append("evaluation is sampled and greedy, both (val_temperature 0)")
+            greedy(source, "val_temperature")
     else:
         source.notes.append("name the rows to evaluate on (eval_dataset, eval_split)")
     for name, ours in (("top_k", "top_k"), ("val_top_k", "eval_top_k")):

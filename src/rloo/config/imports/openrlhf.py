@@ -12,17 +12,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from rloo.config.imports.launch import read_launch
-from rloo.config.imports.openrlhf_names import FORMERLY
+from rloo.config.imports.openrlhf_names import FORMERLY, KNOWN
 from rloo.config.imports.openrlhf_objective import read_objective
 from rloo.config.imports.optimizer import read_schedule
 from rloo.config.imports.shell import read_flags
 from rloo.config.imports.source import (
+    CUT,
     ENGINES,
     IN_MEMORY,
     NOT_AHEAD,
     PROCESSES,
     Imported,
     Source,
+    greedy,
     read_batches,
     steps_between,
 )
@@ -108,6 +110,8 @@ def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> Imported:
     flags = read_flags([*launch.words, *overrides])
     source = Source({FORMERLY.get(name, name): value for name, value in flags.items()}, _NAMES)
     source.notes += launch.notes
+    cut = {FORMERLY.get(name, name): value for name, value in launch.unread.items()}
+    source.leave_unread({CUT: cut})
     options = source.take_same(_SAME)
     source.expect_all(_ONLY)
     options |= _read_lengths(source)
@@ -115,7 +119,7 @@ def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> Imported:
     batches, each = _read_batches(source, options)
     options |= batches | _read_data(source) | _read_rewards(source, options)
     options |= _read_run(source, each) | _read_optimizer(source) | _read_adapter(source)
-    return source.finish(options, _REASONS)
+    return source.finish(options, _REASONS, KNOWN)
 
 
 def _read_lengths(source: Source) -> dict[str, Any]:
@@ -209,7 +213,9 @@ def _read_run(source: Source, each: int) -> dict[str, Any]:
     if evaluated:
         read |= {"eval_dataset": evaluated, "eval_split": source.take("eval.split", str, "train")}
         read |= steps_between("eval", source.take("eval.steps", int, -1), each)
-        read["eval_temperature"] = source.take("eval.temperature", float, 0.6)
+        read["eval_temperature"] = source.take("eval.temperature", float, 0.6) or None
+        if read["eval_temperature"] is None:
+            greedy(source, "eval.temperature")
         read["num_generations_eval"] = source.take("eval.n_samples_per_prompt", int, 4)
     for name in ("steps", "split", "temperature", "n_samples_per_prompt"):
         source.leave(f"eval.{name}", "there is no eval.dataset")

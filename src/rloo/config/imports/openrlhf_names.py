@@ -95,3 +95,16 @@ FORMERLY: dict[str, str] = {
     for section, names in _SECTIONS.items()
     for name, former in names.items()
 } | {"generate_max_len": "rollout.max_new_tokens"}
+
+# Sections of flags that are counted out above, and those that came later.
+_SINCE = {
+    "train": "enable_sleep colocate_all_models",
+    "ds": "experts_implementation use_hpu zero_hpz load_in_8bit flash_attn",
+    "actor": "adam.eps optim muon.lr muon.momentum min_lr_ratio grad_clip num_gpus",
+}
+KNOWN: dict[str, frozenset[str]] = {
+    f"{section}.": frozenset(
+        name.partition(".")[0] for name in (*_SECTIONS[section], *_SINCE[section].split())
+    )
+    for section in _SINCE
+}

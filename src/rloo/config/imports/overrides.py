@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ def read_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]
         word = waiting.pop(0)
         name, equals, text = word.partition("=")
         if word.startswith("--"):
-            if not equals and waiting and not waiting[0].startswith("--"):
-                text = waiting.pop(0)
+            if not equals:
+                text = waiting.pop(0) if waiting and _is_value(waiting[0]) else "true"
             if "." in name:
                 values[name[2:]] = _value(text)
             else:
@@ -50,6 +51,11 @@ def read_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]
         else:
             others.append(word)
     return values, flags, others
+
+
+def _is_value(word: str) -> bool:
+    """Whether a word is the value of the flag before it, and no setting of its own."""
+    return not word.startswith("--") and not re.match(r"[+~]*[A-Za-z_][\w.@/]*=", word)
 
 
 def _value(text: str) -> Any:
@@ -82,28 +88,55 @@ def over(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def read_composed(path: str, seen: tuple[str, ...] = ()) -> tuple[dict[str, Any], list[str]]:
-    """The values of a YAML file over those of the files that its `defaults` name, and the names of
-    those that are not there. Raises ValueError for a file that cannot be read, or builds on
-    itself."""
+def _part(entry: Any) -> tuple[str, str]:
+    """The file that an entry of hydra's `defaults` names, and the section that it fills."""
+    if not isinstance(entry, dict) or len(entry) != 1:
+        return str(entry), ""
+    group, name = next(iter(entry.items()))
+    group, _, section = (
+        str(group).removeprefix("override ").removeprefix("optional ").partition("@")
+    )
+    section = section or group.replace("/", ".")
+    return f"{group}/{name}", "" if section == "_global_" else section
+
+
+def _located(name: str, path: str, places: Sequence[str]) -> Path | None:
+    """The file called `name` beside `path`, or in one of hydra's search path, which are folders
+    below the current one or one above the file."""
+    file = name if is_yaml(name) else f"{name}.yaml"
+    above = [Path(), *Path(path).resolve().parents]
+    folders = [Path(path).parent, *(folder / place for place in places for folder in above)]
+    return next((found for f in folders if (found := f / file).is_file()), None)
+
+
+def read_composed(
+    path: str, seen: tuple[str, ...] = (), places: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of a YAML file over those of the files that its `defaults` name, also in the
+    folders `places`, and the names of those that are not there. Raises ValueError for a file that
+    cannot be read, or builds on itself."""
     real = os.path.realpath(path)
     if real in seen:
         raise ValueError(f"{path} is built on itself (defaults)")
     own, _ = read_yaml(path, _is_whole)
     own = {key: value for key, value in own.items() if value != _MISSING}
     given = own.pop("defaults", None)
+    found = own.get("hydra.searchpath")
+    named = [str(f).removeprefix("file://") for f in found] if isinstance(found, list) else []
+    places = [*places, *named]
     values: dict[str, Any] = {}
     missing: list[str] = []
-    for name in given if isinstance(given, list) else [given] if given else []:
-        if not isinstance(name, str) or name == "_self_":
-            missing += [] if name == "_self_" else [str(name)]
+    for entry in given if isinstance(given, list) else [given] if given else []:
+        name, section = _part(entry)
+        if name == "_self_":
             continue
-        below = Path(path).parent / (name if is_yaml(name) else f"{name}.yaml")
-        if not below.is_file():
+        below = _located(name, path, places)
+        if below is None:
             missing.append(name)
             continue
-        further, gone = read_composed(str(below), (*seen, real))
-        values, missing = over(values, further), missing + gone
+        further, gone = read_composed(str(below), (*seen, real), places)
+        under = {f"{section}.{key}": v for key, v in further.items()} if section else further
+        values, missing = over(values, under), missing + gone
     replaced = [key.removesuffix("._override_") for key in own if key.endswith("._override_")]
     for section in replaced:
         del own[f"{section}._override_"]

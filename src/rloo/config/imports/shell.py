@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
-from rloo.config.imports.sums import compute
+from rloo.config.imports.shell_words import DEEPEST, MOST_LETTERS, Script, Words
+from rloo.config.imports.substitutions import changed, is_resolved
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_PLAIN = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\}|([0-9@*#?$!-]))")
-_DEFAULT = re.compile(r"(\w+):?([-=+])(.*)", re.DOTALL)
-_ALL_OF = re.compile(r"(\w+)\[[@*]\]")
+_FUNCTION = re.compile(
+    r"(?:function[ \t]+([\w:.-]+)[ \t]*(?:\([ \t]*\))?"
+    r"|([A-Za-z_][\w:.-]*)[ \t]*\([ \t]*\))\s*(?=[{(])"
+)
+# A loop over the script's own arguments, of which nothing is known.
+_ARGUMENT_LOOP = re.compile(r"(?:while|until)\b[^\n;]*(?:\$\{?[#1@*]|getopts)")
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>&|<&|>|<)\s*")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _WORDS = (
@@ -20,52 +23,58 @@ _WORDS = (
     "local", "declare", "readonly", "{", "}", "!",
 )  # fmt: skip
 _CHOICES = ("if", "elif", "else", "case")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
+# What a user's shell does for itself, and no settings of a run.
+_OF_SHELLS = re.compile(r"(?:.*/)?(?:activate\S*|\.\w+|\w*\.env|set_env\.sh|setvars\.sh|conda\.sh)")
 
 
-@dataclass
-class Script:
-    """`variables` as they are at the end, arrays as lists; `commands`, each its words; whether
-    there are conditions, whose branches were all read, one after the other."""
+def read_script(text: str, path: str = "") -> Script:
+    """What a script, at `path`, says: variables are filled in, those that it does not set from the
+    environment, as the shell does; functions are called and whole-number sums done. What only a run
+    would tell stays as it is written. Raises ValueError for quotation marks that are never closed,
+    and for text that doubles or is nested without end."""
+    script = Script(path=path)
+    try:
+        _Reader(text.replace("\r\n", "\n"), script).read()
+        unread = {f"function {n}": b for n, b in script.functions.items() if n not in script.called}
+        unread |= {f"the text after << ({n})": t for n, t in enumerate(script.documents, 1)}
+        for name, body in unread.items():
+            apart = script.apart()
+            _Reader(body, apart, arguments=[]).read()
+            script.uncalled[name] = apart.commands
+    except RecursionError:
+        raise ValueError(f"{path or 'the command line'} is nested too deeply") from None
+    return script
 
-    variables: dict[str, str | list[str]] = field(default_factory=dict)
-    commands: list[list[str]] = field(default_factory=list)
-    conditional: bool = False
 
-
-def read_script(text: str) -> Script:
-    """What a script says: variables are filled in, those that it does not set from the environment,
-    as the shell does; whole-number sums are done. What only a run would tell stays as it is
-    written. Raises ValueError for quotation marks that are never closed."""
-    return _Reader(text.replace("\r\n", "\n")).read()
-
-
-def find_command(script: Script, mark: re.Pattern[str]) -> list[tuple[list[str], list[str]]]:
-    """The words before and after `mark` (a program or module) of every command that has it, also of
-    those that are one word of another, such as bash -c's."""
+def find_command(
+    script: Script, mark: re.Pattern[str], depth: int = 0
+) -> list[tuple[list[str], list[str]]]:
+    """The words up to `mark` (a program or module) and those after it, of every command that has
+    it, also of those that are one word of another, such as bash -c's."""
     found = []
     for words in script.commands:
         place = next((i for i, word in enumerate(words) if mark.fullmatch(word)), None)
         if place is not None:
-            found.append((words[:place], words[place + 1 :]))
+            found.append((words[: place + 1], words[place + 1 :]))
             continue
-        for word in words:
+        for word in words if depth < DEEPEST else ():
             if " " in word and mark.search(word):
-                found += find_command(read_script(word), mark)
+                inner = read_script(word)
+                if inner.commands != [[word]]:  # it is what only a run would tell
+                    found += find_command(inner, mark, depth + 1)
     return found
 
 
-class _Reader:
-    """A place in a text, and what was read before it."""
+class _Reader(Words):
+    """Commands, and what they do to what is read after them."""
 
-    def __init__(self, text: str, variables: Mapping[str, str | list[str]] | None = None) -> None:
-        self._text = text
-        self._at = 0
-        self._script = Script(dict(variables or {}))
-        self._heredocs: list[str] = []
+    _heredocs: tuple[str, ...] = ()
+    _skips_loop = False
 
-    def read(self) -> Script:
+    def read(self, block: tuple[str, str] = ("", "")) -> Script:
+        """All of the text, or as far as the end of a `block`: `do` and `done`, or braces."""
         words: list[str] = []
+        opened = 0
         while self._at < len(self._text):
             if self._skip_blank():
                 continue
@@ -75,24 +84,113 @@ class _Reader:
                 if self._peek() == "\n":
                     self._skip_heredocs()
                 self._at += 1
+            elif not words and (name := _FUNCTION.match(self._text, self._at)):
+                self._define(name)
             elif not words and (name := _ASSIGNMENT.match(self._text, self._at)):
                 self._assign(name)
+            elif not words and not block[0] and self._skip_loop():
+                continue
             else:
                 fields = self._word()
-                if not words and fields and fields[0] in _WORDS:
-                    self._script.conditional |= fields[0] in _CHOICES
-                    continue
-                self._script.conditional |= not words and fields[:1] == ["case"]
-                words += fields
+                first = fields[0] if fields and not words else ""
+                self._script.conditional |= first in _CHOICES
+                opened += (first == block[0] != "") - (first == block[1] != "")
+                if first == block[1] != "" and opened <= 0:
+                    return self._script
+                words += [] if first in _WORDS else fields
         self._end(words)
         return self._script
 
-    def _peek(self, length: int = 1) -> str:
-        return self._text[self._at : self._at + length]
-
     def _end(self, words: list[str]) -> None:
-        if words:
-            self._script.commands.append(list(words))
+        """A command is complete: what it does to what is read after it."""
+        match words:
+            case []:
+                return
+            case [name, *given] if name in self._script.functions:
+                return self._call(name, given)
+            case ["for", name, *rest] if rest[:1] in ([], ["in"]):
+                return self._loop(name, rest[1:] if rest else self._arguments or [])
+            case ["eval", *rest]:
+                return self._inner(" ".join(rest))
+            case ["shift", *rest] if self._arguments is not None:
+                number = int(rest[0]) if rest and rest[0].isdigit() else 1
+                self._arguments = self._arguments[number:]
+                return None
+            case ["set", *rest] if "--" in rest:
+                self._arguments = rest[rest.index("--") + 1 :]
+            case ["cd", *rest]:
+                self._script.folder = changed(self._script.folder, rest)
+                where = self._script.folder or " ".join(rest)
+                self._note(f"the script goes to {where} (cd): its relative paths are from there")
+            case ["source" | ".", path, *_]:
+                return self._source(path)
+        self._script.commands.append(list(words))
+
+    # -- functions, loops, files -----------------------------------------------------------------
+
+    def _skipped(self, *block: str) -> str:
+        """The text of a block that begins here, behind which the reader is then."""
+        start = self._at
+        probe = _Reader(self._text, self._script.apart(), self._arguments, ("", *self._active))
+        self._deeper(probe._active)
+        probe._at = start
+        probe.read((block[0], block[1]))
+        self._at = probe._at
+        return self._text[start : self._at]
+
+    def _define(self, name: re.Match[str]) -> None:
+        self._at = name.end()
+        if self._peek() == "(":
+            body = self._enclosed("(", ")", self._at)
+        else:
+            body = self._skipped("{", "}").removeprefix("{").removesuffix("}")
+        if body.strip():
+            self._script.functions[name[1] or name[2]] = body
+
+    def _call(self, name: str, given: list[str]) -> None:
+        self._script.called.add(name)
+        if name in self._active:
+            self._note(f"function {name} calls itself: it was read once")
+            return
+        body = self._script.functions[name]
+        self._spend(len(body))
+        _Reader(body, self._script, given, self._deeper((*self._active, name))).read()
+
+    def _inner(self, text: str) -> None:
+        """Text that is read as if it stood here."""
+        self._spend(len(text))
+        _Reader(text, self._script, self._arguments, self._deeper(("", *self._active))).read()
+
+    def _source(self, name: str) -> None:
+        path = os.path.join(self._script.folder or "", os.path.expanduser(name))
+        if _OF_SHELLS.fullmatch(name):
+            return
+        if is_resolved(name) and os.path.isfile(path) and os.path.getsize(path) < MOST_LETTERS:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                self._inner(file.read().replace("\r\n", "\n"))
+        else:
+            self._note(f"what {name} sets is not known: it is read there (source), and not here")
+
+    def _loop(self, name: str, values: list[str]) -> None:
+        """One value is that of the variable; of several it is not known which."""
+        self._skips_loop = not values
+        if len(values) > 1:
+            self._note(
+                f"the script has a loop over {', '.join(values[:8])}: it was read once, and what "
+                f"{name} is there is not known"
+            )
+        self._script.variables[name] = values[0] if len(values) == 1 else f"${{{name}}}"
+
+    def _skip_loop(self) -> bool:
+        """Skip a loop over arguments that are not there, or over none."""
+        over = _ARGUMENT_LOOP.match(self._text, self._at) and not self._arguments
+        if over or (self._skips_loop and re.match(r"do\b", self._text[self._at : self._at + 3])):
+            self._skips_loop = False
+            self._skipped("do", "done")
+            return True
+        return False
+
+    # -- blanks and assignments ------------------------------------------------------------------
 
     def _skip_blank(self) -> bool:
         """Skip what separates words: blanks, joined lines, comments, redirections."""
@@ -104,25 +202,23 @@ class _Reader:
         elif self._peek() == "#":
             self._at = self._find("\n", len(self._text))
         elif heredoc := _HEREDOC.match(self._text, self._at):
-            self._heredocs.append(heredoc[2])
+            self._heredocs += (heredoc[2],)
             self._at = heredoc.end()
         elif redirection := _REDIRECTION.match(self._text, self._at):
             self._at = redirection.end()
-            self._word()
+            if self._peek() == "(" or self._peek(2) in (">(", "<("):  # a command reads or writes
+                self._enclosed("(", ")", self._text.index("(", self._at))
+            else:
+                self._word()
         return self._at > start
-
-    def _find(self, what: str, missing: int | None = None) -> int:
-        place = self._text.find(what, self._at)
-        if place < 0 and missing is None:
-            line = self._text.count("\n", 0, self._at) + 1
-            raise ValueError(f"line {line}: no closing {what}")
-        return len(self._text) if place < 0 else place
 
     def _skip_heredocs(self) -> None:
         for name in self._heredocs:
             end = re.compile(rf"\n\s*{name}[ \t]*(?=\n|$)").search(self._text, self._at)
-            self._at = end.end() if end else len(self._text)
-        self._heredocs = []
+            stop = end.end() if end else len(self._text)
+            self._script.documents.append(self._text[self._at : end.start() if end else stop])
+            self._at = stop
+        self._heredocs = ()
 
     def _assign(self, name: re.Match[str]) -> None:
         self._at = name.end()
@@ -145,165 +241,25 @@ class _Reader:
                 yield from self._word()
         self._at += 1
 
-    def _ends_word(self) -> bool:
-        return self._at >= len(self._text) or self._peek() in " \t\n;|&()"
-
-    def _word(self, whole: bool = False) -> list[str]:
-        """The fields that the word here becomes, one of them where it is `whole`."""
-        fields = [""]
-        exists = whole
-        while not self._ends_word():
-            char = self._peek()
-            if char == "\\":
-                fields[-1] += "" if self._peek(2) == "\\\n" else self._peek(2)[1:]
-                self._at += 2
-            elif char == "'" or self._peek(2) == "$'":
-                fields[-1] += self._single(ansi=char == "$")
-            elif char == '"':
-                self._at += 1
-                exists = self._double(fields) or exists
-                continue
-            elif char in "$`":
-                value = self._expansion(quoted=whole)
-                parts = value if isinstance(value, list) else value.split()
-                if whole:
-                    parts = [" ".join(parts) if isinstance(value, list) else value]
-                elif isinstance(value, str) and "$(" in value:
-                    parts = [value]
-                if parts:
-                    fields[-1] += parts[0]
-                    fields += parts[1:]
-                continue
-            else:
-                fields[-1] += char
-                self._at += 1
-                continue
-            exists = True
-        return fields if exists or len(fields) > 1 or fields[0] else []
-
-    def _all(self, quoted: bool) -> str | list[str]:
-        """The text here as one where it is `quoted`, else the fields that it becomes."""
-        text, fields = "", []
-        while self._at < len(self._text):
-            if self._ends_word():
-                text += self._peek()
-                self._at += 1
-            elif quoted:
-                text += " ".join(self._word(whole=True))
-            else:
-                fields += self._word()
-        return text if quoted else fields
-
-    def _single(self, ansi: bool) -> str:
-        self._at += 2 if ansi else 1
-        if not ansi:
-            end = self._find("'")
-            text, self._at = self._text[self._at : end], end + 1
-            return text
-        text = ""
-        while self._peek() != "'":
-            if self._at >= len(self._text):
-                self._find("'")
-            escaped = self._peek() == "\\"
-            text += _ESCAPES.get(self._peek(2)[1:], self._peek(2)) if escaped else self._peek()
-            self._at += 2 if escaped else 1
-        self._at += 1
-        return text
-
-    def _double(self, fields: list[str]) -> bool:
-        """Read up to the closing mark; whether that made a word, as all but an empty list does."""
-        exists = True
-        while self._peek() != '"':
-            if self._at >= len(self._text):
-                self._find('"')
-            if self._peek() == "\\":
-                pair = self._peek(2)
-                fields[-1] += "" if pair == "\\\n" else pair[1:] if pair[1:] in '"\\$`' else pair
-                self._at += 2
-            elif self._peek() in "$`":
-                value = self._expansion(quoted=True)
-                if isinstance(value, list):
-                    exists = bool(value)
-                    fields[-1] += value[0] if value else ""
-                    fields += value[1:]
-                else:
-                    fields[-1] += value
-            else:
-                fields[-1] += self._peek()
-                self._at += 1
-        self._at += 1
-        return exists
-
-    def _expansion(self, quoted: bool) -> str | list[str]:
-        """What stands here for something else; as it is written where only a run would tell."""
-        if self._peek() == "`":
-            self._at += 1
-            end = self._find("`")
-            text, self._at = self._text[self._at - 1 : end + 1], end + 1
-            return text
-        if self._peek(2) == "$(":
-            return self._command_or_sum(self._enclosed("(", ")"))
-        if plain := _PLAIN.match(self._text, self._at):
-            self._at = plain.end()
-            if plain[3]:
-                return [] if plain[3] in "@*" else f"${{{plain[3]}}}"
-            return self._value(plain[1] or plain[2])
-        if self._peek(2) != "${":
-            self._at += 1
-            return "$"
-        return self._braced(self._enclosed("{", "}"), quoted)
-
-    def _enclosed(self, opening: str, closing: str) -> str:
-        start, depth = self._at + 1, 0
-        for place in range(start, len(self._text)):
-            depth += (self._text[place] == opening) - (self._text[place] == closing)
-            if depth == 0:
-                self._at = place + 1
-                return self._text[start + 1 : place]
-        raise ValueError(f"line {self._text.count(chr(10), 0, start) + 1}: no closing {closing}")
-
-    def _value(self, name: str) -> str | list[str]:
-        if name in self._script.variables:
-            return self._script.variables[name]
-        return os.environ.get(name, f"${{{name}}}")
-
-    def _braced(self, inside: str, quoted: bool) -> str | list[str]:
-        if of_all := _ALL_OF.fullmatch(inside):
-            value = self._value(of_all[1])
-            return value if isinstance(value, list) else [value]
-        if default := _DEFAULT.fullmatch(inside):
-            value = self._value(default[1])
-            is_set = value not in ("", f"${{{default[1]}}}")
-            if default[2] == "+" and not is_set:
-                return []
-            if is_set and default[2] != "+":
-                return value
-            return _Reader(default[3], self._script.variables)._all(quoted)
-        return f"${{{inside}}}"
-
-    def _command_or_sum(self, inside: str) -> str:
-        if inside.strip() == "pwd":
-            return os.getcwd()
-        if not inside.startswith("("):
-            return f"$({inside})"
-        names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda n: f"({self._value(n[1])})", inside)
-        result = compute(names[1:-1])
-        return f"$({inside})" if result is None else str(result)
-
 
 def read_flags(words: list[str]) -> dict[str, str | list[str]]:
     """`--name value ...` as text, a list of texts where there are several, "true" where there is
-    none; dashes are underscores, and the last of a repeated flag wins. Raises ValueError for a
-    word before any flag."""
+    none; dashes are underscores, and the last of a repeated flag wins. What only a run would tell
+    is no further value of a flag, but a name without one. Raises ValueError for a word before any
+    flag."""
     flags: dict[str, list[str]] = {}
+    unknown: list[str] = []
     name = None
     for word in words:
         if word.startswith("--") and word[2:3].isalpha():
             key, equals, value = word[2:].partition("=")
             name = key.replace("-", "_")
             flags[name] = [value] if equals else []
+        elif re.fullmatch(r"\$\{\w+\}|\$\(.*\)", word) and (name is None or flags[name]):
+            unknown.append(word)
         elif name is None:
             raise ValueError(f"{word} stands before any option")
         else:
             flags[name].append(word)
-    return {key: value[0] if len(value) == 1 else value or "true" for key, value in flags.items()}
+    found = {key: value[0] if len(value) == 1 else value or "true" for key, value in flags.items()}
+    return found | dict.fromkeys(unknown, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 
 from rloo.config.aliases import our_name
 from rloo.config.config import option_types
+from rloo.config.imports.known import Known, is_known, may_be_group_size, unknown
+from rloo.config.imports.substitutions import is_resolved
 from rloo.config.plain_yaml import read_value
 from rloo.config.reading import coerce, not_null
 
@@ -19,8 +22,9 @@ IN_MEMORY = "micro-batches follow from memory (max_tokens_per_micro_batch)"
 PROCESSES = "num_processes or a launcher says how many, and parallel whether they divide weights"
 NOT_AHEAD = "dynamic_sample draws further prompts by the scores, so not ahead of training"
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
-_UNRESOLVED = re.compile(r"\$\{[^{}]*\}|\$\(|`")
 _UNKNOWN = object()
+CUT = "the shell leaves it out: a comment or a missing backslash ends the command before it"
+NOT_IN_FILE = "what it refers to is not in the file"
 _LOGGERS = ("wandb", "tensorboard", "swanlab", "trackio", "mlflow")
 _RESOLVERS: dict[str, Callable[..., float]] = {
     "mul": operator.mul, "add": operator.add, "div": operator.truediv, "max": max,
@@ -57,6 +61,7 @@ class Source:
         self.taken: list[str] = []
         self.left: list[Left] = []
         self.notes: list[str] = []
+        self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
         """Whether `key` is given with a value."""
@@ -65,11 +70,12 @@ class Source:
     def take(self, key: str, kind: Any = None, default: Any = None) -> Any:
         """The value of `key` as a `kind` (an annotation; None takes it as it is), or `default`.
         Raises ValueError where it is of another kind."""
+        self._read.add(key)
         if key not in self.values:
             return default
         value = self.values.pop(key)
-        if isinstance(value, str) and _UNRESOLVED.search(value):
-            self.left.append(Left(key, value, "what it refers to is not in the file"))
+        if not _is_known(value):
+            self.left.append(Left(key, value, NOT_IN_FILE))
             return default
         self.taken.append(key)
         if value is None or kind is None:
@@ -78,6 +84,7 @@ class Source:
 
     def expect(self, key: str, same: Any, reason: str) -> None:
         """Take `key` if it is `same`, which changes nothing here; else leave it with `reason`."""
+        self._read.add(key)
         if key not in self.values:
             return
         kind = None if same is None else type(same)
@@ -116,13 +123,71 @@ class Source:
             self.taken.remove(key)
             self.left.append(Left(key, value, reason))
 
-    def finish(self, options: dict[str, Any], reasons: Mapping[str, tuple[str, ...]]) -> Imported:
+    def leave_unread(self, unread: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put what is no setting of the command, by its reason, among what has no counterpart."""
+        for reason, words in unread.items():
+            for key, value in words.items():
+                why = reason if _is_known(key) else NOT_IN_FILE
+                self.left.append(Left(key, value, why))
+
+    def finish(
+        self,
+        options: dict[str, Any],
+        reasons: Mapping[str, tuple[str, ...]],
+        known: Known | None = None,
+    ) -> Imported:
         """All that was read; what remains is left with the first of `reasons` -> the beginnings of
-        keys that it is for."""
+        keys that it is for, unless it is none that the system has in its `known` sections."""
         for key in list(self.values):
-            known = (why for why, starts in reasons.items() if f"{key}.".startswith(starts))
-            self.leave(key, next(known, "no counterpart is known"))
+            if not is_resolved(key):
+                self.leave(key, NOT_IN_FILE)
+                continue
+            why = next((w for w, starts in reasons.items() if f"{key}.".startswith(starts)), "")
+            if not why or not is_known(key, known or {}):
+                why = unknown(key, self._read)
+                if may_be_group_size(key):
+                    why += "; is it a fork's group size (num_generations)?"
+                    self.notes.append(
+                        f"{key} {self.values[key]} is no key that is known; if it is how many "
+                        f"completions a prompt has, set num_generations, here "
+                        f"{options.get('num_generations')}"
+                    )
+                elif "did you mean" in why:
+                    self.notes.append(f"{key} is no key that is known{why.partition('known')[2]}")
+            self.leave(key, why)
         return Imported(options, self.taken, self.left, self.notes)
+
+
+def greedy(source: Source, key: str) -> None:
+    """Evaluation at temperature 0, which is not asked for here."""
+    source.notes.append(f"evaluation is sampled and greedy, both ({key} 0)")
+
+
+def one_of(source: Source, key: str, ours: str, files: list[str]) -> str:
+    """The folder that has these `files` and no others, or the first of them, which is said."""
+    folders = {os.path.dirname(file) for file in files}
+    folder = folders.pop() if len(folders) == 1 else ""
+    if len(files) == 1:
+        return files[0]
+    if folder and os.path.isdir(folder):
+        there = {n for n in os.listdir(folder) if n.endswith((".parquet", ".jsonl", ".json"))}
+        if there == {os.path.basename(file) for file in files}:
+            return folder
+    source.give_back(key, files, f"{ours} is one file or folder, here the first of them")
+    source.notes.append(
+        f"{key} names {len(files)} files, and {ours} is the first of them alone: put them into a "
+        "folder of their own, and give that"
+    )
+    return files[0]
+
+
+def _is_known(value: Any) -> bool:
+    """Whether nothing in a value is left that only a run would tell."""
+    if isinstance(value, list):
+        return all(map(_is_known, value))
+    if isinstance(value, dict):
+        return all(map(_is_known, value.values()))
+    return not isinstance(value, str) or is_resolved(value)
 
 
 def read_batches(

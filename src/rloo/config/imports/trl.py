@@ -1,24 +1,46 @@
-"""The YAML files of TRL's command line (`trl rloo --config`) as our options.
+"""The YAML files and lines of TRL's command (`trl rloo`, `trl grpo`; 1.16) as our options, and
+open-r1's recipes, which are for GRPO.
 
-Most names and defaults are ours too; the objective is the preset trl.
+Most names and defaults are ours too. The objective of `trl rloo` is the preset trl, that of `trl
+grpo` the preset grpo with the defaults of TRL's GRPOConfig.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rloo.config.aliases import ALIASES, resolve
+from rloo.config.aliases import ALIASES, LOSSES, resolve
 from rloo.config.config import option_types
-from rloo.config.imports.launch import read_launch
+from rloo.config.imports.launch import find_file, read_launch
 from rloo.config.imports.overrides import is_yaml
 from rloo.config.imports.shell import read_flags
-from rloo.config.imports.source import Imported, Source
+from rloo.config.imports.source import CUT, Imported, Source
 from rloo.config.parsing import read_config_file
+from rloo.config.recipes import SCRIPTS, as_options, is_open_r1
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 _MARK = re.compile(r"rloo|grpo|(?:.*/)?\w*(?:rloo|grpo)\w*\.py")
+# Options that only one of the two has.
+_OF_GRPO = {
+    "cast_lm_head_to_fp32", "delta", "entropy_coef", "entropy_coef_delta", "entropy_coef_max",
+    "entropy_coef_min", "entropy_target", "importance_sampling_level", "log_completions_hub_repo",
+    "loss_type", "max_tool_calling_iterations", "multi_objective_aggregation",
+    "off_policy_mask_threshold", "scale_rewards", "top_entropy_quantile", "use_adaptive_entropy",
+    "use_bias_correction_kl", "use_liger_loss", "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
+}  # fmt: skip
+_OF_RLOO = {"normalize_advantages", "reward_clip_range"}
+# TRL's GRPOConfig, as far as it is unlike its RLOOConfig: the parts of the objective.
+_GRPO: dict[str, Any] = {
+    "preset": "grpo", "num_generations": 8, "beta": 0.0, "loss_aggregation": "token_mean",
+    "std_level": "group", "importance_sampling_level": "token",
+}  # fmt: skip
+_CORRECTION = "vllm_importance_sampling_"
 # TRL's reward functions that we have too.
 _REWARDS: dict[str, Any] = {
     "accuracy_reward": "math",
@@ -26,6 +48,10 @@ _REWARDS: dict[str, Any] = {
         "name": "soft_overlong", "max_tokens": 1280, "cache_tokens": 256,
     },
 }  # fmt: skip
+_TRL_REWARDS = (
+    "reasoning_accuracy_reward", "think_format_reward", "get_cosine_scaled_reward",
+    "get_repetition_penalty_reward",
+)  # fmt: skip
 # TRL's option -> (the value at which it changes nothing, why no other)
 _ONLY: dict[str, tuple[Any, str]] = {
     "dataset_streaming": (False, "a stream is given to RLOOTrainer as a dataset"),
@@ -43,11 +69,15 @@ _REASONS = {
 def import_trl(path: str, overrides: Sequence[str] = ()) -> Imported:
     """TRL's YAML file or script at `path`, or a command line, with `overrides` after it. Raises
     ValueError for what cannot be read, or options that contradict each other."""
-    source = Source(_read_given(path, overrides))
+    source, program = _read_given(path, overrides)
     hints = option_types()
-    options: dict[str, Any] = {"preset": "trl"}
+    grpo = _is_grpo(source, program)
+    options: dict[str, Any] = dict(_GRPO) if grpo else {"preset": "trl"}
     source.expect_all(_ONLY)
+    options |= _read_recipe(source)
     options |= _read_model(source) | _read_rewards(source)
+    if grpo:
+        options |= _read_grpo(source)
     given = {}
     for key in list(source.values):
         if key in REFUSED:
@@ -63,22 +93,104 @@ def import_trl(path: str, overrides: Sequence[str] = ()) -> Imported:
     return source.finish(options, _REASONS)
 
 
-def _read_given(path: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """What a file says, and over it the flags."""
-    if is_yaml(path) and " " not in path:
-        return read_config_file(path)[0] | read_flags(list(overrides))
+def _read_given(path: str, overrides: Sequence[str]) -> tuple[Source, str]:
+    """What a file says, and over it the flags; and the program's name, where a command has it."""
+    if is_yaml(path) and (" " not in path or Path(path).is_file()):
+        return Source(read_config_file(path)[0] | read_flags(list(overrides))), ""
     launch = read_launch(path, _MARK, "trl rloo, or rloo.py")
     flags = read_flags([*launch.words, *overrides])
-    file = flags.pop("config", None)
-    values = read_config_file(str(launch.folder / str(file)))[0] if file else {}
-    return values | flags
+    values: dict[str, Any] = {}
+    if (name := flags.pop("config", None)) is not None:
+        file = find_file([str(name)], launch.folder)
+        if file is None:
+            raise ValueError(f"{name}: no such file here; give its path (--config)")
+        values = read_config_file(str(file))[0]
+    source = Source(values | flags)
+    source.notes += launch.notes
+    source.leave_unread({CUT: launch.unread})
+    return source, "".join(launch.before[-1:])
+
+
+def _is_grpo(source: Source, program: str) -> bool:
+    """Whether it is for GRPO: by the program, or by what only one of them has."""
+    open_r1 = is_open_r1(source.values)
+    of_grpo = sorted(_OF_GRPO & source.values.keys())
+    of_rloo = _OF_RLOO & source.values.keys()
+    if program:
+        grpo = "grpo" in program.rpartition("/")[2]
+    else:
+        grpo = not of_rloo and (bool(of_grpo) or open_r1)
+        if not grpo and not of_rloo:
+            source.notes.append(
+                "nothing in it says whether it is for trl rloo or trl grpo: it was read as rloo's; "
+                "for grpo's: rloo config --from trl 'trl grpo --config FILE'"
+            )
+    if grpo:
+        why = program or (", ".join(of_grpo[:3]) or "a recipe of open-r1's")
+        source.notes.append(
+            f"it is for GRPO ({why}), and so is the objective: preset grpo with the defaults of "
+            "TRL's GRPOConfig; for REINFORCE Leave-One-Out put --preset paper beside the result"
+        )
+    return grpo
+
+
+def _read_recipe(source: Source) -> dict[str, Any]:
+    """open-r1's ways of naming rewards, data and prompts, and the keys of its scripts."""
+    before = dict(source.values)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            after = as_options(before)
+        except ValueError as error:  # what is not here stays, with the reason
+            source.notes.append(str(error))
+            after = before
+    source.notes += [str(warning.message) for warning in said]
+    for key in before:
+        if key not in after:
+            source.take(key)
+    for reason, keys in SCRIPTS.items():
+        for key in keys:
+            source.leave(key, reason)
+    rewards = after.get("reward_funcs")
+    if rewards != before.get("reward_funcs"):
+        source.values["reward_funcs"] = rewards
+    return {key: value for key, value in after.items() if key not in before}
+
+
+def _read_grpo(source: Source) -> dict[str, Any]:
+    """What GRPOConfig's options mean under the preset grpo."""
+    read: dict[str, Any] = {}
+    loss = source.take("loss_type", str, "dapo")
+    read["loss_aggregation"] = LOSSES.get(loss, "token_mean")
+    if loss not in LOSSES:
+        source.give_back("loss_type", loss, "this loss is not part of this version")
+        source.notes.append(f"loss_type {loss} is left out, which changes the objective")
+    level = source.take("importance_sampling_level", str, "token")
+    read["importance_sampling_level"] = "sequence_mean" if level.startswith("sequence") else "token"
+    names = {"clip_max": "threshold", "clip_min": "min", "mode": "mode", "cap": "threshold"}
+    switch = f"{_CORRECTION}correction"
+    sampled = str(source.values.get("use_vllm", False)).lower() == "true"
+    if sampled and source.take(switch, bool, True):
+        mode = source.take(f"{_CORRECTION}mode", str, "sequence_mask")
+        most = source.take(f"{_CORRECTION}clip_max", float, 3.0)
+        most = source.take(f"{_CORRECTION}cap", float, most)
+        read["rollout_importance_sampling_mode"] = mode
+        read["rollout_importance_sampling_threshold"] = most
+        if (least := source.take(f"{_CORRECTION}clip_min", float)) is not None:
+            read["rollout_importance_sampling_min"] = least
+    for name in ("correction", *names):
+        source.leave(f"{_CORRECTION}{name}", "it acts on what vLLM samples, where it is on there")
+    return read
 
 
 def _read_refused(source: Source, key: str) -> None:
+    value = source.values[key]
     try:
-        resolve({key: source.values[key]}, {})
+        resolve({key: value}, {})
     except ValueError:
         source.leave(key, REFUSED[key][1])
+        if key in _OF_GRPO:
+            source.notes.append(f"{key} {value} is left out, which changes the objective")
     else:
         source.take(key)
 
@@ -100,13 +212,22 @@ def _read_model(source: Source) -> dict[str, Any]:
 def _read_rewards(source: Source) -> dict[str, Any]:
     model = source.take("reward_model_name_or_path", str)
     rewards: list[Any] = [model] if model else []
-    for name in source.take("reward_funcs", list[str], []):
-        if name in _REWARDS:
+    known = is_open_r1(source.original)
+    for name in source.take("reward_funcs", list[dict[str, Any] | str], []):
+        if isinstance(name, Mapping) or (known and "." not in name):
+            rewards.append(name)
+        elif name in _REWARDS:
             rewards.append(_REWARDS[name])
             source.notes.append(
                 f"reward {name} is the built-in {_REWARDS[name]} here, not the same code"
             )
+        elif name in _TRL_REWARDS:
+            rewards.append(f"trl.rewards:{name}")
+        elif "." in name and not name.endswith(".py") and ":" not in name:
+            rewards.append(":".join(name.rsplit(".", 1)))
         else:
-            module, _, function = name.rpartition(".")
-            rewards.append(f"{module or 'trl.rewards'}:{function}")
+            rewards.append(name)
+            source.notes.append(
+                f"TRL has no reward {name}: it stays as it is, a built-in one here or FILE.py:NAME"
+            )
     return {"reward": rewards} if rewards else {}

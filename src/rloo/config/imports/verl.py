@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rloo.config.imports.known import VERL
 from rloo.config.imports.launch import read_settings
 from rloo.config.imports.optimizer import read_schedule
 from rloo.config.imports.source import (
@@ -19,11 +20,14 @@ from rloo.config.imports.source import (
     Imported,
     Source,
     follow_references,
+    greedy,
+    one_of,
     read_batches,
     read_loggers,
     steps_between,
 )  # fmt: skip
 from rloo.config.imports.verl_objective import read_objective
+from rloo.config.imports.verl_versions import is_former
 
 _MARK = re.compile(
     r"(?:verl|recipe|recipes)(?:\.\w+)*\.(?:main_ppo|main_dapo|fully_async_main)"
@@ -85,6 +89,14 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "trainer.critic_warmup": (0, "leave-one-out needs no value model"),
     "reward_model.enable": (False, "name the reward model's folder or hub id (reward)"),
 }  # fmt: skip
+# Where a reward function is named, and the penalty of long completions, in verl's versions.
+_FUNCTIONS = ("custom_reward_function.", "reward.custom_reward_function.")
+_OVERLONG = (
+    "reward_model.reward_kwargs.overlong_buffer_cfg.", "reward.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.overlong_buffer.", "custom_reward_function.overlong_buffer.",
+    "reward_manager.overlong_buffer.", "reward_model.overlong_buffer_cfg.",
+)  # fmt: skip
+_LONGEST = ("reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len")
 # why -> the beginnings of keys that have no counterpart
 _REASONS: dict[str, tuple[str, ...]] = {
     "hydra's: which class a section is made with": ("_target_",),
@@ -131,39 +143,60 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
     "sampling beside training is set by max_staleness": ("async_training", "rollout."),
     "hydra's own": ("hydra.",),
+    "distillation is not part of this version": ("distillation.",),
     PROCESSES: (
         _ACTOR, "trainer.", "actor_rollout_ref.nccl_timeout", "ray_kwargs", "ray_init",
-        "transfer_queue", "global_", "actor_rollout_ref.",
+        "transfer_queue", "global_", "actor_rollout_ref.", "model_engine",
     ),
 }  # fmt: skip
 
 
-def import_verl(text: str, overrides: Sequence[str] = ()) -> Imported:
-    """verl's YAML file or script at the path `text`, or a command line, with `overrides` after it.
-    Raises ValueError for what cannot be read."""
-    given = read_settings(text, overrides, _MARK, "verl.trainer.main_ppo")
+def import_verl(text: str, overrides: Sequence[str] = (), version: str = "") -> Imported:
+    """verl's YAML file or script at the path `text`, or a command line, with `overrides` after it;
+    for that `version` (0.3), or the one that its keys tell. Raises ValueError for what cannot be
+    read."""
+    given = read_settings(text, overrides, _MARK, "verl.trainer.main_ppo", "verl/trainer")
     source = Source(follow_references(given.values), _NAMES)
     source.notes += given.notes
-    options = source.take_same(_SAME)
+    source.leave_unread(given.unread)
+    former, said = is_former(source.values, version)
+    source.notes += [said] if said else []
+    options = source.take_same(_SAME | ({f"{_ACTOR}entropy_coeff": 0.001} if former else {}))
     source.expect_all(_ONLY)
+    each_agent = options["num_generations"]
+    options |= _read_agents(source, each_agent)
     for key, name in (("prompt", "max_prompt_length"), ("response", "max_completion_length")):
         options[name] = source.take(f"{_ROLLOUT}{key}_length", int, options[name])
-    options |= read_objective(source, options)
-    batches, each = _read_batches(source, options)
-    options |= batches | _read_data(source)
+    options |= read_objective(source, options, former)
+    batches, each = _read_batches(source, options, each_agent)
+    options |= batches | _read_data(source) | _read_rewards(source, options)
     options |= _read_run(source, each, "eval_dataset" in options)
     options |= _read_optimizer(source, each) | _read_adapter(source)
-    return source.finish(options, _REASONS)
+    return source.finish(options, _REASONS, VERL)
 
 
-def _read_batches(source: Source, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def _read_agents(source: Source, size: int) -> dict[str, Any]:
+    """The group size of Search-R1 and its kin, which sample every prompt so often, each `size`
+    times."""
+    if (agents := source.take(f"{_ROLLOUT}n_agent", int)) is None:
+        return {}
+    source.notes.append(
+        f"rollout.n_agent {agents} is a fork's group size (Search-R1): num_generations is that "
+        f"times rollout.n, {size}; ppo_mini_batch_size counts its completions"
+    )
+    return {"num_generations": agents * size}
+
+
+def _read_batches(
+    source: Source, options: dict[str, Any], each_agent: int
+) -> tuple[dict[str, Any], int]:
     """`ppo_mini_batch_size` counts prompts, as `train_batch_size` does."""
     prompts = source.take("data.train_batch_size", int, 1024)
     part = source.take(f"{_ACTOR}ppo_mini_batch_size", int, 256)
     if not prompts:  # asynchronous: what is trained at once is counted in parts
         prompts = part * source.take("async_training.require_batches", int, 1)
         source.notes.append("sampling goes on beside training there: the option is max_staleness")
-    read, each = read_batches(source, prompts, part * options["num_generations"], options)
+    read, each = read_batches(source, prompts, part * each_agent, options)
     if source.take(f"{_ACTOR}use_dynamic_bsz", bool, False):
         most = source.take(f"{_ACTOR}ppo_max_token_len_per_gpu", int, 16384)
         read["max_tokens_per_micro_batch"] = most
@@ -180,10 +213,8 @@ def _read_data(source: Source) -> dict[str, Any]:
     for key, ours in (("data.train_files", "dataset"), ("data.val_files", "eval_dataset")):
         files = source.take(key, list[str] | str) or []
         files = [files] if isinstance(files, str) else files
-        if len(files) > 1:
-            source.give_back(key, files, f"{ours} is one file or folder, here the first of them")
         if files:
-            read[ours] = files[0]
+            read[ours] = one_of(source, key, ours, files)
     kept = source.take(f"{_ROLLOUT}top_k", int, -1)
     read["top_k"] = max(kept, 0)
     cut = source.take("data.truncation", str, "error")
@@ -193,18 +224,46 @@ def _read_data(source: Source) -> dict[str, Any]:
         read["overlong_prompts"] = cut
     else:
         source.give_back("data.truncation", cut, "overlong_prompts is error, drop or left")
+    return read
+
+
+def _read_rewards(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+    """A function in a file, and the penalty of long completions, which verl's `dapo` manager adds
+    to the reward."""
+    read: dict[str, Any] = {}
     source.notes.append(
         "verl chooses its reward by the row's data_source: say so here with reward, a function of "
         "(completions, **columns); the answer is in the column reward_model (ground_truth)"
     )
-    file = source.take("custom_reward_function.path", str)
-    name = source.take("custom_reward_function.name", str, "compute_score")
+    start = next((s for s in _FUNCTIONS if f"{s}path" in source.values), _FUNCTIONS[0])
+    file = source.take(f"{start}path", str)
+    name = source.take(f"{start}name", str, "compute_score")
     if file:
         read["reward"] = [f"{file}:{name}"]
         source.notes.append(
             f"{name} takes (data_source, solution_str, ground_truth, extra_info) there, and one "
             "completion; here (completions, **columns), and returns a list"
         )
+    for start in _OVERLONG:
+        if not source.take(f"{start}enable", bool, False):
+            continue
+        shorter = source.take(f"{start}len", int, 0)
+        factor = source.take(f"{start}penalty_factor", float, 1.0)
+        source.take(f"{start}log")
+        for key in _LONGEST:
+            source.expect(key, options["max_completion_length"], "it is max_completion_length here")
+        if shorter <= 0:
+            continue
+        longest = options["max_completion_length"]
+        penalty = {"name": "soft_overlong", "max_tokens": longest, "cache_tokens": shorter}
+        if not file:
+            source.notes.append(
+                "put your own reward in the place of REWARD.py:compute_score; soft_overlong beside "
+                "it is verl's overlong_buffer"
+            )
+        read["reward"] = [*read.get("reward", ["REWARD.py:compute_score"]), penalty]
+        read |= {"reward_weights": [1.0, factor]} if factor != 1 else {}
+        break
     return read
 
 
@@ -232,7 +291,9 @@ def _read_run(source: Source, each: int, evaluated: bool) -> dict[str, Any]:
                    ("top_p", "eval_top_p"))  # fmt: skip
         for key, ours in sampled:
             value = source.take(f"{_ROLLOUT}val_kwargs.{key}", float)
-            if value:
+            if value == 0 and key == "temperature":
+                greedy(source, f"{_ROLLOUT}val_kwargs.temperature")
+            elif value:
                 read[ours] = int(value) if key == "n" else value
     dtype = source.take(f"{_ACTOR}fsdp_config.dtype", str, "bfloat16")
     return read | {"bf16": dtype in ("bfloat16", "bf16"), "fp16": dtype in ("float16", "fp16")}

@@ -41,11 +41,14 @@ _ESTIMATES = {
 }  # fmt: skip
 
 
-def read_objective(source: Source, options: dict[str, Any]) -> dict[str, Any]:
-    """Take all that makes the objective; `options` are those read so far."""
+def read_objective(source: Source, options: dict[str, Any], former: bool) -> dict[str, Any]:
+    """Take all that makes the objective; `options` are those read so far. `former`: as it was
+    before verl 0.4, when the KL was in the reward unless it was in the loss, and no clip dual."""
     read: dict[str, Any] = {"importance_sampling_level": "token", "kl_placement": "reward"}
-    read |= _read_estimator(source, options) | _read_loss(source) | _read_weights(source)
-    read |= _read_kl(source, read["kl_placement"])
+    read |= _read_estimator(source, options)
+    read |= _read_former_loss(source) if former else _read_loss(source)
+    read |= _read_weights(source)
+    read |= _read_kl(source, read["kl_placement"], former)
     if read["importance_sampling_level"] != "token":
         by_completion(source, read)
     return in_our_form(source, read, options)
@@ -64,6 +67,13 @@ def _read_estimator(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     if name.startswith("grpo") and not by_deviation:
         return GROUP_MEAN
     return dict(known)
+
+
+def _read_former_loss(source: Source) -> dict[str, Any]:
+    return {
+        **clip_bounds(*[source.take(f"{_ACTOR}clip_ratio", float, 0.2)] * 2),
+        "delta": None, "loss_aggregation": "token_mean",
+    }  # fmt: skip
 
 
 def _read_loss(source: Source) -> dict[str, Any]:
@@ -102,10 +112,10 @@ def _read_loss(source: Source) -> dict[str, Any]:
     return read
 
 
-def _read_kl(source: Source, placement: str) -> dict[str, Any]:
+def _read_kl(source: Source, placement: str, former: bool) -> dict[str, Any]:
     """verl's KL is in the reward, in the loss, in both or in neither."""
-    in_reward = source.take("algorithm.use_kl_in_reward", bool, False)
     in_loss = source.take(f"{_ACTOR}use_kl_loss", bool, False)
+    in_reward = source.take("algorithm.use_kl_in_reward", bool, former and not in_loss)
     reward_key, loss_key = "algorithm.kl_ctrl.kl_coef", f"{_ACTOR}kl_loss_coef"
     kinds = {"reward": "algorithm.kl_penalty", "loss": f"{_ACTOR}kl_loss_type"}
     if in_reward and in_loss:

@@ -1,0 +1,73 @@
+"""What `$(...)` and `${name%pattern}` of a shell script come to, as far as the text alone tells."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import posixpath
+import re
+
+UNRESOLVED = re.compile(r"\$\{[^{}]*\}|\$\(|`")
+_SILENT = (":", "true", "cd", "set", "export")
+_LINKS = {"-f", "-e", "-m", "-s", "-P", "--"}
+_TRIM = re.compile(r"(\w+)(##?|%%?|//?)(.*)", re.DOTALL)
+
+
+def is_resolved(text: str) -> bool:
+    """Whether nothing in `text` is left that only a run would tell."""
+    return not UNRESOLVED.search(text)
+
+
+def changed(folder: str | None, words: list[str]) -> str | None:
+    """The folder that `cd` leads to from `folder`; None where only a run would tell."""
+    where = [word for word in words if not re.fullmatch(r"-[LPe@]+|--", word)]
+    if len(where) > 1 or where == ["-"] or not all(map(is_resolved, where)):
+        return None
+    target = os.path.expanduser(where[0] if where else "~")
+    if folder is None and not os.path.isabs(target):
+        return None
+    return os.path.normpath(os.path.join(folder or "", target))
+
+
+def printed(commands: list[list[str]], folder: str | None) -> str | None:
+    """What `commands`, one after the other, print in `folder`; None where only a run would tell."""
+    said = [words for words in commands if words[0] not in _SILENT]
+    if not said:
+        return ""
+    if len(said) > 1 or not all(map(is_resolved, said[0])):
+        return None
+    match said[0]:
+        case ["pwd", *options] if set(options) <= {"-P", "-L"}:
+            return folder
+        case ["echo", *words] if not "".join(words[:1]).startswith("-"):
+            return " ".join(words)
+        case ["dirname", *words] if len(rest := [w for w in words if w != "--"]) == 1:
+            return posixpath.dirname(rest[0].rstrip("/") or "/") or "."
+        case ["basename", path]:
+            return posixpath.basename(path.rstrip("/")) or "/"
+        case ["basename", path, suffix]:
+            return posixpath.basename(path.rstrip("/")).removesuffix(suffix)
+        case ["realpath" | "readlink", *options, path] if set(options) <= _LINKS:
+            return None if folder is None else os.path.realpath(os.path.join(folder, path))
+    return None
+
+
+def trimmed(inside: str) -> tuple[str, str, str] | None:
+    """The name, operator and pattern of `${name#pattern}` and its kin; None for anything else."""
+    found = _TRIM.fullmatch(inside)
+    return (found[1], found[2], found[3]) if found else None
+
+
+def trim(value: str, operator: str, pattern: str) -> str | None:
+    """`value` without the beginning (#) or end (%) that `pattern` fits, the longest where the
+    operator is doubled, or with one text for another (/); None where that is no plain text."""
+    if operator[0] == "/":
+        old, _, new = pattern.partition("/")
+        plain = old and not re.search(r"[*?\[\\#%]", old)
+        return value.replace(old, new, -1 if len(operator) == 2 else 1) if plain else None
+    places = range(len(value) + 1)
+    if operator[0] == "#":
+        ends = [n for n in places if fnmatch.fnmatchcase(value[:n], pattern)]
+        return value[(max if len(operator) == 2 else min)(ends, default=0) :]
+    starts = [n for n in places if fnmatch.fnmatchcase(value[n:], pattern)]
+    return value[: (min if len(operator) == 2 else max)(starts, default=len(value))]
