@@ -11,8 +11,9 @@ from pathlib import Path
 
 import psutil
 
+from rloo.engines.vllm.serving import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-PORT = 7917
 CONF = """\
 ClusterName=local
 SlurmctldHost={host}(127.0.0.1)
@@ -66,13 +67,15 @@ class LocalSlurm:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
         host = socket.gethostname().split(".")[0]
+        # Another Slurm of this machine, as one that a killed test has left, may have any.
+        port, *ports = (free_port("127.0.0.1") for _ in range(3))
         nodes = [
-            f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={PORT + 10 + n} "
+            f"NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={own} "
             f"CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN"
-            for n in range(2)
+            for n, own in enumerate(ports)
         ]
         conf = folder / "slurm.conf"
-        conf.write_text(CONF.format(folder=folder, host=host, port=PORT, nodes="\n".join(nodes)))
+        conf.write_text(CONF.format(folder=folder, host=host, port=port, nodes="\n".join(nodes)))
         self.environment = {**os.environ, "SLURM_CONF": str(conf)}
         self.processes = {
             "munged": self._start(

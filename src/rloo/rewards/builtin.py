@@ -45,7 +45,7 @@ def make_exact_match(
             rewards.append(float(bool(said & accepted)) if accepted else None)
         return rewards
 
-    exact_match_reward.reads = TAGS  # type: ignore[attr-defined]
+    exact_match_reward.seeks = TAGS  # type: ignore[attr-defined]
     return exact_match_reward
 
 
@@ -71,7 +71,7 @@ def make_format(
             for text in map(text_of, completions)
         ]
 
-    format_reward.reads = pattern  # type: ignore[attr-defined]
+    format_reward.seeks = pattern  # type: ignore[attr-defined]
     return format_reward
 
 
@@ -82,7 +82,7 @@ def tag_count_reward(completions: Sequence[Text]) -> list[float]:
     return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in texts]
 
 
-tag_count_reward.reads = "".join(_TAGS)  # type: ignore[attr-defined]
+tag_count_reward.seeks = "".join(_TAGS)  # type: ignore[attr-defined]
 
 
 def make_length(*, target_min: int = 0, target_max: int) -> Callable[..., list[float]]:

@@ -1,6 +1,6 @@
 """What can be told of a dataset's references and of a tokenizer before the first sample, by asking
 the reward functions: one that has `check_row(row)` returns a reference that it cannot read, and one
-that has `reads` names texts that it looks for in completions."""
+that has `seeks` names texts that it looks for in completions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _look(
 
 def _look_at_tokens(rewards: RewardSet, special: Iterable[str]) -> None:
     for name, function in zip(rewards.names, rewards.functions, strict=True):
-        found = [token for token in special if token and token in getattr(function, "reads", "")]
+        found = [token for token in special if token and token in getattr(function, "seeks", "")]
         if found:
             warnings.warn(
                 f"{' and '.join(found)} are special tokens of the tokenizer, which are no part of "

@@ -47,7 +47,7 @@ def _check_row(row: Mapping[str, Any]) -> None:
 
 
 gsm8k_reward.check_row = _check_row  # type: ignore[attr-defined]
-gsm8k_reward.reads = TAGS  # type: ignore[attr-defined]
+gsm8k_reward.seeks = TAGS  # type: ignore[attr-defined]
 
 
 def _is_right(text: str, wanted: Numeral, reference: str, question: str) -> bool:

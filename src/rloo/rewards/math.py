@@ -70,7 +70,7 @@ class MathReward:
 
     def __init__(self, seconds: float) -> None:
         self.__name__ = "math_reward"
-        self.reads = TAGS
+        self.seeks = TAGS
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], Any] = lambda: None

@@ -331,9 +331,8 @@ class Session:
         """Save a checkpoint of the last finished step if there is none, unless a second Ctrl-C has
         interrupted one, or what is there must not be saved."""
         state = self.state
-        self.status = "failed"
-        if isinstance(error, (KeyboardInterrupt, Stopped)) or self.parts.stop.received:
-            self.status = "interrupted"
+        stopped = isinstance(error, (KeyboardInterrupt, Stopped)) or self.parts.stop.received
+        self.status = "interrupted" if stopped else "failed"
         self.parts.monitor.examine(facts_of_error(error))
         if state.step == self._saved_step or isinstance(
             error, (ForcedInterrupt, NotFinite, WeightsApart)
