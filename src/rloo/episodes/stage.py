@@ -23,7 +23,7 @@ import numpy as np
 
 from rloo.episodes.calls import Asked, Caller, Outcome
 from rloo.episodes.openenv import OpenEnvironment, is_client, kind_of
-from rloo.types import Prompt
+from rloo.types import Prompt, sound
 
 # Methods that are ours to call, and no tools.
 OURS = ("reset", "get_reward", "close")
@@ -196,8 +196,8 @@ def _begin(lease: Lease, outcome: Outcome, seconds: float) -> None:
             "(environment_factory)"
         )
     else:
-        lease.said = outcome.value
-        lease.state = _state_of(lease.environment) | {"what reset returns": outcome.value}
+        lease.said = sound(outcome.value)
+        lease.state = _state_of(lease.environment) | {"what reset returns": lease.said}
         lease.start = hashlib.blake2b(repr(lease.state).encode(), digest_size=8).hexdigest()
 
 
