@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 T = TypeVar("T")
 
@@ -230,7 +230,7 @@ def sound(value: T) -> T:
         found = {sound(key): sound(inner) for key, inner in value.items()}
     elif isinstance(value, (list, tuple)):
         found = type(value)(map(sound, value)) if type(value) in (list, tuple) else value
-    return found  # type: ignore[no-any-return]
+    return cast(T, found)
 
 
 @dataclass(frozen=True, slots=True)

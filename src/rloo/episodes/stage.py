@@ -75,14 +75,22 @@ class Stage:
                     "given the environments as; rename it (dataset, environment_factory)"
                 )
 
+    def check_names(self, names: Mapping[int, Any]) -> None:
+        """Raise ValueError for what the column `environment` has in a row, by its number, where
+        there is no environment of that name."""
+        for number, name in names.items():
+            self._named(number, name)
+
     def name_of(self, prompt: Prompt) -> str | None:
         """Which environment a row is for. Raises ValueError for one that there is not."""
+        return self._named(prompt.id, prompt.columns.get("environment"))
+
+    def _named(self, number: int, name: Any) -> str | None:
         if None in self._factories:
             return None
-        name = prompt.columns.get("environment")
         if name not in self._factories:
             raise ValueError(
-                f"prompt {prompt.id} is for the environment {name!r}; there are "
+                f"prompt {number} is for the environment {name!r}; there are "
                 f"{', '.join(map(str, self._factories))} (environment_factory, and the column "
                 "environment)"
             )
