@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 T = TypeVar("T")
 
@@ -215,6 +215,22 @@ def text_of(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def sound(value: T) -> T:
+    """`value` with U+FFFD in its strings, also in those of lists and dictionaries, for each half of
+    a surrogate pair: JSON can spell one that is alone, and no tokenizer or file takes it."""
+    found: Any = value
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            found = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    elif isinstance(value, dict):
+        found = {sound(key): sound(inner) for key, inner in value.items()}
+    elif isinstance(value, (list, tuple)):
+        found = type(value)(map(sound, value)) if type(value) in (list, tuple) else value
+    return cast(T, found)
 
 
 @dataclass(frozen=True, slots=True)

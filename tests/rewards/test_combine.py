@@ -392,3 +392,18 @@ def test_importing_rewards_imports_neither_torch_nor_math_verify():
         "import sys, rloo.rewards; assert not {'torch', 'sympy', 'math_verify'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Awaited:
+    async def __call__(self, completions, scale=1.0):
+        await asyncio.sleep(0)
+        return [scale * len(text) for text in completions]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [Awaited(), functools.partial(Awaited(), scale=2.0)],
+)
+def test_a_partial_of_an_object_with_an_async_call_is_awaited(function):
+    scores = RewardSet([function]).score(["p"], ["abc"], [[1]], {}, None)
+    assert scores.totals == [3.0 if isinstance(function, Awaited) else 6.0]

@@ -16,6 +16,7 @@ from rloo.rewards import RewardSet
 from rloo.rewards.model import RewardModel, as_reward
 from rloo.rewards.normalizer import Normalized
 from rloo.run.evaluate import Settings, evaluate
+from rloo.run.preflight import check_inputs
 from rloo.run.setup import make_rewards
 from rloo.types import Completion, Prompt, Sampling
 from support.models import CPU, make_model
@@ -209,6 +210,13 @@ def test_what_is_no_reward_model_is_refused_with_the_reason(folder, tmp_path):
     broken.score.weight.data.fill_(math.nan)
     with pytest.raises(ValueError, match="gave nan; a score must be finite"):
         RewardModel(broken, make_reward_tokenizer())(["w1"], [" w2"])
+
+
+def test_an_adapter_is_no_reward_model_and_it_is_told_how_it_becomes_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for ask in (as_reward, lambda name: check_inputs(RLOOConfig(reward=[name], use_cpu=True))):
+        with pytest.raises(ValueError, match=r"is an adapter, and .* \(peft: merge_and_unload"):
+            ask(str(tmp_path))
 
 
 def test_an_object_with_get_rewards_is_a_reward():

@@ -158,6 +158,9 @@ def test_what_does_not_go_together_is_refused(tmp_path):
         make_trainer(tmp_path, type("Adds", (Other,), {"add": add}), add_reward, tools=[add])
     with pytest.raises(ValueError, match="prompt 0 is for the environment None"):
         make_trainer(tmp_path, {"other": Other}, add_reward)
+    named = ROWS.add_column("environment", ["other"] * 3 + ["chess"] + ["other"] * 2)
+    with pytest.raises(ValueError, match="prompt 3 is for the environment 'chess'"):
+        make_trainer(tmp_path, {"other": Other}, add_reward, rows=named)
 
 
 class Says(Letters):

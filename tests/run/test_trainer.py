@@ -587,7 +587,18 @@ def test_less_can_be_better(tmp_path):
 
 
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
-    trainer = make_scored(tmp_path, [1.0] * 6, metric_for_best_model="accuracy")
+    named = {"metric_for_best_model": "eval_accuracy"}
+    with pytest.raises(
+        ValueError, match=r"eval_accuracy, which no evaluation has; .*pass@1, pass@"
+    ):
+        make_scored(tmp_path, [1.0] * 6, **named)
+
+    def logs(completions, **given):
+        given["log_metric"]("other", 1.0)
+        return [1.0] * len(completions)
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", **named}
+    trainer = make_trainer(make_config(tmp_path / "logs", **options), logs, eval_dataset=HELD_OUT)
     with pytest.raises(ValueError, match=r"has no metric eval_accuracy; it has .*eval_pass@1"):
         trainer.train()
     config = make_config(

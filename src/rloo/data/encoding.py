@@ -14,6 +14,10 @@ from rloo.types import Message, Text
 
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 Encode: TypeAlias = Callable[[Iterable[Text]], Iterable[list[int]]]
+# What an expression in a template may raise; a sandbox limits its ranges, and Python its depth.
+_OF_TEMPLATES = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+)  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -22,7 +26,8 @@ def encode_prompt(
 ) -> list[int]:
     """Token ids of a prompt, at least one.
 
-    A string gets the special tokens that the tokenizer adds, but no second beginning of sequence.
+    A string gets the special tokens that the tokenizer puts before it, but no second beginning of
+    sequence, and none behind it, where the completion follows.
     Messages go through the chat template, which opens the assistant's turn, or continues it if the
     last message is the assistant's. Raises ValueError for other content, and for messages that the
     chat template refuses.
@@ -48,14 +53,45 @@ def encode_prompts(
         return "begun" if begin is not None and content.startswith(begin) else "text"
 
     for one, alike in groupby(contents, kind):
+        encoded: Iterable[list[int]]
         if one == "messages":
             encoded = (_encode(each, processing_class, chat_template_kwargs) for each in alike)
         else:
             encoded = tokenizer(list(alike), add_special_tokens=one == "text")["input_ids"]
+            if one == "text" and (behind := len(tokens_behind(tokenizer))):
+                encoded = [ids[:-behind] for ids in encoded]
         for ids in encoded:
             if not ids:
                 raise ValueError("the prompt has 0 tokens; a completion needs at least 1 to follow")
             yield list(ids)
+
+
+def tokens_behind(processing_class: ProcessingClass) -> list[int]:
+    """The special tokens that a tokenizer puts behind a text, as for a classifier."""
+    tokenizer = tokenizer_of(processing_class)
+    plain, whole = (
+        list(tokenizer("a", add_special_tokens=adds)["input_ids"]) for adds in (False, True)
+    )
+    for start in range(len(whole) - len(plain), -1, -1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[start + len(plain) :]
+    return []
+
+
+def note_of_special_tokens(
+    contents: Iterable[Text], processing_class: ProcessingClass
+) -> list[str]:
+    """A note where special tokens behind texts are left out."""
+    behind = tokens_behind(processing_class)
+    if not behind or not any(isinstance(content, str) for content in contents):
+        return []
+    shown = tokenizer_of(processing_class).decode(behind)
+    return [f"prompts are without the {shown} that the tokenizer puts behind a text"]
+
+
+def longest_token(processing_class: ProcessingClass) -> int:
+    """Characters of the longest token, an upper bound of those that any stands for."""
+    return max(map(len, tokenizer_of(processing_class).get_vocab()))
 
 
 def _encode(messages: Text, processing_class: ProcessingClass, kwargs: dict[str, Any]) -> list[int]:
@@ -105,6 +141,11 @@ def apply_chat_template(
         encoded: Any = processing_class.apply_chat_template(present, **fixed, **kwargs)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
+    except _OF_TEMPLATES as error:
+        raise ValueError(
+            f"the chat template cannot render the messages: {type(error).__name__}: {error} "
+            "(chat_template)"
+        ) from error
     return encoded
 
 

@@ -83,13 +83,15 @@ def _holds_images(feature: Any) -> bool:
 class Limit:
     """What is done with prompts of more than `max_tokens` tokens: "error" refuses them, "drop"
     leaves them out, "left" keeps their last tokens. No prompt may be left only if `may_be_empty`.
-    The model embeds the tokens below `vocabulary`.
+    The model embeds the tokens below `vocabulary`. Texts of more than `max_characters` have more
+    tokens than that for certain, and are not tokenised, which would take minutes.
     """
 
     max_tokens: int
     overlong: Literal["error", "drop", "left"] = "error"
     may_be_empty: bool = False
     vocabulary: int = 2**31
+    max_characters: int = 2**62
 
 
 class PromptSource:
@@ -121,7 +123,7 @@ class PromptSource:
                 "(max_prompt_length)"
             )
         images = images or ImageReader()
-        tokens = _tokenise(rows, encode, images, limit.vocabulary)
+        tokens = _tokenise(rows, encode, images, limit)
         too_long = {i: len(ids) for i, ids in enumerate(tokens) if len(ids) > max_prompt_length}
         if too_long and overlong == "error":
             raise ValueError(_describe_overlong(too_long, max_prompt_length))
@@ -178,13 +180,18 @@ class PromptSource:
         """Draw in another order from now on, of indices that are below the number of prompts."""
         self._order = order
 
-    def values(self, column: str) -> list[Any]:
-        """What a column has for each prompt, in the order of the dataset. Raises ValueError for one
-        that the dataset does not have."""
+    @property
+    def columns(self) -> list[str]:
+        """The names of the dataset's columns."""
+        return list(self._rows.column_names)
+
+    def values(self, column: str) -> dict[int, Any]:
+        """What a column has for each prompt, by its row, in the order of the dataset. Raises
+        ValueError for one that the dataset does not have."""
         if column not in self._rows.column_names:
             raise ValueError(f"the dataset has no column {column!r} (dataset)")
         values = self._rows[column]
-        return [values[number] for number in self._numbers]
+        return {number: values[number] for number in self._numbers}
 
     def all_prompts(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` prompts in the order of the dataset; the cursor stays where it is."""
@@ -226,24 +233,60 @@ class PromptSource:
         )
 
 
-def _tokenise(rows: Dataset, encode: Encode, images: ImageReader, vocabulary: int) -> list[array]:
+def _tokenise(rows: Dataset, encode: Encode, images: ImageReader, limit: Limit) -> list[array]:
     # Four bytes per token; a list of ints takes 36.
     tokens: list[array] = []
     read = iter(rows.select_columns(["prompt", *images.columns]))
     together = 1 if images.columns else 1000  # what is decoded at once
     try:
         while contents := [images.content(row) for row in islice(read, together)]:
-            for ids in encode(contents):
+            first = len(tokens)
+            small = [_bounded(content, limit, n) for n, content in enumerate(contents, first)]
+            encoded = iter(encode([content for content in small if content is not None]))
+            for content in small:
+                # What is too long for certain has one token more than it may.
+                ids = [0] * (limit.max_tokens + 1) if content is None else next(encoded)
                 tokens.append(array("i", ids))
+    except _TooLarge:
+        raise
     except ValueError as error:
         raise ValueError(f"row {len(tokens)}: {error} (dataset)") from error
     for number, prompt in enumerate(tokens):
-        if max(prompt) >= vocabulary:
+        if max(prompt) >= limit.vocabulary:
             raise ValueError(
                 f"row {number}: the tokenizer makes token {max(prompt)} of it and the model embeds "
-                f"{vocabulary}; they do not belong together (model, processing_class)"
+                f"{limit.vocabulary}; they do not belong together (model, processing_class)"
             )
     return tokens
+
+
+class _TooLarge(ValueError):
+    pass
+
+
+def _bounded(content: Text, limit: Limit, number: int) -> Text | None:
+    """What is tokenised of a prompt: its end where that suffices, None where it is dropped."""
+    characters = _count_characters(content)
+    if characters <= limit.max_characters:
+        return content
+    if limit.overlong == "drop":
+        return None
+    if limit.overlong == "left" and isinstance(content, str):
+        return content[-limit.max_characters :]
+    raise _TooLarge(
+        f"row {number}: the prompt has {characters:,} characters, more than {limit.max_tokens:,} "
+        "tokens, to which prompts are limited, can stand for: leave the row out, as "
+        "overlong_prompts 'drop' does (dataset, max_prompt_length)"
+    )
+
+
+def _count_characters(content: Text) -> int:
+    if isinstance(content, str):
+        return len(content)
+    if not isinstance(content, list):
+        return 0
+    said = (message.get("content") for message in content if isinstance(message, dict))
+    return sum(len(text) for text in said if isinstance(text, str))
 
 
 def _describe_overlong(too_long: dict[int, int], limit: int) -> str:

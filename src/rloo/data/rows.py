@@ -17,6 +17,7 @@ from datasets.table import InMemoryTable
 from pyarrow import csv, parquet
 
 from rloo.config.files import check_file, one_line, reading
+from rloo.types import sound
 
 Given: TypeAlias = Dataset | IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -25,6 +26,8 @@ _MOST_LEVELS = 20
 _QUOTED = re.compile(
     rb'(?:\A(?:\xef\xbb\xbf)?|[,\r\n])(?P<open>")[^"]*+(?:""[^"]*+)*+(?P<closed>"(?=[,\r\n]|\Z))?'
 )
+# Escapes of surrogates, in pairs or not.
+_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
 SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 
 
@@ -66,7 +69,7 @@ def _read_once(rows: Dataset) -> Dataset:
     read = [rows[number] for number in range(len(rows))]
     names = dict.fromkeys(name for row in read for name in row)
     try:
-        return Dataset.from_dict({name: [row.get(name) for row in read] for name in names})
+        return Dataset.from_dict({name: [sound(row.get(name)) for row in read] for name in names})
     except (TypeError, ValueError, OverflowError) as error:  # Arrow's are ValueErrors
         raise ValueError(
             f"what the dataset's transform gives cannot be kept, and a row is read once: {error}. "
@@ -200,7 +203,7 @@ def _read_objects(path: Path) -> list[dict[str, Any]]:
                         f"{path}: {place} has a value in column '{name}' that is nested deeper "
                         f"than {_MOST_LEVELS} levels, the most that a row may have (dataset)"
                     )
-        objects.extend(values)
+        objects.extend(sound(values) if _SURROGATES.search(line) else values)
     return objects
 
 

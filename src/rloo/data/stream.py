@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from datasets import Dataset, IterableDataset
 
 from rloo.data.prompts import PromptSource
-from rloo.types import Group, Prompt
+from rloo.types import Group, Prompt, sound
 
 # The number of rows that are read, checked, tokenised and shuffled together.
 BLOCK = 1000
@@ -151,5 +151,5 @@ def as_table(rows: list[dict[str, Any]], stream: IterableDataset) -> Dataset:
     if not rows:
         raise ValueError("the stream has 0 rows; at least 1 is needed (dataset)")
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
+    columns = {name: [sound(row.get(name)) for row in rows] for name in names}
     return Dataset.from_dict(columns, features=stream.features)

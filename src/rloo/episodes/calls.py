@@ -4,7 +4,6 @@ coroutine functions."""
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from rloo.rewards.coroutines import LoopThread
+from rloo.rewards.coroutines import LoopThread, is_coroutine
 from rloo.rewards.deadline import DeadlinePassed, call_within_reward_timeout
 
 # Seconds that the loop has, beyond the deadline, to tell that a coroutine has missed it.
@@ -46,7 +45,7 @@ class Caller:
 
     def call(self, asked: Sequence[Asked]) -> list[Outcome]:
         """First the functions, in their order, then the coroutine functions, at the same time."""
-        waits = [_is_coroutine(function) for function, _ in asked]
+        waits = [is_coroutine(function) for function, _ in asked]
         found = {n: _call(*call) for n, call in enumerate(asked) if not waits[n]}
         found |= self._call_together({n: call for n, call in enumerate(asked) if waits[n]})
         return [outcome for _, outcome in sorted(found.items())]
@@ -63,10 +62,6 @@ class Caller:
             Caller._shared = None
         found = {int(name): future.result() for name, future in done.items()}
         return found | {int(name): Outcome(late=True, seconds=longest) for name in late}
-
-
-def _is_coroutine(function: Callable[[], Any]) -> bool:
-    return inspect.iscoroutinefunction(getattr(function, "func", function))
 
 
 def _call(function: Callable[[], Any], seconds: float) -> Outcome:

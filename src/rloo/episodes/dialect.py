@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rloo.types import Message
+from rloo.types import Message, sound
 
 # What parsing hostile text may raise: json's errors, a placeholder that is not there, a value of
 # another shape than the template expects, brackets nested too deep.
@@ -97,8 +97,10 @@ class Dialect:
         message without calls, and one call that cannot be made."""
         text = self.template.decode(token_ids)
         try:
-            message = self.template.tokenizer.parse_response(
-                text, self.schema, prefix=self.opening, tools=self.template.options["tools"]
+            message = sound(
+                self.template.tokenizer.parse_response(
+                    text, self.schema, prefix=self.opening, tools=self.template.options["tools"]
+                )
             )
             calls = [_read_call(given) for given in message.pop("tool_calls", ())]
         except _NO_CALL as error:

@@ -15,7 +15,7 @@ from typing import Any
 from rloo.config.generation_kwargs import stop_tokens
 from rloo.episodes.dialect import Dialect, Template
 from rloo.episodes.proof import find_dialect
-from rloo.types import Completion, Message
+from rloo.types import Completion, Message, sound
 
 Schemas = Sequence[Mapping[str, Any]] | None
 
@@ -41,7 +41,8 @@ class Rollout:
 
     def rendered(self) -> list[Message]:
         """The messages as a chat template takes them: what the model said, word for word."""
-        return [_rendered(m, self.raw.get(n), self.messages) for n, m in enumerate(self.messages)]
+        said = [_rendered(m, self.raw.get(n), self.messages) for n, m in enumerate(self.messages)]
+        return sound(said)
 
 
 class Speech:
@@ -60,7 +61,7 @@ class Speech:
     def begin(self, number: int, messages: list[Message], tools: Schemas) -> Rollout:
         """A rollout in which nothing was said. Raises NoRoom."""
         template = self._dialect(tools).template
-        text = template.text([_rendered(message, None, messages) for message in messages])
+        text = template.text(sound([_rendered(message, None, messages) for message in messages]))
         tokens = template.encode(text)
         if self._longest is not None and len(tokens) > self._longest:
             raise NoRoom(
@@ -79,7 +80,7 @@ class Speech:
                 "only ever appended to"
             )
         dialect = self._dialect(tools)
-        added = [_rendered(message, None, messages) for message in behind]
+        added = sound([_rendered(message, None, messages) for message in behind])
         if tools and all(message["role"] == "tool" for message in added):
             tokens = dialect.answer(rollout.token_ids, added)
         else:

@@ -23,7 +23,7 @@ import numpy as np
 
 from rloo.episodes.calls import Asked, Caller, Outcome
 from rloo.episodes.openenv import OpenEnvironment, is_client, kind_of
-from rloo.types import Prompt
+from rloo.types import Prompt, sound
 
 # Methods that are ours to call, and no tools.
 OURS = ("reset", "get_reward", "close")
@@ -75,14 +75,22 @@ class Stage:
                     "given the environments as; rename it (dataset, environment_factory)"
                 )
 
+    def check_names(self, names: Mapping[int, Any]) -> None:
+        """Raise ValueError for what the column `environment` has in a row, by its number, where
+        there is no environment of that name."""
+        for number, name in names.items():
+            self._named(number, name)
+
     def name_of(self, prompt: Prompt) -> str | None:
         """Which environment a row is for. Raises ValueError for one that there is not."""
+        return self._named(prompt.id, prompt.columns.get("environment"))
+
+    def _named(self, number: int, name: Any) -> str | None:
         if None in self._factories:
             return None
-        name = prompt.columns.get("environment")
         if name not in self._factories:
             raise ValueError(
-                f"prompt {prompt.id} is for the environment {name!r}; there are "
+                f"prompt {number} is for the environment {name!r}; there are "
                 f"{', '.join(map(str, self._factories))} (environment_factory, and the column "
                 "environment)"
             )
@@ -196,8 +204,8 @@ def _begin(lease: Lease, outcome: Outcome, seconds: float) -> None:
             "(environment_factory)"
         )
     else:
-        lease.said = outcome.value
-        lease.state = _state_of(lease.environment) | {"what reset returns": outcome.value}
+        lease.said = sound(outcome.value)
+        lease.state = _state_of(lease.environment) | {"what reset returns": lease.said}
         lease.start = hashlib.blake2b(repr(lease.state).encode(), digest_size=8).hexdigest()
 
 

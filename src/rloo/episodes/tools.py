@@ -13,6 +13,7 @@ from transformers.utils import get_json_schema
 
 from rloo.episodes.calls import Asked, Caller, EpisodeLost, Outcome
 from rloo.episodes.dialect import Call
+from rloo.types import sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class Tools:
         return Answer(self._cut(f"error: {text}"), True)
 
     def _cut(self, text: str) -> str:
+        text = sound(text)
         if len(text) <= self._characters:
             return text
         head, tail = (self._characters + 1) // 2, self._characters // 2

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rloo.config.functions import NotAllowed
+from rloo.rewards.coroutines import is_coroutine
 from rloo.rewards.guard import show
 
 # Of float32, in which advantages are: a larger reward would be infinite there.
@@ -31,9 +32,8 @@ class Reward:
 
     @property
     def is_async(self) -> bool:
-        """Whether it is a coroutine function, or an object whose call is one."""
-        call = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async call)
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+        """Whether its calls have to be awaited."""
+        return is_coroutine(self.function)
 
 
 @dataclass(slots=True)

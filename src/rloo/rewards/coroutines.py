@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from concurrent import futures
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -117,3 +119,12 @@ async def _within(
                 raise
             ended = error
     raise ended
+
+
+def is_coroutine(function: Any) -> bool:
+    """Whether calling it gives a coroutine: a coroutine function, an object whose call is one, or
+    `functools.partial` of either."""
+    while isinstance(function, partial):
+        function = function.func
+    call = getattr(function, "__call__", None)  # noqa: B004 (an object with an async call)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)

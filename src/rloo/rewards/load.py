@@ -97,6 +97,23 @@ def is_reward_model(name: Any) -> bool:
     return os.path.isdir(name) or ("/" in name and not is_code)
 
 
+def check_folder(name: str) -> None:
+    """Raise ValueError for a folder of a reward model that is an adapter, or that has no model."""
+    there = [file for file in ("config.json", "adapter_config.json") if _is_in(name, file)]
+    if os.path.isdir(name) and "config.json" not in there:
+        why = (
+            "is an adapter, and a reward model must be a whole classifier; merge it into its base "
+            "first (peft: merge_and_unload, then save_pretrained)"
+            if there
+            else "is a folder without config.json, so no model was saved there"
+        )
+        raise ValueError(f"the reward model {name} {why} (reward)")
+
+
+def _is_in(folder: str, file: str) -> bool:
+    return os.path.exists(os.path.join(folder, file))
+
+
 def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
     if name in _FACTORIES:
         factory = load_function(_FACTORIES[name], "reward")

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from rloo.config.files import check_sizes, context_of, load_pretrained, reading
-from rloo.rewards.load import is_reward_model, load_reward
+from rloo.rewards.load import check_folder, is_reward_model, load_reward
 from rloo.rewards.normalizer import Normalized
 from rloo.types import Text, text_of
 
@@ -231,6 +231,7 @@ def _read_options(spec: Any) -> dict[str, Any] | None:
 
 def _load_model(options: Mapping[str, Any], source: dict[str, Any]) -> Any:
     name = options["name"]
+    check_folder(name)
     with reading(f"the reward model {name}", "reward"):
         config = transformers.AutoConfig.from_pretrained(name, **source)
     if config.num_labels != 1:

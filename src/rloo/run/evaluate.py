@@ -6,8 +6,10 @@ two evaluations of a run differ by the policy, not by chance.
 
 from __future__ import annotations
 
+import dis
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -24,9 +26,10 @@ from rloo.model.state import capture_rng, restore_rng
 from rloo.report.metrics import interval, mean_intervals, rollout_metrics, task_metrics
 from rloo.report.verdict import GRADED
 from rloo.rewards import RewardSet
+from rloo.rewards.calling import read_signature
 from rloo.run.judging import Judging
 from rloo.run.setup import make_sampling
-from rloo.types import Engine, Group, Prompt, Sampling
+from rloo.types import Completion, Engine, Group, Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +180,10 @@ def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfi
     return True
 
 
-def check_evaluation(args: RLOOConfig, sets: Mapping[str, object], *, trains: bool) -> list[str]:
-    """A note where evaluation sets, by name, are not used. Raises ValueError where there is nothing
-    to evaluate on, and for a best metric that is none of a set."""
+def check_evaluation(owner: Any, sets: Sets, *, trains: bool) -> list[str]:
+    """A note where the evaluation sets of a trainer, by name, are not used. Raises ValueError where
+    there is nothing to evaluate on, and for a best metric that is none of a set."""
+    args: RLOOConfig = owner.args
     evaluates = args.eval_on_start or args.eval_strategy != "no"
     if evaluates and not sets:
         raise ValueError(
@@ -198,6 +202,43 @@ def check_evaluation(args: RLOOConfig, sets: Mapping[str, object], *, trains: bo
             f"metric_for_best_model is {metric} and the evaluation sets are "
             f"{', '.join(names)}; prefix it with one of them, as in {names[0]}_{metric}"
         )
+    if metric and sets and (known := _known_metrics(owner)) is not None:
+        name = next((n for n in names if metric.startswith(f"{n}_")), "")
+        bare = metric.removeprefix(f"{name}_")
+        if bare not in known and not bare.startswith("gym/"):
+            raise ValueError(
+                f"metric_for_best_model is {args.metric_for_best_model}, which no evaluation has; "
+                f"it has {', '.join(sorted(known))} (metric_for_best_model)"
+            )
     if sets and trains and not evaluates:
         return ["the evaluation set is not used while training (eval_on_start, eval_strategy)"]
     return []
+
+
+def _known_metrics(owner: Any) -> set[str] | None:
+    """The names of what an evaluation of this trainer has; None where more than is known now may
+    come of it: from a reward that logs, a judge, episodes, a subclass."""
+    rewards: RewardSet = owner.rewards
+    judged = owner.judging.rewards is not None or owner.judging.pairwise
+    overridden = type(owner).evaluate.__qualname__ != "RLOOTrainer.evaluate"
+    episodes = owner.turns.tools or owner.turns.own is not None
+    if any(map(_may_log, rewards.functions)) or judged or overridden or episodes:
+        return None
+    one = Completion([0], "stop", [0.0], [0.0])
+    scores: dict[str, list[float | None]] = {name: [0.0, 1.0] for name in rewards.names}
+    group = Group(Prompt(0, [0], ""), [one, one], ["", ""], [0.0, 1.0], scores)
+    passes = [f"pass@{k}" for k in owner.args.eval_pass_k]
+    return {*passes, "pass@1_greedy", *rollout_metrics([group])}
+
+
+def _may_log(function: Callable[..., Any]) -> bool:
+    """Whether a reward function may log a metric: it has the parameter, or takes all and asks for
+    that, hands all on, or cannot be read."""
+    accepts = read_signature(function, "", 1.0).accepts
+    if accepts is not None:
+        return "log_metric" in accepts
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return True
+    used = list(dis.get_instructions(code))
+    return any(i.argval == "log_metric" or i.opname == "CALL_FUNCTION_EX" for i in used)

@@ -20,6 +20,7 @@ from rloo.config.launchers import is_launched
 from rloo.config.reading import Faults, faults_of
 from rloo.data.gym.names import check_names
 from rloo.data.tasks import EMBEDDED
+from rloo.rewards.load import check_folder as check_reward_folder
 from rloo.rewards.load import check_reward, is_reward_model
 from rloo.run.lock import refuse_if_owned
 
@@ -167,7 +168,9 @@ def _check_reward(spec: str | Mapping[str, Any]) -> None:
     name = spec if isinstance(spec, str) else spec.get("name")
     if not isinstance(name, str) or not is_reward_model(name):
         check_reward(spec)
-    elif not os.path.isdir(name):
+    elif os.path.isdir(name):
+        check_reward_folder(name)
+    else:
         _check_hub_id("reward model", name, _cached_model, "reward")
 
 

@@ -20,7 +20,7 @@ from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.files import context_of
 from rloo.config.generation_kwargs import stop_tokens
-from rloo.data.encoding import encode_prompts
+from rloo.data.encoding import encode_prompts, longest_token, note_of_special_tokens
 from rloo.data.prompts import Limit, PromptSource, image_reader, with_prompts
 from rloo.data.published import reference_hint, with_conversation, with_reference
 from rloo.data.rows import Given, load_rows
@@ -41,6 +41,8 @@ from rloo.rewards.normalizer import Normalized
 from rloo.run.machine import let_segments_grow, set_arithmetic, set_threads
 from rloo.types import Engine, Prompt, Sampling
 
+# Characters of a prompt that is tokenised whatever the limit, since that takes a second at most.
+LONG_TEXT = 1_000_000
 Rows: TypeAlias = Given | str
 RowSets: TypeAlias = Rows | Mapping[str, Rows]
 
@@ -107,6 +109,7 @@ def make_source(
     """
     rows = load_given(spec, split, args)
     options = args.chat_template_kwargs or {}
+    characters = max(LONG_TEXT, limit.max_tokens * longest_token(tokenizer))
     encode = partial(encode_prompts, processing_class=tokenizer, chat_template_kwargs=options)
 
     def source_of(rows: Dataset, seed: int) -> PromptSource:
@@ -117,10 +120,10 @@ def make_source(
             encode,
             seed=seed,
             shuffle=args.shuffle_dataset,
-            limit=replace(limit, may_be_empty=streaming),
+            limit=replace(limit, may_be_empty=streaming, max_characters=characters),
             images=image_reader(rows, tokenizer, chat_template_kwargs=options),
         )
-        source.notes = notes
+        source.notes = notes + note_of_special_tokens(rows[:1]["prompt"], tokenizer)
         return source
 
     streaming = isinstance(rows, IterableDataset)

@@ -291,7 +291,7 @@ class RLOOTrainer(shown.Shown):
                 "there is no dataset: `train_dataset` is required, or an eval_dataset to evaluate "
                 "on (train_dataset, dataset)"
             )
-        self._notes += check_evaluation(self.args, self._eval_prompts, trains=trains)
+        self._notes += check_evaluation(self, self._eval_prompts, trains=trains)
         self._notes += never_due(self.args) if trains else []
 
     def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:

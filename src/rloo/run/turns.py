@@ -87,14 +87,16 @@ class Turns:
         return args.with_values(chat_template_kwargs={**given, "tools": self.tools[name].schemas})
 
     def checked(self, source: Prompts) -> Prompts:
-        """The same. Raises ValueError for prompts that no episode can begin with, as far as the
-        first one tells."""
+        """The same. Raises ValueError for rows that there is no environment for, and for prompts
+        that no episode can begin with, as far as the first one tells."""
         if self.tools and isinstance(source, PromptSource):
             from rloo.episodes.engine import check_prompts
 
             check_prompts(first := source.all_prompts(1))
             if self.stage is not None:
                 self.stage.check(first)
+                if "environment" in source.columns:
+                    self.stage.check_names(source.values("environment"))
         return source
 
     def with_rewards(self, given: Any, args: RLOOConfig) -> tuple[Any, RLOOConfig]:

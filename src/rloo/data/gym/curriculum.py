@@ -150,7 +150,8 @@ def with_curriculum(source: Prompts, config: RLOOConfig) -> Prompts:
         return source
     if not isinstance(source, PromptSource):
         raise ValueError("gym_curriculum is true and the dataset is a stream (gym_curriculum)")
-    cells = list(map(Cell, source.values("task"), source.values("level")))
+    tasks, levels = (source.values(column).values() for column in ("task", "level"))
+    cells = list(map(Cell, tasks, levels))
     weights = weights_of(str(config.dataset))
     if unknown := {cell.task for cell in cells} - weights.keys():
         raise ValueError(
