@@ -7,7 +7,7 @@ from rloo.rewards.code.staff import Limits, Staff, why_not
 from rloo.rewards.code.walls import WALLS
 
 
-@pytest.fixture(scope="module", params=WALLS)
+@pytest.fixture(scope="module", params=[WALLS[0], pytest.param(WALLS[1], marks=pytest.mark.slow)])
 def staff(request):
     if (reason := why_not(request.param)) is not None:
         pytest.skip(f"the wall {request.param} does not hold here: {reason}")

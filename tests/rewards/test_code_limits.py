@@ -14,7 +14,7 @@ from rloo.rewards.code.walls import WALLS
 MEMORY = 1 << 28
 
 
-@pytest.fixture(scope="module", params=WALLS)
+@pytest.fixture(scope="module", params=[WALLS[0], pytest.param(WALLS[1], marks=pytest.mark.slow)])
 def wall(request):
     if (reason := why_not(request.param)) is not None:
         pytest.skip(f"the wall {request.param} does not hold here: {reason}")
@@ -65,6 +65,7 @@ PIPES = """
         except BlockingIOError: pass"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hold", "count"),
     [
@@ -86,12 +87,14 @@ def test_memory_that_dev_zero_shares_cannot_be_had(staff):
     assert "Error" in run(staff, program)["output"]
 
 
+@pytest.mark.slow
 def test_orphans_count(staff):
     hold = "os.setsid(); os.fork() and os._exit(0); x = globals()['x'] = bytearray(60 << 20)"
     answer = run(staff, FORKS.format(hold=hold, count=6))
     assert "MiB of memory" in answer.get("ended", ""), answer
 
 
+@pytest.mark.slow
 def test_a_process_whose_first_thread_has_ended_counts(staff):
     program = """
 import ctypes, threading, time
@@ -214,6 +217,7 @@ print("done")
         staff.close()
 
 
+@pytest.mark.slow
 def test_the_time_of_a_program_is_that_of_all_its_processes(staff):
     program = """
 import os
@@ -240,6 +244,7 @@ def test_time_is_counted_that_is_used_or_that_nobody_wants(monkeypatch):
 
     def look(*members, waited=0.0, after=0.05):
         now[0] += after
+        clock.wait(after, came=False)
         clock.look(family(*members, waited=waited))
         return clock.is_over, clock.is_all_over
 

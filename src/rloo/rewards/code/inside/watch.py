@@ -81,11 +81,15 @@ class Clock:
         by_clock = time.monotonic() - self._begun
         return self._spent >= self._total or by_clock >= wall_seconds(self._total)
 
+    def wait(self, seconds: float, *, came: bool) -> None:
+        """So long it was waited for, and something came or not. Where it did, what is longer than
+        it was to be waited is time in which we had no processor ourselves."""
+        self._waited += min(seconds, TICK) if came else seconds
+
     def look(self, family: Family) -> None:
         """Count the time since it was last looked at."""
-        now = time.monotonic()
-        # Of what lies between two looks that are far apart, we may have slept ourselves.
-        passed, self._looked = min(now - self._looked, 2 * TICK), now
+        self._looked = time.monotonic()
+        passed, self._waited = self._waited, 0.0
         for process in family.members:
             self._seen += max(0.0, process.own - self._own.get(process.key, 0.0))
             self._own[process.key] = process.own
