@@ -65,7 +65,11 @@ TESTS = [
 ]
 
 
-@pytest.mark.parametrize("program", SENT.values(), ids=SENT)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(program, id=name, marks=pytest.mark.slow if at > 3 else ())
+     for at, (name, program) in enumerate(SENT.items())],
+)  # fmt: skip
 def test_what_a_program_sends_is_no_reason_to_have_no_score(staff, program):
     assert judge(staff, program, *TESTS) == 0
     assert call(staff, program, 3) == 0
@@ -164,7 +168,12 @@ def f(x): return Any()
     ],
 )
 def test_an_object_does_not_decide_about_a_value_of_the_tests(staff, body, test):
-    assert judge(staff, DECIDES.format(body=body), test) == 0
+    program = DECIDES.format(body=body)
+    assert judge(staff, program, test) == 0
+    # Nor is it one of a class that the tests name, because it is called so.
+    assert judge(staff, program.replace("Any", "Solution"), f"Solution\n{test}") == 0
+    named = "class f:\n    def __init__(self, x): pass\n    " + body
+    assert judge(staff, named, test) == 0
 
 
 def test_classes_that_tests_name_decide_in_their_own_way(staff):

@@ -24,6 +24,7 @@ def reward(request):
 MEAN = "import numpy as np\ndef mean(x): return np.mean(x, axis=0)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "test"),
     [
