@@ -130,6 +130,13 @@ def test_objects_that_are_equal_whatever_they_were_made_of_prove_nothing(
     assert judge(staff, program, SUM, "assert V(4, 6) == V(1, 2) + V(3, 4)") == 0
 
 
+def test_objects_without_anything_in_them_prove_nothing(staff):
+    program = "class A:\n    __eq__ = lambda s, o: True\ndef f(x): return A()\ng = f"
+    assert judge(staff, program, "assert f(1) == g(2)") == 0
+    held = program.replace("return A()", "a = A(); a.x = 2; return a")
+    assert judge(staff, held, "assert f(1) == g(2)") == 1
+
+
 @pytest.mark.parametrize("slots", ["", "__slots__ = ('x', 'y')"])
 def test_honest_objects_are_equal(staff, slots):
     program = VECTOR.format(

@@ -71,7 +71,7 @@ PIPES = """
     [
         (SHARED.format(after="m.madvise(mmap.MADV_DONTNEED)"), 6),
         (FILLED, 30),
-        (PIPES, 60),
+        (PIPES, 25),
         ("x = globals()['x'] = bytearray(60 << 20)", 6),
     ],
     ids=["shared", "sockets", "pipes", "own"],
