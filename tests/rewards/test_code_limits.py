@@ -82,6 +82,14 @@ def test_memory_counts_wherever_it_is_held(staff, hold, count):
     assert refused or "MiB of memory" in answer.get("ended", ""), answer
 
 
+def test_forks_that_hold_nothing_of_their_own_are_allowed(staff):
+    """What they share counts once, also while they end together."""
+    assert run(staff, FORKS.format(hold="pass", count=25)) == {
+        "output": "all was held\n",
+        "status": 0,
+    }
+
+
 def test_memory_that_dev_zero_shares_cannot_be_had(staff):
     program = 'import mmap\nm = mmap.mmap(open("/dev/zero", "r+b").fileno(), 1 << 20)'
     assert "Error" in run(staff, program)["output"]

@@ -255,9 +255,13 @@ def _fields(path: str) -> list[str] | None:
 
 def _own(place: str, resident: int) -> int:
     """Bytes of a process, of what it shares its part. It takes longer, and may be forbidden."""
-    with suppress(OSError, StopIteration), open(f"{place}/smaps_rollup") as file:
-        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
-    return resident
+    try:
+        with open(f"{place}/smaps_rollup") as file:
+            return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return 0
+    except OSError:
+        return resident
 
 
 def _files(folder: str, most: int) -> tuple[int, int]:
