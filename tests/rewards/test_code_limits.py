@@ -36,15 +36,19 @@ FORKS = """
 import mmap, os, socket, sys, time
 def hold():
     {hold}
+heard, told = os.pipe()
 for _ in range({count}):
     if os.fork() == 0:
         try:
             hold()
         except BaseException as error:
             print(type(error).__name__, flush=True)
-        time.sleep(2)
+        os.write(told, b"x")
+        time.sleep(3)
         os._exit(0)
-time.sleep(1.5)
+for _ in range({count}):
+    os.read(heard, 1)
+time.sleep(0.5)
 print("all was held")
 """
 SHARED = "m = mmap.mmap(-1, 100 << 20); [m.write(bytes(1 << 20)) for _ in range(100)]; {after}"
