@@ -7,7 +7,7 @@ from rloo.rewards.code.staff import Limits, Staff, why_not
 from rloo.rewards.code.walls import WALLS
 
 
-@pytest.fixture(scope="module", params=WALLS)
+@pytest.fixture(scope="module", params=[WALLS[0], pytest.param(WALLS[1], marks=pytest.mark.slow)])
 def staff(request):
     if (reason := why_not(request.param)) is not None:
         pytest.skip(f"the wall {request.param} does not hold here: {reason}")
@@ -65,7 +65,11 @@ TESTS = [
 ]
 
 
-@pytest.mark.parametrize("program", SENT.values(), ids=SENT)
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(program, id=name, marks=pytest.mark.slow if at > 3 else ())
+     for at, (name, program) in enumerate(SENT.items())],
+)  # fmt: skip
 def test_what_a_program_sends_is_no_reason_to_have_no_score(staff, program):
     assert judge(staff, program, *TESTS) == 0
     assert call(staff, program, 3) == 0
@@ -126,6 +130,13 @@ def test_objects_that_are_equal_whatever_they_were_made_of_prove_nothing(
     assert judge(staff, program, SUM, "assert V(4, 6) == V(1, 2) + V(3, 4)") == 0
 
 
+def test_objects_without_anything_in_them_prove_nothing(staff):
+    program = "class A:\n    __eq__ = lambda s, o: True\ndef f(x): return A()\ng = f"
+    assert judge(staff, program, "assert f(1) == g(2)") == 0
+    held = program.replace("return A()", "a = A(); a.x = 2; return a")
+    assert judge(staff, held, "assert f(1) == g(2)") == 1
+
+
 @pytest.mark.parametrize("slots", ["", "__slots__ = ('x', 'y')"])
 def test_honest_objects_are_equal(staff, slots):
     program = VECTOR.format(
@@ -164,7 +175,12 @@ def f(x): return Any()
     ],
 )
 def test_an_object_does_not_decide_about_a_value_of_the_tests(staff, body, test):
-    assert judge(staff, DECIDES.format(body=body), test) == 0
+    program = DECIDES.format(body=body)
+    assert judge(staff, program, test) == 0
+    # Nor is it one of a class that the tests name, because it is called so.
+    assert judge(staff, program.replace("Any", "Solution"), f"Solution\n{test}") == 0
+    named = "class f:\n    def __init__(self, x): pass\n    " + body
+    assert judge(staff, named, test) == 0
 
 
 def test_classes_that_tests_name_decide_in_their_own_way(staff):

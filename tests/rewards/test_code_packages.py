@@ -8,7 +8,7 @@ from rloo.rewards.code.staff import why_not
 from rloo.rewards.code.walls import WALLS
 
 
-@pytest.fixture(scope="module", params=WALLS)
+@pytest.fixture(scope="module", params=[WALLS[0], pytest.param(WALLS[1], marks=pytest.mark.slow)])
 def reward(request):
     if (reason := why_not(request.param)) is not None:
         pytest.skip(f"the wall {request.param} does not hold here: {reason}")
@@ -24,6 +24,7 @@ def reward(request):
 MEAN = "import numpy as np\ndef mean(x): return np.mean(x, axis=0)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "test"),
     [

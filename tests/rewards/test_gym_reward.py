@@ -93,7 +93,7 @@ def test_a_scorer_that_raises_or_hangs_gives_no_reward_and_others_theirs(reward)
     )
     assert found == [1.0, None, None, 0.0]
     assert logged == {"rewards/gym_reward/unjudged": 0.5}
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # of years
 
 
 @needs_wall

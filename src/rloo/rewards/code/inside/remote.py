@@ -15,7 +15,7 @@ import os
 import select
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -39,13 +39,14 @@ class CannotSend(TypeError):
 class Program:
     """A process that has defined what the program defines, and answers calls."""
 
-    def __init__(self, stage: Stage, asked: dict[str, Any], classes: Iterable[str] = ()) -> None:
-        """`asked` has its `source`, and what `program.begin` takes besides; `classes` are the names
-        of those that tests know. Raises Gone where it fails, or takes too long."""
+    def __init__(self, stage: Stage, asked: dict[str, Any]) -> None:
+        """`asked` has its `source`, and what `program.begin` takes besides. Raises Gone where it
+        fails, or takes too long."""
         self._stage = stage
         self._local: list[Callable[..., Any]] = []
         self._stands: dict[int, StandIn] = {}
-        self.classes = frozenset(classes)
+        # The numbers of what tests call by the name of a class.
+        self.classes: set[int] = set()
         self.errors: dict[str, type[Exception]] = {}
         stage.grant()
         calls, self._calls = os.pipe()
@@ -88,6 +89,14 @@ class Program:
             raise
         if what == "call" and isinstance(found, StandIn):
             found.__dict__.setdefault("_made", (args[0], args[1:], named))
+        return found
+
+    def find(self, name: str) -> Any:
+        """What the program calls so. Tests call what begins with a capital a class, which may
+        decide in its own way. Raises Gone, and what looking for it raises."""
+        found = self.ask("name", name)
+        if isinstance(found, StandIn) and name[:1].isupper():
+            self.classes.add(found._number)
         return found
 
     def _listen(self, given_to: tuple[Any, ...] = ()) -> Any:

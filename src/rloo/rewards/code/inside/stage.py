@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -135,7 +136,10 @@ class Stage:
                 self._watch()
             if self._clock.is_over:
                 return []
-            if ready := poll.poll(1000 * watch.TICK):
+            begun = time.monotonic()
+            ready = poll.poll(1000 * watch.TICK)
+            self._clock.wait(time.monotonic() - begun, came=bool(ready))
+            if ready:
                 return [file for file, _ in ready]
 
     def run(self, request: dict[str, Any], given: bytes) -> tuple[bytes, int | None]:

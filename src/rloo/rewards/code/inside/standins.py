@@ -38,8 +38,9 @@ class StandIn:
         self._program.ask("setattr", self, name, value)
 
     def _is_known(self) -> bool:
-        """Whether tests name its class, or it is a class or module itself."""
-        return self._name in self._program.classes or self._name.endswith(("type", "Meta"))
+        """Whether it is a class that tests name, or they have made it of one."""
+        maker = self.__dict__.get("_made", (self,))[0]
+        return isinstance(maker, StandIn) and maker._number in self._program.classes
 
     def __eq__(self, other: Any) -> bool:
         if self is other:

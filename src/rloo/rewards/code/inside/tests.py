@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -82,12 +83,12 @@ class _Runner:
             return False
 
     def _begin(self) -> None:
-        self._program = Program(self._stage, self._asked, filter(_is_class_name, self._suite.used))
-        ask, given = self._program.ask, dict(self._own)
+        self._program = Program(self._stage, self._asked)
+        find, given = self._program.find, dict(self._own)
         for name in self._taken:
             with suppress(Exception):  # it stays free
-                given[name] = ask("name", self._suite.asked[name])
-        given.update({name: _Module(ask) for name in self._suite.modules})
+                given[name] = find(self._suite.asked[name])
+        given.update({name: _Module(find) for name in self._suite.modules})
         for name in {*given, *self._given}:
             # What the tests have bound since is theirs.
             if self._names.get(name) is self._given.get(name):
@@ -149,13 +150,8 @@ class _Runner:
 class _Module:
     """The program as a module that tests have imported."""
 
-    def __init__(self, ask: Any) -> None:
-        self._ask = ask
+    def __init__(self, find: Callable[[str], Any]) -> None:
+        self._find = find
 
     def __getattr__(self, name: str) -> Any:
-        return self._ask("name", name)
-
-
-def _is_class_name(name: str) -> bool:
-    """Tests call what begins with a capital a class, which may decide in its own way."""
-    return name[:1].isupper()
+        return self._find(name)

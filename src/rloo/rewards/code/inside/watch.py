@@ -81,11 +81,15 @@ class Clock:
         by_clock = time.monotonic() - self._begun
         return self._spent >= self._total or by_clock >= wall_seconds(self._total)
 
+    def wait(self, seconds: float, *, came: bool) -> None:
+        """So long it was waited for, and something came or not. Where it did, what is longer than
+        it was to be waited is time in which we had no processor ourselves."""
+        self._waited += min(seconds, TICK) if came else seconds
+
     def look(self, family: Family) -> None:
         """Count the time since it was last looked at."""
-        now = time.monotonic()
-        # Of what lies between two looks that are far apart, we may have slept ourselves.
-        passed, self._looked = min(now - self._looked, 2 * TICK), now
+        self._looked = time.monotonic()
+        passed, self._waited = self._waited, 0.0
         for process in family.members:
             self._seen += max(0.0, process.own - self._own.get(process.key, 0.0))
             self._own[process.key] = process.own
@@ -251,9 +255,13 @@ def _fields(path: str) -> list[str] | None:
 
 def _own(place: str, resident: int) -> int:
     """Bytes of a process, of what it shares its part. It takes longer, and may be forbidden."""
-    with suppress(OSError, StopIteration), open(f"{place}/smaps_rollup") as file:
-        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
-    return resident
+    try:
+        with open(f"{place}/smaps_rollup") as file:
+            return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return 0
+    except OSError:
+        return resident
 
 
 def _files(folder: str, most: int) -> tuple[int, int]:
