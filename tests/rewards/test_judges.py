@@ -242,6 +242,11 @@ def test_a_denial_before_an_answer_is_its_predicate(before, denied):
         (" is not prime", False),
         (", since 3 is wrong", False),
         (". That is not a prime.", False),
+        (". It is not possible to do better.", False),
+        (". That's not possible.", True),
+        (". It does not equal 43.", False),
+        (" does not work", True),
+        (", and it would be wrong to stop here", False),
     ],
 )
 def test_a_denial_after_an_answer_speaks_of_it(after, denied):
