@@ -236,7 +236,10 @@ def test_a_reference_of_none_does_not_apply_and_an_unreadable_one_is_an_error():
 def test_long_hostile_texts_are_read_in_linear_time():
     """So long that a quadratic reading would run into the time limit of the tests."""
     pieces = ["1,111", "9", "#### ", "\\boxed{", "answer is ", "-", "$ ", "1/", "\\frac{1}", "1.1"]
+    pieces += ["<answer>8\n", "answer \n", "option is (", "</think>", "#### 8\n", "\n", "not "]
     texts = [piece * (1_000_000 // len(piece)) for piece in pieces]
+    texts += [text + " " * 1_000_000 + "x" for text in ("answer", "answer is", "<answer>", "####")]
+    texts += ["<answer>" + "8\n" * 500_000]
     assert set(gsm8k_reward(texts, ["7"] * len(texts))) == {0.0}
     assert set(gsm8k_format_reward(texts)) == {0.0}
 

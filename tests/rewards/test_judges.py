@@ -1,5 +1,5 @@
 r"""The judges of answers side by side: 60 texts and what five rewards give to each, reviewed by
-hand, and 566 pairs that were written by hand, each with a verdict that a reader would give.
+hand, and 583 pairs that were written by hand, each with a verdict that a reader would give.
 
 A line of `data/judges.jsonl` is a pair: the kind of what is tried, `right`, reference, completion,
 and the question where it matters. None of them is taken from elsewhere.
@@ -136,7 +136,7 @@ def test_pairs_written_by_hand(math_reward):
     wrong = [p for p, r in zip(PAIRS, found, strict=True) if r != float(p["right"])]
     assert wrong == []
     counts = Counter(pair["right"] for pair in PAIRS)
-    assert counts == {True: 377, False: 189}
+    assert counts == {True: 389, False: 194}
 
 
 def test_gsm8k_gives_what_math_gives_to_numbers():
@@ -147,7 +147,7 @@ def test_gsm8k_gives_what_math_gives_to_numbers():
         [pair["reference"] for pair in whole],
         [pair.get("prompt", "") for pair in whole],
     )
-    assert len(whole) == 197
+    assert len(whole) == 205
     assert [p for p, r in zip(whole, found, strict=True) if r != float(p["right"])] == []
 
 
@@ -242,6 +242,11 @@ def test_a_denial_before_an_answer_is_its_predicate(before, denied):
         (" is not prime", False),
         (", since 3 is wrong", False),
         (". That is not a prime.", False),
+        (". It is not possible to do better.", False),
+        (". That's not possible.", True),
+        (". It does not equal 43.", False),
+        (" does not work", True),
+        (", and it would be wrong to stop here", False),
     ],
 )
 def test_a_denial_after_an_answer_speaks_of_it(after, denied):

@@ -26,6 +26,7 @@ _ITEMS = re.compile(r"[,;]|\\text\s*\{\s*(?:and|or),?\s*\}")
 _LONG_WORD = re.compile(
     r"(?<![A-Za-z\\])(?!sin|cos|tan|log|exp|sqrt|and\b|or\b|pi\b|ln\b)[A-Za-z]{2,}"
 )
+_APPROXIMATELY = r"\approx"
 _CHOICE_ALONE = re.compile(r"\W*\(?[A-J]\)?\W*")
 _NOTHING_READ = (None, None, None, None, None)
 
@@ -87,7 +88,15 @@ class Reference:
             numbers = [_numbers_of(text, self._asked) for text in (latex, reference)]
             if None not in numbers:
                 return numbers[0] == numbers[1]
-        return _for_judge(reference, wanted, brackets), _for_judge(latex, form, brackets)
+        if _APPROXIMATELY in latex and not self._is_rounded_alike(latex):
+            return False
+        texts = _for_judge(reference, wanted, brackets), _for_judge(latex, form, brackets)
+        return texts[0].replace(" ", "") == texts[1].replace(" ", "") or texts
+
+    def _is_rounded_alike(self, latex: str) -> bool:
+        """Whether both end with the same decimals, which a judge does not look at."""
+        ends = [text.rpartition(_APPROXIMATELY)[2] for text in (latex, self._text)]
+        return read_numeral(ends[0]) == read_numeral(ends[1])
 
     def _alike(self, latex: str) -> tuple[Form, Form, str, str]:
         """The forms and texts of an answer and the reference, both as intervals where one has these

@@ -40,7 +40,8 @@ _NAMES = (
 )
 _KNOWN_NAMES = {f"\\{name}" for name in _NAMES.split()}
 _FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp det gcd lcm"
-_WITH_GROUP = {"\\binom", "\\mathbb", "\\overline"}
+_ACCENTS = "overline overrightarrow vec bar hat tilde dot ddot widehat widetilde"
+_WITH_GROUP = {"\\binom", "\\mathbb", *(f"\\{name}" for name in _ACCENTS.split())}
 _KNOWN_FUNCTIONS = {f"\\{name}" for name in f"{_FUNCTIONS} max min".split()} | _WITH_GROUP
 _KNOWN_FUNCTIONS |= {"\\sum", "\\prod", "\\int", "\\lim"}
 _SAME = {"\\lt": "<", "\\gt": ">", "\\lvert": "|", "\\rvert": "|"}
@@ -376,5 +377,5 @@ class _Parser:
             self._read_group()
         if command == "\\binom":
             self._read_group()
-        elif self._begins_factor():
+        elif self._begins_factor() or self.token == "|":
             self._read_power()

@@ -51,19 +51,22 @@ _CLAUSE = re.compile(
 # What is said of an answer, in words among which `#` is a formula or a number.
 _VERB = r"(?:is|was|are|were|be|seems|looks|(?:would|must|may|might|could|can|should) be)"
 _ADVERBS = r"(?:(?:clearly|certainly|definitely|probably|just|simply|quite|really|also) )*"
+# What follows shows that something else is spoken of: it is wrong to, not possible that.
+_OF_ELSE = r"(?! (?:to|for|that|if|when|with|in|otherwise)\b)"
 _BAD = (
     r"(?:wrong|incorrect|false|invalid|impossible|untrue|mistaken|a mistake|an error|nonsense|a lie"
-    r"|a guess|a trick|fake)\b"
+    rf"|a guess|a trick|fake)\b{_OF_ELSE}"
 )
 _GOOD = (
     r"(?:(?:the |a |my |our )?(?:right|correct|true|valid|possible|real|final|(?:\w+ )?answer)\b"
+    rf"{_OF_ELSE}"
     r"|(?:it|so|quite)\W*$)"
 )
 _PREDICATE = re.compile(
     rf"{_VERB} {_ADVERBS}{_BAD}|{_BAD}|{_DENIAL} {_GOOD}"
     rf"|(?:{_VERB} {_ADVERBS}{_DENIAL}|{_DENIAL}(?: be)?"
     rf"|(?:does|did|can|could|would|will) not(?: be)?)"
-    rf" {_ADVERBS}(?:{_GOOD}|equal\b|work\b|hold\b|be the\b)"
+    rf" {_ADVERBS}(?:{_GOOD}|equal (?:it|that|the)\b|(?:work|hold)\b{_OF_ELSE}|be the\b)"
     rf"|{_VERB} {_DENIAL}[\s.!]*$|{_DENIAL}[\s.!]*$"
 )
 _SPEAKING = re.compile(

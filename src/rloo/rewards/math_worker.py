@@ -35,7 +35,7 @@ _MEMORY_BYTES = 2 << 30
 # again when all others are done.
 _FIRST_SECONDS, _SECOND_SECONDS = 0.25, 0.5
 # How near numbers are that are equal, of their size: by their digits, and with decimals in them.
-_DIGITS, _EXACT, _ROUNDED = 30, 1e-15, 1e-3
+_DIGITS, _EXACT, _ROUNDED = 80, 1e-70, 1e-3
 _FORK = multiprocessing.get_context("fork")
 # One of every kind, so that all that is loaded when it is needed is there before the first fork.
 _EXAMPLES = (

@@ -34,12 +34,18 @@ _MOST_BOXES = 16
 _THOUGHT = re.compile(r"</think(?:ing)?>(?=\s*\S)", re.IGNORECASE)
 _OPENING = re.compile("<answer>", re.IGNORECASE)
 _CLOSING = re.compile("</answer>", re.IGNORECASE)
+_END_OF_TURN = re.compile(r"<\|(?:im_end|endoftext|eot_id|end_of_text|end)\|>|</s>")
+_MARKED = re.compile(rf"{MARK}[ \t]*[^\s#]|\\boxed\s*\{{")
+_NEXT_QUESTION = re.compile(
+    r"\n[ \t]*(?:#{1,6} ?|\*\*)?(?:question|problem|human|user|instruction|q) ?[0-9]{0,3} ?:",
+    re.IGNORECASE,
+)
 _BOX = re.compile(r"\\(?:f|frame)?box(?:ed)?(?![A-Za-z])\s*(?:(\{)|([^\s{}$\\,;()]+))")
-_COLON = r"\s*[*_]*\s*[:\uff1a]"
-_CHOICE = r"\W*(?:\\?(?:text|textbf|mathrm|mathbf)\W*)?[A-J]\b"
+_COLON = r"\s{0,3}[*_]{0,3}\s{0,3}[:\uff1a]"
+_CHOICE = r"\W{0,6}(?:\\?(?:text|textbf|mathrm|mathbf)\W{0,6})?[A-J]\b"
 _ANSWER_IS = re.compile(
-    rf"\banswer(?P<is>\s+is\b|\s+would\s+be\b)|\banswer(?P<colon>{_COLON})"
-    rf"|\b(?:choice|option)(?:\s+is\b|{_COLON})(?={_CHOICE})"
+    rf"\banswer(?P<is>\s{{1,3}}is\b|\s{{1,3}}would\s{{1,3}}be\b)|\banswer(?P<colon>{_COLON})"
+    rf"|\b(?:choice|option)(?:\s{{1,3}}is\b|{_COLON})(?={_CHOICE})"
     rf"|\u7b54\u6848(?:\u662f|\u4e3a|\u9009|{_COLON})|(?:\u6545|\u56e0\u6b64)\u9009(?:{_COLON})?",
     re.IGNORECASE,
 )
@@ -82,9 +88,20 @@ class Answer:
 def read_answer(text: str, asked: str = "") -> Answer | None:
     """The answer that a completion gives; None where there is none. `asked` is what the question
     asks (`wording.asked_in`)."""
+    text = _own_turn(text)
     *_, start = (0, *(found.end() for found in _THOUGHT.finditer(text)))
     found = _read(text[start:], asked)
     return _read(text, asked) if found is None and start else found
+
+
+def _own_turn(text: str) -> str:
+    """A text up to where a model that does not stop ends its turn, or asks itself the next question
+    behind an answer."""
+    end = _END_OF_TURN.search(text)
+    text = text if end is None or not text[: end.start()].strip() else text[: end.start()]
+    answer = _MARKED.search(text)
+    follows = None if answer is None else _NEXT_QUESTION.search(text, answer.end())
+    return text if follows is None else text[: follows.start()]
 
 
 def tagged(text: str) -> tuple[str, str, str] | None:
@@ -226,7 +243,7 @@ def _in_lines(text: str, asked: str) -> str:
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines or is_plain(text):
         return text.strip()
-    if len(lines) > 1 and all(map(is_plain, lines)):
+    if len(lines) > 1 and len(text) <= MAX_CHARACTERS and all(map(is_plain, lines)):
         return ", ".join(lines)
     return _in_sentence(lines[-1], asked)
 

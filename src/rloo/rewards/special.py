@@ -9,6 +9,7 @@ from rloo.rewards.wording import alters, words_of
 
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"\(?\s*[A-Za-z](?:[A-Za-z' -]{0,40})\s*\)?")
+_CHINESE = re.compile(r"[\u4e00-\u9fff]{1,20}")
 _DATED = re.compile(r"[A-Za-z0-9][A-Za-z0-9:.,' -]{0,60}")
 _MATHS = frozenset(["sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "and", "the"])
 _CHOICE = re.compile(
@@ -39,6 +40,8 @@ def read_words(text: str) -> str | None:
     r"""The words that an answer is, in lower case: one letter (a name), `\text{...}`, whole words,
     a date or a time of day."""
     plain = _TEXT.sub(r"\1", text).strip()
+    if _CHINESE.fullmatch(plain):
+        return plain
     if _WORDS.fullmatch(plain) is None:
         return _read_date(plain)
     words = " ".join(plain.strip("() ").casefold().split())
