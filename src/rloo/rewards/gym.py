@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rloo.config.extras import install
 from rloo.data.gym import library
 from rloo.dist.crew import result_of
 from rloo.dist.system import num_processors
@@ -187,7 +188,7 @@ def library_here() -> Library:
     ValueError where it is not installed."""
     spec = find_spec(_MODULE)
     if spec is None or spec.origin is None:
-        raise ValueError("the reward 'gym' needs reasoning-gym; pip install 'rloo[gym]' (reward)")
+        raise ValueError(f"the reward 'gym' needs reasoning-gym; {install('gym')} (reward)")
     own = str(Path(spec.origin).parent.parent)
     folders = [own, *(sysconfig.get_path(name) for name in ("purelib", "platlib"))]
     folders += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
