@@ -1,5 +1,6 @@
 """What a run shows and records: literal metrics in, literal lines and JSON out."""
 
+import gc
 import io
 import json
 import math
@@ -635,3 +636,17 @@ def test_watching_needs_no_torch_before_training():
 
 def test_versions_name_what_determines_a_result():
     assert list(versions()) == ["python", "torch", "transformers", "rloo"]
+
+
+def test_a_logger_that_is_not_installed_is_refused_and_nothing_else_is_said():
+    """MLflow's fails in its constructor, and then again when it is deleted."""
+    from rloo.report.callbacks import make_loggers
+
+    told, before, sys.unraisablehook = [], sys.unraisablehook, lambda found: told.append(found)
+    try:
+        with pytest.raises(ValueError, match=r"report_to is mlflow: .*mlflow"):
+            make_loggers(RLOOConfig(report_to="mlflow"))
+        gc.collect()
+    finally:
+        sys.unraisablehook = before
+    assert not told
