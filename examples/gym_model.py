@@ -1,6 +1,6 @@
 """A model that can partly do three tasks of reasoning-gym, from nothing but a fixed seed.
 
-    pip install 'rloo[gym]'
+    pip install ".[gym]"
     python examples/gym_model.py      # a few minutes on two cores; writes runs/gym/model
     rloo train examples/gym.yaml
 

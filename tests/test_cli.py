@@ -268,29 +268,42 @@ def test_areal_s_dotted_names_work_on_the_command_line_and_in_a_file(folder, mod
     assert (config["num_generations"], config["num_prompts"], config["max_steps"]) == (4, 3, 1)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["run.yaml"],
-        ["--beta", "0.02", "run.yaml"],
-        ["--config", "run.yaml"],
-        ["--config=run.yaml"],
-        ["--dataset", "d"],
-        ["--dataset_name", "d"],
-        ["dataset=d"],
-        ["--train_dataset.path=d"],
-        ["--model-name-or-path=m"],
-        ["actor.path=m"],
-        ["--eval-dataset", "e"],
-    ],
+NAMES_A_TASK = (
+    ["run.yaml"],
+    ["--beta", "0.02", "run.yaml"],
+    ["--config", "run.yaml"],
+    ["--config=run.yaml"],
+    ["--dataset", "d"],
+    ["--dataset_name", "d"],
+    ["dataset=d"],
+    ["--train_dataset.path=d"],
+    ["--model-name-or-path=m"],
+    ["actor.path=m"],
+    ["--eval-dataset", "e"],
 )
-def test_a_config_a_model_or_a_dataset_keeps_the_embedded_task_out(arguments):
-    assert cli._with_embedded(arguments) == arguments
+
+
+@pytest.mark.parametrize("arguments", NAMES_A_TASK)
+def test_a_model_or_a_dataset_keeps_the_embedded_task_out(folder, arguments):
+    alone = parse_command_line(arguments)
+    assert parse_command_line(arguments, str(cli.EMBEDDED)) == alone and alone.max_steps != 50
 
 
 @pytest.mark.parametrize("arguments", [[], ["--beta", "0.02"], ["seed=1", "--max_steps=5"]])
-def test_without_any_of_them_the_embedded_task_comes_first(arguments):
-    assert cli._with_embedded(arguments) == [str(cli.EMBEDDED), *arguments]
+def test_without_any_of_them_it_is_the_embedded_task(arguments):
+    both = parse_command_line([str(cli.EMBEDDED), *arguments])
+    assert parse_command_line(arguments, str(cli.EMBEDDED)) == both
+
+
+@pytest.mark.parametrize(
+    "written", ["max_steps: 2\n", "train_batch_size: 64\n", "preset: grpo\n", "beta: 0.3\n"]
+)
+def test_a_file_that_names_none_is_over_the_embedded_task_as_a_line_is(folder, written):
+    Path("few.yaml").write_text(written)
+    line = [f"--{part.strip()}" for part in written.replace(": ", "=").splitlines()]
+    over = parse_command_line(["few.yaml", "--seed", "3"], str(cli.EMBEDDED))
+    assert over == parse_command_line([str(cli.EMBEDDED), *line, "--seed", "3"])
+    assert over.model == over.dataset == "countdown"
 
 
 # -- refusals -------------------------------------------------------------------------------------

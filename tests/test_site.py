@@ -68,6 +68,26 @@ def test_the_options_are_those_of_the_program(site):
     assert [name for name in option_types() if f"<code>{name}</code>" not in page] == []
 
 
+def test_each_subject_has_one_section_and_no_name_breaks(site):
+    page = (site / "reference" / "options.html").read_text(encoding="utf-8")
+    titles = re.findall(r"<h2 id=\"[^\"]*\">([^<]+)", page)
+    assert len(titles) == len(set(titles)) > 10
+    assert '"../stylesheets/names.css"' in page
+    style = (site / "stylesheets" / "names.css").read_text(encoding="utf-8")
+    assert "white-space: nowrap" in style
+
+
+def test_formulas_are_typeset_and_code_is_not(site):
+    page = (site / "algorithm.html").read_text(encoding="utf-8")
+    text = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+    assert page.count("<math") >= 9 and "$" not in text
+    assert "<mfrac>" in page and "<em>" not in "".join(
+        re.findall(r"<math.*?</math>", page, re.DOTALL)
+    )
+    vllm = (site / "vllm.html").read_text(encoding="utf-8")
+    assert "$(openssl rand" in re.sub("<[^>]*>", "", vllm)
+
+
 def test_the_notebook_runs(tmp_path):
     import nbformat
     from nbclient import NotebookClient

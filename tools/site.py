@@ -1,11 +1,10 @@
-"""What mkdocs.yml does to the pages: the options are written from the code, and what lies outside
-of docs/ is named rather than linked."""
+"""What mkdocs.yml does to the pages: the options are written from the code, formulas are typeset,
+and what lies outside of docs/ is named rather than linked."""
 
 from __future__ import annotations
 
 import re
 from html import escape
-from itertools import groupby
 
 from rloo.config.reading import default_of
 from rloo.config.rendering import value_as_text
@@ -13,18 +12,36 @@ from rloo.config.vllm_options import OPTIONS
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?:\.\./)?(?!how-to|reference)[^)]*\)")
 
+# Code, which is left as it is, or a formula.
+_FORMULA = re.compile(r"```.*?```|`[^`\n]+`|\$(?=\S)([^$`\n]+)(?<=\S)\$", re.DOTALL)
+
 
 def on_page_markdown(markdown: str, page, **_) -> str:
     """mkdocs' event for each page, before it is rendered."""
     if page.file.src_uri == "reference/options.md":
         return markdown.replace("<!-- options -->", _options())
+    markdown = _typeset(markdown)
     leads_out = page.file.src_uri.count("/") == 0
     return _OUTSIDE.sub(r"\1", markdown) if leads_out else markdown
 
 
+def _typeset(markdown: str) -> str:
+    """Formulas (`$...$`, as GitHub has them) as MathML, which browsers draw by themselves. Code has
+    dollars of its own."""
+    from latex2mathml.converter import convert
+
+    def drawn(found: re.Match) -> str:
+        return found[0] if found[1] is None else convert(found[1])
+
+    return _FORMULA.sub(drawn, markdown)
+
+
 def _options() -> str:
+    by_subject: dict[str, list] = {}
+    for field in OPTIONS:  # those of one subject do not stand together
+        by_subject.setdefault(field.metadata["subject"], []).append(field)
     parts = []
-    for subject, of_subject in groupby(OPTIONS, lambda each: each.metadata["subject"]):
+    for subject, of_subject in by_subject.items():
         parts.append(f"## {subject}\n\n| option | default | meaning |\n|---|---|---|")
         for field in of_subject:
             default = escape(value_as_text(default_of(field)))

@@ -14,7 +14,7 @@ from typing import Any
 
 from rloo import __version__, quickly
 from rloo.algorithm.interrupts import Stop, Stopped
-from rloo.config.config import in_one_process, without_adapter
+from rloo.config.config import RLOOConfig, in_one_process, without_adapter
 from rloo.config.functions import NotAllowed
 from rloo.config.imports import IMPORTERS, import_config, render_imported
 from rloo.config.launchers import check_alone, check_launch, is_launched, restart_count
@@ -31,6 +31,8 @@ from rloo.run.preflight import check_inputs, check_merge
 
 EMBEDDED = Path(__file__).parent / "data" / "tasks" / "countdown.yaml"
 INTERRUPTED = 130
+# Whoever names one of these has a task of their own.
+OWN = {"config", "model", "dataset", "eval_dataset"}
 # The commands whose work is what they print.
 SHOWING = ("plan", "eval", "config", "check-estimator", "doctor", "status")
 
@@ -132,7 +134,7 @@ def _say(text: str) -> None:
 
 
 def _train(arguments: list[str], signals: Stop) -> int:
-    config = parse_command_line(_with_embedded(arguments))
+    config = _configured(arguments)
     check_inputs(config)
     if not is_launched() and ((config.num_processes or 1) > 1 or config.max_restarts > 0):
         from rloo.run.launch import launch
@@ -161,7 +163,7 @@ def _plan(arguments: list[str], signals: Stop) -> int:
         with signals.ending(), quickly():
             plan_gpus(arguments)
         return 0
-    config = parse_command_line(_with_embedded(arguments))
+    config = _configured(arguments)
     check_inputs(config)
     check_alone("plan")
     # Torch, which reads this when it is loaded, would tell of memory from before a measurement.
@@ -181,7 +183,7 @@ def _doctor(arguments: list[str], signals: Stop) -> int:
         for line in report(Path(words[0])):
             show(line)
         return 0
-    config = parse_command_line(_with_embedded(arguments))
+    config = _configured(arguments)
     check_alone("doctor")
     with signals.ending():
         from rloo.run.doctor import examine
@@ -192,7 +194,7 @@ def _doctor(arguments: list[str], signals: Stop) -> int:
 
 
 def _evaluate(arguments: list[str], signals: Stop) -> int:
-    config = parse_command_line(_with_embedded(arguments))
+    config = _configured(arguments)
     check_alone("eval")
     if (config.num_processes or 1) > 1 and "num_processes" in given_names(arguments):
         raise ValueError(
@@ -289,7 +291,7 @@ def _launch(arguments: list[str], signals: Stop) -> int:
     check_alone("launch")
     cluster, left, shown = read_cluster(arguments)
     by_slurm = cluster.backend == "slurm"
-    job = make_job(cluster, _with_embedded(left), slurm.FOLDER if by_slurm else None)
+    job = make_job(cluster, _launched(left), slurm.FOLDER if by_slurm else None)
     check_inputs(job.config)
     if cluster.backend == "local":
         if not shown:
@@ -375,11 +377,15 @@ def _import(arguments: list[str]) -> int:
     return 0
 
 
-def _with_embedded(arguments: list[str]) -> list[str]:
-    """Put the embedded task's configuration first unless the user names a config, model or data."""
-    if given_names(arguments) & {"config", "model", "dataset", "eval_dataset"}:
-        return arguments
-    return [str(EMBEDDED), *arguments]
+def _launched(arguments: list[str]) -> list[str]:
+    """`arguments` as processes elsewhere are started with, which need a file that they see."""
+    return arguments if given_names(arguments) & OWN else [str(EMBEDDED), *arguments]
+
+
+def _configured(arguments: list[str]) -> RLOOConfig:
+    """The configuration that is asked for, over the embedded task's where no model and no data are
+    named."""
+    return parse_command_line(arguments, str(EMBEDDED))
 
 
 if __name__ == "__main__":

@@ -69,5 +69,5 @@ def test_without_ray_the_error_names_the_extra(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rloo.launch.ray.find_spec", lambda name: None)
     assert main(["launch", "--backend", "ray"]) == 2
-    assert "pip install 'rloo[ray]'" in capsys.readouterr().err
+    assert "pip install 'ray[default,train]" in capsys.readouterr().err
     assert main(["launch", "--backend", "ray", "--dry_run"]) == 0

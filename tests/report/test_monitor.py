@@ -1,5 +1,6 @@
 """What a run shows and records: literal metrics in, literal lines and JSON out."""
 
+import gc
 import io
 import json
 import math
@@ -650,3 +651,17 @@ def test_what_is_one_is_told_in_the_singular_and_what_took_no_time_is_not_told()
 
 def vars_of(shown):
     return [getattr(shown, name) for name in shown.__dataclass_fields__]
+
+
+def test_a_logger_that_is_not_installed_is_refused_and_nothing_else_is_said():
+    """MLflow's fails in its constructor, and then again when it is deleted."""
+    from rloo.report.callbacks import make_loggers
+
+    told, before, sys.unraisablehook = [], sys.unraisablehook, lambda found: told.append(found)
+    try:
+        with pytest.raises(ValueError, match=r"report_to is mlflow: .*mlflow"):
+            make_loggers(RLOOConfig(report_to="mlflow"))
+        gc.collect()
+    finally:
+        sys.unraisablehook = before
+    assert not told

@@ -182,7 +182,7 @@ def test_weights_that_are_not_finite_are_not_merged(adapter, capsys):
     assert not Path("out").exists() and not list(Path().glob("tmp-*"))
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+@pytest.mark.parametrize("mask", [0o027, 0o077])
 def test_what_a_run_writes_has_the_mode_that_the_process_gives(tmp_path, mask):
     before = os.umask(mask)
     try:

@@ -30,14 +30,15 @@ YAML_SUFFIXES = (".yaml", ".yml")
 PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", *FUNCTION_OPTIONS)
 
 
-def parse_command_line(arguments: list[str]) -> RLOOConfig:
+def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOConfig:
     """`[config.yaml] [--option value | --option=value | --switch | option=value] ...`
 
     Dashes and underscores in option names are the same, aliases and dotted names are accepted, a
     list takes several values or the option several times, a mapping or a list of them is YAML or
     JSON, and one entry of a mapping `--mapping.name value`, beside those of the file. The command
-    line wins over the file, and of an option that is given again the last value. Raises ValueError
-    that names every fault, with the option, or the file and line.
+    line wins over the file, and of an option that is given again the last value. Where neither
+    names a model or data, the file `base` is below both. Raises ValueError that names every fault,
+    with the option, or the file and line.
     """
     path, given, faults = _split(arguments)
     written, lines = _written(path, faults)
@@ -50,6 +51,12 @@ def parse_command_line(arguments: list[str]) -> RLOOConfig:
     values = _resolved(written, lines, faults)
     if path and len(faults) > before:
         refuse_foreign(path)
+    named = {*values, *map(our_name, given)} & {"model", "dataset", "eval_dataset"}
+    if base is not None and not named:
+        below = _resolved(*_written(base, faults), faults)
+        if "preset" in values:
+            below = {name: value for name, value in below.items() if name not in BASE}
+        values = _under(below, values, written)
     if "preset" in given:  # a resolved file names every part of the objective
         values = {name: value for name, value in values.items() if name not in BASE}
     if path:

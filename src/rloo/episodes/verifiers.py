@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rloo.config.extras import install
+
 
 def from_verifiers(environment: Any) -> dict[str, Any]:
     """Arguments of RLOOTrainer for a run in an environment of `verifiers`: the rows of its dataset,
@@ -17,7 +19,7 @@ def from_verifiers(environment: Any) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise ValueError(
             "from_verifiers needs the package verifiers, before 0.4, which has another interface: "
-            "pip install 'rloo[verifiers]'"
+            f"{install('verifiers')}"
         ) from error
     own = {n: v for n, v in environment.sampling_args.items() if v and (n, v) != ("n", 1)}
     if own:

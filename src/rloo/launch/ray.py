@@ -8,6 +8,7 @@ import shlex
 from importlib.util import find_spec
 
 from rloo.algorithm.interrupts import Stop
+from rloo.config.extras import install
 from rloo.launch.local import by_hand, urls
 from rloo.launch.roles import AGAIN, Job
 
@@ -36,9 +37,7 @@ def run(job: Job, signals: Stop) -> int:
     Raises ValueError where Ray is not installed or has no place for the job, OSError where there is
     no cluster at `ray_address` or the ranks have died too often."""
     if find_spec("ray") is None:
-        raise ValueError(
-            "backend is ray, which is not installed: pip install 'rloo[ray]' (backend)"
-        )
+        raise ValueError(f"backend is ray, which is not installed: {install('ray')} (backend)")
     # A cluster that is started here reports to nobody, unless its user wants that.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from rloo.launch.actors import run_by_ray

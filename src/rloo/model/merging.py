@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rloo.config.extras import install
 from rloo.model.division import full, whole_copy
 from rloo.model.quantization import in_full, is_quantised
 
@@ -90,6 +91,6 @@ def peft_library() -> Any:
         import peft
     except ImportError as error:
         raise ValueError(
-            "adapters need the library peft: pip install 'rloo[peft]' (use_peft, peft_config)"
+            f"adapters need the library peft: {install('peft')} (use_peft, peft_config)"
         ) from error
     return peft

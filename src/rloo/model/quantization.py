@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import BitsAndBytesConfig
 
 from rloo.config.config import RLOOConfig
+from rloo.config.extras import install
 from rloo.model.division import shape_of
 from rloo.model.products import rounds
 from rloo.model.rounding import in_float32, operands, reduced_precision, rounded
@@ -248,7 +249,7 @@ def _bitsandbytes() -> Any:
         import bitsandbytes
     except ImportError as error:
         raise ValueError(
-            "a base of 4 or 8 bits needs the library bitsandbytes: pip install "
-            "'rloo[peft,quantization]' (load_in_4bit, load_in_8bit, quantization_config)"
+            f"a base of 4 or 8 bits needs the library bitsandbytes: {install('quantization')} "
+            "(load_in_4bit, load_in_8bit, quantization_config)"
         ) from error
     return bitsandbytes

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rloo.config.extras import install
 from rloo.dist import World
 from rloo.model.division import division, shape_of
 from rloo.model.scorer import OutputHead, Scorer
@@ -272,7 +273,7 @@ def imported() -> Any:
         import deepspeed
     except ImportError as error:
         raise ValueError(
-            "parallel zero1, zero2 and zero3 need DeepSpeed: pip install 'rloo[deepspeed]', or "
+            f"parallel zero1, zero2 and zero3 need DeepSpeed: {install('deepspeed')}, or "
             "use fsdp2, which is torch's (parallel)"
         ) from error
     return deepspeed

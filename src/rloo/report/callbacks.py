@@ -26,9 +26,24 @@ def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
     from transformers.integrations import get_reporting_integration_callbacks
 
     try:
-        return [logger() for logger in get_reporting_integration_callbacks(config.report_to)]
+        return [_made(logger) for logger in get_reporting_integration_callbacks(config.report_to)]
     except (ImportError, RuntimeError, ValueError) as error:
         raise ValueError(f"report_to is {config.report_to}: {error} (report_to)") from error
+
+
+class _Unmade:
+    """What a logger becomes that could not be made."""
+
+
+def _made(kind: type[TrainerCallback]) -> TrainerCallback:
+    logger = kind.__new__(kind)
+    try:
+        logger.__init__()  # type: ignore[misc]
+    except BaseException:
+        # MLflow's, when it is deleted, looks for what it has not got, and Python tells of that.
+        logger.__class__ = _Unmade  # type: ignore[assignment]
+        raise
+    return logger
 
 
 class Events:

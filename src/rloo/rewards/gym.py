@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rloo.config.extras import install
 from rloo.data.gym import library
 from rloo.dist.crew import result_of
 from rloo.dist.system import num_processors
@@ -186,7 +187,7 @@ def library_here() -> Library:
     """reasoning-gym as this interpreter would import it, with the folders of what it needs. Raises
     ValueError where it is not installed."""
     if find_spec(_MODULE) is None:
-        raise ValueError("the reward 'gym' needs reasoning-gym; pip install 'rloo[gym]' (reward)")
+        raise ValueError(f"the reward 'gym' needs reasoning-gym; {install('gym')} (reward)")
     return library_of([_MODULE], "gym")
 
 

@@ -109,6 +109,7 @@ def served(tmp_path, *arguments, **variables):
     )
 
 
+@pytest.mark.slow
 def test_the_command_serves_this_machine_alone(tmp_path):
     done = served(tmp_path)
     line, told = done.stdout.splitlines()
@@ -117,6 +118,7 @@ def test_the_command_serves_this_machine_alone(tmp_path):
     assert environment == {"VLLM_SERVER_DEV_MODE": "1", KEY: None} and guard == "Guard"
 
 
+@pytest.mark.slow
 def test_the_command_serves_others_with_a_key_that_it_does_not_print(tmp_path):
     refused = served(tmp_path, "--vllm_server_host", "0.0.0.0")
     assert refused.returncode == 2 and f"{KEY} is not set" in refused.stderr

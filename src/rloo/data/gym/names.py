@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from rloo.config.extras import install
 from rloo.config.gym_options import GymOptions, task_options, weights_of
 from rloo.config.reading import suggest
 from rloo.data.gym import library
@@ -17,7 +18,7 @@ def check_names(name: str, options: GymOptions) -> None:
     except ImportError as error:
         raise ValueError(
             f"dataset {name} needs reasoning-gym, which cannot be imported: {error}; "
-            "pip install 'rloo[gym]' (dataset)"
+            f"{install('gym')} (dataset)"
         ) from error
     configs = task_options(options)
     for task in weights_of(name):

@@ -17,6 +17,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from rloo.config.extras import install
 from rloo.engines.vllm.client import Client, ServerError
 
 # The routes for weights, pauses and sleep, and those for adapters, exist only with these.
@@ -93,8 +94,8 @@ class Serving:
         """Raise ValueError where the program does not exist."""
         if shutil.which(self.executable[0]) is None:
             raise ValueError(
-                f"there is no program {self.executable[0]}; vLLM is installed by pip install "
-                "'rloo[vllm]', or in an environment of its own (vllm_executable)"
+                f"there is no program {self.executable[0]}; vLLM is installed by "
+                f"{install('vllm')}, or in an environment of its own (vllm_executable)"
             )
 
     def line(self, host: str = HERE, port: int = 8000) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rloo.config.extras import install
+
 Events = Generator[Any, Any, None]
 
 
@@ -69,7 +71,7 @@ def simulate(flow: Flow) -> Course:
         import simpy
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "simpy is not installed; the simulation of a run needs it: pip install 'rloo[plan]'",
+            f"simpy is not installed; the simulation of a run needs it: {install('plan')}",
             name="simpy",
         ) from error
     run = _Run(flow, simpy)
