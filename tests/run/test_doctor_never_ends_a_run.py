@@ -15,6 +15,7 @@ from rloo.run.facts import of_template
 from rloo.types import Prompt
 from support.text import make_tokenizer
 from support.training import make_config, make_trainer
+from support.vision_models import make_processor
 
 ONE = {"step": 1, "reward": 0.5}
 
@@ -176,3 +177,20 @@ def test_the_end_of_a_turn_must_end_completions_of_rendered_prompts_too():
     rendered = "<|start|>user\nw1 w2<unk>\n<|start|>assistant\n"
     assert stands(CHATML, rendered, stops=(2,)) == (None, "<unk>")
     assert stands(CHATML, "w1 w2", stops=(2,)) == ("unused", None)
+
+
+@pytest.mark.parametrize("content", ["a b", [{"type": "image"}, {"type": "text", "text": "a"}]])
+def test_a_processor_whose_template_reads_parts_is_examined(content):
+    """As LlavaNext's: contents are parts, of whoever speaks, though a prompt may be a text."""
+    processor = make_processor("llava")
+    processor.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {% for part in m['content'] %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{% if m['role'] == 'assistant' %}{{ m['content'][0]['text'][:0] }}{% endif %} . "
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    prompt = Prompt(0, [1], [{"role": "user", "content": content}])
+    assert of_template(processor, prompt, (3,), {}) == {}
+    never = processor.chat_template.partition("{% if add")[0]
+    processor.chat_template = never
+    assert of_template(processor, prompt, (3,), {})["chat_template"] == "turn not opened"

@@ -85,24 +85,26 @@ class Run:
     @property
     def gained(self) -> bool:
         """Whether the reward is higher at the end beyond chance, in training or held out."""
-        held_out = self.measured and change_between(*self.measured, "reward").moved
-        fast = since_first(self.rollouts).moved
-        return 1 in (self.change("reward").moved, fast, held_out)
+        return any(change.moved == 1 for change in self._to_the_end())
 
     @property
-    def rose(self) -> bool:
-        """Whether the reward was higher beyond chance than at the start, at any time."""
-        rows = [row for row in self.rollouts if math.isfinite(row["reward"])]
+    def rises(self) -> list[Change]:
+        """By how much the reward was higher beyond chance than at the start: at the end, first, and
+        at any time."""
+        rows, of_set = [r for r in self.rollouts if math.isfinite(r["reward"])], self.of_first_set
         parts = [rows[at : at + FEWEST] for at in range(0, len(rows) - FEWEST + 1, FEWEST)]
         means = [mean_reward(part) for part in parts]
-        trained = (Change.of_errors(means[0], later, FEWEST).moved for later in means[1:])
-        of_set = self.of_first_set
-        held_out = (
-            change_between(of_set[0], row, name).moved
+        meanwhile = [Change.of_errors(means[0], later, FEWEST) for later in means[1:]]
+        meanwhile += [
+            change_between(of_set[0], row, name)
             for row in of_set[1:]
             for name in ("reward", "pass@1")
-        )
-        return self.gained or 1 in trained or 1 in held_out
+        ]
+        return [change for change in (*self._to_the_end(), *meanwhile) if change.moved == 1]
+
+    def _to_the_end(self) -> list[Change]:
+        held_out = [change_between(*self.measured, "reward")] if self.measured else []
+        return [self.change("reward"), *held_out, since_first(self.rollouts)]
 
     @property
     def prompts(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rloo.report.comparison import Change, change_between, since_first
+from rloo.report.comparison import Change, change_between
 from rloo.report.console import percent
 from rloo.report.doctor.finding import Found, Rule, Run, excerpts, functions
 
@@ -17,12 +17,12 @@ COST = 0.25
 
 def _held_out(run: Run) -> Found | None:
     measured = run.measured
-    if measured is None or not run.rose:
+    if measured is None or not (rises := run.rises):
         return None
     # Where the trained reward is lost as well nothing was hacked: the policy is broken.
     if -1 in (run.change("reward").moved, change_between(*measured, "reward").moved):
         return _of_held_out(run)
-    rose = f"the training reward {_how_it_rose(run)}"
+    rose = f"the training reward rose from {rises[0].words}"
     trained = functions(run.rollouts)
     of_set = f"{measured[0]['dataset']}_" if measured[0].get("dataset") else ""
     for name in (name for name in functions(measured) if name not in trained):
@@ -64,19 +64,6 @@ def _of_held_out(run: Run) -> Found | None:
         "train on more prompts, or for fewer passes",
         {"num_train_epochs": 1, "max_steps": -1},
     )
-
-
-def _how_it_rose(run: Run) -> str:
-    """In the figures that show it best: of the thirds of a run, held out, or of a fast learner."""
-    thirds = run.change("reward")
-    if thirds.moved == 1:
-        return f"rose from {thirds.words}"
-    held_out = change_between(*run.measured, "reward") if run.measured else None
-    if held_out is not None and held_out.moved == 1:
-        return f"rose on held-out prompts from {held_out.words}"
-    if since_first(run.rollouts).moved == 1:
-        return f"rose from {since_first(run.rollouts).words}, mostly in the first rollouts,"
-    return "rose for a time"
 
 
 def _fall(run: Run, name: str) -> Change | None:
