@@ -174,6 +174,19 @@ def test_what_nobody_would_read_any_more_is_refused(tmp_path, name):
     trainer.my_own = None
 
 
+def test_what_is_put_back_is_no_replacement_and_loaders_have_a_length(tmp_path):
+    trainer = make(tmp_path)
+    trainer.model = trainer.model.to("cpu")
+    trainer.args = trainer.args
+    trainer.args.stage_of_mine = 2
+    loader = trainer.get_train_dataloader()
+    assert trainer.num_examples(loader) == len(loader.dataset) > 0
+    with pytest.raises(AttributeError, match=r"predict.*evaluate\(rows\)"):
+        trainer.predict(None)
+    with pytest.raises(TypeError, match="model is put on a trainer"):
+        trainer.model = torch.nn.Linear(1, 1)
+
+
 def test_methods_of_ones_own_are_no_overrides():
     own = {name: lambda self: None for name in (*CALLED, "train", "my_helper", "add_callback")}
     assert issubclass(type("Mine", (RLOOTrainer,), own), RLOOTrainer)

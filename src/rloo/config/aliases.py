@@ -236,14 +236,43 @@ def _std_level(name: str, value: Any) -> Any:
     return {"true": "group", "false": "none"}.get(str(value).lower(), value)
 
 
+def _model_arguments(name: str, value: Any) -> Any:
+    """With `dtype` by its former name as well."""
+    if not isinstance(value, Mapping) or "torch_dtype" not in value:
+        return value
+    rest = {key: item for key, item in value.items() if key != "torch_dtype"}
+    return {"dtype": value["torch_dtype"], **rest}
+
+
 # names whose value may be written in other ways, too
 _READINGS: dict[str, Callable[[str, Any], Any]] = {
     "reward_funcs": _rewards,
+    "model_init_kwargs": _model_arguments,
+    "report_to": lambda name, value: "none" if value is None else value,
+    "eval_delay": lambda name, value: 0.0 if value is None else value,
     "top_k": lambda name, value: 0 if value is None else value,
     "scale_rewards": lambda name, value: (
         {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
     ),
 }
+
+
+_STRATEGY = "train_sampling_strategy"
+# What a script reads under a name whose value is written in another way here.
+READ_AS: dict[str, Callable[[Any], Any]] = {
+    "warmup_ratio": lambda args: args.warmup_steps if args.warmup_steps < 1 else 0.0,
+    "loss_type": lambda args: {ours: name for name, ours in reversed(LOSSES.items())}.get(
+        args.loss_aggregation, args.loss_aggregation
+    ),
+}
+
+
+def _in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`options` with transformers' word for rows in their order as ours."""
+    if options.get(_STRATEGY) != "sequential" or options.get("shuffle_dataset") in (True, "true"):
+        return options
+    rest = {name: value for name, value in options.items() if name != _STRATEGY}
+    return {**rest, "shuffle_dataset": False}
 
 
 def resolve(
@@ -254,6 +283,7 @@ def resolve(
     refused option; for a wrong value; and when two names of one option differ in value. All faults
     are told at once."""
     where = where or {}
+    options = _in_order(options)
     known = [*hints, *ALIASES, *REFUSED, *WITHOUT_EFFECT]
     resolved: dict[str, Any] = {}
     source: dict[str, str] = {}

@@ -8,7 +8,8 @@ from dataclasses import fields, make_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rloo.config.config import RLOOConfig, option_types, own_fields
+from rloo.config.aliases import READ_AS
+from rloo.config.config import RLOOConfig, option_types, own_attributes, own_fields
 from rloo.config.launchers import is_launched, unseen
 from rloo.config.reading import suggest
 
@@ -45,6 +46,11 @@ def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
         setattr(made, name, values[name])
     for name in own_fields(type(config)):  # a script's, whose callbacks read them
         setattr(made, name, getattr(config, name))
+    for name, value in own_attributes(config).items():
+        setattr(made, name, value)
+    for name in READ_AS:
+        if name not in known:
+            setattr(made, name, getattr(config, name))
     return made
 
 

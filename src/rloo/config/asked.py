@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rloo.config.launchers import unseen
 from rloo.config.vllm_options import VLLMOptions
@@ -103,3 +104,19 @@ class Asked(VLLMOptions):
             state = PartialState(cpu=self.use_cpu)
         with state.local_main_process_first() if local else state.main_process_first():
             yield
+
+
+def setter_of(args: Asked, name: str) -> Callable[..., Any]:
+    """TrainingArguments' method `name` (set_training, set_save, ...) on our options: it assigns
+    them, with its own defaults, and returns `args`. Raises AttributeError if it has none."""
+    from transformers import TrainingArguments
+
+    method = getattr(TrainingArguments, name)
+
+    def setting(*given: Any, **options: Any) -> Any:
+        with warnings.catch_warnings():
+            # It assigns defaults that nobody chose, and that may have no effect here.
+            warnings.filterwarnings("ignore", message=".*has no effect")
+            return method(args, *given, **options)
+
+    return setting

@@ -235,11 +235,6 @@ def _check_batches(config: Options) -> None:
 
 
 def _check_model(config: Options) -> None:
-    if "torch_dtype" in (config.model_init_kwargs or {}):
-        raise ValueError(
-            "model_init_kwargs has torch_dtype, which has no effect: weights are float32, and bf16 "
-            "or fp16 sets the precision of the computation; remove it"
-        )
     _check_alone(config, "use_peft", [field.name for field in LORA.fields_of(Options)])
     if config.load_in_4bit and config.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both true; choose one")

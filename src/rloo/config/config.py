@@ -6,6 +6,7 @@ import json
 import math
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ from rloo.config.aliases import (
     ALIASES,
     CONVERSIONS,
     GLOBAL_BATCH,
+    READ_AS,
     hint_of_grpo,
     resolve,
     with_prompts,
 )
-from rloo.config.asked import Asked
+from rloo.config.asked import Asked, setter_of
 from rloo.config.beside import correction_of
 from rloo.config.checks import check
 from rloo.config.generation_kwargs import sampling_options
@@ -92,7 +94,7 @@ class RLOOConfig(Base):
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name in own_fields(type(self)) or (
-                name not in known_names() and hasattr(type(self), name)
+                name not in known_names() and (hasattr(type(self), name) or is_own(name))
             ):
                 object.__setattr__(self, name, value)
                 return
@@ -115,6 +117,10 @@ class RLOOConfig(Base):
         def __getattr__(self, name: str) -> Any:
             # Scripts written for TRL read options that are refused here, or idle (`if
             # args.dtype:`), by the names that they have there.
+            if name in READ_AS:
+                return READ_AS[name](self)
+            if name.startswith("set_"):  # TrainingArguments' own, which assign options
+                return setter_of(self, name)
             if name in REFUSED and REFUSED[name][0]:
                 return REFUSED[name][0][0]
             if name in WITHOUT_EFFECT:
@@ -144,6 +150,7 @@ class RLOOConfig(Base):
             own["do_eval"] = True  # as scripts read it from TrainingArguments
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             own["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
+        own["train_sampling_strategy"] = "random" if self.shuffle_dataset else "sequential"
         check(self)
         own["_checked"] = self._values()
 
@@ -226,6 +233,18 @@ RLOOArguments = RLOOConfig
 def own_fields(kind: type[RLOOConfig]) -> frozenset[str]:
     """The fields that a subclass has added, and that are no options."""
     return frozenset(kind.__dataclass_fields__.keys() - RLOOConfig.__dataclass_fields__)
+
+
+def is_own(name: str) -> bool:
+    """Whether an attribute that a script puts on its options is like none of them: it is the
+    script's, and no misspelt option."""
+    return not get_close_matches(name, known_names(), n=1, cutoff=0.8)
+
+
+def own_attributes(config: RLOOConfig) -> dict[str, Any]:
+    """What a script has put on `config` besides options, by name."""
+    mine = {*known_names(), *own_fields(type(config))}
+    return {n: value for n, value in vars(config).items() if n[0] != "_" and n not in mine}
 
 
 def _changed_defaults(kind: type[RLOOConfig]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ OTHERS = (
 
 
 # What would never be called if it were overridden.
-LOADERS = ("get_eval_dataloader", "get_train_dataloader")
+LOADERS = ("get_eval_dataloader", "get_train_dataloader", "num_examples")
 
 
 def with_stream(args: RLOOConfig) -> RLOOConfig:
@@ -82,7 +82,8 @@ class Shown:
         if name in OPTIONS and "args" in vars(self):
             value = getattr(self.args, name)
             return {} if name == "chat_template_kwargs" and value is None else value
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        hint = "; evaluate(rows) samples and scores them" if name == "predict" else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     @cached_property
     def accelerator(self) -> Accelerator:
@@ -178,6 +179,10 @@ class Shown:
         loaded = load_given(rows, self.args.eval_split or "train", self.args)
         copies = self.num_generations_eval
         return self._loader(loaded, copies, copies)
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """The rows that a loader of one of these has, each as often as it is sampled."""
+        return len(dataloader.dataset)  # type: ignore[arg-type]
 
     def _loader(self, rows: Any, size: int, copies: int) -> DataLoader[Any]:
         workers = 0  # a stream is read once, and in order

@@ -78,7 +78,7 @@ class RLOOTrainer(shown.Shown):
         refuse_overrides(cls, _OWN, _SHOWN)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(self, "evaluator"):
+        if hasattr(self, "evaluator") and value is not vars(self).get(name, self):
             refuse_replacement(name)
         if callable(value):
             refuse_assignment(name, _OWN)
