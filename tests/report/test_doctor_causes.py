@@ -270,7 +270,9 @@ def test_the_noise_of_baselines_is_counted_over_rollouts_of_one_prompt():
     (finding,) = diagnose(alike)
     assert "100.0 % of the baselines' variance is sampling noise" in finding.evidence
     assert "of groups have signal" not in finding.evidence  # it is 80 %: no evidence for it
-    few = run(40, reward=means, reward_std=0.2, **{**ONE_PROMPT, "groups/signal": 0.4})
+    half = {**ONE_PROMPT, "reward_std": 0.2, "groups/signal": 0.4}
+    assert names(run(40, reward=means, **half)) == []  # 160 completions
+    few = run(80, reward=means * 2, **half)
     (finding,) = diagnose(few)
     assert finding.name == "few_generations" and "noise" not in finding.evidence
     assert names(run(20, reward=[0.5] * 20, reward_std=0.5, **ONE_PROMPT)) == []  # 80 completions

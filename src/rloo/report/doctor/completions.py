@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from rloo.report.console import percent
-from rloo.report.doctor.data import many_cut
-from rloo.report.doctor.finding import Found, Rule, Run, band, excerpts, says_nothing, written
+from rloo.report.doctor.data import cut_beyond_chance, many_cut
+from rloo.report.doctor.finding import Found, Rule, Run, excerpts, says_nothing, written
 
 # Tokens, the end included, of what says nothing; and the part of its length that is left.
 EMPTY, SHRUNK = 2.5, 0.34
@@ -16,6 +16,8 @@ EMPTY, SHRUNK = 2.5, 0.34
 MOSTLY_CUT = 0.8
 # A text whose repetitions compress it below this part of its size repeats itself.
 REPEATS = 0.35
+# Prompts of a rollout that are too few to be alike from one rollout to the next.
+FEW_PROMPTS = 4
 # Characters, below which a text says nothing of its own repetition.
 FEWEST_CHARACTERS = 60
 
@@ -63,7 +65,8 @@ def _longer(run: Run) -> Found | None:
     length, cut = run.change("completions/mean_length"), run.change("completions/clipped_ratio")
     if not length.after > 1.5 * length.before or not many_cut(run) or not cut.before < 0.5:
         return None
-    if 0 in (length.moved, cut.moved):  # of few prompts a rollout, some ask for more
+    # Of few prompts a rollout, some ask for more.
+    if 0 in (length.moved, cut.moved) or (run.prompts < FEW_PROMPTS and length.moved is None):
         return None
     return Found(
         f"completions grew from {length.words} tokens, and {percent(cut.after)} of them reach the "
@@ -81,7 +84,7 @@ def _cut(run: Run) -> Found | None:
     limit = int(run.option("max_completion_length", 512))
     if many_cut(run):
         seen = f"{percent(cut.after)} of completions reach max_completion_length {limit}"
-    elif cut.before > band("completions/clipped_ratio").bounds()[1] and not run.gained:
+    elif cut_beyond_chance(run, run.start) and not run.gained:
         seen = (
             f"{percent(cut.before)} of completions reached max_completion_length {limit} at the "
             f"start; they went from {length.words} tokens, and the reward from "
@@ -183,7 +186,7 @@ RULES = (
         "length_explosion",
         "Completions grow into the length limit",
         "`completions/mean_length` 1.5 times what it was, and `completions/clipped_ratio` above "
-        "its band, below one half at the start; above 80 % it voids the run",
+        "its below one half at the start; above 80 % it voids the run",
         "Length is being paid for, or its cost is not; what is cut is judged without its end.",
         "`missing_eos_penalty`",
         _longer,

@@ -3,10 +3,13 @@ are counted in `rloo.run.facts`."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from rloo.report.console import percent
-from rloo.report.doctor.finding import Found, Rule, Run, band, excerpts, mean, says_nothing
+from rloo.report.doctor.finding import Found, Row, Rule, Run, band, excerpts, mean, says_nothing
+from rloo.report.metrics import Z
 
 # Of the prompts tried, the share whose own words earn the reward.
 ANSWERED = 0.1
@@ -15,9 +18,15 @@ NEARLY_ALL_CUT = 0.95
 
 
 def many_cut(run: Run) -> bool:
-    """Whether more completions reach the length limit at the end than is healthy."""
-    cut = mean(run.end, "completions/clipped_ratio")
-    return cut > band("completions/clipped_ratio").bounds()[1]
+    """Whether more completions reach the length limit at the end than is healthy, beyond chance."""
+    return cut_beyond_chance(run, run.end)
+
+
+def cut_beyond_chance(run: Run, rows: Sequence[Row]) -> bool:
+    """Whether more completions of some rollouts reach the length limit than is healthy."""
+    high, size = band("completions/clipped_ratio").bounds()[1], run.completions_of(rows)
+    chance = Z * math.sqrt(high * (1 - high) / max(1, size))
+    return mean(rows, "completions/clipped_ratio") > high + chance
 
 
 def _held_out_trained(run: Run) -> Found | None:

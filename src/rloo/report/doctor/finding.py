@@ -112,6 +112,10 @@ class Run:
         errors = [row.get("reward/standard_error", math.nan) for row in self.rollouts]
         return int(self.option("num_prompts", 4)) if any(map(math.isfinite, errors)) else 1
 
+    def completions_of(self, rows: Sequence[Row]) -> int:
+        """How many completions rollouts have; 8 of each prompt if that is unknown."""
+        return len(rows) * self.prompts * int(self.option("num_generations", 8) or 8)
+
     def texts(self, *, last: bool) -> list[str]:
         """Recorded completions of the last rollouts, or of the first ones."""
         return [written(row["completion"]) for row in self.recorded(last=last)]

@@ -25,6 +25,8 @@ from rloo.report.doctor.finding import (
 )
 from rloo.report.metrics import Z
 
+# Groups and completions, below which all of them may be alike by chance.
+FEWEST_GROUPS, FEWEST_SOLVED = 10, 16
 # Of completions without a reward, and of calls that failed.
 MANY_MISSING = 0.2
 # Recorded completions from which on a share of them says something.
@@ -110,7 +112,7 @@ def _alike(run: Run) -> Found | None:
 
 def _flat(run: Run) -> Found | None:
     signal = [row["groups/signal"] for row in run.rollouts if "groups/signal" in row]
-    if not signal or any(not share <= 0 for share in signal):
+    if len(signal) * run.prompts < FEWEST_GROUPS or any(not share <= 0 for share in signal):
         return None
     # Of rollouts of one prompt each has one reward, and they differ from one another.
     means = [row["reward"] for row in run.rollouts if math.isfinite(row["reward"])]
@@ -145,6 +147,8 @@ def _solved(run: Run) -> Found | None:
     binary = all(0 <= row["reward"] <= 1 for row in rows) and mean(rows, "reward_std") <= 0.5
     always = all(row["reward"] == 1.0 for row in rows)  # `rewards_equal`
     if not binary or not before >= SOLVED or not after >= SOLVED or always:
+        return None
+    if run.completions_of(run.start) < FEWEST_SOLVED:
         return None
     return Found(
         f"the mean reward was {before:.3f} in the first rollouts already, and "

@@ -34,7 +34,9 @@ USUAL, FEW_STEPS = 5e-7, 100
 # The KL at which a policy has moved enough to learn, and by how much a rate is raised for it.
 KL_LEARNING, MOST_RAISED = 1e-2, 1000.0
 # Completions from which on "it does not learn" can be said of K.
-FEWEST_COMPLETIONS = 96
+FEWEST_COMPLETIONS, MANY_COMPLETIONS = 96, 256
+# The share of the baselines' variance from which on they are noise and nothing else.
+NOTHING_ELSE = 0.9
 # Of its entropy a policy keeps at least this share from one rollout to the next, unless it has less
 # than these nats.
 ENTROPY_KEPT, ENTROPY_LEFT = 0.25, 0.05
@@ -202,15 +204,16 @@ def _few_generations(run: Run) -> Found | None:
     if not 2 <= size <= FEW_GENERATIONS or len(rows) < ENOUGH or run.gained:
         return None
     steps = max(len(rows), int(rows[-1].get("step", 0)))
-    if run.change("reward").moved != 0 or steps * run.prompts * size < FEWEST_COMPLETIONS:
+    number = steps * run.prompts * size // (1 if run.over else 4)
+    if run.change("reward").moved != 0 or number < FEWEST_COMPLETIONS:
         return None
     if _stands_still(run, KL_TRIED):  # steps that are few, or small, are not for K to mend
         return None
     signal, noise = mean(rows, "groups/signal"), noise_of_baselines(run, size)
-    seen = []
-    if noise > 0.5:
+    seen, enough = [], number >= MANY_COMPLETIONS
+    if noise > (0.5 if enough else NOTHING_ELSE):
         seen.append(f"{percent(noise)} of the baselines' variance is sampling noise")
-    if signal < 0.5:
+    if signal < 0.5 and enough:
         seen.append(f"{percent(signal)} of groups have signal")
     if not seen:
         return None
@@ -356,8 +359,8 @@ RULES = (
         "few_generations",
         "K is too small for the variance of the rewards",
         "K of at most 4, a reward that does not move in 9 rollouts and 96 completions or more, and "
-        "either over half "
-        "of `baseline/variance` is noise of the baselines or `groups/signal` is below one half",
+        "over nine tenths of `baseline/variance` is noise of the baselines; from 256 completions "
+        "on over half, or `groups/signal` is below one half; while it runs, of four times as many",
         "The baseline of a completion is the mean of the others: with few of them it is noise.",
         "four times `num_generations`",
         _few_generations,

@@ -12,8 +12,8 @@ from rloo.report.doctor.attempt import Note, attempt, warn
 from rloo.report.doctor.finding import Finding, Run
 from rloo.report.doctor.rules import diagnose
 
-# Rollouts before which nothing is said of a run that goes on.
-PATIENCE = 4
+# Rollouts and completions before which nothing is said of a run that goes on.
+PATIENCE, FEWEST = 4, 32
 
 
 class Watch:
@@ -57,7 +57,7 @@ class Watch:
             facts=self.facts,
             over=False,
         )
-        early = len(kept) < PATIENCE
+        early = len(kept) < PATIENCE or run.completions_of(run.rollouts) < FEWEST
         found = [] if early and not self.facts else diagnose(run, self._note)
         found = [f for f in found if f.name not in self.told and not (early and f.voids)]
         self.told |= {finding.name for finding in found}
