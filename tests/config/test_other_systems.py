@@ -701,3 +701,17 @@ def test_evaluation_at_temperature_0_is_greedy_and_no_error(tmp_path):
     for name, imported in found.items():
         assert RLOOConfig(**imported.options).eval_temperature is None, name
         assert any("evaluation is sampled and greedy" in note for note in imported.notes), name
+
+
+def test_verl_s_two_bounds_on_the_sampler_s_weights_mask_what_is_outside():
+    start = "algorithm.rollout_correction.rollout_is"
+    config = RLOOConfig(**verl(f"{FORMER} {start}=token {start}_threshold=0.5_4.0").options)
+    assert config.rollout_importance_sampling_mode == "token_mask"
+    assert config.rollout_importance_sampling_min == 0.5
+    assert config.rollout_importance_sampling_threshold == 4.0
+
+
+def test_a_file_that_is_chosen_for_a_section_is_listed():
+    found = verl(f"{FORMER} actor_rollout_ref.actor=megatron_lite")
+    assert "for a section" in left(found)["actor_rollout_ref.actor"]
+    assert RLOOConfig(**found.options).num_prompts == 16

@@ -147,11 +147,14 @@ def read_settings(
             values, missing = read_composed(str(file))
             notes += _gone(missing)
     settings = {name: text for name, text in flags.items() if name not in _FILE_FLAGS} | given
-    return Composed(
-        over(over(values, settings), added),
-        notes,
-        {CUT: launch.unread, "it is no key=value": dict.fromkeys(words, "")},
-    )
+    chosen = {
+        key: settings.pop(key)
+        for key, value in list(settings.items())
+        if isinstance(value, str) and any(other.startswith(f"{key}.") for other in settings)
+    }
+    unread = {CUT: launch.unread, "it is no key=value": dict.fromkeys(words, "")}
+    unread["it chooses one of the program's own files for a section"] = chosen
+    return Composed(over(over(values, settings), added), notes, unread)
 
 
 def _overrides_alone(source: str) -> list[str]:

@@ -115,7 +115,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
     ENGINES: (_ROLLOUT, "actor_rollout_ref.hybrid_engine", "actor_rollout_ref.rollout_manager"),
     "name the reward model's folder or hub id, or functions (reward)": (
-        "reward_model.", "reward_manager.", "reward.",
+        "reward_model.", "reward_manager.", "reward.", "sandbox_fusion.", "custom_reward_function.",
     ),
     "prompts are tokenised once, without loader workers": (
         "data.dataloader_num_workers", "data.filter_overlong_prompts_workers", "data.num_workers",
@@ -143,6 +143,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
     "sampling beside training is set by max_staleness": ("async_training", "rollout."),
     "hydra's own": ("hydra.",),
+    "it acts with filter_groups.enable only": ("algorithm.filter_groups.",),
+    "samples are not drawn again by their weight": ("algorithm.pf_ppo.",),
     "distillation is not part of this version": ("distillation.",),
     PROCESSES: (
         _ACTOR, "trainer.", "actor_rollout_ref.nccl_timeout", "ray_kwargs", "ray_init",
@@ -172,6 +174,8 @@ def import_verl(text: str, overrides: Sequence[str] = (), version: str = "") -> 
     options |= batches | _read_data(source) | _read_rewards(source, options)
     options |= _read_run(source, each, "eval_dataset" in options)
     options |= _read_optimizer(source, each) | _read_adapter(source)
+    for key in [key for key in source.values if key.endswith("._target_")]:
+        source.leave(key, "hydra's: which class a section is made with")
     return source.finish(options, _REASONS, VERL)
 
 

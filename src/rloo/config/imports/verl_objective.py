@@ -18,6 +18,7 @@ from rloo.config.imports.objective import (
     without_estimator,
 )  # fmt: skip
 from rloo.config.imports.source import Source
+from rloo.config.reading import coerce
 
 _ACTOR = "actor_rollout_ref.actor."
 _CORRECTION = "algorithm.rollout_correction."
@@ -169,7 +170,10 @@ def _read_weights(source: Source) -> dict[str, Any]:
     if level not in ("token", "sequence"):
         source.leave(f"{_CORRECTION}rollout_is_threshold", "it acts with rollout_is only")
         return {}
-    threshold = source.take(f"{_CORRECTION}rollout_is_threshold", float, 2.0)
-    mode = f"{level}_truncate"
-    read = {"rollout_importance_sampling_mode": mode}
-    return read | {"rollout_importance_sampling_threshold": threshold}
+    key = f"{_CORRECTION}rollout_is_threshold"
+    bounds = str(source.values.get(key)).split("_")
+    mode = "rollout_importance_sampling_"
+    if len(bounds) == 2 and source.take(key):  # IcePop: none outside of the two
+        low, high = (coerce(key, float, bound) for bound in bounds)
+        return {f"{mode}mode": f"{level}_mask", f"{mode}threshold": high, f"{mode}min": low}
+    return {f"{mode}mode": f"{level}_truncate", f"{mode}threshold": source.take(key, float, 2.0)}
