@@ -164,8 +164,8 @@ def test_refused_options_are_accepted_and_readable_at_their_default():
     assert RLOOConfig().use_vllm is False and RLOOConfig().vllm_server_port == 8000
     with pytest.raises(AttributeError, match="did you mean beta"):
         RLOOConfig().betaa  # noqa: B018
-    with pytest.raises(AttributeError, match=r"has no option set_training$"):  # not: stop_strings
-        RLOOConfig().set_training  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no option get_training$"):  # no far name
+        RLOOConfig().get_training  # noqa: B018
 
 
 # -- batches --------------------------------------------------------------------------------------

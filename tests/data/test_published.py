@@ -151,7 +151,8 @@ def test_verls_rows_train_as_they_are(streams, tmp_path):
     trainer = make_trainer(config, reward, rows.to_iterable_dataset() if streams else rows)
     trainer.train()
     assert sorted(set(seen)) == ["w0", "w1", "w2"]
-    assert any("references are those in reward_model.ground_truth" in n for n in trainer._notes)
+    notes = trainer.monitor.notes
+    assert any("references are those in reward_model.ground_truth" in note for note in notes)
 
 
 def test_messages_say_which_line_to_add(tmp_path):

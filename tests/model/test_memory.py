@@ -486,7 +486,8 @@ def test_a_tokens_bytes_are_estimated_from_above(options, measured):
 def test_a_budget_counts_with_checkpointing_and_16_bits():
     """Qwen3-0.6B's shape beside 70 GB: a group of G1, up to 512 + 8 * 1,024 tokens, fits."""
     text = SimpleNamespace(hidden_size=1024, num_hidden_layers=28)
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    config = SimpleNamespace(get_text_config=lambda: text)
+    model = SimpleNamespace(config=config, supports_gradient_checkpointing=True)
 
     def tokens(device, **options):
         config = RLOOConfig(use_cpu=True, **options)

@@ -350,7 +350,7 @@ def test_a_model_that_bitsandbytes_changed_is_refused(folder):
 
 def test_a_missing_library_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    with pytest.raises(ValueError, match=r"pip install 'rloo\[peft,quantization\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'bitsandbytes>="):
         quantization.quantization_of(RLOOConfig(load_in_4bit=True))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import deque
 
 import pytest
 import torch
@@ -28,6 +27,13 @@ class Broken(dict):
 
     def get(self, name, default=None):
         raise ZeroDivisionError(name)
+
+
+class Unclear(dict):
+    """Facts of which it cannot be told whether there are any."""
+
+    def __bool__(self):
+        raise ZeroDivisionError
 
 
 def test_what_a_diagnosis_raises_is_a_note_in_one_line():
@@ -58,7 +64,7 @@ def test_no_record_at_all_ends_the_watch():
     watch = Watch({}, told.append)
     watch.add({**ONE, "step": None})
     watch.add_completions([{"no": "step"}, {"step": 1, "completion": None}])
-    watch._last = deque([Broken()])
+    watch.facts = Unclear()
     assert watch.news() == [] and "what is wrong with the run" in told[-1]
 
 

@@ -71,7 +71,7 @@ def _of_torch(torch: Any) -> Iterator[State]:
     yield "torch's number of threads", torch.get_num_threads, torch.set_num_threads
     yield (
         "torch's precision of matrix products",
-        torch.get_float32_matmul_precision,
+        partial(_read_precision, torch),
         torch.set_float32_matmul_precision,
     )
     yield (
@@ -98,6 +98,14 @@ def _of_torch(torch: Any) -> Iterator[State]:
             partial(getattr, torch.backends.cudnn, name),
             partial(setattr, torch.backends.cudnn, name),
         )
+
+
+def _read_precision(torch: Any) -> str | None:
+    try:
+        precision: str = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by the interface that has replaced this one
+        return None
+    return precision
 
 
 def _leave(before: bool) -> None:
