@@ -467,6 +467,7 @@ TINY = cases.Case(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_plan_is_compared_with_a_run_as_it_is_and_with_one_of_the_worst_case(
     tmp_path, monkeypatch
 ):

@@ -72,6 +72,7 @@ def python(code):
     return ("-c", code)
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_or_fails_leaves_the_others_and_is_named(tmp_path, monkeypatch, capsys):
     parts = (
         Part("correct", "first", 60, python("print('{\"torch\": 2}')")),

@@ -153,6 +153,7 @@ def test_where_memory_does_not_suffice_once_the_run_goes_on_with_less(tmp_path, 
     assert sum("memory did not suffice" in note for note in notes) == 1
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_what_was_counted(tmp_path):
     command = [sys.executable, "tools/pretend_gpu.py", "--torch", "2.11", "--", "train"]
     options = ["--max_steps", "1", "--num_prompts", "2", "--num_generations", "2", "--bf16", "true"]

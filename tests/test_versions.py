@@ -79,6 +79,7 @@ def test_on_windows_a_sentence_says_where_it_runs():
     assert done.stderr.splitlines()[-1].startswith("ImportError: rloo runs on Linux and macOS")
 
 
+@pytest.mark.slow
 def test_where_only_linux_has_it_the_rest_is_imported_all_the_same():
     """macOS has no `sched_getaffinity`, and torch there no kernels in C of ours."""
     modules = "run.trainer", "cli", "rewards.code.reward", "rewards.gym", "run.launch"

@@ -14,6 +14,7 @@ from rloo.engines.native.engine import NativeEngine
 from rloo.episodes.engine import kept
 from rloo.types import Prompt, Sampling
 from support.engines import make_prompts
+from support.marks import every_second
 from support.models import CONFIGS, VOCAB_SIZE, WINDOW, make_model
 
 EXPERTS = ("gpt_oss", "qwen3_moe")
@@ -98,7 +99,9 @@ def counting(engine) -> list[tuple[int, int]]:
     return shapes
 
 
-@pytest.mark.parametrize(("name", "fused"), [*((name, True) for name in CONFIGS), ("qwen3", False)])
+@pytest.mark.parametrize(
+    ("name", "fused"), every_second([*((name, True) for name in CONFIGS), ("qwen3", False)])
+)
 def test_what_goes_on_is_what_computing_everything_again_gives(name, fused):
     engine = NativeEngine(make_sharp(name), pad_token_id=0, fused=fused)
 
