@@ -53,7 +53,7 @@ def corpus_pairs() -> list[Pair]:
 
 
 def ours(pairs: list[Pair]) -> list[bool | None]:
-    """What the reward `math` says."""
+    """Verdicts of the reward `math`."""
     reward = make_math(seconds=600.0)
     found = reward(
         [pair.completion for pair in pairs],
@@ -65,7 +65,7 @@ def ours(pairs: list[Pair]) -> list[bool | None]:
 
 
 def other(name: str, python: str, folders: Sequence[str] = ()) -> Judge:
-    """What another judge says, in a process of its own."""
+    """Verdicts of another judge, in a process of its own."""
 
     def judge(pairs: list[Pair]) -> list[bool | None]:
         given = json.dumps([[pair.reference, pair.completion] for pair in pairs])

@@ -1,4 +1,4 @@
-"""What another judge says of pairs, run by path, without this package:
+"""Another judge's verdicts on pairs, run by path, without this package:
 
     PYTHON benchmarks/judges_side.py math-verify|trl|verl [FOLDER ...] < pairs.json
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rloo.report.doctor.finding import Run
 
 Result = dict[str, Any]
-# What is wanted, whatever a run is paid for.
+# The reward that is wanted, whatever a run is paid for.
 FIGURE = "rewards/countdown_reward/mean"
 
 
@@ -57,7 +57,7 @@ def _before(case: Case, folder: Path) -> Result:
 
 
 def follow(case: Case, result: Result, folder: Path) -> list[Result]:
-    """What became of a sick run that is made again as each of its findings says."""
+    """The outcome of a sick run that is made again as each of its findings says."""
     before, told = _held_out(folder), []
     for name, options in result["advice"].items():
         again = folder.with_name(f"{folder.name}-{name}")

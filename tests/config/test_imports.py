@@ -8,10 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from rloo.algorithm.estimators import Returns
 from rloo.cli import main
 from rloo.config.batches import batches_of
 from rloo.config.composed import composition_of
@@ -21,7 +19,7 @@ from rloo.config.imports.source import follow_references
 from rloo.config.parsing import parse_command_line
 from rloo.config.presets import preset_options
 from support.settings import flatten
-from support.terms import advantages
+from support.terms import advantages, two_groups
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 AREAL = EXAMPLES / "gsm8k_areal.yaml"
@@ -243,14 +241,7 @@ def test_areal_s_reward_norms_give_the_same_advantages(mean, loo, std, tmp_path)
     )
     config = RLOOConfig(**found.options)
     rewards = [1.0, 0.0, 0.5, 0.25, 2.0, 2.0, -1.0, 0.0]
-    returns = Returns(
-        torch.tensor(rewards, dtype=torch.float64),
-        torch.zeros(8, dtype=torch.float64),
-        torch.arange(8),
-        torch.tensor([0] * 4 + [1] * 4),
-        torch.zeros(8, dtype=torch.bool),
-    )
-    ours = advantages(returns, config)
+    ours = advantages(two_groups(rewards, [1] * 8), config)
     expected = areal_s_advantages(rewards, mean=mean, loo=loo, std=std, eps=0.3)
     assert ours.tolist() == pytest.approx(expected, abs=1e-12)
     assert not left(found)
@@ -692,21 +683,14 @@ def test_areal_s_two_norms_after_each_other_give_the_same_advantages(first, seco
     config = RLOOConfig(**found.options)
     low, high = config.reward_clip_range
     shaped = [min(max(s * config.reward_scaling, low), high) for s in SCORES]
-    sequence_T = torch.repeat_interleave(torch.arange(8), torch.tensor(LENGTHS))
-    returns = Returns(
-        torch.tensor(shaped, dtype=torch.float64),
-        torch.zeros(len(sequence_T), dtype=torch.float64),
-        sequence_T,
-        torch.tensor([0] * 4 + [1] * 4),
-        torch.zeros(8, dtype=torch.bool),
-    )
+    returns = two_groups(shaped, LENGTHS)
     ours = advantages(returns, config)
     values, groups = [min(max(2 * s, -3.0), 3.0) for s in SCORES], [0] * 4 + [1] * 4
     if first is not None:
         mean, loo, std = first
         values = normed(values, groups, mean=mean, loo=loo, std=std, eps=1e-9)
     mean, loo, std = second
-    tokens = sequence_T.tolist()
+    tokens = returns.sequence_T.tolist()
     values, groups = [values[i] for i in tokens], [groups[i] for i in tokens]
     expected = normed(values, groups, mean=mean, loo=loo, std=std, eps=1e-9)
     assert returns.per_token(ours).tolist() == pytest.approx(expected, abs=1e-7)

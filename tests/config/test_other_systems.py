@@ -7,10 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from rloo.algorithm.estimators import Returns
 from rloo.cli import main
 from rloo.config.batches import batches_of
 from rloo.config.config import RLOOConfig
@@ -20,7 +18,7 @@ from rloo.config.imports.source import follow_references
 from rloo.config.parsing import parse_command_line
 from rloo.config.presets import BASE, preset_options
 from support.settings import flatten
-from support.terms import advantages
+from support.terms import advantages, two_groups
 
 VERL_RLOO = """
 algorithm.adv_estimator=rloo algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl
@@ -113,15 +111,8 @@ LENGTHS = [1, 2, 3, 4, 2, 2, 1, 3]
 
 def ours(found) -> list[float]:
     """Advantages of two groups of four completions, one for each token."""
-    sequence_T = torch.repeat_interleave(torch.arange(8), torch.tensor(LENGTHS))
-    returns = Returns(
-        torch.tensor(REWARDS, dtype=torch.float64),
-        torch.zeros(len(sequence_T), dtype=torch.float64),
-        sequence_T,
-        torch.tensor([0] * 4 + [1] * 4),
-        torch.zeros(8, dtype=torch.bool),
-    )
-    values = advantages(returns, RLOOConfig(**found.options))
+    returns = two_groups(REWARDS, LENGTHS)
+    values, sequence_T = advantages(returns, RLOOConfig(**found.options)), returns.sequence_T
     return (values if len(values) == len(sequence_T) else values[sequence_T]).tolist()
 
 

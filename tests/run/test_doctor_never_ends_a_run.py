@@ -10,7 +10,7 @@ from rloo.report.doctor.attempt import attempt
 from rloo.report.doctor.finding import Run
 from rloo.report.doctor.rules import diagnose
 from rloo.report.doctor.watch import Watch
-from rloo.run.facts import of_template
+from rloo.run.facts import facts_of_error, of_template
 from rloo.types import Prompt
 from support.text import make_tokenizer
 from support.training import make_config, make_trainer
@@ -200,3 +200,22 @@ def test_a_processor_whose_template_reads_parts_is_examined(content):
     never = processor.chat_template.partition("{% if add")[0]
     processor.chat_template = never
     assert of_template(processor, prompt, (3,), {})["chat_template"] == "turn not opened"
+
+
+class Mute(RuntimeError):
+    """An error whose own text cannot be had."""
+
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+def test_an_error_without_a_text_does_not_keep_a_failed_run_from_being_saved():
+    told = []
+    assert facts_of_error(Mute(), told.append) == {}
+    assert told == ["the doctor cannot find out why the run ended: ZeroDivisionError: "]
+
+    def fail():
+        raise Mute
+
+    assert attempt("it", fail, 3, told.append) == 3
+    assert told[-1].startswith("the doctor cannot find out it: Mute: Mute()")

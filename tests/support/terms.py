@@ -1,6 +1,9 @@
 """What the stages of the method take, made from options or groups alone."""
 
+import torch
+
 from rloo.algorithm.advantages import Terms
+from rloo.algorithm.estimators import Returns
 from rloo.config.batches import batches_of
 from rloo.types import Rollout
 
@@ -15,3 +18,15 @@ def advantages(returns, config):
 
 def rollout_of(groups):
     return Rollout(groups, metrics={}, num_tokens=0, version=0, position={}, epoch=0.0)
+
+
+def two_groups(rewards, lengths):
+    """Returns of two groups of four completions without penalties, all of them ended."""
+    sequence_T = torch.repeat_interleave(torch.arange(8), torch.tensor(lengths))
+    return Returns(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.zeros(len(sequence_T), dtype=torch.float64),
+        sequence_T,
+        torch.tensor([0] * 4 + [1] * 4),
+        torch.zeros(8, dtype=torch.bool),
+    )

@@ -19,7 +19,7 @@ from rloo.rewards.deadline import (
     call_within_reward_timeout,
     process_ends_after,
 )
-from rloo.rewards.guard import blame, keep_state, show
+from rloo.rewards.guard import blame, keep_state, said_by
 from rloo.types import Text
 
 
@@ -347,11 +347,7 @@ def _read(name: str, result: Any, count: int, state: tuple[Any, Any]) -> list[fl
 def _describe(error: Exception) -> str:
     """An error in one line, with the notes that name the function."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    try:
-        said = str(error)
-    except Exception:  # a user's own __str__ may raise anything
-        said = show(error)
-    return f"{type(error).__name__}: {said}{notes}"
+    return f"{type(error).__name__}: {said_by(error)}{notes}"
 
 
 def _sum_weighted(row: Sequence[float | None], weights: Sequence[float]) -> float | None:

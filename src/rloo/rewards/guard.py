@@ -79,6 +79,14 @@ def describe_timeout(name: str, seconds: float | None) -> str:
     )
 
 
+def said_by(error: BaseException) -> str:
+    """The text of an error; how it is shown where it has none."""
+    try:
+        return str(error)
+    except Exception:  # a user's own __str__ may raise anything
+        return show(error)
+
+
 def show(value: Any, limit: int = 100) -> str:
     """`value` as Python shows it, in one line of about `limit` characters."""
     try:

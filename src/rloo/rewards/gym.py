@@ -18,7 +18,7 @@ from rloo.data.gym import library
 from rloo.dist.crew import result_of
 from rloo.dist.system import num_processors
 from rloo.dist.workers import WorkerLost
-from rloo.rewards.code.packages import library_of
+from rloo.rewards.code.packages import fault_of, library_of
 from rloo.rewards.code.staff import Library, Limits, Staff, choose_wall
 from rloo.rewards.code.walls import WALLS
 from rloo.rewards.text import text_of
@@ -163,15 +163,11 @@ class GymReward:
         if self._staff is None:
             wall = choose_wall(self._wall)
             staff = Staff(wall, self._size, self._limits, library=library_here())
-            answer = result_of(staff.begin(self._request([])))
-            if answer.get("output") != '"ready"\n':
-                staff.close()
-                said = str(answer.get("output", "")).strip().split("\n")[-1]
+            fault = fault_of(staff, self._request([]), '"ready"\n')
+            if fault is not None:
                 raise ValueError(
                     f"the reward 'gym' loads reasoning-gym behind the wall {wall}, which failed: "
-                    f"{said or answer}; the interpreter there must be of this version, "
-                    f"{sys.version_info[0]}.{sys.version_info[1]}, and its user must be able to "
-                    "read the library's folder (reward)"
+                    f"{fault}, and its user must be able to read the library's folder (reward)"
                 )
             self._wall, self._staff = wall, staff
         return self._staff

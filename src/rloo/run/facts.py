@@ -16,7 +16,7 @@ from rloo.algorithm.parts import Parts
 from rloo.data.encoding import ProcessingClass
 from rloo.data.images import tokenizer_of, without_images
 from rloo.data.prompts import PromptSource
-from rloo.report.doctor.attempt import attempt
+from rloo.report.doctor.attempt import Note, attempt
 from rloo.report.doctor.finding import written
 from rloo.rewards import RewardSet
 from rloo.run.evaluate import Sets
@@ -49,8 +49,13 @@ def facts_of(parts: Parts, sets: Sets) -> dict[str, Any]:
     return known | attempt("how the chat template is used", template, nothing, note)
 
 
-def facts_of_error(error: BaseException) -> dict[str, Any]:
-    """What the error that ends a run tells of its cause."""
+def facts_of_error(error: BaseException, note: Note) -> dict[str, Any]:
+    """The cause of a run's end, as far as its error tells it; `note` is told where that raises."""
+    nothing: dict[str, Any] = {}
+    return attempt("why the run ended", lambda: _of_error(error), nothing, note)
+
+
+def _of_error(error: BaseException) -> dict[str, Any]:
     said = " ".join(str(error).split())
     lacks = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and _LACKS_MEMORY.search(said) is not None

@@ -333,7 +333,7 @@ class Session:
         state = self.state
         stopped = isinstance(error, (KeyboardInterrupt, Stopped)) or self.parts.stop.received
         self.status = "interrupted" if stopped else "failed"
-        self.parts.monitor.examine(facts_of_error(error))
+        self.parts.monitor.examine(facts_of_error(error, self.parts.monitor.note))
         if state.step == self._saved_step or isinstance(
             error, (ForcedInterrupt, NotFinite, WeightsApart)
         ):

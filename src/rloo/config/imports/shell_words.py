@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 
 from rloo.config.imports.substitutions import is_resolved, printed, trim, trimmed
@@ -47,7 +48,7 @@ class Script:
         )  # fmt: skip
 
 
-class Words:
+class Words(ABC):
     """A place in a text, and what was read before it. `arguments` are those of the function that
     the text is of, or None: what a script is given is not known. `active`: the functions that are
     being read, and empty names for other text within text."""
@@ -65,9 +66,9 @@ class Words:
         self._arguments = arguments
         self._active = active
 
+    @abstractmethod
     def read(self) -> Script:
         """All of the text, as commands."""
-        raise NotImplementedError
 
     def _peek(self, length: int = 1) -> str:
         return self._text[self._at : self._at + length]

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
+from rloo.rewards.guard import said_by
+
 T = TypeVar("T")
 Note = Callable[[str], object]
 
@@ -16,7 +18,7 @@ def attempt(what: str, diagnose: Callable[[], T], otherwise: T, note: Note) -> T
     try:
         return diagnose()
     except Exception as error:  # chat templates, tokenizers and records are the user's
-        said = " ".join(str(error).split())[:300]
+        said = " ".join(said_by(error).split())[:300]
         note(f"the doctor cannot find out {what}: {type(error).__name__}: {said}")
         return otherwise
 

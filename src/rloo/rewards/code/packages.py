@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rloo.dist.crew import result_of
 from rloo.rewards.code.staff import Library, Staff
@@ -44,15 +45,24 @@ def is_open_to_all(folder: str) -> bool:
     return all(mode & 0o001 for mode in modes) and bool(modes[0] & 0o004)
 
 
+def fault_of(staff: Staff, request: dict[str, Any], expected: str) -> str | None:
+    """What is wrong where the staff's program for `request` does not write `expected`, which also
+    closes the staff; None where it does."""
+    answer = result_of(staff.begin(request))
+    if answer.get("output") == expected:
+        return None
+    staff.close()
+    said = str(answer.get("output", "")).strip().split("\n")[-1]
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return f"{said or answer}; the interpreter there must be of this version, {version}"
+
+
 def check_packages(staff: Staff, packages: Sequence[str], wall: str) -> None:
     """Raise ValueError where a program cannot import these, and close the staff."""
     program = "".join(f"import {name}\n" for name in packages) + "print('loaded')"
-    answer = result_of(staff.begin({"kind": "run", "program": program, "given": ""}))
-    if answer.get("output") != "loaded\n":
-        staff.close()
-        said = str(answer.get("output", "")).strip().split("\n")[-1]
+    fault = fault_of(staff, {"kind": "run", "program": program, "given": ""}, "loaded\n")
+    if fault is not None:
         raise ValueError(
-            f"a program behind the wall {wall} cannot import {', '.join(packages)}: "
-            f"{said or answer}; the interpreter there must be of this version, "
-            f"{sys.version_info[0]}.{sys.version_info[1]}, and `memory` allow it (options of code)"
+            f"a program behind the wall {wall} cannot import {', '.join(packages)}: {fault}, and "
+            "`memory` allow it (options of code)"
         )
