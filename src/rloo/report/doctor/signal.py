@@ -312,7 +312,7 @@ RULES = (
         "rewards_alike",
         "All rewards are nearly equal",
         "`reward_std` below 0.2 % of `reward` in all rollouts, while the reward does not move",
-        "What is learned is what the last digits of the rewards happen to say: noise.",
+        "The policy learns the last digits of the rewards, which are noise.",
         "a reward that tells completions apart, a higher `temperature`, more diverse prompts",
         _alike,
         voids=True,
