@@ -10,11 +10,14 @@ import shlex
 import shutil
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import transformers
+import yaml
 
+from rloo import RLOOConfig
 from rloo.cli import main
 from rloo.rewards.code.staff import choose_wall
 from support.models import COMMON, WIDE
@@ -36,6 +39,7 @@ SMALL = {
     "num_threads": 1,
 }
 TRAINS = ("train", "plan")
+OPTIONS = {option.name for option in fields(RLOOConfig)}
 
 
 @pytest.fixture
@@ -62,7 +66,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def run_line(line: str) -> None:
     """One line of a shell block."""
-    words = shlex.split(line)
+    words = shlex.split(line, comments=True)
     match words:
         case ["rloo", *arguments]:
             if arguments[0] in TRAINS:
@@ -109,6 +113,8 @@ def test_what_a_page_says_can_be_done(page, folder, monkeypatch):
         elif language == "bash":
             for line in text.replace("\\\n", " ").splitlines():
                 run_line(line)
+        elif language == "yaml":
+            assert yaml.safe_load(text).keys() <= OPTIONS, page.name
         else:
             raise AssertionError(f"a block in {language} that is no file: {page.name}")
     assert Path.cwd() == Path(os.fspath(folder))

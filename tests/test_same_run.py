@@ -168,6 +168,7 @@ def words(tmp_path):
         ("resumed from /a/side/before/run/checkpoint-2", "resumed from SIDE/run/checkpoint-2"),
         ("the log is /a/side/before.log", "the log is SIDE.log"),
         ("in 2 s, in 1 min 07 s, 0.35 s a step", "in DURATION, in DURATION, DURATION a step"),
+        ("KL 0 | memory 563.2 MB | of 2", "KL 0 | memory SIZE | of 2"),
         ("began 2026-11-27T05:36:22.123Z", "began TIME"),
         ("05:36:22: rank 0 ended with 1", "TIME: rank 0 ended with 1"),
         ("rank 1 is process 41237", "rank 1 is process ID"),

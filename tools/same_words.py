@@ -35,6 +35,7 @@ TEXTS = (
     # What a table pads to its width after them.
     (re.compile(r"(?<=DURATION)(.*?) +$", re.M), r"\1"),
     (re.compile(r"(?<=MB of |GB of )[\d.]+ GB"), "THE MACHINE'S"),
+    (re.compile(r"(?<=\| memory )[\d.]+ [kMG]?B\b"), "SIZE"),
     (re.compile(r"\bline \d+\b"), "line NUMBER"),
     (re.compile(r"\b(process|pid)[ =:]+\d{2,}\b"), r"\1 ID"),
     (re.compile(r"(?<=127\.0\.0\.1:)\d+|(?<=localhost:)\d+"), "PORT"),

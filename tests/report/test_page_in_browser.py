@@ -134,7 +134,7 @@ def test_what_tools_said_is_grey_and_a_line_says_so(browser, tmp_path):
     first, *others = groups.read_text(encoding="utf-8").splitlines()
     row = json.loads(first)
     one = row["completions"][0]
-    one["trained"] = [i >= 5 for i in range(len(one["tokens"]))]
+    one["trained"] = [int(i >= 5) for i in range(len(one["tokens"]))]
     groups.write_text("\n".join([json.dumps(row), *others]) + "\n", encoding="utf-8")
     browser.look()
     browser.open(write_page([folder], folder / PAGE))
