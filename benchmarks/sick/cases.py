@@ -136,6 +136,8 @@ def sick() -> list[Case]:
             {"max_steps": 30, "learning_rate": 2e-3, "beta": 1e-5}),
         Case("limit-8", ("truncation", "missing_eos"), options={"max_completion_length": 8},
             dead=False),
+        # In two runs two fifths of completions were cut at the end, and none of those was right.
+        Case("limit-30", ("truncation",), options={"max_completion_length": 30}, dead=False),
         Case("no-end", ("missing_eos",), options={"generation_kwargs": {"eos_token_id": 0}},
             dead=False),
         Case("giving-up", ("only_form", "reward_at_cost", "hacking"),
@@ -198,11 +200,12 @@ def small_batches() -> list[Case]:
         Case("two-prompts-k4", options={"num_prompts": 2, "num_generations": 4}),
         Case("fast", options={"learning_rate": 1e-3}),
         Case("fast-no-kl", options={"learning_rate": 1e-3, "beta": 0.0}),
-        Case("fast-lora", options={**LORA, "learning_rate": 1e-2}),
+        # At 1e-2 two of two runs lost half of what they knew, and their alarms said so.
+        Case("fast-lora", options={**LORA, "learning_rate": 6e-3}),
         Case("kl-0.05", options={"beta": 0.05}),
         Case("judged-well", reward=[r.near_target], options={"eval_reward": [TASK]}),
         Case("cool", options={"temperature": 0.7}),
-        Case("tight", options={"max_completion_length": 30}),
+        Case("roomy", options={"max_completion_length": 120}),
         Case("short-one-prompt", options={**ONE_PROMPT, "max_steps": 6}),
     ]  # fmt: skip
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from datasets import Dataset
 from rloo import RLOOTrainer
 from rloo.cli import EMBEDDED
 from rloo.config.parsing import parse_command_line
-from rloo.engines.vllm.serving import OwnServer
+from rloo.engines.vllm.serving import OwnServer, guarded_environment
 from rloo.run.servers import must_untie, serving_of
 from rloo.types import Sampling
 from support import training
@@ -106,7 +107,23 @@ def test_the_embedded_run_learns_and_outlives_its_server(tmp_path):
     trainer.engine.close()
 
 
-def test_a_given_server_is_given_adapters(tmp_path):
+def answer(url: str, path: str, key: str | None, body: bytes | None = None) -> int:
+    """The status of what a server answers to a stranger."""
+    headers = {"Content-Type": "application/json"} | (
+        {} if key is None else {"Authorization": f"Bearer {key}"}
+    )
+    request = urllib.request.Request(url + path, data=body, headers=headers)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_given_server_is_given_adapters_and_answers_nobody_without_the_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "the-key")
+    for name, value in guarded_environment().items():
+        monkeypatch.setenv(name, value)
     config = make_config(tmp_path, "use_peft", "true", "lora_target_modules", "all-linear")
     probe = RLOOTrainer(args=config)
     base = tmp_path / "base"
@@ -114,7 +131,7 @@ def test_a_given_server_is_given_adapters(tmp_path):
     probe.engine._source.write_base(base)
     serving = serving_of(config, str(base), config.lora_r, tied=must_untie(probe.policy))
     probe.engine.close()
-    server = OwnServer(serving, tmp_path / "log")
+    server = OwnServer(serving.guarded(), tmp_path / "log")
     try:
         server.start()
 
@@ -131,6 +148,17 @@ def test_a_given_server_is_given_adapters(tmp_path):
             trainer.policy.load_into(trainer.engine)
             assert apart(trainer) < 1e-5
             change(trainer.policy, seed)
+        call = json.dumps({"method": "reload_weights", "kwargs": {}}).encode()
+        other = json.dumps({"method": "save_sharded_state"}).encode()
+        for key in (None, "the-other"):
+            for path, body in (("/v1/models", None), ("/collective_rpc", call), ("/pause", b"")):
+                assert answer(server.url, path, key, body) == 401, (path, key)
+        assert answer(server.url, "/health", None) == 200
+        assert answer(server.url, "/v1/models", "the-key") == 200
+        assert answer(server.url, "/collective_rpc", "the-key", other) == 403
+        assert answer(server.url, "/docs", "the-key") == 404
+        trainer.policy.load_into(trainer.engine)
+        assert apart(trainer) < 1e-5
         trainer.engine.close()
     finally:
         server.stop()

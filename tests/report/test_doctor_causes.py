@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -235,6 +236,33 @@ def test_entropies_of_other_prompts_do_not_condemn_the_learning_rate(seed, kl):
     of = run(number, reward=reward, entropy=entropy, kl=kl, **ONE_PROMPT,
         **{"completions/mean_length": length})  # fmt: skip
     assert not {"learning_rate_high", "length_explosion"} & set(names(of))
+
+
+def test_completions_that_grow_although_being_cut_costs_need_a_higher_limit():
+    grown = {"completions/mean_length": [9.0] * 4 + [23.0] * 8}
+    grown |= {"completions/clipped_ratio": [0.0] * 4 + [0.45] * 8, "reward": [0.2] * 4 + [0.5] * 8}
+    of = run(**grown)
+    assert names(of) == ["length_explosion"]
+
+    def recorded(cut, whole):
+        return [
+            {
+                "step": step,
+                "completion": f"text {step}",
+                "reward": reward,
+                "finish": finish,
+                "scores": {"right": reward},
+            }
+            for step in range(1, 13)
+            for finish, reward in (("length", cut), ("stop", whole))
+        ]
+
+    for cut, whole, expected in (
+        (0.0, 1.0, "truncation"), (1.0, 0.0, "length_explosion"), (0.5, 0.5, "length_explosion"),
+    ):  # fmt: skip
+        assert names(replace(of, completions=recorded(cut, whole))) == [expected]
+    (finding,) = diagnose(replace(of, completions=recorded(0.0, 1.0)))
+    assert finding.options == {"max_completion_length": 1024}
 
 
 def test_a_policy_that_is_broken_is_told_by_its_kl_or_by_an_entropy_that_stays():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from statistics import fmean
 
+from rloo.report.comparison import FEWEST, Change
 from rloo.report.console import percent
 from rloo.report.doctor.data import cut_beyond_chance, many_cut
 from rloo.report.doctor.finding import Found, Rule, Run, excerpts, says_nothing, written
+from rloo.report.metrics import deviation
 
 # Tokens, the end included, of what says nothing; and the part of its length that is left.
 EMPTY, SHRUNK = 2.5, 0.34
@@ -68,6 +71,8 @@ def _longer(run: Run) -> Found | None:
     # Of few prompts a rollout, some ask for more.
     if 0 in (length.moved, cut.moved) or (run.prompts < FEW_PROMPTS and length.moved is None):
         return None
+    if cut.after <= MOSTLY_CUT and _to_be_cut_costs(run):
+        return None
     return Found(
         f"completions grew from {length.words} tokens, and {percent(cut.after)} of them reach the "
         f"limit ({percent(cut.before)} at the start); the reward went from "
@@ -77,6 +82,20 @@ def _longer(run: Run) -> Found | None:
         excerpts(run.texts(last=True)),
         voids=cut.after > MOSTLY_CUT,
     )
+
+
+def _to_be_cut_costs(run: Run) -> bool:
+    """Whether, beyond chance, recorded completions that were cut have lower rewards than others:
+    nothing pays for length then, and they grow because they need more than the limit."""
+    of: dict[bool, list[float]] = {True: [], False: []}
+    for row in run.recorded(last=True):
+        if row.get("reward") is not None:
+            of[row.get("finish") == "length"].append(row["reward"])
+    size = min(len(of[True]), len(of[False]))
+    if size < FEWEST:
+        return False
+    cut, whole = ((fmean(r), deviation(r) / math.sqrt(len(r))) for r in (of[True], of[False]))
+    return Change.of_errors(cut, whole, size).moved == 1
 
 
 def _cut(run: Run) -> Found | None:
@@ -186,7 +205,8 @@ RULES = (
         "length_explosion",
         "Completions grow into the length limit",
         "`completions/mean_length` 1.5 times what it was, and `completions/clipped_ratio` above "
-        "its below one half at the start; above 80 % it voids the run",
+        "its band, which was below one half at the start, where completions that are cut do not "
+        "get lower rewards than others; above 80 % it voids the run",
         "Length is being paid for, or its cost is not; what is cut is judged without its end.",
         "`missing_eos_penalty`",
         _longer,
