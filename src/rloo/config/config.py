@@ -23,7 +23,7 @@ from rloo.config.aliases import (
 )
 from rloo.config.asked import Asked, setter_of
 from rloo.config.beside import correction_of
-from rloo.config.checks import check
+from rloo.config.checks import check, out_of_range
 from rloo.config.generation_kwargs import sampling_options
 from rloo.config.gym_options import follows_from_gym
 from rloo.config.options import DEFAULT_BATCH, DEFAULT_GROUP, LORA
@@ -34,6 +34,8 @@ from rloo.config.secrets import hide
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.vllm_options import OPTIONS, VLLMOptions, engine_of
 
+# The options that say how long a run is.
+LENGTH = ("max_steps", "num_train_epochs")
 # Shared options whose default is not TRL's: name -> (TRL's, ours, reason).
 DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
     "output_dir": (
@@ -97,6 +99,9 @@ class RLOOConfig(Base):
                 name not in known_names() and (hasattr(type(self), name) or is_own(name))
             ):
                 object.__setattr__(self, name, value)
+                return
+            if self._fixed and name in LENGTH:
+                self._ask(name, value)
                 return
             if self._fixed:
                 raise ValueError(
@@ -164,13 +169,31 @@ class RLOOConfig(Base):
         own = {n: value for n, value in options.items() if n in own_fields(type(self))}
         return {n: value for n, value in options.items() if n not in own}, own
 
+    def _ask(self, name: str, value: Any) -> None:
+        asked = resolve({name: value}, option_types())
+        if faults := out_of_range(asked):
+            raise ValueError(
+                "; ".join(f"{name} is {value}; it {rule}" for _, value, rule in faults)
+            )
+        vars(self).update(asked)
+        vars(self).setdefault("_asked", {}).update(asked)
+
+    def with_asked(self) -> RLOOConfig | None:
+        """A fixed copy with the length that was assigned since a trainer has these options, or
+        since this was asked for; None where nothing was."""
+        shared = vars(self).get("_asked", {})
+        asked = dict(shared)
+        shared.clear()
+        return self.with_values(**asked) if asked else None
+
     def fixed(self) -> RLOOConfig:
         """An equal copy, read and checked again if anything changed since that was done. Neither
-        can be changed by assignment from now on."""
+        can be changed by assignment from now on, but for the length of the next training."""
         values = self._values()
         if values != self._checked:
             values = RLOOConfig(**values)._values()
-        vars(self)["_fixed"] = True
+        # What is assigned of LENGTH from now on, here or to a copy.
+        vars(self).update(_fixed=True, _asked={})
         return self.with_values(**values)
 
     def with_values(self, **values: Any) -> RLOOConfig:

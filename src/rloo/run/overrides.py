@@ -149,6 +149,15 @@ def own_optimizers(trainer: Any, given: Given, num_steps: int, own: Mapping[str,
     return trainer.optimizer, trainer.lr_scheduler
 
 
+def schedule_of(trainer: Any, given: Given, own: Mapping[str, Any]) -> Callable[[int], Any] | None:
+    """What makes the schedule of so many steps; None where it is the user's, made already."""
+    name = "create_optimizer_and_scheduler"
+    both = given == (None, None) and getattr(type(trainer), name) is not own[name]
+    if given[1] is not None or both:
+        return None
+    return lambda steps: trainer.create_scheduler(steps, trainer.optimizer)
+
+
 class Owner(Protocol):
     """The trainer, of which a subclass may override these methods: they are what a run uses.
     `on_measured` is called as soon as `evaluate` has measured the trainer's own sets."""
