@@ -156,3 +156,50 @@ def test_a_longer_training_asked_for_goes_on_from_a_checkpoint(tmp_path):
     config.max_steps = 4
     assert trainer.train(resume_from_checkpoint=True).global_step == 4
     assert equal(weights(trainer), weights(whole))
+
+
+def test_options_changed_for_another_trainer_are_refused_by_the_first(tmp_path):
+    class Changes(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            config.beta = 0.5
+
+    config = make_config(tmp_path, max_steps=1, save_strategy="no")
+    first = make_trainer(config)
+    first.train()
+    config.learning_rate = 0.5
+    second = make_trainer(config)
+    assert (first.args.learning_rate, second.args.learning_rate) == (0.01, 0.5)
+    for act in (first.train, lambda: first.evaluate(first.train_dataset)):
+        with pytest.raises(ValueError, match="learning_rate cannot be changed: these options"):
+            act()
+    second.train()
+    config.learning_rate = 0.01  # as the first has it: but the second has not
+    with pytest.raises(ValueError, match="learning_rate cannot be changed"):
+        second.train()
+    config.learning_rate = 0.5
+    third = make_trainer(config, callbacks=[Changes()])
+    with pytest.raises(ValueError, match="beta cannot be changed"):
+        third.train()
+
+
+def test_a_changed_generation_config_is_refused_as_nothing_reads_it(tmp_path):
+    trainer = make_trainer(make_config(tmp_path, max_steps=1))
+    trainer.generation_config.max_new_tokens = 2
+    with pytest.raises(TypeError, match=r"generation_config was changed \(max_new_tokens\)"):
+        trainer.train()
+    trainer.generation_config.max_new_tokens = trainer.args.max_completion_length
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("_metrics", "use log_metric"), ("predict", "use evaluate"), ("tokenizer", "use process"),
+        ("_get_per_token_logps_and_entropies", "use the options of the objective"),
+        ("hyperparameter_search", "use evaluate"), ("_get_learning_rate", "get_last_lr"),
+    ],
+)  # fmt: skip
+def test_what_a_script_looks_for_in_vain_is_told_with_what_to_use(tmp_path, name, said):
+    trainer = make_trainer(make_config(tmp_path, max_steps=1))
+    with pytest.raises(AttributeError, match=said):
+        getattr(trainer, name)

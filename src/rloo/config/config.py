@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,7 @@ from rloo.config.gym_options import follows_from_gym
 from rloo.config.options import DEFAULT_BATCH, DEFAULT_GROUP, LORA
 from rloo.config.parsed import Signature, option_types, seen_by_parsers
 from rloo.config.presets import LossForm, loss_form, over_preset
-from rloo.config.reading import default_of, suggest
+from rloo.config.reading import Faults, default_of, suggest
 from rloo.config.secrets import hide
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.vllm_options import OPTIONS, VLLMOptions, engine_of
@@ -100,14 +102,9 @@ class RLOOConfig(Base):
             ):
                 object.__setattr__(self, name, value)
                 return
-            if self._fixed and name in LENGTH:
-                self._ask(name, value)
-                return
-            if self._fixed:
-                raise ValueError(
-                    f"{name} cannot be changed: these options belong to a trainer; give another "
-                    f"trainer a copy, dataclasses.replace(args, {name}=...)"
-                )
+            taken = vars(self).get("_taken")
+            if name not in LENGTH and (self._fixed or (taken is not None and taken.training)):
+                raise ValueError(_cannot_change(name))
             if name == "preset":
                 raise ValueError(
                     "preset cannot be assigned; give it when the options are made, "
@@ -117,6 +114,8 @@ class RLOOConfig(Base):
             if GLOBAL_BATCH in resolved:
                 group = {"num_generations": self.num_generations}
                 resolved = with_prompts(resolved | group)
+            if taken is not None:
+                taken.take(resolved)
             vars(self).update(resolved | _idle_of({name: value}))
 
         def __getattr__(self, name: str) -> Any:
@@ -169,32 +168,46 @@ class RLOOConfig(Base):
         own = {n: value for n, value in options.items() if n in own_fields(type(self))}
         return {n: value for n, value in options.items() if n not in own}, own
 
-    def _ask(self, name: str, value: Any) -> None:
-        asked = resolve({name: value}, option_types())
-        if faults := out_of_range(asked):
-            raise ValueError(
-                "; ".join(f"{name} is {value}; it {rule}" for _, value, rule in faults)
-            )
-        vars(self).update(asked)
-        vars(self).setdefault("_asked", {}).update(asked)
-
     def with_asked(self) -> RLOOConfig | None:
         """A fixed copy with the length that was assigned since a trainer has these options, or
-        since this was asked for; None where nothing was."""
-        shared = vars(self).get("_asked", {})
-        asked = dict(shared)
-        shared.clear()
-        return self.with_values(**asked) if asked else None
+        since this was asked for; None where nothing was. Raises ValueError as `require_unchanged`.
+        """
+        changed = self.require_unchanged()
+        if "_taken" in vars(self):
+            vars(self)["_taken"].asked.clear()
+        return self.with_values(**changed) if changed else None
+
+    def require_unchanged(self) -> dict[str, Any]:
+        """Raise ValueError where an option of what the trainer was given is not what the trainer
+        has any more, but for the length, which is returned."""
+        taken = vars(self).get("_taken") or Taken()
+        changed = {n: v for n, v in taken.asked.items() if n in LENGTH or v != getattr(self, n)}
+        for name in changed.keys() - set(LENGTH):
+            raise ValueError(_cannot_change(name))
+        return changed
+
+    @contextmanager
+    def in_training(self) -> Iterator[None]:
+        """Inside, what the trainer was given cannot be changed, either."""
+        taken = vars(self).setdefault("_taken", Taken())
+        taken.training = True
+        try:
+            yield
+        finally:
+            taken.training = False
 
     def fixed(self) -> RLOOConfig:
-        """An equal copy, read and checked again if anything changed since that was done. Neither
-        can be changed by assignment from now on, but for the length of the next training."""
+        """An equal copy, read and checked again if anything changed since that was done. It cannot
+        be changed by assignment, but for the length of the next training, and says so where this
+        object is changed and its trainer then trains."""
+        taken = Taken()
         values = self._values()
         if values != self._checked:
             values = RLOOConfig(**values)._values()
-        # What is assigned of LENGTH from now on, here or to a copy.
-        vars(self).update(_fixed=True, _asked={})
-        return self.with_values(**values)
+        copy = self.with_values(**values)
+        for each in (copy,) if self._fixed else (copy, self):
+            vars(each)["_taken"] = taken
+        return copy
 
     def with_values(self, **values: Any) -> RLOOConfig:
         """A fixed copy in which some options have other `values`. These are neither read nor
@@ -293,6 +306,27 @@ def without_adapter(config: RLOOConfig) -> RLOOConfig:
     return config.with_values(
         **{field.name: field.default for field in LORA.fields_of(VLLMOptions)}
     )
+
+
+def _cannot_change(name: str) -> str:
+    return (
+        f"{name} cannot be changed: these options belong to a trainer; give another trainer a "
+        f"copy, dataclasses.replace(args, {name}=...)"
+    )
+
+
+@dataclass
+class Taken:
+    """What was assigned to the options that a trainer was given, since it has a copy of them."""
+
+    asked: dict[str, Any] = field(default_factory=dict)
+    training: bool = False
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Raises ValueError for a value out of range."""
+        if faults := [f"{n} is {v}; it {rule}" for n, v, rule in out_of_range(values)]:
+            raise Faults(faults)
+        self.asked.update(values)
 
 
 def in_one_process(config: RLOOConfig) -> RLOOConfig:

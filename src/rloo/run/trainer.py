@@ -147,6 +147,7 @@ class RLOOTrainer(shown.Shown):
         `resume_from_checkpoint` "auto" goes on with an unfinished run with the same options, loads
         the result of a finished one, and else starts."""
         overrides.refuse_overrides(type(self), _OWN, _SHOWN)
+        self.refuse_changed()
         resume = self._begin_again(resume_from_checkpoint)
         parts, state = self.make_parts()
         session = Session(self, parts, state, self.evaluator, self._eval_prompts, self.hub)
@@ -158,7 +159,7 @@ class RLOOTrainer(shown.Shown):
                     session.push()
                 return TrainOutput(start.finished["steps"], totals["train_loss"], totals)
             self._session = session
-            with present(parts):
+            with present(parts), self.args.in_training():
                 totals = session.train(start)
         session.push()
         if self.args.dataset is not None:
@@ -175,6 +176,7 @@ class RLOOTrainer(shown.Shown):
         """Evaluate on `eval_dataset`, on the trainer's set of that name, or on all of its sets.
         Metrics have transformers' names (eval_reward, or eval_math_reward for a set `math`). They
         are logged and sent to the callbacks. Training does not change in any bit."""
+        self.refuse_changed()
         if ignore_keys:
             raise ValueError("ignore_keys names outputs of a model; no metric is made of those")
         sets = self._eval_prompts
