@@ -202,3 +202,11 @@ def test_files_for_something_else_are_named(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("accelerate launch src/my_grpo.py --config a.yaml\n")
     assert system_of(str(script)) == "trl"
+
+
+def test_a_folder_is_named_as_such_and_a_tilde_is_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.yaml").write_text("model: m\ndataset: d\nnum_generations: 4\nbeta: 0.1\n")
+    assert import_config("trl", "~/a.yaml").options["beta"] == 0.1
+    with pytest.raises(ValueError, match="is a folder; give a file"):
+        import_config("verl", str(tmp_path))

@@ -56,6 +56,10 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
             f"--from is {system!r}; it must be one of {', '.join(IMPORTERS)}"
             f"{suggest(system, IMPORTERS)}"
         )
+    if re.fullmatch(r"~/\S+", source):
+        source = os.path.expanduser(source)
+    if os.path.isdir(source):
+        raise ValueError(f"{source} is a folder; give a file, a script or a command line in quotes")
     if overrides and re.fullmatch(r"[\w./-]+", source) and not os.path.isfile(source):
         source, overrides = shlex.join([source, *overrides]), ()  # a line without quotes around it
     if is_yaml(source) or is_script(source):
