@@ -210,3 +210,32 @@ def test_a_folder_is_named_as_such_and_a_tilde_is_the_home(tmp_path, monkeypatch
     assert import_config("trl", "~/a.yaml").options["beta"] == 0.1
     with pytest.raises(ValueError, match="is a folder; give a file"):
         import_config("verl", str(tmp_path))
+
+
+def test_what_a_script_prints_or_compares_is_no_command():
+    text = """TASK=grpo
+if [ "$TASK" = "grpo" ]; then X=1; fi
+case $TASK in sft) Y=1;; grpo) Y=2;; esac
+echo python3 -m verl.trainer.main_ppo a=1
+"""
+    for system in ("trl", "verl"):
+        with pytest.raises(ValueError, match="there are 0 commands"):
+            import_config(system, text)
+    found = import_config("trl", f"{text}trl grpo --model m --dataset d --num_generations 4")
+    assert found.options["num_generations"] == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("data.max_obs_length", ""), ("reward_model.retrieval_score", ""),
+        (f"{ACTOR}.actor.state_masking", ""), ("data.train_data_num", ""),
+        ("data.train_batchsize", "data.train_batch_size"),
+        (f"{ACTOR}.actor.optim.lrr", f"{ACTOR}.actor.optim.lr"),
+        (f"{ACTOR}.rolout.temperature", f"{ACTOR}.rollout.temperature"),
+    ],
+)  # fmt: skip
+def test_only_what_is_nearly_the_same_is_suggested(key, near):
+    found = import_config("verl", f"python3 -m verl.trainer.main_ppo {VERL} {key}=1")
+    reason = next(item.reason for item in found.left if item.key == key)
+    assert reason == "no counterpart is known" + (f"; did you mean {near}?" if near else "")

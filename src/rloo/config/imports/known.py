@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
 
 from rloo.config.reading import suggest
 
@@ -178,8 +179,11 @@ def unknown(key: str, read: Iterable[str]) -> str:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether two dotted keys differ in one part only, or are one key in two sections."""
+    """Whether two dotted keys differ in one part only, and there by a letter or two, or are one key
+    in two sections."""
     ours, theirs = one.split("."), other.split(".")
     same_name = ours[-1] == theirs[-1] and ours[0] == theirs[0]
-    differing = sum(a != b for a, b in zip(ours, theirs, strict=False))
-    return same_name or (len(ours) == len(theirs) and differing == 1)
+    differing = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]]
+    if same_name or len(ours) != len(theirs) or len(differing) != 1:
+        return same_name
+    return SequenceMatcher(None, *differing[0]).ratio() >= 0.8

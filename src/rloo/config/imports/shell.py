@@ -60,6 +60,9 @@ def find_command(
     it, also of those that are one word of another, such as bash -c's."""
     found = []
     for words in script.commands:
+        # What is printed or compared is not run, nor is a pattern of `case`.
+        if words[0] in (*_SAID, "case") or (len(words) == 1 and words[0].isalpha()):
+            continue
         place = next((i for i, word in enumerate(words) if mark.fullmatch(word)), None)
         if place is not None:
             found.append((words[: place + 1], words[place + 1 :]))
