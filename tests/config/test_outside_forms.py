@@ -239,3 +239,51 @@ def test_only_what_is_nearly_the_same_is_suggested(key, near):
     found = import_config("verl", f"python3 -m verl.trainer.main_ppo {VERL} {key}=1")
     reason = next(item.reason for item in found.left if item.key == key)
     assert reason == "no counterpart is known" + (f"; did you mean {near}?" if near else "")
+
+
+def test_a_command_may_be_in_a_variable_that_another_is_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "grpo:\n  num_prompts_per_step: 4\n  num_generations_per_prompt: 4\n"
+    (tmp_path / "c.yaml").write_text(text + "policy:\n  train_global_batch_size: 16\n")
+    held = "uv run examples/run_grpo_math.py --config c.yaml grpo.max_num_steps=7"
+    line = f'COMMAND="{held}" MOUNTS="a:b" sbatch --nodes=2 ray.sub'
+    found = import_config("nemo_rl", line)
+    assert (found.options["num_generations"], found.options["max_steps"]) == (4, 7)
+    assert "the command is that of the variable COMMAND" in found.notes
+
+
+def test_forms_of_values_that_systems_take():
+    held = """'{"zero_optimization": {"stage": 2}}'"""
+    flags = f"--num_generations 4 --dataset d --deepspeed {held} --model"
+    for system, line in (("ms-swift", "swift rlhf --rlhf_type grpo"), ("trl", "trl grpo")):
+        options = import_config(system, f"{line} {flags} m").options
+        assert options["deepspeed"] == {"zero_optimization": {"stage": 2}}
+    line = "python -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --prompt_data a/b,c/d "
+    found = import_config("openrlhf", line + "--n_samples_per_prompt 2")
+    assert found.options["dataset"] == "a/b" and "data.prompt_dataset" not in found.taken
+    line = "torchrun --nproc_per_node=$NOWHERE grpo.py --model_name_or_path m --num_generations 2"
+    notes = import_config("trl", line).notes
+    assert any("how many processes there are only a run would tell" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "mode", "bound"),
+    [
+        ("behave_imp_weight_cap=3", "token_mask", 3.0),
+        ("behav_imp_weight_cap=3", "token_mask", 3.0),
+        ("behave_imp_weight_mode=token_truncate", "token_truncate", 5.0),
+        ("behave_imp_weight_mode=disabled", None, 2.0),
+        ("behave_imp_weight_mode=sequence_mask", None, 2.0),
+    ],
+)  # fmt: skip
+def test_areal_s_former_names_of_weights(words, mode, bound, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "gconfig:\n  n_samples: 2\nactor:\n  use_decoupled_loss: true\n  recompute_logprob: true\n"
+        "train_dataset:\n  batch_size: 4\n"
+    )
+    found = import_config("areal", str(file), [f"actor.{words}"])
+    start = "rollout_importance_sampling_"
+    assert found.options.get(f"{start}mode") == mode
+    assert found.options.get(f"{start}threshold", 2.0) == bound
+    assert not any("no counterpart is known" in item.reason for item in found.left)

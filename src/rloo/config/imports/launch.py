@@ -101,8 +101,13 @@ def read_launch(
 
 
 def _find(script: Script, mark: re.Pattern[str]) -> list[tuple[list[str], list[str]]]:
-    """The commands with `mark`, else those of functions that nothing calls."""
+    """The commands with `mark`; else those in variables that another is given, as `sbatch` is, and
+    of functions that nothing calls."""
     commands = find_command(script, mark)
+    for name, value in ({} if commands else script.environment).items():
+        if found := find_command(Script(commands=[["sh", str(value)]]), mark):
+            script.notes.append(f"the command is that of the variable {name}")
+            commands += found
     if not commands:
         for name, uncalled in script.uncalled.items():
             if found := find_command(Script(commands=uncalled), mark):

@@ -18,7 +18,7 @@ from rloo.config.imports.launch import Launch, find_file, read_launch
 from rloo.config.imports.overrides import is_yaml
 from rloo.config.imports.shell import read_flags
 from rloo.config.imports.source import ENGINES, PROCESSES, Imported, Source
-from rloo.config.plain_yaml import read_yaml
+from rloo.config.plain_yaml import read_value, read_yaml
 
 # ms-swift's option -> its default, for those that mean what an option of ours means
 _SAME: dict[str, Any] = {
@@ -157,6 +157,8 @@ def _read_division(source: Source) -> dict[str, Any]:
     if stage == "zero0":
         return {}
     if stage not in STAGES:
+        if name.lstrip().startswith("{"):
+            return {"deepspeed": read_value(name)}
         if Path(name).is_file():
             return {"deepspeed": name}
         source.give_back("deepspeed", name, "no such file here; give it as deepspeed")

@@ -24,6 +24,7 @@ from rloo.config.imports.source import (
     Imported,
     Source,
     greedy,
+    one_of,
     read_batches,
     steps_between,
 )
@@ -118,6 +119,10 @@ def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> Imported:
     source.expect_all(_ONLY)
     options |= _read_lengths(source)
     options |= read_objective(source, options)
+    key = "data.prompt_dataset"
+    if "," in str(options.get("dataset")):
+        names = [name.strip() for name in options["dataset"].split(",")]
+        options["dataset"] = one_of(source, key, "dataset", names)
     batches, each = _read_batches(source, options)
     options |= batches | _read_data(source) | _read_rewards(source, options)
     options |= _read_run(source, each) | _read_optimizer(source) | _read_adapter(source)

@@ -19,8 +19,9 @@ from rloo.config.imports.launch import find_file, read_launch
 from rloo.config.imports.overrides import is_yaml
 from rloo.config.imports.shell import read_flags
 from rloo.config.imports.source import Imported, Source
-from rloo.config.imports.starters import processes_of
+from rloo.config.imports.starters import processes_of, started_with
 from rloo.config.parsing import known_names, read_config_file
+from rloo.config.plain_yaml import read_value
 from rloo.config.reading import coerce
 from rloo.config.recipes import SCRIPTS, as_options, is_open_r1, refuse_other
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
@@ -119,6 +120,11 @@ def _read_given(path: str, overrides: Sequence[str]) -> tuple[Source, str]:
     processes = processes_of(launch.before, lambda name: find_file([name], launch.folder))
     if processes is not None and "num_processes" not in flags:
         _count_processes(source, processes)
+    elif "num_processes" not in flags and started_with(launch.before):
+        source.notes.append(
+            "how many processes there are only a run would tell: per_device_train_batch_size is "
+            "that of one of them; --num_processes N behind SOURCE says it"
+        )
     return source, "".join(launch.before[-1:])
 
 
@@ -127,7 +133,9 @@ def _find_deepspeed(source: Source, folder: Path) -> None:
     name = source.values.get("deepspeed")
     if not isinstance(name, str) or name.lower() == "null":
         return
-    if file := find_file([name], folder):
+    if name.lstrip().startswith("{"):
+        source.values["deepspeed"] = read_value(name)
+    elif file := find_file([name], folder):
         source.values["deepspeed"] = str(file)
     else:
         source.leave("deepspeed", "no such file here; give it as deepspeed")
