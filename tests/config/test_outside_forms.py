@@ -287,3 +287,15 @@ def test_areal_s_former_names_of_weights(words, mode, bound, tmp_path):
     assert found.options.get(f"{start}mode") == mode
     assert found.options.get(f"{start}threshold", 2.0) == bound
     assert not any("no counterpart is known" in item.reason for item in found.left)
+
+
+def test_a_file_for_several_processes_is_read_once_it_is_said_for_how_many(tmp_path):
+    file = tmp_path / "demo.yaml"
+    file.write_text(
+        "model_name_or_path: m\ndataset_name: d\nnum_generations: 14\nloss_type: dapo\n"
+        "per_device_train_batch_size: 16\ngradient_accumulation_steps: 4\n"
+    )
+    # 16 * 4 = 64 = 4 * 14 + 8
+    with pytest.raises(ValueError, match=r"64 completions, 8 more .* SOURCE: --num_processes N"):
+        import_config("trl", str(file))
+    assert import_config("trl", str(file), ["--num_processes", "7"]).options["num_processes"] == 7

@@ -94,7 +94,26 @@ def import_trl(path: str, overrides: Sequence[str] = ()) -> Imported:
     options |= resolve({key: value for key, value in given.items() if value is not None}, hints)
     if options.get("eval_strategy", "no") != "no" and "eval_split" not in options:
         options["eval_split"] = "test"
+    _require_groups(options)
     return source.finish(options, _REASONS)
+
+
+def _require_groups(options: Mapping[str, Any]) -> None:
+    """Raise ValueError, with what to give, where the batch of one process has no whole groups and
+    nothing says how many processes there are."""
+    names = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    size, steps = (coerce(n, int, options.get(n, default)) for n, default in names.items())
+    steps = coerce("steps_per_generation", int, options.get("steps_per_generation") or steps)
+    whole = options.get("generation_batch_size") or size * steps
+    group = coerce("num_generations", int, options.get("num_generations") or 2)
+    if "num_processes" in options or group < 1:
+        return
+    if rest := coerce("generation_batch_size", int, whole) % group:
+        raise ValueError(
+            f"a rollout of one process has {whole} completions, {rest} more than whole groups of "
+            f"num_generations {group}; say how many processes it is for, behind SOURCE: "
+            "--num_processes N"
+        )
 
 
 def _read_given(path: str, overrides: Sequence[str]) -> tuple[Source, str]:
