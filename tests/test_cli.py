@@ -802,3 +802,10 @@ def test_a_reader_that_stops_early_is_no_error():
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert result.stdout.startswith("# preset verl") and result.stderr == ""
     assert result.returncode == 0
+
+
+@pytest.mark.parametrize("words", [["help", "train"], ["--help", "train"], ["-h", "train"]])
+def test_help_of_a_command_is_that_command_s(words, capsys):
+    assert cli.main(["train", "--help"]) == 0
+    usage = capsys.readouterr().out
+    assert cli.main(words) == 0 and capsys.readouterr().out == usage

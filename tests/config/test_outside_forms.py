@@ -299,3 +299,11 @@ def test_a_file_for_several_processes_is_read_once_it_is_said_for_how_many(tmp_p
     with pytest.raises(ValueError, match=r"64 completions, 8 more .* SOURCE: --num_processes N"):
         import_config("trl", str(file))
     assert import_config("trl", str(file), ["--num_processes", "7"]).options["num_processes"] == 7
+
+
+@pytest.mark.parametrize("name", ["VERL", "verl@0.3", "OpenRLHF", "swift", "MS-Swift", "nemo-rl"])
+def test_systems_are_known_by_any_spelling_of_their_names(name):
+    with pytest.raises(ValueError, match=r"there are 0 commands|no such file"):
+        import_config(name, "x --config y.yaml")
+    found = import_config("NeMo-RL", "run_grpo.py grpo.num_generations_per_prompt=4")
+    assert render_imported("NeMo-RL", found).startswith("# Imported from NeMo-RL.")

@@ -345,3 +345,13 @@ def test_a_tilde_that_the_shell_left_alone_is_the_home(tmp_path, monkeypatch):
     assert (config.reward, config.output_dir) == ([f"{tmp_path}/r.py:f"], f"{tmp_path}/out")
     assert config.run_name == "~/n"  # is no path
     assert parse_command_line(["--model_name_or_path=~/x"]).model == f"{tmp_path}/x"
+
+
+def test_a_switch_that_is_on_is_turned_off_as_transformers_parser_does():
+    line = ["--no_gradient_checkpointing", "--no-bf16", "--max_steps", "3"]
+    config = parse_command_line(line)
+    assert (config.gradient_checkpointing, config.bf16, config.max_steps) == (False, False, 3)
+    with pytest.raises(ValueError, match="unknown option --no_max_steps"):
+        parse_command_line(["--no_max_steps"])
+    with pytest.raises(ValueError, match="unknown option --no_bf16"):
+        parse_command_line(["--no_bf16=true"])

@@ -209,6 +209,9 @@ def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any], list[str]]
         token = remaining.pop(0)
         key, equals, text = token.partition("=")
         name = _normal(key)
+        if token.startswith("--") and not equals and _is_switched_off(name):
+            faults += _add(given, name.removeprefix("no_"), ["false"])
+            continue
         if token.startswith("--") and not _is_option(name):
             faults.append(f"unknown option --{name}{suggest_option(name, known_names())}")
             while remaining and not _starts_option(remaining[0]):
@@ -299,6 +302,12 @@ def _normal(key: str) -> str:
     if _is_letter(key):
         return SHORT[key[1]]
     return SHORT[name] if len(name) > 1 and name in SHORT else name
+
+
+def _is_switched_off(name: str) -> bool:
+    """Whether `name` is `no_` and a switch, as transformers' parser has those that are on."""
+    switch = name.removeprefix("no_")
+    return name != switch and not _is_option(name) and _is_option(switch) and bool in _kinds(switch)
 
 
 def _is_option(name: str) -> bool:

@@ -44,6 +44,15 @@ IMPORTERS: dict[str, tuple[str, Callable[[str, Sequence[str]], Imported]]] = {
 }
 
 
+def _plainly(name: str) -> str:
+    return re.sub(r"[^a-z]", "", name.lower())
+
+
+# The systems by any spelling of their names.
+_NAMED = {_plainly(word): key for key, (name, _) in IMPORTERS.items() for word in (key, name)}
+_NAMED |= {"swift": "ms-swift", "nemo": "nemo_rl"}
+
+
 def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Imported:
     """Read `source`: the path of a YAML file or shell script, or a command line; `overrides` are
     that system's own, after it. Raises ValueError for what cannot be read, and a result that
@@ -51,6 +60,7 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
     system, at, version = system.partition("@")
     if at and system != "verl":
         raise ValueError(f"--from is {system}@{version}; versions are told apart for verl only")
+    system = _NAMED.get(_plainly(system), system)
     if system not in IMPORTERS:
         raise ValueError(
             f"--from is {system!r}; it must be one of {', '.join(IMPORTERS)}"
@@ -96,7 +106,8 @@ def render_imported(system: str, found: Imported) -> str:
         for name in option_types()
         if name in found.options and (value := found.options[name]) != defaults[name]
     }
-    name = IMPORTERS[system.partition("@")[0]][0]
+    system = system.partition("@")[0]
+    name = IMPORTERS[_NAMED.get(_plainly(system), system)][0]
     lines = [f"# Imported from {name}. Options that are not here have the default of rloo."]
     lines += [f"# note: {_one_line(note)}" for note in found.notes]
     lines.append(write_yaml(unlike).rstrip())
