@@ -247,9 +247,12 @@ def test_a_command_may_be_in_a_variable_that_another_is_given(tmp_path, monkeypa
     (tmp_path / "c.yaml").write_text(text + "policy:\n  train_global_batch_size: 16\n")
     held = "uv run examples/run_grpo_math.py --config c.yaml grpo.max_num_steps=7"
     line = f'COMMAND="{held}" MOUNTS="a:b" sbatch --nodes=2 ray.sub'
-    found = import_config("nemo_rl", line)
-    assert (found.options["num_generations"], found.options["max_steps"]) == (4, 7)
-    assert "the command is that of the variable COMMAND" in found.notes
+    script = f'CMD="{held}"\nexport COMMAND="cd /x; $CMD" MOUNTS\nsbatch ray.sub\necho "$COMMAND"'
+    later = f'export COMMAND\nCOMMAND="{held}"\nsbatch ray.sub'
+    for text in (line, script, later):
+        found = import_config("nemo_rl", text)
+        assert (found.options["num_generations"], found.options["max_steps"]) == (4, 7)
+        assert "the command is that of the variable COMMAND" in found.notes
 
 
 def test_forms_of_values_that_systems_take():

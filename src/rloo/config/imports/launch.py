@@ -104,7 +104,8 @@ def _find(script: Script, mark: re.Pattern[str]) -> list[tuple[list[str], list[s
     """The commands with `mark`; else those in variables that another is given, as `sbatch` is, and
     of functions that nothing calls."""
     commands = find_command(script, mark)
-    for name, value in ({} if commands else script.environment).items():
+    exported = {n: v for n, v in script.variables.items() if n in script.exported}
+    for name, value in ({} if commands else exported | script.environment).items():
         if found := find_command(Script(commands=[["sh", str(value)]]), mark):
             script.notes.append(f"the command is that of the variable {name}")
             commands += found

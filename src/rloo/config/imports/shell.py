@@ -121,6 +121,9 @@ class _Reader(Words):
                 if first in _DECLARING or (self._declares and first.startswith("-")):
                     self._declares = self._declares or first
                     continue
+                if self._declares:  # names, and no command
+                    self._script.exported |= {*fields} if self._declares == "export" else set()
+                    continue
                 self._script.conditional |= first in _CHOICES
                 opened += (first == block[0] != "") - (first == block[1] != "")
                 if first == block[1] != "" and opened <= 0:
@@ -346,7 +349,9 @@ class _Reader(Words):
             value = before + value if type(before) is type(value) else value  # type: ignore[operator]
         if not self._declares:
             self._replaced.setdefault(name[1], self._script.variables.get(name[1]))
-        elif self._declares != "export" and self._arguments is not None:
+        elif self._declares == "export":
+            self._script.exported.add(name[1])
+        elif self._arguments is not None:
             self._locals.setdefault(name[1], self._script.variables.get(name[1]))
         self._script.variables[name[1]] = value
 

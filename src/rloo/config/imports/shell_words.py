@@ -29,13 +29,14 @@ Value = str | list[str]
 @dataclass
 class Script:
     """`variables` as they are at the end, arrays as lists; the `environment` of single
-    commands; `commands`, each its words; those of
+    commands, and which are `exported` to all; `commands`, each its words; those of
     functions that nothing calls and of texts after `<<`, by their names; whether there are
     conditions, whose branches were all read, one after the other; what else a reader must know; the
     script's `path`, and the folder that it is in at the end, None where only a run would tell."""
 
     variables: dict[str, Value] = field(default_factory=dict)
     environment: dict[str, Value] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
     commands: list[list[str]] = field(default_factory=list)
     uncalled: dict[str, list[list[str]]] = field(default_factory=dict)
     conditional: bool = False
