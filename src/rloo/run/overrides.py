@@ -120,7 +120,16 @@ def schedule_of(trainer: Any, given: Given, own: Mapping[str, Any]) -> Callable[
     both = given == (None, None) and getattr(type(trainer), name) is not own[name]
     if given[1] is not None or both:
         return None
-    return lambda steps: trainer.create_scheduler(steps, trainer.optimizer)
+
+    def remake(steps: int) -> Any:
+        # Overrides written for Trainer set the attribute, which they may while a trainer is set up.
+        evaluator = vars(trainer).pop("evaluator")
+        try:
+            return trainer.create_scheduler(steps, trainer.optimizer) or trainer.lr_scheduler
+        finally:
+            vars(trainer)["evaluator"] = evaluator
+
+    return remake
 
 
 class Owner(Protocol):
