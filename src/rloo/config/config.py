@@ -61,9 +61,9 @@ class RLOOConfig(Base):
     Raises ValueError for an unknown option, a value of the wrong type or out of range, options
     that contradict each other, and an option of TRL or transformers that this version does not
     implement, set to anything but its default. Change one with `dataclasses.replace`, or as scripts
-    for TRL do, by assignment: what contradicts others is then refused by the trainer, which fixes
-    the options that it is given. A dataclass that inherits from it may have fields of its own,
-    which are the script's, and other defaults.
+    for TRL do, by assignment: what contradicts others is then refused by the trainer, which has a
+    fixed copy of the options that it is given. A dataclass that inherits from it may have fields of
+    its own, which are the script's, and other defaults.
     """
 
     _fixed = False
