@@ -306,6 +306,24 @@ def test_a_file_that_names_none_is_over_the_embedded_task_as_a_line_is(folder, w
     assert over.model == over.dataset == "countdown"
 
 
+@pytest.mark.parametrize("backend", ["local", "slurm", "ray"])
+def test_a_launched_file_that_names_none_is_over_the_embedded_task_too(folder, capsys, backend):
+    Path("few.yaml").write_text("max_steps: 2\n")
+    line = ["--backend", backend, "--gpus_per_node", "2", "--engine_gpus", "1"]
+    flags = ["--rollout_engine", "vllm"]
+    assert cli.main(["launch", "few.yaml", *line, *flags, "--dry_run"]) == 0
+    told = capsys.readouterr().out
+    assert "train few.yaml" in told and "vllm-serve few.yaml" in told
+
+
+def test_a_server_of_a_file_that_names_no_model_has_the_embedded_one(folder, monkeypatch):
+    served = []
+    monkeypatch.setattr("rloo.run.servers.serve", lambda config, model, named: served.append(model))
+    Path("few.yaml").write_text("max_steps: 2\n")
+    assert cli.main(["vllm-serve", "few.yaml"]) == 0 and served == ["countdown"]
+    assert cli.main(["vllm-serve"]) == 2
+
+
 # -- refusals -------------------------------------------------------------------------------------
 
 
@@ -784,3 +802,10 @@ def test_a_reader_that_stops_early_is_no_error():
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert result.stdout.startswith("# preset verl") and result.stderr == ""
     assert result.returncode == 0
+
+
+@pytest.mark.parametrize("words", [["help", "train"], ["--help", "train"], ["-h", "train"]])
+def test_help_of_a_command_is_that_command_s(words, capsys):
+    assert cli.main(["train", "--help"]) == 0
+    usage = capsys.readouterr().out
+    assert cli.main(words) == 0 and capsys.readouterr().out == usage

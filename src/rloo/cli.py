@@ -48,6 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor": _doctor, "worker": _worker, "launch": _launch, "status": _status,
         "stop": _stop,
     }  # fmt: skip
+    if given[:1] in (["help"], ["-h"], ["--help"]) and given[1:2] and given[1] in commands:
+        given = [given[1], "--help", *given[2:]]
     if not given or given[0] in ("-h", "--help", "help"):
         print(overview(), end="")
         return 0
@@ -273,7 +275,9 @@ def _report(arguments: list[str], signals: Stop) -> int:
 
 
 def _serve(arguments: list[str], signals: Stop) -> int:
-    config = parse_command_line(arguments)
+    # A run of `rloo launch` has servers of what its file comes to.
+    of_run = "config" in given_names(arguments)
+    config = parse_command_line(arguments, str(EMBEDDED) if of_run else None)
     if config.model is None:
         raise ValueError("vllm-serve needs the model that is to be served (--model)")
     with signals.ending(), quickly():
@@ -291,7 +295,7 @@ def _launch(arguments: list[str], signals: Stop) -> int:
     check_alone("launch")
     cluster, left, shown = read_cluster(arguments)
     by_slurm = cluster.backend == "slurm"
-    job = make_job(cluster, _launched(left), slurm.FOLDER if by_slurm else None)
+    job = make_job(cluster, _launched(left), slurm.FOLDER if by_slurm else None, str(EMBEDDED))
     check_inputs(job.config)
     if cluster.backend == "local":
         if not shown:

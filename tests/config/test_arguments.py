@@ -267,8 +267,8 @@ def test_the_trainer_takes_them_with_what_trls_script_puts_into_model_init_kwarg
     assert isinstance(trainer.args, Mine) and trainer.args.max_steps == 1
     assert trainer.args.benchmarks == ["a", "b"]  # for callbacks and rewards of the script
     assert trainer.args.output_dir == str(tmp_path / "out")
-    with pytest.raises(ValueError, match="max_steps cannot be changed"):
-        trainer.args.max_steps = 2
+    with pytest.raises(ValueError, match="save_steps cannot be changed"):
+        trainer.args.save_steps = 2
     with pytest.raises(ValueError, match=r"it must be a rloo\.RLOOConfig"):
         RLOOTrainer(str(tmp_path / "tiny"), count_words, {"max_steps": 1}, ROWS)
 

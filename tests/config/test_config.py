@@ -328,9 +328,14 @@ def test_options_are_changed_by_assignment_until_a_trainer_has_them():
     config.num_generations = 4
     fixed = config.fixed()
     assert fixed == config and fixed is not config
-    for made in (config, fixed):
-        with pytest.raises(ValueError, match="beta cannot be changed: these options belong to"):
-            made.beta = 0.1
+    with pytest.raises(ValueError, match="beta cannot be changed: these options belong to"):
+        fixed.beta = 0.1
+    config.beta = 0.1  # for another trainer; the first one says that it has other options
+    assert config.fixed().beta == 0.1 != fixed.beta
+    with pytest.raises(ValueError, match="beta cannot be changed: these options belong to"):
+        fixed.with_asked()
+    with pytest.raises(ValueError, match=r"beta is -1\.0; it must be at least 0"):
+        config.beta = -1
     assert dataclasses.replace(fixed, beta=0.1).beta == 0.1
     dataclasses.replace(fixed).beta = 0.3
 

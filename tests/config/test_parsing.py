@@ -334,3 +334,24 @@ def test_what_follows_from_the_line_leaves_what_the_file_says(tmp_path):
     path.write_text("steps_per_generation: 4\ngradient_accumulation_steps: 2\n")
     with pytest.raises(ValueError, match="leave the batch sizes out"):  # it counts in those
         parse_command_line([str(path), "--num_prompts", "5"])
+
+
+def test_a_tilde_that_the_shell_left_alone_is_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("model: ~/m\nreward: [~/r.py:f]\noutput_dir: ~/out\n")
+    line = ["--config=~/run.yaml", "--dataset=~/d.jsonl", "--run_name=~/n"]
+    config = parse_command_line(line)
+    assert (config.model, config.dataset) == (f"{tmp_path}/m", f"{tmp_path}/d.jsonl")
+    assert (config.reward, config.output_dir) == ([f"{tmp_path}/r.py:f"], f"{tmp_path}/out")
+    assert config.run_name == "~/n"  # is no path
+    assert parse_command_line(["--model_name_or_path=~/x"]).model == f"{tmp_path}/x"
+
+
+def test_a_switch_that_is_on_is_turned_off_as_transformers_parser_does():
+    line = ["--no_gradient_checkpointing", "--no-bf16", "--max_steps", "3"]
+    config = parse_command_line(line)
+    assert (config.gradient_checkpointing, config.bf16, config.max_steps) == (False, False, 3)
+    with pytest.raises(ValueError, match="unknown option --no_max_steps"):
+        parse_command_line(["--no_max_steps"])
+    with pytest.raises(ValueError, match="unknown option --no_bf16"):
+        parse_command_line(["--no_bf16=true"])

@@ -113,3 +113,93 @@ def test_a_folder_that_another_run_holds_is_refused_as_it_is(tmp_path):
         make_trainer(config).train()
     summary = json.loads(Path(config.output_dir, "summary.json").read_text())
     assert summary["status"] == "finished"
+
+
+@pytest.mark.parametrize("whose", ["args", "trainer.args"])
+def test_a_notebook_asks_for_another_length_by_assignment(tmp_path, whose):
+    seen = []
+
+    class Sees(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **named):
+            rate = named["lr_scheduler"].get_last_lr()[0]
+            seen.append((args.max_steps, state.max_steps, state.global_step, round(rate, 9)))
+
+    rate = {"learning_rate": 1e-3, "lr_scheduler_type": "linear"}
+    config = make_config(tmp_path, max_steps=2, **rate)
+    trainer = make_trainer(config, callbacks=[Sees()])
+    args = config if whose == "args" else trainer.args
+    args.max_steps = 1  # before the first, too
+    assert trainer.train().global_step == 1 == trainer.args.max_steps
+    args.max_steps = 4
+    assert trainer.train().global_step == 4
+    # A linear schedule of four steps falls by a quarter after each.
+    assert seen[0] == (1, 1, 1, 0.0)
+    falling = [0.00075, 0.0005, 0.00025, 0.0]
+    assert seen[1:] == [(4, 4, step, rate) for step, rate in zip(range(1, 5), falling, strict=True)]
+    assert trainer.lr_scheduler is trainer.policy.stepper.scheduler
+    told = json.loads(Path(config.output_dir, "summary.json").read_text())
+    assert (told["steps"], told["config"]["max_steps"]) == (4, 4)
+    assert [row["step"] for row in metrics_of(config)] == [1, 2, 3, 4]
+    args.num_train_epochs, args.max_steps = 1, -1
+    rollouts = -(-len(trainer.train_dataset) // trainer.batches.prompts_per_rollout)
+    assert trainer.train().global_step == rollouts * trainer.batches.steps_per_rollout
+    with pytest.raises(ValueError, match="max_steps is 0; it must be at least 1, or -1"):
+        args.max_steps = 0
+
+
+def test_a_longer_training_asked_for_goes_on_from_a_checkpoint(tmp_path):
+    whole = make_trainer(make_config(tmp_path / "whole", lr_scheduler_type="constant"))
+    whole.train()
+    config = make_config(tmp_path, max_steps=2, save_steps=2, lr_scheduler_type="constant")
+    trainer = make_trainer(config)
+    trainer.train()
+    config.max_steps = 4
+    assert trainer.train(resume_from_checkpoint=True).global_step == 4
+    assert equal(weights(trainer), weights(whole))
+
+
+def test_options_changed_for_another_trainer_are_refused_by_the_first(tmp_path):
+    class Changes(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            config.beta = 0.5
+
+    config = make_config(tmp_path, max_steps=1, save_strategy="no")
+    first = make_trainer(config)
+    first.train()
+    config.learning_rate = 0.5
+    second = make_trainer(config)
+    assert (first.args.learning_rate, second.args.learning_rate) == (0.01, 0.5)
+    for act in (first.train, lambda: first.evaluate(first.train_dataset)):
+        with pytest.raises(ValueError, match="learning_rate cannot be changed: these options"):
+            act()
+    second.train()
+    config.learning_rate = 0.01  # as the first has it: but the second has not
+    with pytest.raises(ValueError, match="learning_rate cannot be changed"):
+        second.train()
+    config.learning_rate = 0.5
+    third = make_trainer(config, callbacks=[Changes()])
+    with pytest.raises(ValueError, match="beta cannot be changed"):
+        third.train()
+
+
+def test_a_changed_generation_config_is_refused_as_nothing_reads_it(tmp_path):
+    trainer = make_trainer(make_config(tmp_path, max_steps=1))
+    trainer.generation_config.max_new_tokens = 2
+    with pytest.raises(TypeError, match=r"generation_config was changed \(max_new_tokens\)"):
+        trainer.train()
+    trainer.generation_config.max_new_tokens = trainer.args.max_completion_length
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("_metrics", "use log_metric"), ("predict", "use evaluate"), ("tokenizer", "use process"),
+        ("_get_per_token_logps_and_entropies", "use the options of the objective"),
+        ("hyperparameter_search", "use evaluate"), ("_get_learning_rate", "get_last_lr"),
+    ],
+)  # fmt: skip
+def test_what_a_script_looks_for_in_vain_is_told_with_what_to_use(tmp_path, name, said):
+    trainer = make_trainer(make_config(tmp_path, max_steps=1))
+    with pytest.raises(AttributeError, match=said):
+        getattr(trainer, name)

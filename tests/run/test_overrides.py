@@ -190,3 +190,21 @@ def test_what_is_put_back_is_no_replacement_and_loaders_have_a_length(tmp_path):
 def test_methods_of_ones_own_are_no_overrides():
     own = {name: lambda self: None for name in (*CALLED, "train", "my_helper", "add_callback")}
     assert issubclass(type("Mine", (RLOOTrainer,), own), RLOOTrainer)
+
+
+def test_a_schedule_of_a_subclass_s_is_asked_for_again_for_another_length(tmp_path):
+    lengths = []
+
+    class Sets(RLOOTrainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            lengths.append(num_training_steps)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    trainer = make(tmp_path, Sets, save_strategy="no")
+    first = trainer.lr_scheduler
+    trainer.args.max_steps = 1
+    assert trainer.train().global_step == 1
+    assert lengths == [2, 1] and trainer.lr_scheduler is trainer.policy.stepper.scheduler
+    assert trainer.lr_scheduler is not first
+    with pytest.raises(TypeError, match="lr_scheduler is put on a trainer"):
+        trainer.lr_scheduler = first

@@ -5,9 +5,10 @@ What depends on models or data is checked where they are known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain
+from typing import Any
 
 from rloo.config import deepspeed
 from rloo.config.batches import batches_of
@@ -113,16 +114,20 @@ _ONLY_WHOLE = {
 }
 
 
+def out_of_range(values: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    """The options whose value is none, whatever the others are: name, value and the rule."""
+    return [
+        (name, values[name], rule)
+        for rule, holds, names in RANGES
+        for name in names
+        if values.get(name) is not None and not holds(values[name])
+    ]
+
+
 def check(config: VLLMOptions) -> None:
     """Raise ValueError for all values out of range, or else for the first contradiction."""
-    values = [(name, getattr(config, name), *rest) for *rest, names in RANGES for name in names]
-    faults = [
-        f"{name} is {value}; it {rule}"
-        for name, value, rule, holds in values
-        if value is not None and not holds(value)
-    ]
-    if faults:
-        raise Faults(faults)
+    if faults := out_of_range(vars(config)):
+        raise Faults([f"{name} is {value}; it {rule}" for name, value, rule in faults])
     _check_rewards(config)
     check_objective(config)
     _check_run(config)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -23,17 +25,19 @@ from rloo.config.aliases import (
 )
 from rloo.config.asked import Asked, setter_of
 from rloo.config.beside import correction_of
-from rloo.config.checks import check
+from rloo.config.checks import check, out_of_range
 from rloo.config.generation_kwargs import sampling_options
 from rloo.config.gym_options import follows_from_gym
 from rloo.config.options import DEFAULT_BATCH, DEFAULT_GROUP, LORA
 from rloo.config.parsed import Signature, option_types, seen_by_parsers
 from rloo.config.presets import LossForm, loss_form, over_preset
-from rloo.config.reading import default_of, suggest
+from rloo.config.reading import Faults, default_of, suggest
 from rloo.config.secrets import hide
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.vllm_options import OPTIONS, VLLMOptions, engine_of
 
+# The options that say how long a run is.
+LENGTH = ("max_steps", "num_train_epochs")
 # Shared options whose default is not TRL's: name -> (TRL's, ours, reason).
 DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
     "output_dir": (
@@ -57,9 +61,9 @@ class RLOOConfig(Base):
     Raises ValueError for an unknown option, a value of the wrong type or out of range, options
     that contradict each other, and an option of TRL or transformers that this version does not
     implement, set to anything but its default. Change one with `dataclasses.replace`, or as scripts
-    for TRL do, by assignment: what contradicts others is then refused by the trainer, which fixes
-    the options that it is given. A dataclass that inherits from it may have fields of its own,
-    which are the script's, and other defaults.
+    for TRL do, by assignment: what contradicts others is then refused by the trainer, which has a
+    fixed copy of the options that it is given. A dataclass that inherits from it may have fields of
+    its own, which are the script's, and other defaults.
     """
 
     _fixed = False
@@ -98,11 +102,9 @@ class RLOOConfig(Base):
             ):
                 object.__setattr__(self, name, value)
                 return
-            if self._fixed:
-                raise ValueError(
-                    f"{name} cannot be changed: these options belong to a trainer; give another "
-                    f"trainer a copy, dataclasses.replace(args, {name}=...)"
-                )
+            taken = vars(self).get("_taken")
+            if name not in LENGTH and (self._fixed or (taken is not None and taken.training)):
+                raise ValueError(_cannot_change(name))
             if name == "preset":
                 raise ValueError(
                     "preset cannot be assigned; give it when the options are made, "
@@ -112,6 +114,8 @@ class RLOOConfig(Base):
             if GLOBAL_BATCH in resolved:
                 group = {"num_generations": self.num_generations}
                 resolved = with_prompts(resolved | group)
+            if taken is not None:
+                taken.take(resolved)
             vars(self).update(resolved | _idle_of({name: value}))
 
         def __getattr__(self, name: str) -> Any:
@@ -164,14 +168,46 @@ class RLOOConfig(Base):
         own = {n: value for n, value in options.items() if n in own_fields(type(self))}
         return {n: value for n, value in options.items() if n not in own}, own
 
+    def with_asked(self) -> RLOOConfig | None:
+        """A fixed copy with the length that was assigned since a trainer has these options, or
+        since this was asked for; None where nothing was. Raises ValueError as `require_unchanged`.
+        """
+        changed = self.require_unchanged()
+        if "_taken" in vars(self):
+            vars(self)["_taken"].asked.clear()
+        return self.with_values(**changed) if changed else None
+
+    def require_unchanged(self) -> dict[str, Any]:
+        """Raise ValueError where an option of what the trainer was given is not what the trainer
+        has any more, but for the length, which is returned."""
+        taken = vars(self).get("_taken") or Taken()
+        changed = {n: v for n, v in taken.asked.items() if n in LENGTH or v != getattr(self, n)}
+        for name in changed.keys() - set(LENGTH):
+            raise ValueError(_cannot_change(name))
+        return changed
+
+    @contextmanager
+    def in_training(self) -> Iterator[None]:
+        """Inside, what the trainer was given cannot be changed, either."""
+        taken = vars(self).setdefault("_taken", Taken())
+        taken.training = True
+        try:
+            yield
+        finally:
+            taken.training = False
+
     def fixed(self) -> RLOOConfig:
-        """An equal copy, read and checked again if anything changed since that was done. Neither
-        can be changed by assignment from now on."""
+        """An equal copy, read and checked again if anything changed since that was done. It cannot
+        be changed by assignment, but for the length of the next training, and says so where this
+        object is changed and its trainer then trains."""
+        taken = Taken()
         values = self._values()
         if values != self._checked:
             values = RLOOConfig(**values)._values()
-        vars(self)["_fixed"] = True
-        return self.with_values(**values)
+        copy = self.with_values(**values)
+        for each in (copy,) if self._fixed else (copy, self):
+            vars(each)["_taken"] = taken
+        return copy
 
     def with_values(self, **values: Any) -> RLOOConfig:
         """A fixed copy in which some options have other `values`. These are neither read nor
@@ -270,6 +306,27 @@ def without_adapter(config: RLOOConfig) -> RLOOConfig:
     return config.with_values(
         **{field.name: field.default for field in LORA.fields_of(VLLMOptions)}
     )
+
+
+def _cannot_change(name: str) -> str:
+    return (
+        f"{name} cannot be changed: these options belong to a trainer; give another trainer a "
+        f"copy, dataclasses.replace(args, {name}=...)"
+    )
+
+
+@dataclass
+class Taken:
+    """What was assigned to the options that a trainer was given, since it has a copy of them."""
+
+    asked: dict[str, Any] = field(default_factory=dict)
+    training: bool = False
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Raises ValueError for a value out of range."""
+        if faults := [f"{n} is {v}; it {rule}" for n, v, rule in out_of_range(values)]:
+            raise Faults(faults)
+        self.asked.update(values)
 
 
 def in_one_process(config: RLOOConfig) -> RLOOConfig:

@@ -26,7 +26,7 @@ _SYSTEMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], int, str]] = {
         r"\bareal\b|gconfig\.",
     ),
     "ms-swift": ("ms-swift", ("rlhf_type",), (), 0, r"\b(swift|megatron) rlhf\b"),
-    "trl": ("TRL", (), (), 0, r"\btrl (rloo|grpo)\b|\brloo\w*\.py\b"),
+    "trl": ("TRL", (), (), 0, r"\btrl (rloo|grpo)\b|\b\w*(rloo|grpo)\w*\.py\b"),
 }  # fmt: skip
 # Systems whose files are not converted -> as above.
 _OTHERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int, str]] = {

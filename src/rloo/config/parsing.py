@@ -41,6 +41,7 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
     with the option, or the file and line.
     """
     path, given, faults = _split(arguments)
+    path = os.path.expanduser(path) if path and path.startswith("~/") else path
     written, lines = _written(path, faults)
     if "model_revision" in given:
         given["model_init_kwargs.revision"] = given.pop("model_revision")
@@ -61,6 +62,8 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
         values = {name: value for name, value in values.items() if name not in BASE}
     if path:
         values = {name: _beside(path, name, value) for name, value in values.items()}
+    given = {name: _at_home(name, value) for name, value in given.items()}
+    values = {name: _at_home(name, value) for name, value in values.items()}
     types = option_types()
     given = {n: _with_mappings(types.get(our_name(n)), value) for n, value in given.items()}
     values = _under(values, _resolved(given, {}, faults), given)
@@ -122,6 +125,15 @@ def _resolved(given: dict[str, Any], lines: dict[str, str], faults: list[str]) -
 def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     """What `read_yaml` does, with our options that are mappings as whole values."""
     return read_yaml(path, known_names().__contains__)
+
+
+def _at_home(name: str, value: Any) -> Any:
+    """The path behind `~/`, which a shell leaves alone in `--model=~/m`, and YAML always."""
+    if our_name(name) not in (*PATH_OPTIONS, "output_dir", "deepspeed"):
+        return value
+    if isinstance(value, list):
+        return [_at_home(name, item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value[:2] == "~/" else value
 
 
 def _beside(path: str, name: str, value: Any) -> Any:
@@ -197,6 +209,9 @@ def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any], list[str]]
         token = remaining.pop(0)
         key, equals, text = token.partition("=")
         name = _normal(key)
+        if token.startswith("--") and not equals and _is_switched_off(name):
+            faults += _add(given, name.removeprefix("no_"), ["false"])
+            continue
         if token.startswith("--") and not _is_option(name):
             faults.append(f"unknown option --{name}{suggest_option(name, known_names())}")
             while remaining and not _starts_option(remaining[0]):
@@ -287,6 +302,12 @@ def _normal(key: str) -> str:
     if _is_letter(key):
         return SHORT[key[1]]
     return SHORT[name] if len(name) > 1 and name in SHORT else name
+
+
+def _is_switched_off(name: str) -> bool:
+    """Whether `name` is `no_` and a switch, as transformers' parser has those that are on."""
+    switch = name.removeprefix("no_")
+    return name != switch and not _is_option(name) and _is_option(switch) and bool in _kinds(switch)
 
 
 def _is_option(name: str) -> bool:

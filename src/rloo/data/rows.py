@@ -52,8 +52,8 @@ def load_rows(
         rows = _load_by_name(str(spec), split, config_name)
     else:
         raise ValueError(
-            f"the dataset is a {type(spec).__name__}; it must be a datasets.Dataset, a file, a "
-            "folder or a hub id (dataset)"
+            f"the dataset is a {type(spec).__name__}; it must be a datasets.Dataset "
+            "(Dataset.from_list makes one of rows), a file, a folder or a hub id (dataset)"
         )
     if isinstance(rows, Dataset) and len(rows) == 0:
         name = spec if isinstance(spec, (str, Path)) else "given"

@@ -77,11 +77,14 @@ class Job:
         return ["bash", "-c", lines, "bash", *shlex.split(RLOO), *words]
 
 
-def make_job(cluster: Cluster, arguments: Sequence[str], folder: str | None = None) -> Job:
+def make_job(
+    cluster: Cluster, arguments: Sequence[str], folder: str | None = None, under: str | None = None
+) -> Job:
     """The processes of a run with these `arguments` of `rloo train` on a cluster. `folder` is what
-    a shell has for the run's output_dir, where it is not written down. Raises ValueError where the
-    run's options contradict the cluster's."""
-    config = parse_command_line(list(arguments))
+    a shell has for the run's output_dir, where it is not written down; `under` the file of the task
+    of those that name no model and no data. Raises ValueError where the run's options contradict
+    the cluster's."""
+    config = parse_command_line(list(arguments), under)
     _check(cluster, config)
     size = config.vllm_tensor_parallel_size if _is_vllm(config) else 1
     engines, gpus = cluster.engine_gpus // size, size if cluster.gpus_per_node else 0
@@ -110,7 +113,9 @@ def make_job(cluster: Cluster, arguments: Sequence[str], folder: str | None = No
     train = f"{RLOO} train {line}"
     trainer = _role("trainer", cluster.trainers, train, training, min(1, cluster.gpus_per_node))
     known = ["http://server:8000"] if extra and extra[-1].endswith("_url") else []
-    parse_command_line([*arguments, *extra, *known])  # what goes together with what is said there
+    parse_command_line(
+        [*arguments, *extra, *known], under
+    )  # what goes together with what is said there
     return Job(cluster, tuple(arguments), config, tuple(extra), trainer, tuple(others))
 
 

@@ -73,6 +73,11 @@ class Events:
             self._stepper.scheduler,
         )
 
+    def lengthen(self, config: RLOOConfig, scheduler: Any) -> None:
+        """Send the options and the schedule of a training of another length from now on."""
+        self._arguments = to_training_arguments(config)
+        self.handler.lr_scheduler = scheduler
+
     def send(self, event: str, **details: Any) -> None:
         """Call the method `event` of every callback. What the main process's ask for, all do."""
         getattr(self.handler, event)(self._arguments, self.state, self.control, **details)

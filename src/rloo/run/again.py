@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
+
+from rloo.config.config import RLOOConfig
 
 # What a training does not change.
 _PLACE = ("is_world_process_zero", "is_local_process_zero", "is_hyper_param_search")
@@ -14,8 +17,9 @@ _PLACE = ("is_world_process_zero", "is_local_process_zero", "is_hyper_param_sear
 class Schedule:
     """The learning rates as they were before the first step."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Any, remake: Callable[[int], Any] | None = None) -> None:
+        """`remake` makes the schedule of so many steps; None: it is the user's, and stays."""
+        self._scheduler, self._remake = scheduler, remake
         self._state = copy.deepcopy(scheduler.state_dict())
 
     def restart(self) -> None:
@@ -24,6 +28,22 @@ class Schedule:
         rates = self._scheduler.get_last_lr()
         for group, rate in zip(self._scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+    def of_length(self, steps: int) -> Any:
+        """The schedule of so many steps, which is at its beginning."""
+        self.restart()
+        if self._remake is not None:
+            self.__init__(self._remake(steps), self._remake)  # type: ignore[misc]
+        return self._scheduler
+
+
+def lengthen(trainer: Any, args: RLOOConfig, state: TrainerState) -> None:
+    """Give a trainer `args` of another length, and what follows from it in the `state` at its step
+    0: `args.max_steps = 4; trainer.train()`."""
+    schedule = trainer._schedule.of_length(max(state.max_steps, 1))
+    trainer.policy.stepper.scheduler = schedule
+    vars(trainer).update(args=args, lr_scheduler=schedule)
+    trainer.events.lengthen(args, schedule)
 
 
 def forget(state: TrainerState, control: TrainerControl, fresh: TrainerState) -> None:

@@ -11,6 +11,7 @@ import transformers
 
 from rloo.model.optimizers import Given
 from rloo.run.evaluate import Results
+from rloo.run.seams import SEAM_OF
 from rloo.run.shown import OPTIONS, OTHERS
 
 # A run calls these; the others of RLOOTrainer are called by scripts alone, as they are in TRL.
@@ -24,42 +25,6 @@ _OF_OPTIMIZER = (
     "get_decay_parameter_names",
 )  # fmt: skip
 _ELSEWHERE = "a callback (callbacks), whose events are Trainer's"
-# what to use instead -> methods of Trainer, or of TRL's RLOOTrainer 1.16
-_SEAMS: dict[str, tuple[str, ...]] = {
-    "the options of the objective (rloo config --all) and a function for the advantages "
-    "(estimator=my.py:function)": (
-        "compute_loss", "_compute_loss", "training_step", "compute_loss_context_manager",
-        "_get_per_token_logps_and_entropies", "get_batch_samples", "_get_num_items_in_batch",
-        "autocast_smart_context_manager",
-    ),
-    "a reward function (reward_funcs)": ("_calculate_rewards",),
-    "log_metric and log_extra, which a reward function is given": (
-        "_log_metric", "_log_completion_extra",
-    ),
-    "the options of sampling (rloo config --all) and reward functions, which are given prompts, "
-    "completions and columns": (
-        "_generate", "_generate_single_turn", "_generate_and_score_completions",
-        "_tokenize_prompts",
-    ),
-    "train_dataset and eval_dataset (an IterableDataset is a stream), prompt_template and "
-    "shuffle_dataset": (
-        "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "num_examples",
-        "_get_dataloader", "_get_train_sampler", "_get_eval_sampler", "_prepare_input",
-        "_prepare_inputs", "_remove_unused_columns", "_set_signature_columns_if_needed",
-        "_get_collator_with_removed_columns",
-    ),
-    "evaluate, or eval_dataset and reward functions": (
-        "evaluation_loop", "prediction_step", "predict", "_evaluate",
-    ),
-    "create_optimizer and create_scheduler, or optimizers=(optimizer, scheduler)": (
-        "get_optimizer_cls_and_kwargs", "_get_learning_rate", "_clip_grad_norm",
-    ),
-    "save_model, or a callback's on_save": (
-        "_save", "_save_checkpoint", "_load_best_model", "_load_from_checkpoint",
-        "_save_optimizer_and_scheduler", "_save_rng_state", "_determine_best_metric",
-    ),
-}  # fmt: skip
-_SEAM_OF = {name: seam for seam, names in _SEAMS.items() for name in names}
 
 
 @cache
@@ -67,7 +32,7 @@ def _overridable() -> frozenset[str]:
     """Every method that Trainer or TRL's RLOOTrainer has."""
     methods = (name for name in dir(transformers.Trainer) if not name.startswith("__"))
     found = {name for name in methods if callable(getattr(transformers.Trainer, name))}
-    return frozenset(found | set(_SEAM_OF))
+    return frozenset(found | set(SEAM_OF))
 
 
 def refuse_override(name: str, where: str, own: Collection[str]) -> None:
@@ -75,7 +40,7 @@ def refuse_override(name: str, where: str, own: Collection[str]) -> None:
     TRL's that is not among our trainer's `own`."""
     if name in _overridable() and name not in own:
         raise TypeError(
-            f"{where} has {name}, which would never be called; use {_SEAM_OF.get(name, _ELSEWHERE)}"
+            f"{where} has {name}, which would never be called; use {SEAM_OF.get(name, _ELSEWHERE)}"
             f" (a run calls {', '.join(CALLED)})"
         )
 
@@ -147,6 +112,24 @@ def own_optimizers(trainer: Any, given: Given, num_steps: int, own: Mapping[str,
         made = trainer.create_scheduler(num_steps, trainer.optimizer)
         trainer.lr_scheduler = made or trainer.lr_scheduler
     return trainer.optimizer, trainer.lr_scheduler
+
+
+def schedule_of(trainer: Any, given: Given, own: Mapping[str, Any]) -> Callable[[int], Any] | None:
+    """What makes the schedule of so many steps; None where it is the user's, made already."""
+    name = "create_optimizer_and_scheduler"
+    both = given == (None, None) and getattr(type(trainer), name) is not own[name]
+    if given[1] is not None or both:
+        return None
+
+    def remake(steps: int) -> Any:
+        # Overrides written for Trainer set the attribute, which they may while a trainer is set up.
+        evaluator = vars(trainer).pop("evaluator")
+        try:
+            return trainer.create_scheduler(steps, trainer.optimizer) or trainer.lr_scheduler
+        finally:
+            vars(trainer)["evaluator"] = evaluator
+
+    return remake
 
 
 class Owner(Protocol):

@@ -14,7 +14,7 @@ from rloo.algorithm.fitting import rehearse
 from rloo.algorithm.interrupts import ForcedInterrupt, Stopped
 from rloo.algorithm.parts import Parts, RunState
 from rloo.algorithm.train import begin_step, finish_step, note_what_is_due, train_on_rollout
-from rloo.config.config import RLOOConfig
+from rloo.config.config import LENGTH, RLOOConfig
 from rloo.config.deepspeed import division_named
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
@@ -34,8 +34,6 @@ from rloo.run.resume import changed_options, restore
 from rloo.run.saving import renew_card, write_checkpoint, write_result
 from rloo.run.together import require_same_weights
 
-# The options that say how long a run is.
-LENGTH = ("max_steps", "num_train_epochs")
 # The rollout that is profiled; the first two still fill caches and select kernels.
 PROFILED_ROLLOUT = 3
 

@@ -26,6 +26,7 @@ from rloo.report.monitor import Monitor, numbers_of
 from rloo.report.records import strict
 from rloo.rewards import RewardSet
 from rloo.rewards.model import RewardModel
+from rloo.run.seams import SEAM_OF
 from rloo.run.setup import load_given
 
 # Options that TRL's trainer has as attributes of the same name.
@@ -82,7 +83,7 @@ class Shown:
         if name in OPTIONS and "args" in vars(self):
             value = getattr(self.args, name)
             return {} if name == "chat_template_kwargs" and value is None else value
-        hint = "; evaluate(rows) samples and scores them" if name == "predict" else ""
+        hint = f"; use {SEAM_OF[name]}" if name in SEAM_OF else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     @cached_property
@@ -156,10 +157,24 @@ class Shown:
             **(args.generation_kwargs or {}),
         }
 
-    @property
+    @cached_property
     def generation_config(self) -> GenerationConfig:
         """The same, for a `generate` of one's own."""
         return GenerationConfig(**self.generation_kwargs, disable_compile=True)
+
+    def refuse_changed(self) -> None:
+        """Raise ValueError for options that were changed where they were given, and TypeError for a
+        `generation_config` that was changed: nothing reads either any more."""
+        self.args.require_unchanged()
+        held = vars(self).get("generation_config")
+        meant = {**self.generation_kwargs, "disable_compile": True}
+        given = {} if held is None else held.to_dict()
+        changed = [n for n, v in meant.items() if held is not None and given.get(n) != v]
+        if changed:
+            raise TypeError(
+                f"generation_config was changed ({', '.join(changed)}), where nothing reads it; "
+                "use the options of sampling (RLOOConfig) of another trainer"
+            )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The rows of a rollout at a time, each `num_generations` times, in the dataset's order. A

@@ -32,19 +32,13 @@ from rloo.report.hub import Hub
 from rloo.report.model_card import write_card
 from rloo.report.monitor import Monitor
 from rloo.report.profiling import Clock
-from rloo.run import again, setup, shown
+from rloo.run import again, overrides, setup, shown
 from rloo.run.checkpoint import find_checkpoint
 from rloo.run.due import never_due
 from rloo.run.evaluate import Evaluator, Results, check_evaluation, flatten
 from rloo.run.folder import AUTO, claimed_by_main
 from rloo.run.judging import Judging
 from rloo.run.machine import keep_freed_memory
-from rloo.run.overrides import (
-    own_optimizers,
-    refuse_assignment,
-    refuse_overrides,
-    refuse_replacement,
-)
 from rloo.run.presence import present
 from rloo.run.session import Session
 from rloo.run.setup import RewardFunction, Rows, RowSets, Tokenizers
@@ -75,13 +69,13 @@ class RLOOTrainer(shown.Shown):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        refuse_overrides(cls, _OWN, _SHOWN)
+        overrides.refuse_overrides(cls, _OWN, _SHOWN)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(self, "evaluator") and value is not vars(self).get(name, self):
-            refuse_replacement(name)
+            overrides.refuse_replacement(name)
         if callable(value):
-            refuse_assignment(name, _OWN)
+            overrides.refuse_assignment(name, _OWN)
         super().__setattr__(name, value)
 
     def __init__(
@@ -104,7 +98,7 @@ class RLOOTrainer(shown.Shown):
         rollout_func: RolloutFunc | None = None,
         environment_factory: Factories = None,
     ) -> None:
-        refuse_overrides(type(self), _OWN, _SHOWN)  # a class can be changed after it was made
+        overrides.refuse_overrides(type(self), _OWN, _SHOWN)  # it may have changed since
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
         self.args = obtain_config(args, model)
@@ -152,7 +146,8 @@ class RLOOTrainer(shown.Shown):
         (other signals, handled in the main thread only) or the error is raised.
         `resume_from_checkpoint` "auto" goes on with an unfinished run with the same options, loads
         the result of a finished one, and else starts."""
-        refuse_overrides(type(self), _OWN, _SHOWN)
+        overrides.refuse_overrides(type(self), _OWN, _SHOWN)
+        self.refuse_changed()
         resume = self._begin_again(resume_from_checkpoint)
         parts, state = self.make_parts()
         session = Session(self, parts, state, self.evaluator, self._eval_prompts, self.hub)
@@ -164,7 +159,7 @@ class RLOOTrainer(shown.Shown):
                     session.push()
                 return TrainOutput(start.finished["steps"], totals["train_loss"], totals)
             self._session = session
-            with present(parts):
+            with present(parts), self.args.in_training():
                 totals = session.train(start)
         session.push()
         if self.args.dataset is not None:
@@ -181,6 +176,7 @@ class RLOOTrainer(shown.Shown):
         """Evaluate on `eval_dataset`, on the trainer's set of that name, or on all of its sets.
         Metrics have transformers' names (eval_reward, or eval_math_reward for a set `math`). They
         are logged and sent to the callbacks. Training does not change in any bit."""
+        self.refuse_changed()
         if ignore_keys:
             raise ValueError("ignore_keys names outputs of a model; no metric is made of those")
         sets = self._eval_prompts
@@ -294,13 +290,13 @@ class RLOOTrainer(shown.Shown):
         self._notes += check_evaluation(self, self._eval_prompts, trains=trains)
         self._notes += never_due(self.args) if trains else []
 
-    def _set_up(self, optimizers: Given, callbacks: Sequence[TrainerCallback]) -> None:
+    def _set_up(self, given: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = setup.make_state(self._source, self.args, self.batches)
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.control = transformers.TrainerControl()
         num_steps = max(self.state.max_steps, 1)
-        optimizers = own_optimizers(self, optimizers, num_steps, _OWN)
+        optimizers = overrides.own_optimizers(self, given, num_steps, _OWN)
         self.policy = Policy(
             self.model,
             self.processing_class,
@@ -321,7 +317,7 @@ class RLOOTrainer(shown.Shown):
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
         )
-        self._schedule = again.Schedule(self.lr_scheduler)
+        self._schedule = again.Schedule(self.lr_scheduler, overrides.schedule_of(self, given, _OWN))
         self._folder = Path(self.args.output_dir).absolute()  # a reward may change the current one
         self._make_monitor()
         self.callback_handler = self.events.handler
@@ -341,11 +337,13 @@ class RLOOTrainer(shown.Shown):
         the weights, the moments and the place in the data that there are, as with Trainer. What was
         not finished goes on from its checkpoint. Returns what to resume from."""
         resume = resume or self.args.resume_from_checkpoint
-        before = self._session
+        before, longer = self._session, self.args.with_asked()
         finished = before is not None and before.status == "finished"
-        if before is None or (resume == AUTO and finished):
+        if longer is not None:
+            again.lengthen(self, longer, setup.make_state(self._source, longer, self.batches))
+        elif before is None or (resume == AUTO and finished):
             return resume
-        if not resume and not finished:
+        if before is not None and not resume and not finished:
             newest = self.world.is_main and find_checkpoint(self._folder)[0] is not None
             resume = self.world.from_main(bool(newest))
         again.forget(

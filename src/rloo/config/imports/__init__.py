@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from rloo.config.aliases import resolve
+from rloo.config.checks import out_of_range
 from rloo.config.config import RLOOConfig, option_types
 from rloo.config.foreign import is_script, refuse_unconverted, system_of
 from rloo.config.imports.areal import import_areal
@@ -21,7 +22,7 @@ from rloo.config.imports.ms_swift import import_ms_swift
 from rloo.config.imports.nemo_rl import import_nemo_rl
 from rloo.config.imports.openrlhf import import_openrlhf
 from rloo.config.imports.overrides import is_yaml
-from rloo.config.imports.source import Imported
+from rloo.config.imports.source import Imported, Left
 from rloo.config.imports.trl import import_trl
 from rloo.config.imports.verl import import_verl
 from rloo.config.plain_yaml import write_yaml
@@ -31,6 +32,7 @@ from rloo.config.secrets import hide
 
 # A name that ends so has a value that nobody else may read.
 _SECRET = re.compile(r"(?:api_?key|_token|secret|password|wandb\.key)$", re.IGNORECASE)
+_HAS_SECRET = re.compile(r"(?:api_?key|token|secret|password)['\"]?\s*[:=]", re.IGNORECASE)
 # What --from takes -> (the system's name, what reads it: a path or command line, with overrides).
 IMPORTERS: dict[str, tuple[str, Callable[[str, Sequence[str]], Imported]]] = {
     "areal": ("AReaL", import_areal),
@@ -42,6 +44,15 @@ IMPORTERS: dict[str, tuple[str, Callable[[str, Sequence[str]], Imported]]] = {
 }
 
 
+def _plainly(name: str) -> str:
+    return re.sub(r"[^a-z]", "", name.lower())
+
+
+# The systems by any spelling of their names.
+_NAMED = {_plainly(word): key for key, (name, _) in IMPORTERS.items() for word in (key, name)}
+_NAMED |= {"swift": "ms-swift", "nemo": "nemo_rl"}
+
+
 def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Imported:
     """Read `source`: the path of a YAML file or shell script, or a command line; `overrides` are
     that system's own, after it. Raises ValueError for what cannot be read, and a result that
@@ -49,11 +60,16 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
     system, at, version = system.partition("@")
     if at and system != "verl":
         raise ValueError(f"--from is {system}@{version}; versions are told apart for verl only")
+    system = _NAMED.get(_plainly(system), system)
     if system not in IMPORTERS:
         raise ValueError(
             f"--from is {system!r}; it must be one of {', '.join(IMPORTERS)}"
             f"{suggest(system, IMPORTERS)}"
         )
+    if re.fullmatch(r"~/\S+", source):
+        source = os.path.expanduser(source)
+    if os.path.isdir(source):
+        raise ValueError(f"{source} is a folder; give a file, a script or a command line in quotes")
     if overrides and re.fullmatch(r"[\w./-]+", source) and not os.path.isfile(source):
         source, overrides = shlex.join([source, *overrides]), ()  # a line without quotes around it
     if is_yaml(source) or is_script(source):
@@ -70,9 +86,15 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
     for name in ("model", "dataset", "eval_dataset", "output_dir"):
         if str(options.get(name)).startswith("~/"):  # the shell, or the other system, does it
             options[name] = os.path.expanduser(options[name])
+    # One value that is none here ends no conversion of all others.
+    left = [
+        Left(name, options.pop(name), f"it {rule}; here it has its default")
+        for name, _, rule in out_of_range(options)
+        if name in options
+    ]
     config = RLOOConfig(**options)  # whether they fit together
-    notes = [*found.notes, *remarks(config)]
-    return Imported(options, found.taken, found.left, notes)
+    notes = [*found.notes, *(f"{name} {value} is left out: {why}" for name, value, why in left)]
+    return Imported(options, found.taken, [*found.left, *left], [*notes, *remarks(config)])
 
 
 def render_imported(system: str, found: Imported) -> str:
@@ -84,7 +106,8 @@ def render_imported(system: str, found: Imported) -> str:
         for name in option_types()
         if name in found.options and (value := found.options[name]) != defaults[name]
     }
-    name = IMPORTERS[system.partition("@")[0]][0]
+    system = system.partition("@")[0]
+    name = IMPORTERS[_NAMED.get(_plainly(system), system)][0]
     lines = [f"# Imported from {name}. Options that are not here have the default of rloo."]
     lines += [f"# note: {_one_line(note)}" for note in found.notes]
     lines.append(write_yaml(unlike).rstrip())
@@ -93,7 +116,8 @@ def render_imported(system: str, found: Imported) -> str:
     for reason in dict.fromkeys(left.reason for left in found.left):
         lines.append(f"# - {reason}")
         for key, value, _ in (left for left in found.left if left.reason == reason):
-            hidden = "(not shown)" if _SECRET.search(key) else value
+            secret = _SECRET.search(key) or _HAS_SECRET.search(str(value))
+            hidden = "(not shown)" if secret else value
             shown = json.dumps(hidden, ensure_ascii=False, default=str)
             lines.append(f"#     {_one_line(key)}: {shown}")
     return str(hide("\n".join(lines))) + "\n"

@@ -185,7 +185,7 @@ def _read_data(source: Source, options: dict[str, Any]) -> dict[str, Any]:
 
 def _read_batches(source: Source) -> dict[str, Any]:
     prompts = source.take("train_dataset.batch_size", int, 1)
-    parts = source.take("actor.ppo_n_minibatches", int, 4)
+    parts = source.take_count("actor.ppo_n_minibatches", 4)
     if prompts % parts:
         reason = f"{prompts} prompts (train_dataset.batch_size) cannot be parted into {parts}"
         source.give_back("actor.ppo_n_minibatches", parts, reason)

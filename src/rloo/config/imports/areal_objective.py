@@ -68,14 +68,20 @@ def _read_weights(source: Source) -> dict[str, Any]:
         )
     start = "actor.rejection_sampling."
     whole = source.take("actor.rejection_sampling")  # empty where it has nothing but defaults
-    given = [key for key in source.values if key.startswith((start, "actor.behav_imp_weight_cap"))]
+    former = ("actor.behav_imp_weight_cap", "actor.behave_imp_weight_cap")
+    form = "actor.behave_imp_weight_mode"
+    given = [key for key in source.values if key.startswith((start, *former, form))]
     if not decoupled or (whole is None and not given):
         for key in given:
             source.leave(key, "it acts with use_decoupled_loss only")
         return {}
-    cap = source.take("actor.behav_imp_weight_cap", float)  # of earlier versions
-    level = source.take(f"{start}level", str, "token")
-    action = source.take(f"{start}action", str, "mask")
+    caps = [source.take(key, float) for key in former]  # of earlier versions
+    cap = next((number for number in caps if number is not None), None)
+    mode = source.take(form, str, "token_mask")
+    if mode == "disabled":
+        return {}
+    level = source.take(f"{start}level", str, mode.partition("_")[0])
+    action = source.take(f"{start}action", str, "clamp" if mode.endswith("truncate") else "mask")
     metric = source.take(f"{start}metric", str, "ratio")
     upper = source.take(f"{start}upper", float, 5.0 if cap is None else cap)
     lower = source.take(f"{start}lower", float)

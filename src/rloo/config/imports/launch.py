@@ -12,6 +12,7 @@ from rloo.config.foreign import is_script
 from rloo.config.imports.overrides import is_yaml, over, read_composed, read_overrides
 from rloo.config.imports.shell import Script, find_command, read_script
 from rloo.config.imports.source import CUT
+from rloo.config.imports.starters import AROUND, program_of, started_with
 
 _ABOVE = 8
 _SETTING = re.compile(r"--|[+~]*[A-Za-z_]\w*(\.\w+)+=")
@@ -61,28 +62,34 @@ class Launch:
         return found
 
     @property
-    def unread(self) -> dict[str, Any]:
-        """The settings that the shell leaves out, by a comment or a missing backslash."""
+    def unread(self) -> dict[str, dict[str, Any]]:
+        """By the reason: the settings that the shell leaves out, by a comment or a missing
+        backslash, and the flags of what starts the program."""
         given, flags, others = read_overrides([word for words in self._cut() for word in words])
-        return {**given, **flags, **dict.fromkeys(others, "")}
+        cut = {**given, **flags, **dict.fromkeys(others, "")}
+        return {CUT: cut, AROUND: started_with(self.before)}
 
     def _cut(self) -> list[list[str]]:
         return [words for words in self.script.commands if _SETTING.match(words[0])]
 
 
-def read_launch(source: str, mark: re.Pattern[str], program: str) -> Launch:
+def read_launch(
+    source: str, mark: re.Pattern[str], program: str, settings: re.Pattern[str] | None = None
+) -> Launch:
     """The one command of `program`, which `mark` knows, in the script at the path `source`, or in a
-    command line. Raises ValueError where there is none, or several that differ."""
+    command line; where there is none, that of another program with the system's `settings`, which
+    is a fork's. Raises ValueError where there is none, or several that differ."""
     text, folder = _text_of(source)
     script = read_script(text, source if is_script(source) else "")
     if text.lstrip().startswith("--"):  # its flags alone, each on a line of its own perhaps
         return Launch([word for words in script.commands for word in words], text=text)
-    commands = find_command(script, mark)
-    if not commands:
-        for name, uncalled in script.uncalled.items():
-            if found := find_command(Script(commands=uncalled), mark):
-                script.notes.append(f"{name} has the command, and nothing in the script runs it")
-                commands += found
+    commands = _find(script, mark)
+    if not commands and settings and (other := _programs(script, settings)):
+        script.notes.append(
+            f"it is started by {', '.join(other)}, not by {program}: what that does besides is not "
+            "known here"
+        )
+        commands = _find(script, re.compile("|".join(map(re.escape, other))))
     if commands and all(words == commands[0][1] for _, words in commands):
         before, words = commands[0]
         return Launch(words, before, script, text, folder)
@@ -91,6 +98,31 @@ def read_launch(source: str, mark: re.Pattern[str], program: str) -> Launch:
         f"{source if is_script(source) else 'the command line'}: there are {number} commands "
         f"{program}; there must be 1" + ("; give the one in quotes" if number else "")
     )
+
+
+def _find(script: Script, mark: re.Pattern[str]) -> list[tuple[list[str], list[str]]]:
+    """The commands with `mark`; else those in variables that another is given, as `sbatch` is, and
+    of functions that nothing calls."""
+    commands = find_command(script, mark)
+    exported = {n: v for n, v in script.variables.items() if n in script.exported}
+    for name, value in ({} if commands else exported | script.environment).items():
+        if found := find_command(Script(commands=[["sh", str(value)]]), mark):
+            script.notes.append(f"the command is that of the variable {name}")
+            commands += found
+    if not commands:
+        for name, uncalled in script.uncalled.items():
+            if found := find_command(Script(commands=uncalled), mark):
+                script.notes.append(f"{name} has the command, and nothing in the script runs it")
+                commands += found
+    return commands
+
+
+def _programs(script: Script, settings: re.Pattern[str]) -> list[str]:
+    """The programs of commands that have two `settings` or more."""
+    uncalled = [words for commands in script.uncalled.values() for words in commands]
+    lines = [" ".join(words) for words in [*script.commands, *uncalled]]
+    found = [program_of(line) for line in lines if len(settings.findall(line)) > 1]
+    return list(dict.fromkeys(name for name in found if name))
 
 
 def _text_of(source: str) -> tuple[str, Path]:
@@ -119,17 +151,19 @@ def read_settings(
     mark: re.Pattern[str],
     program: str,
     home: str = "",
+    own: re.Pattern[str] | None = None,
 ) -> Composed:
     """The settings of a YAML file, script or command line, with `key=value` overrides after it.
-    `home`: the folder where the program looks for files that it is given by name alone. Raises
-    ValueError for what cannot be read."""
+    `home`: the folder where the program looks for files that it is given by name alone; `own`: the
+    system's settings, by which a fork's program is known. Raises ValueError for what cannot be
+    read."""
     if is_yaml(source) and (" " not in source or Path(source).is_file()):
         values, missing = read_composed(source)
         given, flags, others = read_overrides(overrides)
         _refuse(others)
         return Composed(over(values, {**flags, **given}), _gone(missing))
     words = _overrides_alone(source)
-    launch = Launch(words) if words else read_launch(source, mark, program)
+    launch = Launch(words) if words else read_launch(source, mark, program, own)
     given, flags, words = read_overrides(launch.words)
     added, _, others = read_overrides(overrides)
     _refuse(others)
@@ -152,7 +186,7 @@ def read_settings(
         for key, value in list(settings.items())
         if isinstance(value, str) and any(other.startswith(f"{key}.") for other in settings)
     }
-    unread = {CUT: launch.unread, "it is no key=value": dict.fromkeys(words, "")}
+    unread = {**launch.unread, "it is no key=value": dict.fromkeys(words, "")}
     unread["it chooses one of the program's own files for a section"] = chosen
     return Composed(over(over(values, settings), added), notes, unread)
 

@@ -17,8 +17,8 @@ from rloo.config.deepspeed import STAGES
 from rloo.config.imports.launch import Launch, find_file, read_launch
 from rloo.config.imports.overrides import is_yaml
 from rloo.config.imports.shell import read_flags
-from rloo.config.imports.source import CUT, ENGINES, PROCESSES, Imported, Source
-from rloo.config.plain_yaml import read_yaml
+from rloo.config.imports.source import ENGINES, PROCESSES, Imported, Source
+from rloo.config.plain_yaml import read_value, read_yaml
 
 # ms-swift's option -> its default, for those that mean what an option of ours means
 _SAME: dict[str, Any] = {
@@ -111,7 +111,7 @@ def import_ms_swift(text: str, overrides: Sequence[str] = ()) -> Imported:
 def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for key, ours in (("dataset", "dataset"), ("val_dataset", "eval_dataset")):
-        if (names := source.take(key, list[str])) is None:
+        if not (names := source.take(key, list[str])):
             continue
         if len(names) > 1 or re.search("[:#]", names[0]):
             reason = f"{ours} is one dataset, and its parts are dataset_config and _split"
@@ -157,6 +157,8 @@ def _read_division(source: Source) -> dict[str, Any]:
     if stage == "zero0":
         return {}
     if stage not in STAGES:
+        if name.lstrip().startswith("{"):
+            return {"deepspeed": read_value(name)}
         if Path(name).is_file():
             return {"deepspeed": name}
         source.give_back("deepspeed", name, "no such file here; give it as deepspeed")
@@ -170,8 +172,8 @@ def _read_division(source: Source) -> dict[str, Any]:
 
 def _read_batches(source: Source) -> dict[str, Any]:
     """One step learns from batch size * accumulation * processes completions, as there."""
-    processes = source.take("NPROC_PER_NODE", int, 1) * source.take("NNODES", int, 1)
-    size = source.take("per_device_train_batch_size", int, 1)
+    processes = source.take_count("NPROC_PER_NODE", 1) * source.take_count("NNODES", 1)
+    size = source.take_count("per_device_train_batch_size", 1)
     accumulation = source.take("gradient_accumulation_steps", int)
     if accumulation is None:
         accumulation = max(1, math.ceil(16 / size / processes))
@@ -292,12 +294,12 @@ def _read_given(text: str, overrides: dict[str, Any]) -> Given:
     values = _parse(launch)
     named = launch.words[0] if launch.words and is_yaml(launch.words[0]) else values.get("config")
     if named is None:
-        return values | overrides, launch.notes, {CUT: launch.unread}
+        return values | overrides, launch.notes, launch.unread
     file = find_file([named], launch.folder)
     if file is None:
         raise ValueError(f"{named}: no such file here; give its path (--config)")
     values.pop("config", None)
-    return _read_file(str(file)) | values | overrides, launch.notes, {CUT: launch.unread}
+    return _read_file(str(file)) | values | overrides, launch.notes, launch.unread
 
 
 def _read_file(path: str) -> dict[str, Any]:
@@ -317,7 +319,7 @@ def _parse(launch: Launch) -> dict[str, Any]:
         )
     values: dict[str, Any] = {
         name: value
-        for name, value in launch.script.variables.items()
+        for name, value in (launch.script.variables | launch.script.environment).items()
         if not re.search(rf"\$\{{?{name}\b", launch.text)
     }
     others = [words for words in launch.script.commands if not any(map(_MARK.fullmatch, words))]

@@ -27,6 +27,7 @@ from rloo.config.imports.source import (
     steps_between,
 )
 
+_SETTING = re.compile(r"\b(?:grpo|policy|loss_fn)\.\w+")
 _MARK = re.compile(r"(?:.*/)?run_\w*(?:grpo|ppo|gdpo|dapo)\w*\.py")
 _SAMPLING = "policy.generation."
 
@@ -109,7 +110,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
 def import_nemo_rl(text: str, overrides: Sequence[str] = ()) -> Imported:
     """NeMo-RL's YAML file or script at the path `text`, or a command line, with `overrides` after
     it. Raises ValueError for what cannot be read."""
-    given = read_settings(text, overrides, _MARK, "run_grpo.py")
+    given = read_settings(text, overrides, _MARK, "run_grpo.py", own=_SETTING)
     source = Source(follow_references(given.values), _NAMES)
     source.notes += given.notes
     source.leave_unread(given.unread)

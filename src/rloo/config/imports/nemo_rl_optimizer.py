@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo.config.imports.optimizer import read_schedule
+from rloo.config.imports.optimizer import read_betas, read_schedule
 from rloo.config.imports.source import Source
 
 _TORCH = "policy.optimizer.kwargs."
@@ -20,12 +20,11 @@ def read_optimizer(source: Source, each: int, megatron: bool) -> dict[str, Any]:
     name = source.take("policy.optimizer.name", str, "torch.optim.AdamW")
     if not name.endswith(("AdamW", "FusedAdam")):
         source.give_back("policy.optimizer.name", name, "nearest: adamw_torch_fused (optim)")
-    betas = source.take(f"{_TORCH}betas", list[float], [0.9, 0.999])
+    read |= read_betas(source, f"{_TORCH}betas", [0.9, 0.999])
     read |= {
         "learning_rate": source.take(f"{_TORCH}lr", float, 5e-6),
         "weight_decay": source.take(f"{_TORCH}weight_decay", float, 0.01),
         "adam_epsilon": source.take(f"{_TORCH}eps", float, 1e-8),
-        "adam_beta1": betas[0], "adam_beta2": betas[1],
         "gradient_checkpointing": source.take(
             "policy.dtensor_cfg.activation_checkpointing", bool, False
         ),

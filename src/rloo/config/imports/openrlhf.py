@@ -14,10 +14,9 @@ from typing import Any
 from rloo.config.imports.launch import read_launch
 from rloo.config.imports.openrlhf_names import FORMERLY, KNOWN
 from rloo.config.imports.openrlhf_objective import read_objective
-from rloo.config.imports.optimizer import read_schedule
+from rloo.config.imports.optimizer import read_betas, read_schedule
 from rloo.config.imports.shell import read_flags
 from rloo.config.imports.source import (
-    CUT,
     ENGINES,
     IN_MEMORY,
     NOT_AHEAD,
@@ -25,12 +24,16 @@ from rloo.config.imports.source import (
     Imported,
     Source,
     greedy,
+    one_of,
     read_batches,
     steps_between,
 )
 
 _MARK = re.compile(r"openrlhf\.cli\.train_(?:ppo|grpo)\w*|(?:.*/)?train_ppo_ray\w*\.py")
 _PROGRAM = "openrlhf.cli.train_ppo_ray"
+_SETTING = re.compile(
+    r"--(?:actor\.|algo\.|rollout\.|micro_rollout_batch|advantage_est|init_kl)\w*"
+)
 
 # OpenRLHF's flag -> its default, for those that mean what an option of ours means
 _SAME: dict[str, Any] = {
@@ -106,16 +109,20 @@ def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> Imported:
     """A command line, or the script at that path, with `overrides` (--flag value) after it. Raises
     ValueError unless it has one command `openrlhf.cli.train_ppo_ray`, and for values that cannot be
     read."""
-    launch = read_launch(text, _MARK, _PROGRAM)
+    launch = read_launch(text, _MARK, _PROGRAM, _SETTING)
     flags = read_flags([*launch.words, *overrides])
     source = Source({FORMERLY.get(name, name): value for name, value in flags.items()}, _NAMES)
     source.notes += launch.notes
-    cut = {FORMERLY.get(name, name): value for name, value in launch.unread.items()}
-    source.leave_unread({CUT: cut})
+    for why, words in launch.unread.items():
+        source.leave_unread({why: {FORMERLY.get(name, name): v for name, v in words.items()}})
     options = source.take_same(_SAME)
     source.expect_all(_ONLY)
     options |= _read_lengths(source)
     options |= read_objective(source, options)
+    key = "data.prompt_dataset"
+    if "," in str(options.get("dataset")):
+        names = [name.strip() for name in options["dataset"].split(",")]
+        options["dataset"] = one_of(source, key, "dataset", names)
     batches, each = _read_batches(source, options)
     options |= batches | _read_data(source) | _read_rewards(source, options)
     options |= _read_run(source, each) | _read_optimizer(source) | _read_adapter(source)
@@ -233,11 +240,10 @@ def _read_run(source: Source, each: int) -> dict[str, Any]:
 
 
 def _read_optimizer(source: Source) -> dict[str, Any]:
-    betas = source.take("actor.adam.betas", list[float], [0.9, 0.95])
     key = "actor.lr_scheduler"
     least = source.take("actor.min_lr_ratio", float, 0.1)
     kind = source.take(key, str, "cosine_with_min_lr")
-    read = {"adam_beta1": betas[0], "adam_beta2": betas[1]}
+    read = read_betas(source, "actor.adam.betas", [0.9, 0.95])
     return read | read_schedule(source, key, kind, least if "min_lr" in kind else 0.0)
 
 

@@ -100,6 +100,7 @@ FORMERLY: dict[str, str] = {
 _SINCE = {
     "train": "enable_sleep colocate_all_models",
     "ds": "experts_implementation use_hpu zero_hpz load_in_8bit flash_attn",
+    "reward": "",
     "actor": "adam.eps optim muon.lr muon.momentum min_lr_ratio grad_clip num_gpus",
 }
 KNOWN: dict[str, frozenset[str]] = {

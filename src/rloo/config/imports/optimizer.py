@@ -13,6 +13,14 @@ _SCHEDULES = {
 }  # fmt: skip
 
 
+def read_betas(source: Source, key: str, default: list[float]) -> dict[str, Any]:
+    """Adam's two rates of decay. Raises ValueError for another number of them."""
+    betas = source.take(key, list[float], default)
+    if len(betas) != 2:
+        raise ValueError(f"{key} is {betas}; it must be two numbers")
+    return {"adam_beta1": betas[0], "adam_beta2": betas[1]}
+
+
 def read_schedule(source: Source, key: str, kind: str, least: float) -> dict[str, Any]:
     """The schedule that `key` names `kind`, which ends at `least` of the peak where it falls."""
     name = _SCHEDULES.get(kind.lower())

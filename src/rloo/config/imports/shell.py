@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
+from typing import Any
 
-from rloo.config.imports.shell_words import DEEPEST, MOST_LETTERS, Script, Words
+from rloo.config.imports.shell_words import DEEPEST, MOST_LETTERS, Script, Value, Words
 from rloo.config.imports.substitutions import changed, is_resolved
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -19,9 +21,13 @@ _ARGUMENT_LOOP = re.compile(r"(?:while|until)\b[^\n;]*(?:\$\{?[#1@*]|getopts)")
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>&|<&|>|<)\s*")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _WORDS = (
-    "if", "then", "else", "elif", "fi", "do", "done", "while", "until", "time", "exec", "export",
-    "local", "declare", "readonly", "{", "}", "!",
+    "if", "then", "else", "elif", "fi", "do", "done", "while", "until", "time", "exec", "{", "}",
+    "!",
 )  # fmt: skip
+_DECLARING = ("export", "local", "declare", "readonly", "typeset")
+_IN_PLACE = re.compile(r"\s*(\w+)\s*(?:([-+*/%]?)=(?!=)\s*(.+)|(\+\+|--))\s*", re.DOTALL)
+# Commands in a loop's body that leave nothing for what follows.
+_SAID = ("echo", "printf", "[", "[[", "test", ":", "true", "mkdir", "sleep")
 _CHOICES = ("if", "elif", "else", "case")
 # What a user's shell does for itself, and no settings of a run.
 _OF_SHELLS = re.compile(r"(?:.*/)?(?:activate\S*|\.\w+|\w*\.env|set_env\.sh|setvars\.sh|conda\.sh)")
@@ -39,7 +45,8 @@ def read_script(text: str, path: str = "") -> Script:
         unread |= {f"the text after << ({n})": t for n, t in enumerate(script.documents, 1)}
         for name, body in unread.items():
             apart = script.apart()
-            _Reader(body, apart, arguments=[]).read()
+            with contextlib.suppress(ValueError):  # a text after << need not be a shell's
+                _Reader(body, apart, arguments=[]).read()
             script.uncalled[name] = apart.commands
     except RecursionError:
         raise ValueError(f"{path or 'the command line'} is nested too deeply") from None
@@ -53,6 +60,9 @@ def find_command(
     it, also of those that are one word of another, such as bash -c's."""
     found = []
     for words in script.commands:
+        # What is printed or compared is not run, nor is a pattern of `case`.
+        if words[0] in (*_SAID, "case") or (len(words) == 1 and words[0].isalpha()):
+            continue
         place = next((i for i, word in enumerate(words) if mark.fullmatch(word)), None)
         if place is not None:
             found.append((words[: place + 1], words[place + 1 :]))
@@ -70,6 +80,17 @@ class _Reader(Words):
 
     _heredocs: tuple[str, ...] = ()
     _skips_loop = False
+    _declares = ""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        # What assignments before a command, and those of `local`, have replaced.
+        self._replaced: dict[str, Value | None] = {}
+        self._locals: dict[str, Value | None] = {}
+        self._prefix: dict[str, Value] = {}
+        self._outer: list[tuple[dict[str, Value], str | None]] = []
+        self._values: tuple[str, list[str]] = ("", [])
+        self._loops: list[str] = []
 
     def read(self, block: tuple[str, str] = ("", "")) -> Script:
         """All of the text, or as far as the end of a `block`: `do` and `done`, or braces."""
@@ -78,11 +99,14 @@ class _Reader(Words):
         while self._at < len(self._text):
             if self._skip_blank():
                 continue
-            if self._peek() in "\n;|&()":
+            if not words and self._peek(2) == "((":
+                self._change(self._enclosed("(", ")", self._at)[1:-1])
+            elif self._peek() in "\n;|&()":
                 self._end(words)
                 words = []
                 if self._peek() == "\n":
                     self._skip_heredocs()
+                self._subshell()
                 self._at += 1
             elif not words and (name := _FUNCTION.match(self._text, self._at)):
                 self._define(name)
@@ -91,8 +115,15 @@ class _Reader(Words):
             elif not words and not block[0] and self._skip_loop():
                 continue
             else:
+                self._set_aside()
                 fields = self._word()
                 first = fields[0] if fields and not words else ""
+                if first in _DECLARING or (self._declares and first.startswith("-")):
+                    self._declares = self._declares or first
+                    continue
+                if self._declares:  # names, and no command
+                    self._script.exported |= {*fields} if self._declares == "export" else set()
+                    continue
                 self._script.conditional |= first in _CHOICES
                 opened += (first == block[0] != "") - (first == block[1] != "")
                 if first == block[1] != "" and opened <= 0:
@@ -103,11 +134,14 @@ class _Reader(Words):
 
     def _end(self, words: list[str]) -> None:
         """A command is complete: what it does to what is read after it."""
+        environment, self._prefix = self._prefix, {}
+        self._replaced, self._declares = {}, ""
+        self._script.environment |= environment
         match words:
             case []:
                 return
             case [name, *given] if name in self._script.functions:
-                return self._call(name, given)
+                return self._call(name, given, environment)
             case ["for", name, *rest] if rest[:1] in ([], ["in"]):
                 return self._loop(name, rest[1:] if rest else self._arguments or [])
             case ["eval", *rest]:
@@ -124,7 +158,59 @@ class _Reader(Words):
                 self._note(f"the script goes to {where} (cd): its relative paths are from there")
             case ["source" | ".", path, *_]:
                 return self._source(path)
+            case ["let", *sums]:
+                for text in sums:
+                    self._change(text)
+            case ["unset", *names]:
+                for name in names:
+                    self._script.variables.pop(name, None)
+            case ["read" | "mapfile" | "readarray" | "getopts", *names]:
+                self._forget(names)
+            case ["printf", "-v", name, *_]:
+                self._forget([name])
         self._script.commands.append(list(words))
+
+    # -- what a command is run with, and what it changes -----------------------------------------
+
+    def _set_aside(self) -> None:
+        """A command follows: the assignments before it are in its environment alone."""
+        if self._declares or not self._replaced:
+            return
+        for name, value in self._replaced.items():
+            self._prefix[name] = self._script.variables[name]
+            self._set(name, value)
+        self._replaced = {}
+
+    def _set(self, name: str, value: Value | None) -> None:
+        if value is None:
+            self._script.variables.pop(name, None)
+        else:
+            self._script.variables[name] = value
+
+    def _forget(self, names: list[str]) -> None:
+        """What these variables are from here on, only a run would tell."""
+        for name in names:
+            if re.fullmatch(r"[A-Za-z_]\w*", name):
+                self._script.variables[name] = f"${{{name}}}"
+
+    def _change(self, text: str) -> None:
+        """A sum that assigns: N+=2, N++."""
+        found = _IN_PLACE.fullmatch(text)
+        if found is None:
+            self._forget(re.findall(r"\b([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|\+\+|--)", text))
+            return
+        name, operator, right, step = found.groups()
+        whole = f"{name}{step[0]}1" if step else f"{name}{operator}({right})" if operator else right
+        value = self._command_or_sum(f"({whole})")
+        self._script.variables[name] = value if is_resolved(value) else f"${{{name}}}"
+
+    def _subshell(self) -> None:
+        """What is set between parentheses, and where it goes, ends with them."""
+        script = self._script
+        if self._peek() == "(":
+            self._outer.append((dict(script.variables), script.folder))
+        elif self._peek() == ")" and self._outer:
+            script.variables, script.folder = self._outer.pop()
 
     # -- functions, loops, files -----------------------------------------------------------------
 
@@ -147,14 +233,19 @@ class _Reader(Words):
         if body.strip():
             self._script.functions[name[1] or name[2]] = body
 
-    def _call(self, name: str, given: list[str]) -> None:
+    def _call(self, name: str, given: list[str], environment: dict[str, Value]) -> None:
         self._script.called.add(name)
         if name in self._active:
             self._note(f"function {name} calls itself: it was read once")
             return
         body = self._script.functions[name]
         self._spend(len(body))
-        _Reader(body, self._script, given, self._deeper((*self._active, name))).read()
+        inner = _Reader(body, self._script, given, self._deeper((*self._active, name)))
+        replaced = {name: self._script.variables.get(name) for name in environment}
+        self._script.variables |= environment
+        inner.read()
+        for name, value in (replaced | inner._locals).items():
+            self._set(name, value)
 
     def _inner(self, text: str) -> None:
         """Text that is read as if it stood here."""
@@ -172,17 +263,42 @@ class _Reader(Words):
             self._note(f"what {name} sets is not known: it is read there (source), and not here")
 
     def _loop(self, name: str, values: list[str]) -> None:
-        """One value is that of the variable; of several it is not known which."""
+        """One value is that of the variable; of several it is not known which, but where the body
+        only assigns."""
         self._skips_loop = not values
+        self._values = (name, values)
         if len(values) > 1:
-            self._note(
+            self._loops.append(
                 f"the script has a loop over {', '.join(values[:8])}: it was read once, and what "
                 f"{name} is there is not known"
             )
         self._script.variables[name] = values[0] if len(values) == 1 else f"${{{name}}}"
 
+    def _repeat(self) -> bool:
+        """Read a loop's body for each of its values, if it only assigns; else say that there is a
+        loop."""
+        (name, values), self._values = self._values, ("", [])
+        if len(values) < 2:
+            return False
+        start = self._at
+        body = self._skipped("do", "done").removeprefix("do").removesuffix("done")
+        apart = self._script.apart()
+        _Reader(body, apart, self._arguments, self._deeper(("", *self._active))).read()
+        if any(words[0] not in _SAID for words in apart.commands):
+            self._at = start
+            self._note(self._loops.pop())
+            return False
+        self._loops.pop()
+        for value in values:
+            self._script.variables[name] = value
+            self._inner(body)
+        return True
+
     def _skip_loop(self) -> bool:
-        """Skip a loop over arguments that are not there, or over none."""
+        """Skip a loop over arguments that are not there, or over none, and one that was read for
+        each of its values."""
+        if re.match(r"do\b", self._text[self._at : self._at + 3]) and self._repeat():
+            return True
         over = _ARGUMENT_LOOP.match(self._text, self._at) and not self._arguments
         if over or (self._skips_loop and re.match(r"do\b", self._text[self._at : self._at + 3])):
             self._skips_loop = False
@@ -231,6 +347,12 @@ class _Reader(Words):
         before = self._script.variables.get(name[1]) if name[2] else None
         if before is not None:
             value = before + value if type(before) is type(value) else value  # type: ignore[operator]
+        if not self._declares:
+            self._replaced.setdefault(name[1], self._script.variables.get(name[1]))
+        elif self._declares == "export":
+            self._script.exported.add(name[1])
+        elif self._arguments is not None:
+            self._locals.setdefault(name[1], self._script.variables.get(name[1]))
         self._script.variables[name[1]] = value
 
     def _array(self) -> Iterator[str]:

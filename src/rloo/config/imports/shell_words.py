@@ -11,9 +11,11 @@ from rloo.config.imports.substitutions import is_resolved, printed, trim, trimme
 from rloo.config.imports.sums import compute
 
 _PLAIN = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\}|([0-9@*#?$!-]))")
-_DEFAULT = re.compile(r"(\w+(?:\[0\])?):?([-=+])(.*)", re.DOTALL)
+_DEFAULT = re.compile(r"(\w+(?:\[0\])?)(:?)([-=+])(.*)", re.DOTALL)
+_PART = re.compile(r"(\w+)\[[@*]\]:(\d+)(?::(\d+))?")
 _ALL_OF = re.compile(r"(\w+)\[([@*])\]")
-_ELEMENT = re.compile(r"(\w+)\[(\d+)\]")
+_COUNT = re.compile(r"#(\w+)(\[[@*]\])?")
+_ELEMENT = re.compile(r"(\w+)\[(-?\d+)\]")
 _ARGUMENTS = re.compile(r"([@*])(?::(\d+)(?::(\d+))?)?")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 # A script that names variables and calls functions for more letters than this doubles its text.
@@ -21,14 +23,20 @@ MOST_LETTERS = 2_000_000
 DEEPEST = 40
 
 
+Value = str | list[str]
+
+
 @dataclass
 class Script:
-    """`variables` as they are at the end, arrays as lists; `commands`, each its words; those of
+    """`variables` as they are at the end, arrays as lists; the `environment` of single
+    commands, and which are `exported` to all; `commands`, each its words; those of
     functions that nothing calls and of texts after `<<`, by their names; whether there are
     conditions, whose branches were all read, one after the other; what else a reader must know; the
     script's `path`, and the folder that it is in at the end, None where only a run would tell."""
 
-    variables: dict[str, str | list[str]] = field(default_factory=dict)
+    variables: dict[str, Value] = field(default_factory=dict)
+    environment: dict[str, Value] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
     commands: list[list[str]] = field(default_factory=list)
     uncalled: dict[str, list[list[str]]] = field(default_factory=dict)
     conditional: bool = False
@@ -133,7 +141,7 @@ class Words(ABC):
             exists = True
         return fields if exists or len(fields) > 1 or fields[0] else []
 
-    def _all(self, quoted: bool) -> str | list[str]:
+    def _all(self, quoted: bool) -> Value:
         """The text here as one where it is `quoted`, else the fields that it becomes."""
         text, fields = "", []
         while self._at < len(self._text):
@@ -186,7 +194,7 @@ class Words(ABC):
         self._at += 1
         return exists
 
-    def _expansion(self, quoted: bool) -> str | list[str]:
+    def _expansion(self, quoted: bool) -> Value:
         """What stands here for something else; as it is written where only a run would tell."""
         if self._peek() == "`":
             self._at += 1
@@ -215,12 +223,12 @@ class Words(ABC):
                 return self._text[start + 1 : place]
         raise ValueError(f"line {self._text.count(chr(10), 0, start) + 1}: no closing {closing}")
 
-    def _value(self, name: str) -> str | list[str]:
+    def _value(self, name: str) -> Value:
         value = self._named(name)
         self._spend(len(value) if isinstance(value, str) else sum(map(len, value)))
         return value
 
-    def _named(self, name: str) -> str | list[str]:
+    def _named(self, name: str) -> Value:
         own = name in ("0", "BASH_SOURCE", "BASH_SOURCE[0]")
         if own and self._script.path:
             return self._script.path
@@ -230,13 +238,14 @@ class Words(ABC):
             return self._script.variables[name]
         if element := _ELEMENT.fullmatch(name):
             values = self._script.variables.get(element[1])
-            if isinstance(values, list) and int(element[2]) < len(values):
-                return values[int(element[2])]
+            place = int(element[2])
+            if isinstance(values, list) and -len(values) <= place < len(values):
+                return values[place]
         if name == "PWD":
             return self._script.folder or "${PWD}"
         return os.environ.get(name, f"${{{name}}}")
 
-    def _braced(self, inside: str, quoted: bool) -> str | list[str]:
+    def _braced(self, inside: str, quoted: bool) -> Value:
         if every := _ARGUMENTS.fullmatch(inside):
             given = self._arguments
             if given is None:
@@ -249,24 +258,41 @@ class Words(ABC):
             return " ".join(given) if quoted and every[1] == "*" else given
         if inside == "#" and self._arguments is not None:
             return str(len(self._arguments))
+        if count := _COUNT.fullmatch(inside):
+            value = self._value(count[1])
+            if isinstance(value, list):
+                return str(len(value if count[2] else "".join(value[:1])))
+            return str(1 if count[2] else len(value)) if is_resolved(value) else f"${{{inside}}}"
         if of_all := _ALL_OF.fullmatch(inside):
             value = self._value(of_all[1])
             value = value if isinstance(value, list) else [value]
             return " ".join(value) if quoted and of_all[2] == "*" else value
         if default := _DEFAULT.fullmatch(inside):
-            value = self._value(default[1])
-            is_set = value not in ("", f"${{{default[1]}}}")
-            if default[2] == "+" and not is_set:
-                return []
-            if is_set and default[2] != "+":
-                return value
-            active = self._deeper(("", *self._active))
-            return type(self)(default[3], self._script, self._arguments, active)._all(quoted)
+            return self._or_default(default, quoted)
+        if part := _PART.fullmatch(inside):
+            values = self._script.variables.get(part[1])
+            if isinstance(values, list):
+                end = int(part[2]) + int(part[3]) if part[3] else None
+                return values[int(part[2]) : end]
         if (cut := trimmed(inside)) and isinstance(value := self._value(cut[0]), str):
             text = trim(value, *cut[1:]) if is_resolved(value + cut[2]) else None
             return f"${{{inside}}}" if text is None else text
-        known = re.fullmatch(r"\w+|\w+\[\d+\]", inside)
+        known = re.fullmatch(r"\w+|\w+\[-?\d+\]", inside)
         return self._value(inside) if known else f"${{{inside}}}"
+
+    def _or_default(self, default: re.Match[str], quoted: bool) -> Value:
+        name, colon, operator, text = default.groups()
+        value = self._value(name)
+        is_set = value not in ("" if colon else None, f"${{{name}}}")
+        if operator == "+" and not is_set:
+            return []
+        if is_set and operator != "+":
+            return value
+        active = self._deeper(("", *self._active))
+        used = type(self)(text, self._script, self._arguments, active)._all(quoted)
+        if operator == "=":
+            self._script.variables[name] = " ".join(used) if isinstance(used, list) else used
+        return used
 
     def _command_or_sum(self, inside: str) -> str:
         if not inside.startswith("("):

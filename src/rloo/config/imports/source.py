@@ -82,6 +82,13 @@ class Source:
             return default if value is None else value
         return coerce(key, kind, value)
 
+    def take_count(self, key: str, default: int) -> int:
+        """A number of things, of which there must be one."""
+        count = int(self.take(key, int, default))
+        if count < 1:
+            raise ValueError(f"{key} is {count}; it must be at least 1")
+        return count
+
     def expect(self, key: str, same: Any, reason: str) -> None:
         """Take `key` if it is `same`, which changes nothing here; else leave it with `reason`."""
         self._read.add(key)
@@ -155,6 +162,9 @@ class Source:
                 elif "did you mean" in why:
                     self.notes.append(f"{key} is no key that is known{why.partition('known')[2]}")
             self.leave(key, why)
+        if unsaid := [left.key for left in self.left if left.reason == NOT_IN_FILE]:
+            told = ", ".join(unsaid[:6]) + (", ..." if len(unsaid) > 6 else "")
+            self.notes.append(f"only a run would tell {told}: the value there is not taken over")
         return Imported(options, self.taken, self.left, self.notes)
 
 
@@ -196,6 +206,9 @@ def read_batches(
     """Options for rollouts of `prompts` whose steps learn from so many completions; and the number
     of optimizer steps that a rollout serves, in all passes over it."""
     size = options["num_generations"]
+    for name, number in (("a prompt's", size), ("an optimizer step's", completions_per_step)):
+        if number < 1:
+            raise ValueError(f"{name} completions are {number}; there must be at least 1")
     parts, rest = divmod(prompts * size, completions_per_step)
     if rest or parts < 1:
         source.notes.append(

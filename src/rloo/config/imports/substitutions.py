@@ -10,7 +10,7 @@ import re
 UNRESOLVED = re.compile(r"\$\{[^{}]*\}|\$\(|`")
 _SILENT = (":", "true", "cd", "set", "export")
 _LINKS = {"-f", "-e", "-m", "-s", "-P", "--"}
-_TRIM = re.compile(r"(\w+)(##?|%%?|//?)(.*)", re.DOTALL)
+_TRIM = re.compile(r"(\w+)(##?|%%?|//?|\^\^?|,,?|:(?=\d))(.*)", re.DOTALL)
 
 
 def is_resolved(text: str) -> bool:
@@ -60,7 +60,17 @@ def trimmed(inside: str) -> tuple[str, str, str] | None:
 
 def trim(value: str, operator: str, pattern: str) -> str | None:
     """`value` without the beginning (#) or end (%) that `pattern` fits, the longest where the
-    operator is doubled, or with one text for another (/); None where that is no plain text."""
+    operator is doubled; or with one text for another (/), in capitals (^) or small letters (,), or
+    its part from a place on, of a length (:). None where that is no plain text."""
+    if operator == ":":
+        start, _, length = pattern.partition(":")
+        if not re.fullmatch(r"\d+(?::\d+)?", pattern):
+            return None
+        return value[int(start) :][: int(length) if length else None]
+    if operator[0] in "^,":
+        change = str.upper if operator[0] == "^" else str.lower
+        whole = len(operator) == 2
+        return None if pattern else change(value) if whole else change(value[:1]) + value[1:]
     if operator[0] == "/":
         old, _, new = pattern.partition("/")
         plain = old and not re.search(r"[*?\[\\#%]", old)

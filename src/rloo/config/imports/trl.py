@@ -18,12 +18,16 @@ from rloo.config.config import option_types
 from rloo.config.imports.launch import find_file, read_launch
 from rloo.config.imports.overrides import is_yaml
 from rloo.config.imports.shell import read_flags
-from rloo.config.imports.source import CUT, Imported, Source
-from rloo.config.parsing import read_config_file
-from rloo.config.recipes import SCRIPTS, as_options, is_open_r1
+from rloo.config.imports.source import Imported, Source
+from rloo.config.imports.starters import processes_of, started_with
+from rloo.config.parsing import known_names, read_config_file
+from rloo.config.plain_yaml import read_value
+from rloo.config.reading import coerce
+from rloo.config.recipes import SCRIPTS, as_options, is_open_r1, refuse_other
 from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 
 _MARK = re.compile(r"rloo|grpo|(?:.*/)?\w*(?:rloo|grpo)\w*\.py")
+_SETTING = re.compile(r"--(?:reward_funcs|num_generations|max_completion_length|dataset_name)\b")
 # Options that only one of the two has.
 _OF_GRPO = {
     "cast_lm_head_to_fp32", "delta", "entropy_coef", "entropy_coef_delta", "entropy_coef_max",
@@ -90,15 +94,38 @@ def import_trl(path: str, overrides: Sequence[str] = ()) -> Imported:
     options |= resolve({key: value for key, value in given.items() if value is not None}, hints)
     if options.get("eval_strategy", "no") != "no" and "eval_split" not in options:
         options["eval_split"] = "test"
+    _require_groups(options)
     return source.finish(options, _REASONS)
+
+
+def _require_groups(options: Mapping[str, Any]) -> None:
+    """Raise ValueError, with what to give, where the batch of one process has no whole groups and
+    nothing says how many processes there are."""
+    names = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    size, steps = (coerce(n, int, options.get(n, default)) for n, default in names.items())
+    steps = coerce("steps_per_generation", int, options.get("steps_per_generation") or steps)
+    whole = options.get("generation_batch_size") or size * steps
+    group = coerce("num_generations", int, options.get("num_generations") or 2)
+    if "num_processes" in options or group < 1:
+        return
+    if rest := coerce("generation_batch_size", int, whole) % group:
+        raise ValueError(
+            f"a rollout of one process has {whole} completions, {rest} more than whole groups of "
+            f"num_generations {group}; say how many processes it is for, behind SOURCE: "
+            "--num_processes N"
+        )
 
 
 def _read_given(path: str, overrides: Sequence[str]) -> tuple[Source, str]:
     """What a file says, and over it the flags; and the program's name, where a command has it."""
     if is_yaml(path) and (" " not in path or Path(path).is_file()):
-        return Source(read_config_file(path)[0] | read_flags(list(overrides))), ""
-    launch = read_launch(path, _MARK, "trl rloo, or rloo.py")
-    flags = read_flags([*launch.words, *overrides])
+        written = read_config_file(path)[0]
+        refuse_other(path, written, known_names())
+        source = Source(written | read_flags(list(overrides)))
+        _find_deepspeed(source, Path(path).parent)
+        return source, ""
+    launch = read_launch(path, _MARK, "trl rloo, or rloo.py", _SETTING)
+    flags: dict[str, Any] = dict(read_flags([*launch.words, *overrides]))
     values: dict[str, Any] = {}
     if (name := flags.pop("config", None)) is not None:
         file = find_file([str(name)], launch.folder)
@@ -106,9 +133,42 @@ def _read_given(path: str, overrides: Sequence[str]) -> tuple[Source, str]:
             raise ValueError(f"{name}: no such file here; give its path (--config)")
         values = read_config_file(str(file))[0]
     source = Source(values | flags)
+    _find_deepspeed(source, launch.folder)
     source.notes += launch.notes
-    source.leave_unread({CUT: launch.unread})
+    source.leave_unread(launch.unread)
+    processes = processes_of(launch.before, lambda name: find_file([name], launch.folder))
+    if processes is not None and "num_processes" not in flags:
+        _count_processes(source, processes)
+    elif "num_processes" not in flags and started_with(launch.before):
+        source.notes.append(
+            "how many processes there are only a run would tell: per_device_train_batch_size is "
+            "that of one of them; --num_processes N behind SOURCE says it"
+        )
     return source, "".join(launch.before[-1:])
+
+
+def _find_deepspeed(source: Source, folder: Path) -> None:
+    """DeepSpeed's file by the path at which it is from here."""
+    name = source.values.get("deepspeed")
+    if not isinstance(name, str) or name.lower() == "null":
+        return
+    if name.lstrip().startswith("{"):
+        source.values["deepspeed"] = read_value(name)
+    elif file := find_file([name], folder):
+        source.values["deepspeed"] = str(file)
+    else:
+        source.leave("deepspeed", "no such file here; give it as deepspeed")
+
+
+def _count_processes(source: Source, processes: int) -> None:
+    """A batch size is a device's there: here of all that the command starts."""
+    key = "per_device_train_batch_size"
+    size = coerce(key, int, source.values.get(key, 8))
+    source.values[key] = size * processes
+    if processes > 1:
+        source.notes.append(
+            f"{processes} processes there: {key} is that of all of them, {size} * {processes}"
+        )
 
 
 def _is_grpo(source: Source, program: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rloo.config.imports.known import VERL
 from rloo.config.imports.launch import read_settings
-from rloo.config.imports.optimizer import read_schedule
+from rloo.config.imports.optimizer import read_betas, read_schedule
 from rloo.config.imports.source import (
     ENGINES,
     IN_MEMORY,
@@ -33,6 +33,7 @@ _MARK = re.compile(
     r"(?:verl|recipe|recipes)(?:\.\w+)*\.(?:main_ppo|main_dapo|fully_async_main)"
     r"|(?:.*/)?main_ppo\w*\.py"
 )
+_SETTING = re.compile(r"\bactor_rollout_ref\.\w+|\balgorithm\.adv_estimator\b")
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _MODEL = "actor_rollout_ref.model."
@@ -157,7 +158,7 @@ def import_verl(text: str, overrides: Sequence[str] = (), version: str = "") -> 
     """verl's YAML file or script at the path `text`, or a command line, with `overrides` after it;
     for that `version` (0.3), or the one that its keys tell. Raises ValueError for what cannot be
     read."""
-    given = read_settings(text, overrides, _MARK, "verl.trainer.main_ppo", "verl/trainer")
+    given = read_settings(text, overrides, _MARK, "verl.trainer.main_ppo", "verl/trainer", _SETTING)
     source = Source(follow_references(given.values), _NAMES)
     source.notes += given.notes
     source.leave_unread(given.unread)
@@ -304,7 +305,7 @@ def _read_run(source: Source, each: int, evaluated: bool) -> dict[str, Any]:
 
 
 def _read_optimizer(source: Source, each: int) -> dict[str, Any]:
-    betas = source.take(f"{_OPTIM}betas", list[float], [0.9, 0.999])
+    read = read_betas(source, f"{_OPTIM}betas", [0.9, 0.999])
     source.expect(f"{_OPTIM}optimizer", "AdamW", "nearest: adamw_torch_fused (optim)")
     clip = source.take(f"{_OPTIM}clip_grad", float, 1.0)
     bound = source.take(f"{_ACTOR}grad_clip", float, clip)
@@ -314,7 +315,7 @@ def _read_optimizer(source: Source, each: int) -> dict[str, Any]:
     source.expect(f"{_OPTIM}num_cycles", 0.5, "a cosine is half a wave here")
     warm = source.take(f"{_OPTIM}lr_warmup_steps", int, -1)
     share = source.take(f"{_OPTIM}lr_warmup_steps_ratio", float, 0.0)
-    read = {"adam_beta1": betas[0], "adam_beta2": betas[1], "max_grad_norm": bound}
+    read["max_grad_norm"] = bound
     read |= read_schedule(source, f"{_OPTIM}lr_scheduler_type", kind, least)
     return read | {"warmup_steps": share if warm < 0 else warm * each}
 

@@ -22,6 +22,9 @@ from rloo.config.reading import coerce
 
 _ACTOR = "actor_rollout_ref.actor."
 _CORRECTION = "algorithm.rollout_correction."
+_FLAT = "algorithm.rollout_is"
+_OF_FLAT = ("_threshold", "_threshold_lower", "_level", "_mode", "_veto_threshold")
+_MODE = "rollout_importance_sampling_"
 # adv_estimator -> what it is as options and arguments of ours
 _ESTIMATORS: dict[str, dict[str, Any]] = {
     "rloo": LEAVE_ONE_OUT,
@@ -150,7 +153,13 @@ def _read_kl(source: Source, placement: str, former: bool) -> dict[str, Any]:
 
 
 def _read_weights(source: Source) -> dict[str, Any]:
-    """`rollout_correction`: the trainer's probabilities over the sampler's."""
+    """The trainer's probabilities over the sampler's: `rollout_correction`, or the keys of 0.5 and
+    0.6.0 that it has replaced."""
+    if any(source.has(f"{_FLAT}{name}") for name in ("", *_OF_FLAT)):
+        return _read_flat_weights(source)
+    cap = source.take(f"{_ACTOR}tis_imp_ratio_cap", float, -1.0)
+    if cap > 0:
+        return {f"{_MODE}mode": "token_truncate", f"{_MODE}threshold": cap}
     level = source.take(f"{_CORRECTION}rollout_is", str)
     bypass = source.take(f"{_CORRECTION}bypass_mode", bool, False)
     kind = source.take(f"{_CORRECTION}loss_type", str, "ppo_clip")
@@ -172,8 +181,30 @@ def _read_weights(source: Source) -> dict[str, Any]:
         return {}
     key = f"{_CORRECTION}rollout_is_threshold"
     bounds = str(source.values.get(key)).split("_")
-    mode = "rollout_importance_sampling_"
     if len(bounds) == 2 and source.take(key):  # IcePop: none outside of the two
         low, high = (coerce(key, float, bound) for bound in bounds)
-        return {f"{mode}mode": f"{level}_mask", f"{mode}threshold": high, f"{mode}min": low}
-    return {f"{mode}mode": f"{level}_truncate", f"{mode}threshold": source.take(key, float, 2.0)}
+        return {f"{_MODE}mode": f"{level}_mask", f"{_MODE}threshold": high, f"{_MODE}min": low}
+    return {f"{_MODE}mode": f"{level}_truncate", f"{_MODE}threshold": source.take(key, float, 2.0)}
+
+
+def _read_flat_weights(source: Source) -> dict[str, Any]:
+    """0.6.0's keys below `algorithm`, where a threshold without `rollout_is` is for metrics."""
+    weighed = source.take(_FLAT, bool, False)
+    most = source.take(f"{_FLAT}_threshold", float)
+    level = source.take(f"{_FLAT}_level", str, "token")
+    if weighed and most and level not in ("token", "sequence"):
+        source.give_back(f"{_FLAT}_level", level, "weights are of tokens or of completions here")
+        source.notes.append(f"rollout_is_level {level} is left out, which changes the objective")
+    if not weighed or not most or level not in ("token", "sequence"):
+        idle = "it acts with rollout_is and its threshold only"
+        source.give_back(f"{_FLAT}_threshold", most, idle)
+        for name in _OF_FLAT:
+            source.leave(f"{_FLAT}{name}", idle)
+        return {}
+    veto = f"{_FLAT}_veto_threshold"
+    source.values.setdefault(veto, 1e-4)  # its default
+    source.expect(veto, None, "no completion is left out for one token's ratio")
+    least = source.take(f"{_FLAT}_threshold_lower", float, 1 / most)
+    if source.take(f"{_FLAT}_mode", str, "truncate") == "truncate":
+        return {f"{_MODE}mode": f"{level}_truncate", f"{_MODE}threshold": most}
+    return {f"{_MODE}mode": f"{level}_mask", f"{_MODE}threshold": most, f"{_MODE}min": least}
