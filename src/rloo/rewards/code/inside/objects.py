@@ -6,14 +6,18 @@ It runs in the program's process, so whatever it says is what the program says.
 from __future__ import annotations
 
 import builtins
+import importlib
+import io
 import json
 import operator
 import os
 import struct
+import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from rloo.rewards.code.inside import values
+from rloo.rewards.code.inside import nodes, values
 
 # What tests may have done with objects, beside what `operator` does.
 _DOES: dict[str, Callable[..., Any]] = {
@@ -24,7 +28,25 @@ _DOES: dict[str, Callable[..., Any]] = {
     "state": lambda thing: _state(thing),
     "enter": lambda manager: manager.__enter__(),
     "exit": lambda manager: manager.__exit__(None, None, None),
+    "await": lambda thing: _awaited(thing), "aiter": lambda thing: thing.__aiter__(),
+    "anext": lambda thing: _awaited(thing.__anext__()),
+    "aenter": lambda manager: _awaited(manager.__aenter__()),
+    "aexit": lambda manager: _awaited(manager.__aexit__(None, None, None)),
 }  # fmt: skip
+
+
+@cache
+def _loop() -> Any:
+    return importlib.import_module("asyncio").new_event_loop()
+
+
+def _awaited(thing: Any) -> Any:
+    """What comes of it: all that a program awaits shares one loop."""
+
+    async def wait() -> Any:
+        return await thing
+
+    return _loop().run_until_complete(wait())
 
 
 def _state(thing: Any) -> dict[str, Any]:
@@ -61,11 +83,19 @@ class Objects:
                 raise self._error(*message["error"])
             if "value" in message:
                 return self._decoded(message["value"])
+            written = sys.stdout
             try:
+                if message.get("heard"):
+                    sys.stdout = io.StringIO()
+                if "input" in message:
+                    builtins.input = self._decoded(message["input"])
                 said = self._do(message)
             except Exception as error:
                 kinds = [kind.__name__ for kind in type(error).__mro__]
                 said = {"raise": [kinds, str(error)]}
+            if message.get("heard"):
+                heard, sys.stdout = sys.stdout, written
+                said["written"] = heard.getvalue() if isinstance(heard, io.StringIO) else ""
             self._send(said)
         os._exit(0)
 
@@ -74,6 +104,8 @@ class Objects:
         named = {key: self._decoded(item) for key, item in message["named"].items()}
         if what == "name":
             return {"value": self._encoded(self._find(given[0]))}
+        if what == "solve":
+            return {"value": self._encoded(nodes.solve(self._names, *given))}
         found = (_DOES.get(what) or getattr(operator, what))(*given, **named)
         said = {"value": self._encoded(found)}
         if what == "call" and found is None:  # it may have changed what it was given

@@ -3,6 +3,7 @@ program, as far as that does not decide about a value of the tests."""
 
 from __future__ import annotations
 
+import collections.abc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ _DECIDING = {
     for name in dir(kind)
     if name.startswith("is") or name in ("startswith", "endswith")
 }
+# What tests ask of a function.
+_TOLD = ("__name__", "__qualname__", "__annotations__")
 # Stands for an object that no program knows.
 FOREIGN = object()
 
@@ -28,7 +31,7 @@ class StandIn:
         return self._program.ask("call", self, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
-        if name[:2] == "__":
+        if name[:2] == "__" and name not in _TOLD:
             raise AttributeError(name)
         if name in _DECIDING and not self._is_known():
             raise TypeError(f"{name} of an object that is of no class of the tests")
@@ -104,6 +107,42 @@ class StandIn:
 
     def __exit__(self, *_: Any) -> None:
         self._program.ask("exit", self)
+
+    def __await__(self) -> Any:
+        return self._program.ask("await", self)
+        yield
+
+    def __aiter__(self) -> Any:
+        return self._program.ask("aiter", self)
+
+    async def __anext__(self) -> Any:
+        return self._program.ask("anext", self)
+
+    async def __aenter__(self) -> Any:
+        return self._program.ask("aenter", self)
+
+    async def __aexit__(self, *_: Any) -> None:
+        self._program.ask("aexit", self)
+
+
+class Coroutine(StandIn):
+    """A coroutine of the program, which runs it to its end when it is begun."""
+
+    def send(self, _: Any = None) -> Any:
+        """See `collections.abc.Coroutine`."""
+        raise StopIteration(self._program.ask("await", self))
+
+    __next__ = send  # by which an event loop steps what has one
+
+    def throw(self, error: Any, *_: Any) -> Any:
+        """See `collections.abc.Coroutine`."""
+        raise error
+
+    def close(self) -> None:
+        """See `collections.abc.Coroutine`."""
+
+
+collections.abc.Coroutine.register(Coroutine)
 
 
 def _other_than(value: Any) -> Any:
@@ -188,3 +227,4 @@ for _what in ("neg", "pos", "abs", "invert", "getitem", "setitem", "delitem", "n
 for _what, _kind in (("str", str), ("repr", str), ("len", int), ("bool", bool), ("int", int),
                      ("float", float)):  # fmt: skip
     setattr(StandIn, f"__{_what}__", _unary(_what, _kind))
+setattr(StandIn, "__doc__", property(lambda self: self._program.ask("getattr", self, "__doc__")))  # noqa: B010
