@@ -191,6 +191,39 @@ def test_redirected(monkeypatch):
         greet()
     assert "Bob" in heard.getvalue()
 """
+EXTENDED = """from solution import Cache, Level, Stack
+def test_cache():
+    cache = Cache(1)
+    cache.put("a", 1)
+    cache.put("b", 2)
+    assert cache.get("a") == -1 and cache.get("b") == 2
+    assert "b" in cache and len(cache) == 1 and cache == {"b": 2}
+def test_level():
+    assert Level.HIGH.value == 2 and Level.HIGH > Level.LOW and Level.HIGH == 2 and Level(1) == 1
+    assert Level.HIGH + 1 == 3 and [5, 6, 7][Level.HIGH] == 7 and Level.LOW.name == "LOW"
+def test_stack():
+    assert Stack([1, 2]).top() == 2 and Stack([1]) == [1] and Stack([1]) == Stack([1])
+    assert Stack([1]) != Stack([2]) and not Stack() and list(Stack([3])) == [3]
+"""
+EXTENDS = """from collections import OrderedDict
+from enum import IntEnum
+class Cache(OrderedDict):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+    def get(self, key):
+        return self[key] if key in self else -1
+    def put(self, key, value):
+        self[key] = value
+        if len(self) > self.size:
+            self.popitem(last=False)
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+class Stack(list):
+    def top(self):
+        return self[-1]
+"""
 ROWS = {
     "mbpp+": ({"test_list": ["assert half(4) == 2.0"], "prompt": "p", "test_imports": [],
                "test": PLUS + "for a, b in zip([[4], [5]], [2.0, 2.5]):\n"
@@ -214,6 +247,8 @@ ROWS = {
     "dates": ({"tests": ["from datetime import date\nassert day(date(2024, 2, 28)).day == 29"]},
               "from datetime import timedelta\ndef day(d): return d + timedelta(1)",
               "def day(d): return d"),
+    "classes that extend built-in ones": ({**KOD, "test": EXTENDED}, EXTENDS,
+                                          EXTENDS.replace("self[key] = value", "pass")),
     "a function's name": ({"tests": ["assert f.__name__ == 'f' and f.__doc__ == 'F.'"]},
                           "def f():\n    'F.'", "f = lambda: 0"),
     "the file of its input": ({"inputs": ["2"], "outputs": ["4"]},
@@ -236,6 +271,19 @@ def reward():
 def test_a_right_program_is_worth_one_and_a_wrong_one_nothing(reward, name):
     row, *texts = ROWS[name]
     assert reward(texts, **{name: [value] * 2 for name, value in row.items()}) == [1.0, 0.0]
+
+
+def test_a_class_that_extends_a_built_in_one_does_not_decide(reward):
+    program = (
+        "class Any(int):\n    def more(self): pass\n    __eq__ = __gt__ = lambda s, o: True\n"
+        "    __sub__ = __abs__ = __rsub__ = lambda *_: 0\n    __hash__ = int.__hash__\n"
+        "def f(): return Any(3)"
+    )
+    tests = ["assert f() == 4", "assert f() > 4", "assert abs(f() - 4) < 1", "assert 4 == f()",
+             "assert 4 - f() == 0", "assert f() in [4]", "assert f() == 4 or f() >= 4"]  # fmt: skip
+    rows = [program] * len(tests)
+    assert reward(rows, tests=[[test] for test in tests]) == [0.0] * len(tests)
+    assert reward([program], tests=[["assert f() == 3 and f() > 2 and f() - 1 == 2"]]) == [1.0]
 
 
 def test_tests_that_need_more_of_numpy_are_missing(reward):

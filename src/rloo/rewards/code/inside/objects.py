@@ -13,8 +13,10 @@ import operator
 import os
 import struct
 import sys
+from collections import deque
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from rloo.rewards.code.inside import nodes, values
@@ -25,7 +27,7 @@ _DOES: dict[str, Callable[..., Any]] = {
     "getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "iter": iter,
     "next": next, "str": str, "repr": repr, "bool": bool, "isinstance": isinstance,
     "issubclass": issubclass, "hash": hash, "float": float, "int": int,
-    "state": lambda thing: _state(thing),
+    "state": lambda thing: _state(thing), "plain": lambda thing: thing,
     "enter": lambda manager: manager.__enter__(),
     "exit": lambda manager: manager.__exit__(None, None, None),
     "await": lambda thing: _awaited(thing), "aiter": lambda thing: thing.__aiter__(),
@@ -49,9 +51,28 @@ def _awaited(thing: Any) -> Any:
     return _loop().run_until_complete(wait())
 
 
+_BUILT_IN: tuple[Any, ...] = (list, dict, set, frozenset, tuple, deque, str, int, float)
+_ADDED = (FunctionType, property, staticmethod, classmethod)
+
+
+def _extends(thing: Any) -> bool:
+    """Whether its class is the program's, extends a built-in one, and can do more than that."""
+    kind = type(thing)
+    return isinstance(thing, _BUILT_IN) and any(
+        hasattr(known, "__members__")
+        or any(isinstance(item, _ADDED) and name[:1] != "_" for name, item in vars(known).items())
+        for known in kind.__mro__
+        if known.__module__ == "solution"
+    )
+
+
 def _state(thing: Any) -> dict[str, Any]:
-    """The attributes of an object, by name, in slots too."""
+    """The attributes of an object, by name, in slots too, and the value of one that extends a
+    built-in class."""
     found = dict(getattr(thing, "__dict__", {}))
+    for known in _BUILT_IN:
+        if isinstance(thing, known):
+            found[""] = known(thing)
     for kind in type(thing).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -107,7 +128,8 @@ class Objects:
         if what == "solve":
             return {"value": self._encoded(nodes.solve(self._names, *given))}
         found = (_DOES.get(what) or getattr(operator, what))(*given, **named)
-        said = {"value": self._encoded(found)}
+        whole = message.get("objects") and what != "plain" and _extends(found)
+        said = {"value": self._hold(found) if whole else self._encoded(found)}
         if what == "call" and found is None:  # it may have changed what it was given
             said["args"] = [
                 self._encoded(item) if isinstance(item, values.CHANGING) else None
@@ -144,7 +166,8 @@ class Objects:
             self._held.append(thing)
         is_error = isinstance(thing, type) and issubclass(thing, BaseException)
         kinds = [kind.__name__ for kind in thing.__mro__] if is_error else []
-        return {"object": [self._numbers[id(thing)], type(thing).__name__, kinds]}
+        told = [self._numbers[id(thing)], type(thing).__name__, kinds]
+        return {"object": [*told, "extends"] if _extends(thing) else told}
 
     def _decoded(self, data: Any) -> Any:
         return values.decode(data, self._other)

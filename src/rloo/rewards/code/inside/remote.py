@@ -22,7 +22,7 @@ from typing import Any
 
 from rloo.rewards.code.inside import values
 from rloo.rewards.code.inside.stage import Stage
-from rloo.rewards.code.inside.standins import FOREIGN, Coroutine, StandIn
+from rloo.rewards.code.inside.standins import FOREIGN, Coroutine, Extended, StandIn
 
 _MOST_ITEMS = 1_000_000
 # The module that tests are run as.
@@ -45,6 +45,8 @@ class Program:
         """`asked` has its `source`, and what `program.begin` takes besides. Raises Gone where it
         fails, or takes too long."""
         self._stage = stage
+        # Whether objects that extend plain values are given as such, and not as these.
+        self._objects = bool(asked.get("objects"))
         self._local: list[Callable[..., Any]] = []
         self._stands: dict[int, StandIn] = {}
         # The numbers of what tests call by the name of a class.
@@ -95,7 +97,7 @@ class Program:
 
     def _surroundings(self) -> dict[str, Any]:
         """What tests have put in the place of what programs write to and read from."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"objects": True} if self._objects else {}
         if sys.stdout is not sys.__stdout__:
             found["heard"] = True
         if builtins.input is not _INPUT or sys.stdin is not sys.__stdin__:
@@ -197,10 +199,10 @@ class Program:
     def _stand_for(self, tag: str, content: Any) -> Any:
         if tag != "object":
             raise ValueError(f"there is no type {tag!r}")
-        number, name, kinds = content
+        number, name, kinds, *more = content
         if kinds:
             return self.error_class([str(kind) for kind in kinds])
-        kind = Coroutine if name == "coroutine" else StandIn
+        kind = Extended if more else Coroutine if name == "coroutine" else StandIn
         return self._stands.setdefault(int(number), kind(self, int(number), str(name)))
 
     def _encoded(self, value: Any) -> Any:

@@ -4,6 +4,7 @@ program, as far as that does not decide about a value of the tests."""
 from __future__ import annotations
 
 import collections.abc
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -228,3 +229,43 @@ for _what, _kind in (("str", str), ("repr", str), ("len", int), ("bool", bool), 
                      ("float", float)):  # fmt: skip
     setattr(StandIn, f"__{_what}__", _unary(_what, _kind))
 setattr(StandIn, "__doc__", property(lambda self: self._program.ask("getattr", self, "__doc__")))  # noqa: B010
+
+
+class Extended(StandIn):
+    """An object of a class that extends a built-in one. To a value of the tests it is the plain
+    value that it extends, which is compared here."""
+
+    def _plain(self) -> Any:
+        found = self._program.ask("plain", self)
+        if isinstance(found, StandIn):
+            raise TypeError("it extends nothing")
+        return found
+
+    def __eq__(self, other: Any) -> bool:
+        return super().__eq__(other) if isinstance(other, StandIn) else self._plain() == other
+
+    __hash__ = StandIn.__hash__
+
+    def __index__(self) -> int:
+        return operator.index(self._plain())
+
+    def __format__(self, form: str) -> str:
+        return format(self._plain(), form) if form else str(self)
+
+
+def _as_plain(what: str, *, turned: bool = False) -> Callable[..., Any]:
+    of_objects, work = getattr(StandIn, what), getattr(operator, what.replace("__r", "__"))
+
+    def method(self: Extended, other: Any) -> Any:
+        if isinstance(other, StandIn):
+            return of_objects(self, other)
+        return work(other, self._plain()) if turned else work(self._plain(), other)
+
+    return method
+
+
+for _what in ("lt", "le", "gt", "ge"):
+    setattr(Extended, f"__{_what}__", _as_plain(f"__{_what}__"))
+for _what in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    setattr(Extended, f"__{_what}__", _as_plain(f"__{_what}__"))
+    setattr(Extended, f"__r{_what}__", _as_plain(f"__r{_what}__", turned=True))
