@@ -68,6 +68,13 @@ PIPES = """
             while True: os.write(end, bytes(1 << 16))
         except BlockingIOError: pass"""
 
+# Linux keeps a record of each, and copies all for a fork.
+AREAS = """
+    if not globals().get("kept"):
+        kept = globals()["kept"] = []
+        for at in range(60000):
+            kept.append(mmap.mmap(-1, 4096, flags=0x22, prot=1 + 2 * (at % 2)))"""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -77,8 +84,9 @@ PIPES = """
         (FILLED, 30),
         (PIPES, 25),
         ("x = globals()['x'] = bytearray(60 << 20)", 6),
+        (AREAS, 8),
     ],
-    ids=["shared", "sockets", "pipes", "own"],
+    ids=["shared", "sockets", "pipes", "own", "areas"],
 )
 def test_memory_counts_wherever_it_is_held(staff, hold, count):
     answer = run(staff, FORKS.format(hold=hold.strip(), count=count))
@@ -92,6 +100,15 @@ def test_forks_that_hold_nothing_of_their_own_are_allowed(staff):
         "output": "all was held\n",
         "status": 0,
     }
+
+
+def test_rules_of_landlocks_cannot_be_had(staff):
+    program = (
+        "import ctypes, struct\nlibrary = ctypes.CDLL(None, use_errno=True)\n"
+        "rules = struct.pack('QQQ', 0, 3, 0)\n"
+        "print(library.syscall(444, rules, ctypes.c_size_t(24), 0), ctypes.get_errno())"
+    )
+    assert run(staff, program)["output"] == "-1 1\n"
 
 
 def test_memory_that_dev_zero_shares_cannot_be_had(staff):

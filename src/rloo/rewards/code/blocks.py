@@ -5,12 +5,23 @@ from __future__ import annotations
 
 import re
 
-# A fence may stand in a list or a quotation. What closes a block is at least as long.
+# A fence may stand in a list or a quotation, or behind a sentence where a language follows. What
+# closes a block is at least as long, and may stand behind the last line or before a tag.
 _OPENS = re.compile(
-    r"^(?P<indent>[ \t]*(?:(?:[-*+>]|\d+[.)])[ \t]+)*)(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)$"
+    r"^(?P<indent>[ \t]*(?:(?:[-*+>]|\d+[.)])[ \t]+)*)(?:"
+    r"(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)|[^`]*[^`\s](?P<glued>`{3,})(?P<language>[\w+#.-]+))$"
 )
 _LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]*)")
 _DEEPEST = 3  # how much deeper than what has opened a block its end may stand
+_BEHIND = "<[(|*_.,;:!?)]}"  # what may stand behind an end: a tag, and the end of a sentence
+_INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
+# Between these stands a program, too, where no fence is: as prompts ask for it.
+_TAGS = re.compile(
+    r"^[ \t]*(?:<pre>)?(?:<(?P<tag>answer|code|solution|python|final_answer)\b[^>\n]*>"
+    r"|\[(?P<word>BEGIN|PYTHON|CODE|ANSWER|SOLUTION)\])(?P<body>.*?)"
+    r"(?:</(?P=tag)>|\[(?:DONE|END|/(?P=word))\]|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def said_in(text: str) -> str:
@@ -21,28 +32,44 @@ def said_in(text: str) -> str:
 
 def blocks_of(text: str) -> list[tuple[str, str]]:
     """The languages (in lower case, empty where none is said) and texts of the blocks; the last one
-    may lack its end."""
+    may lack its end. Where there is no fence, what stands between tags."""
     found, lines, at = [], text.split("\n"), 0
     while at < len(lines):
         opened = _OPENS.match(lines[at].rstrip("\r"))
         at += 1
         if opened is None:
             continue
-        indent, fence = len(opened["indent"].expandtabs(4)), opened["fence"]
+        indent, fence = len(opened["indent"].expandtabs(4)), opened["fence"] or opened["glued"]
+        quoted = ">" in opened["indent"]
         body: list[str] = []
-        while at < len(lines) and not _closes(lines[at], fence, indent):
-            body.append(_without(lines[at], indent))
+        while at < len(lines):
+            line = _unquoted(lines[at]) if quoted else lines[at]
             at += 1
-        at += 1
-        match = _LANGUAGE.match(opened["info"])
+            rest = _closes(line, fence, indent)
+            if rest is not None:
+                body += [_without(rest, indent)] if rest.strip() else []
+                break
+            body.append(_without(line, 0 if quoted else indent))
+        match = _LANGUAGE.match(opened["info"] or opened["language"] or "")
         found.append((match[1].lower() if match else "", "\n".join(body) + "\n"))
-    return found
+    return found or [("", match["body"]) for match in _TAGS.finditer(text)]
 
 
-def _closes(line: str, fence: str, indent: int) -> bool:
-    bare = line.strip().lstrip(">").strip()
+def _closes(line: str, fence: str, indent: int) -> str | None:
+    """What stands before the end of a block in a line; None where that is not its end."""
+    bare = line.translate(dict.fromkeys(map(ord, _INVISIBLE))).strip().lstrip(">").strip()
     deep = len(line.expandtabs(4)) - len(line.expandtabs(4).lstrip())
-    return bare == fence[0] * max(len(bare), len(fence)) and deep <= indent + _DEEPEST
+    if bare.startswith(fence):
+        rest = bare.lstrip(fence[0]).lstrip()
+        return "" if deep <= indent + _DEEPEST and (not rest or rest[0] in _BEHIND) else None
+    before, found, after = bare.partition(fence)
+    if found and before.strip() and not after and "`" not in before and fence[0] == "`":
+        return line[: line.index(fence)]
+    return None
+
+
+def _unquoted(line: str) -> str:
+    return re.sub(r"^[ \t]*>[ ]?", "", line)
 
 
 def _without(line: str, indent: int) -> str:

@@ -63,7 +63,10 @@ def read(row: Row) -> tuple[Format, Asked | None] | None:
     if known is None:
         return None
     try:
-        return known, known.read(row)
+        asked = known.read(row)
+        if asked is not None and asked["kind"] == "function" and row.get("starter_code"):
+            asked["starter"] = str(row["starter_code"])
+        return known, asked
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if known.own and isinstance(error, ValueError):
             raise
@@ -163,8 +166,11 @@ def _code_contests(row: Row) -> Asked | None:
 
 
 def _mbpp(row: Row) -> Asked | None:
+    """MBPP; MBPP+ has all that is tested in one text."""
     setup = [str(row.get("test_setup_code") or ""), *map(str, row.get("test_imports") or ())]
     tests = [*row["test_list"], *(row.get("challenge_test_list") or ())]
+    if isinstance(row.get("test"), str) and row["test"].strip():
+        tests = [row["test"]]
     return _statements(tests, "\n".join(setup).strip())
 
 
@@ -235,7 +241,11 @@ def _payload(given: Any, row: Row) -> Asked | None:
     if _is_map(given):
         for name in ("inputs", "input"):
             if given.get(name) is not None and given.get(f"out{name[2:]}") is not None:
-                return _pairs(given[name], given[f"out{name[2:]}"], _name_in(given) or None)
+                inputs, outputs = given[name], given[f"out{name[2:]}"]
+                if (called := _name_in(given)) and all(isinstance(text, str) for text in inputs):
+                    inputs = [_lines_of_json(text) for text in inputs]
+                    outputs = [_from_json(text, text) for text in outputs]
+                return _pairs(inputs, outputs, called or None)
         for name in ("test_cases", "tests", "unit_tests", "assert_case", "functional", "pytest",
                      "ground_truth", "test_code"):  # fmt: skip
             if given.get(name):
@@ -285,6 +295,14 @@ def _whole_programs(inputs: Any, outputs: Any) -> Asked | None:
     if len(given) != len(wanted):
         raise ValueError(f"a row has {len(given)} inputs and {len(wanted)} outputs")
     return {"kind": "inputs", "inputs": given, "outputs": wanted, **_CONTEST} if given else None
+
+
+def _lines_of_json(text: str) -> list[Any]:
+    """Arguments that are a line of JSON each; else a text is the only one."""
+    try:
+        return [json.loads(line) for line in text.strip().split("\n")]
+    except ValueError:
+        return [text]
 
 
 def _joined(text: Any) -> str:

@@ -137,7 +137,7 @@ class CodeReward:
             if asked is None:
                 keys.append(None)
                 continue
-            request = self._request | asked | _program(text_of(text))
+            request = self._request | asked | program_of(text_of(text))
             keys.append(key := json.dumps(request))
             if key not in begun:
                 begun[key] = staff.begin(request)
@@ -198,7 +198,7 @@ class CodeReward:
         return float(share == 1.0) if self._request["all_or_nothing"] else share
 
 
-def _program(text: str) -> dict[str, Any]:
+def program_of(text: str) -> dict[str, Any]:
     """The part of a request that tells of the program: blocks of a completion, or the whole."""
     said = said_in(text)
     blocks = blocks_of(said)

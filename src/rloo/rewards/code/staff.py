@@ -24,8 +24,8 @@ from rloo.rewards.code.inside.watch import wall_seconds
 from rloo.rewards.code.walls import NoWall
 
 _INSIDE = "rloo.rewards.code.inside"
-_BASE = ("values", "filter", "kernel", "source", "objects", "program", "watch", "stage")
-JUDGE = ("compare", "standins", "remote", "suite", "pytests", "tests", "judge")
+_BASE = ("values", "filter", "kernel", "source", "nodes", "objects", "program", "watch", "stage")
+JUDGE = ("compare", "standins", "remote", "arrays", "pytests", "suite", "tests", "judge")
 _START_SECONDS = 60.0
 
 

@@ -32,10 +32,12 @@ DENIED = {
     "mq_notify": (244, 184), "mq_getsetattr": (245, 185), "add_key": (248, 217),
     "request_key": (249, 218), "keyctl": (250, 219),
     # memory that no limit counts: files without a folder, pages and more room that pipes and
-    # sockets keep, watches of files
+    # sockets keep, watches of files, rules of Landlock's
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "vmsplice": (278, 75),
     "splice": (275, 76), "tee": (276, 77), "setsockopt": (54, 208), "inotify_init": (253, None),
     "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
+    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
     # the kernel: its settings, and parts with a history of holes
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo.rewards.code.inside import source, values
+from rloo.rewards.code.inside import nodes, source, values
 from rloo.rewards.code.inside.compare import same_output, same_value
 from rloo.rewards.code.inside.remote import Gone, Program
 from rloo.rewards.code.inside.stage import Ended, Stage
@@ -77,12 +77,19 @@ def _judge_function(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
         "source": source.choose(request, name.replace("()", "").split(".")),
         "implied": request.get("implied", False),
     }
+    last = name.rpartition(".")[2]
+    hints = nodes.signature(last, [str(asked["source"]), str(request.get("starter", ""))])
     for given, wanted in cases:
         try:
             if program is None or program.ended:
                 program = Program(stage, asked)
             stage.grant()
-            found = program.ask("call", program.ask("name", name), *given)
+            function = program.ask("name", name)
+            found = (
+                program.ask("call", function, *given)
+                if hints is None
+                else program.ask("solve", function, hints, given)
+            )
             right = _is_plain(found) and same_value(found, wanted, request)
         except Ended:
             break

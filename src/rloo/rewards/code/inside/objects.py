@@ -6,14 +6,20 @@ It runs in the program's process, so whatever it says is what the program says.
 from __future__ import annotations
 
 import builtins
+import importlib
+import io
 import json
 import operator
 import os
 import struct
+import sys
+from collections import deque
 from collections.abc import Callable
+from functools import cache
+from types import FunctionType
 from typing import Any
 
-from rloo.rewards.code.inside import values
+from rloo.rewards.code.inside import nodes, values
 
 # What tests may have done with objects, beside what `operator` does.
 _DOES: dict[str, Callable[..., Any]] = {
@@ -21,15 +27,52 @@ _DOES: dict[str, Callable[..., Any]] = {
     "getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "iter": iter,
     "next": next, "str": str, "repr": repr, "bool": bool, "isinstance": isinstance,
     "issubclass": issubclass, "hash": hash, "float": float, "int": int,
-    "state": lambda thing: _state(thing),
+    "state": lambda thing: _state(thing), "plain": lambda thing: thing,
     "enter": lambda manager: manager.__enter__(),
     "exit": lambda manager: manager.__exit__(None, None, None),
+    "await": lambda thing: _awaited(thing), "aiter": lambda thing: thing.__aiter__(),
+    "anext": lambda thing: _awaited(thing.__anext__()),
+    "aenter": lambda manager: _awaited(manager.__aenter__()),
+    "aexit": lambda manager: _awaited(manager.__aexit__(None, None, None)),
 }  # fmt: skip
 
 
+@cache
+def _loop() -> Any:
+    return importlib.import_module("asyncio").new_event_loop()
+
+
+def _awaited(thing: Any) -> Any:
+    """What comes of it: all that a program awaits shares one loop."""
+
+    async def wait() -> Any:
+        return await thing
+
+    return _loop().run_until_complete(wait())
+
+
+_BUILT_IN: tuple[Any, ...] = (list, dict, set, frozenset, tuple, deque, str, int, float)
+_ADDED = (FunctionType, property, staticmethod, classmethod)
+
+
+def _extends(thing: Any) -> bool:
+    """Whether its class is the program's, extends a built-in one, and can do more than that."""
+    kind = type(thing)
+    return isinstance(thing, _BUILT_IN) and any(
+        hasattr(known, "__members__")
+        or any(isinstance(item, _ADDED) and name[:1] != "_" for name, item in vars(known).items())
+        for known in kind.__mro__
+        if known.__module__ == "solution"
+    )
+
+
 def _state(thing: Any) -> dict[str, Any]:
-    """The attributes of an object, by name, in slots too."""
+    """The attributes of an object, by name, in slots too, and the value of one that extends a
+    built-in class."""
     found = dict(getattr(thing, "__dict__", {}))
+    for known in _BUILT_IN:
+        if isinstance(thing, known):
+            found[""] = known(thing)
     for kind in type(thing).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -61,11 +104,19 @@ class Objects:
                 raise self._error(*message["error"])
             if "value" in message:
                 return self._decoded(message["value"])
+            written = sys.stdout
             try:
+                if message.get("heard"):
+                    sys.stdout = io.StringIO()
+                if "input" in message:
+                    builtins.input = self._decoded(message["input"])
                 said = self._do(message)
             except Exception as error:
                 kinds = [kind.__name__ for kind in type(error).__mro__]
                 said = {"raise": [kinds, str(error)]}
+            if message.get("heard"):
+                heard, sys.stdout = sys.stdout, written
+                said["written"] = heard.getvalue() if isinstance(heard, io.StringIO) else ""
             self._send(said)
         os._exit(0)
 
@@ -74,8 +125,11 @@ class Objects:
         named = {key: self._decoded(item) for key, item in message["named"].items()}
         if what == "name":
             return {"value": self._encoded(self._find(given[0]))}
+        if what == "solve":
+            return {"value": self._encoded(nodes.solve(self._names, *given))}
         found = (_DOES.get(what) or getattr(operator, what))(*given, **named)
-        said = {"value": self._encoded(found)}
+        whole = message.get("objects") and what != "plain" and _extends(found)
+        said = {"value": self._hold(found) if whole else self._encoded(found)}
         if what == "call" and found is None:  # it may have changed what it was given
             said["args"] = [
                 self._encoded(item) if isinstance(item, values.CHANGING) else None
@@ -112,7 +166,8 @@ class Objects:
             self._held.append(thing)
         is_error = isinstance(thing, type) and issubclass(thing, BaseException)
         kinds = [kind.__name__ for kind in thing.__mro__] if is_error else []
-        return {"object": [self._numbers[id(thing)], type(thing).__name__, kinds]}
+        told = [self._numbers[id(thing)], type(thing).__name__, kinds]
+        return {"object": [*told, "extends"] if _extends(thing) else told}
 
     def _decoded(self, data: Any) -> Any:
         return values.decode(data, self._other)

@@ -6,6 +6,7 @@ From `begin` on nothing here is trusted by the others. It was told no expected v
 from __future__ import annotations
 
 import atexit
+import builtins
 import os
 import resource
 import signal
@@ -17,12 +18,13 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from rloo.rewards.code.inside import filter as calls
-from rloo.rewards.code.inside import kernel
+from rloo.rewards.code.inside import kernel, nodes
 from rloo.rewards.code.inside.objects import Objects
 from rloo.rewards.code.inside.source import implied
 
 PRIVATE = "/tmp"  # in the program's own mounts
 _CALLS, _RESULTS = 250, 251  # far from the numbers that a program opens
+_OPEN = open
 _SHARED_MEMORY = 1 << 24
 _OPEN_FILES = 256
 _SIGNALS = 1024  # that wait, and timers
@@ -110,6 +112,12 @@ def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
     kernel.filter_calls(calls.program(os.uname().machine, shared_user=wall["shared_user"]))
 
 
+def _opened(file: Any, *given: Any, **named: Any) -> Any:
+    """`open`, where no /proc is that /dev/stdin could lead to."""
+    is_input = isinstance(file, str) and file == "/dev/stdin"
+    return _OPEN(0 if is_input else file, *given, **named)
+
+
 def _python(request: dict[str, Any], serving: bool) -> int:
     """Run Python's text as an interpreter would; its exit status."""
     source = request["source"]
@@ -121,7 +129,9 @@ def _python(request: dict[str, Any], serving: bool) -> int:
     sys.modules[name] = module
     sys.argv = ["main.py"]
     status = 0
+    module.__dict__.update(nodes.KINDS)
     module.__dict__.update(implied(source, always=bool(request.get("implied"))))
+    builtins.open = _opened
     try:
         if serving:
             setup = request.get("setup", "")

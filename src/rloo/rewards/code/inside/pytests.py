@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import itertools
 import math
 import re
+import sys
 import types
+from collections import namedtuple
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -133,6 +137,52 @@ def module() -> types.ModuleType:
     return made
 
 
+class _Captured:
+    """What is written from now on."""
+
+    def __init__(self) -> None:
+        sys.stdout = io.StringIO()
+
+    def readouterr(self) -> Any:
+        """What was, since it was last asked."""
+        said, sys.stdout = sys.stdout, io.StringIO()
+        return _Said(said.getvalue() if isinstance(said, io.StringIO) else "", "")
+
+
+_Said = namedtuple("_Said", ["out", "err"])
+
+
+def _capsys() -> Any:
+    before = sys.stdout
+    yield _Captured()
+    sys.stdout = before
+
+
+class _Patches:
+    """Attributes that have another value in a test."""
+
+    def __init__(self) -> None:
+        self.undo: list[tuple[Any, str, Any]] = []
+
+    def setattr(self, target: Any, name: Any, *value: Any, raising: bool = True) -> None:
+        """As pytest's: `target` may be the path of the attribute."""
+        if not value:
+            path, _, last = target.rpartition(".")
+            target, name, value = importlib.import_module(path), last, (name,)
+        self.undo.append((target, name, getattr(target, name)))
+        setattr(target, name, value[0])
+
+
+def _monkeypatch() -> Any:
+    patches = _Patches()
+    yield patches
+    for target, name, value in reversed(patches.undo):
+        setattr(target, name, value)
+
+
+FIXTURES = {"capsys": _capsys, "monkeypatch": _monkeypatch}
+
+
 def call(function: Callable[..., Any], names: dict[str, Any]) -> None:
     """Call a test function with each of its sets of values, and with its fixtures."""
     sets = getattr(function, "sets_", [])
@@ -144,13 +194,15 @@ def call(function: Callable[..., Any], names: dict[str, Any]) -> None:
         for name in code.co_varnames[first : code.co_argcount]:
             if name not in given:
                 given[name] = _made(name, names, ends)
-        function(**given)
-        for end in ends:
-            next(end, None)
+        try:
+            function(**given)
+        finally:
+            for end in reversed(ends):
+                next(end, None)
 
 
 def _made(name: str, names: dict[str, Any], ends: list[Any]) -> Any:
-    fixture = names[name]
+    fixture = names.get(name) or FIXTURES[name]
     code = fixture.__code__
     asked = {n: _made(n, names, ends) for n in code.co_varnames[: code.co_argcount]}
     found = fixture(**asked)

@@ -14,6 +14,7 @@ import json
 import os
 import select
 import struct
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -21,11 +22,12 @@ from typing import Any
 
 from rloo.rewards.code.inside import values
 from rloo.rewards.code.inside.stage import Stage
-from rloo.rewards.code.inside.standins import FOREIGN, StandIn
+from rloo.rewards.code.inside.standins import FOREIGN, Coroutine, Extended, StandIn
 
 _MOST_ITEMS = 1_000_000
 # The module that tests are run as.
 TESTS = "tests"
+_INPUT = builtins.input
 
 
 class Gone(BaseException):
@@ -43,6 +45,8 @@ class Program:
         """`asked` has its `source`, and what `program.begin` takes besides. Raises Gone where it
         fails, or takes too long."""
         self._stage = stage
+        # Whether objects that extend plain values are given as such, and not as these.
+        self._objects = bool(asked.get("objects"))
         self._local: list[Callable[..., Any]] = []
         self._stands: dict[int, StandIn] = {}
         # The numbers of what tests call by the name of a class.
@@ -81,7 +85,7 @@ class Program:
         try:
             by_name = {key: self._encoded(item) for key, item in named.items()}
             given = [self._encoded(item) for item in args]
-            self._say({"do": what, "args": given, "named": by_name})
+            self._say({"do": what, "args": given, "named": by_name, **self._surroundings()})
             # A function that returns something, and could say what it was given, is not believed.
             found = self._listen(args[1:] if what == "call" else ())
         except Gone:
@@ -89,6 +93,15 @@ class Program:
             raise
         if what == "call" and isinstance(found, StandIn):
             found.__dict__.setdefault("_made", (args[0], args[1:], named))
+        return found
+
+    def _surroundings(self) -> dict[str, Any]:
+        """What tests have put in the place of what programs write to and read from."""
+        found: dict[str, Any] = {"objects": True} if self._objects else {}
+        if sys.stdout is not sys.__stdout__:
+            found["heard"] = True
+        if builtins.input is not _INPUT or sys.stdin is not sys.__stdin__:
+            found["input"] = self._encoded(lambda *asked: builtins.input(*asked))
         return found
 
     def find(self, name: str) -> Any:
@@ -104,6 +117,8 @@ class Program:
             error = None
             try:
                 said = json.loads(self._hear(struct.unpack("!I", self._hear(4))[0]))
+                if said.get("written") and sys.stdout is not sys.__stdout__:
+                    sys.stdout.write(str(said["written"]))
                 if "value" in said:
                     found = self._decoded(said["value"])
                     if found is None:
@@ -184,10 +199,11 @@ class Program:
     def _stand_for(self, tag: str, content: Any) -> Any:
         if tag != "object":
             raise ValueError(f"there is no type {tag!r}")
-        number, name, kinds = content
+        number, name, kinds, *more = content
         if kinds:
             return self.error_class([str(kind) for kind in kinds])
-        return self._stands.setdefault(int(number), StandIn(self, int(number), str(name)))
+        kind = Extended if more else Coroutine if name == "coroutine" else StandIn
+        return self._stands.setdefault(int(number), kind(self, int(number), str(name)))
 
     def _encoded(self, value: Any) -> Any:
         return values.encode(value, self._other)

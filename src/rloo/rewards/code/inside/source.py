@@ -7,12 +7,22 @@ import ast
 import builtins
 import importlib
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 _IS_PYTHON = re.compile(r"[ci]?py(thon)?[\d.]*")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BINDING = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
+# What can be seen by no one, and the space that looks like another.
+_UNSEEN = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff")) | {0xA0: " ", 0x202F: " "}
+# A line that a program in a text without fences may begin with.
+_BEGINS = re.compile(
+    r"(import|from|def|class|async|for|while|if|try|with|print)\b|@\w"
+    r"|[\w*,. ]+?(: *[\w\[\], .]+)? *= *\S"
+)
+_MOST_TRIALS, _LONGEST_BEGIN = 200, 200
 # What LeetCode and the graders of contests have imported before a program begins, in the order in
 # which a name is looked for.
 _BEFORE = [
@@ -133,42 +143,104 @@ def implied(source: str, *, always: bool) -> dict[str, Any]:
 def choose(request: dict[str, Any], wanted: Iterable[str] = ()) -> str:
     """The text of the `program` of a request, or else the one among its `blocks`. One that goes on
     where `prompt` ends, which is Python, has that before it."""
-    if "program" in request:
-        text = str(request["program"])
-    else:
-        text = _choose(request["blocks"], wanted, any_language="command" in request)
-    if prompt := request.get("prompt"):
-        names = set(wanted)
-        for whole in (text, f"{prompt.rstrip()}\n{text}", f"{prompt}{text}"):
-            tree = parse(whole)
-            if tree is not None and names & (definitions(tree).keys() | methods(tree)):
+    if "command" in request:
+        blocks = request.get("blocks") or [("", request.get("program", ""))]
+        return str(blocks[-1][1])
+    blocks = request.get("blocks")
+    text = str(request["program"]) if blocks is None else _choose(blocks, wanted)
+    names = set(wanted)
+    for whole in _continued(request.get("prompt", ""), text):
+        tree = parse(whole)
+        if tree is not None and names & (definitions(tree).keys() | methods(tree)):
+            with suppress(SyntaxError, ValueError):  # a `return` outside its function
+                compile(tree, "main.py", "exec")
                 return whole
+    text = _readable(text)
+    return text if parse(text) is not None else _within(text)
+
+
+def _continued(prompt: str, text: str) -> list[str]:
+    """A text as it is, and as what a prompt goes on with: also if it was stripped, or is no more
+    than the function's body."""
+    if not prompt:
+        return []
+    begun, body = prompt.rstrip(), text.strip("\n")
+    bodies = [f"    {text.lstrip()}", textwrap.indent(textwrap.dedent(body), "    ")]
+    bodies = bodies if body[:1].strip() else [text, *bodies]
+    return [text, *(f"{begun}\n{body}" for body in bodies), f"{begun}\n{text}", f"{prompt}{text}"]
+
+
+def _readable(text: str) -> str:
+    """A text that is Python, without what can be seen by no one and the white space that is before
+    every line of it."""
+    for known in (text, text.translate(_UNSEEN), textwrap.dedent(text.translate(_UNSEEN))):
+        if parse(known) is not None:
+            return known
     return text
 
 
-def _choose(blocks: Iterable[Sequence[str]], wanted: Iterable[str], *, any_language: bool) -> str:
+def _within(text: str) -> str:
+    """The longest run of lines of a text that is Python and begins as programs do; the text where
+    none is."""
+    lines, longest, trials = text.split("\n"), "", 0
+    begins = [at for at, line in enumerate(lines) if _BEGINS.match(line[:_LONGEST_BEGIN])]
+    last = -1
+    for begin in begins:
+        end = len(lines)
+        while last <= begin < end and trials < _MOST_TRIALS:
+            trials += 1
+            run = "\n".join(lines[begin:end])
+            wrong = _wrong_line(run)
+            if wrong is None:
+                last, longest = end, max(longest, run, key=len)
+                break
+            end = min(begin + wrong - 1, end - 1)
+    return longest or text
+
+
+def _wrong_line(text: str) -> int | None:
+    """The number of the line with which a text is no Python any more; None where it is."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return error.lineno or 1
+    except (ValueError, RecursionError, MemoryError, OverflowError):
+        return 1
+    return None
+
+
+def _choose(blocks: Iterable[Sequence[str]], wanted: Iterable[str]) -> str:
     """The program among blocks (pairs of a language and a text): the last one of Python, else of no
-    language, that defines a name that is `wanted`, or else (where none is) reads its input. What it
-    uses of earlier blocks is put before it."""
-    blocks = [(language, text) for language, text in blocks]
-    if any_language:
-        return blocks[-1][1] if blocks else ""
+    language, that defines a name that is `wanted`; or else (where none is) that reads its input and
+    does something, by itself or with what it uses of others. This is put before it."""
+    blocks = [(language, _readable(text)) for language, text in blocks]
     texts = [text for language, text in blocks if _IS_PYTHON.fullmatch(language)]
     if not texts:
         texts = [text for language, text in blocks if not language and _does_something(text)]
+    if not texts:
+        return ""
     trees = [parse(text) for text in texts]
     names = set(wanted)
 
-    def fits(tree: ast.Module | None) -> bool:
-        if tree is None:
-            return False
-        return bool(names & (definitions(tree).keys() | methods(tree))) if names else _reads(tree)
+    def completed(at: int) -> str:
+        others = [tree for tree in (*trees[:at:-1], *trees[:at]) if tree is not None]
+        return _completed(texts[at], trees[at], others)
 
-    fitting = [at for at, tree in enumerate(trees) if fits(tree)]
-    if not texts:
-        return ""
-    at = fitting[-1] if fitting else len(texts) - 1
-    return _completed(texts[at], trees[at], [tree for tree in trees[:at] if tree is not None])
+    def defines(tree: ast.Module) -> bool:
+        return bool(names & (definitions(tree).keys() | methods(tree)))
+
+    readable = [(at, tree) for at, tree in enumerate(trees) if tree is not None]
+    if names:
+        fitting = [at for at, tree in readable if defines(tree)]
+    else:
+        fitting = [at for at, tree in readable if _reads(tree) and _acts(tree)]
+        fitting = fitting or [
+            at
+            for at, tree in readable
+            if _acts(tree) and (whole := parse(completed(at))) is not None and _reads(whole)
+        ]
+        fitting = fitting or [at for at, tree in readable if _reads(tree)]
+    return completed(fitting[-1] if fitting else len(texts) - 1)
 
 
 def _does_something(text: str) -> bool:
@@ -176,6 +248,15 @@ def _does_something(text: str) -> bool:
     tree = parse(text)
     return tree is not None and not all(
         isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call) for node in tree.body
+    )
+
+
+def _acts(tree: ast.Module) -> bool:
+    """Whether it does more than to define something."""
+    return not all(
+        isinstance(node, (*_BINDING, ast.AnnAssign))
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in tree.body
     )
 
 
@@ -195,13 +276,14 @@ def _reads(tree: ast.Module) -> bool:
     )
 
 
-def _completed(text: str, tree: ast.Module | None, earlier: list[ast.Module]) -> str:
-    """A text with the definitions of earlier ones that it uses, and those that these use."""
-    if tree is None or not earlier or "__future__" in text:
+def _completed(text: str, tree: ast.Module | None, others: list[ast.Module]) -> str:
+    """A text with the definitions of other ones that it uses, and those that these use; of two of a
+    name, the last before it."""
+    if tree is None or not others or "__future__" in text:
         return text
     known: dict[str, ast.stmt] = {}
     order: list[ast.stmt] = []
-    for module in earlier:
+    for module in others:
         for node in module.body:
             if isinstance(node, _BINDING):
                 bound = definitions(ast.Module([node], []))

@@ -3,6 +3,8 @@ program, as far as that does not decide about a value of the tests."""
 
 from __future__ import annotations
 
+import collections.abc
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,8 @@ _DECIDING = {
     for name in dir(kind)
     if name.startswith("is") or name in ("startswith", "endswith")
 }
+# What tests ask of a function.
+_TOLD = ("__name__", "__qualname__", "__annotations__")
 # Stands for an object that no program knows.
 FOREIGN = object()
 
@@ -28,7 +32,7 @@ class StandIn:
         return self._program.ask("call", self, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
-        if name[:2] == "__":
+        if name[:2] == "__" and name not in _TOLD:
             raise AttributeError(name)
         if name in _DECIDING and not self._is_known():
             raise TypeError(f"{name} of an object that is of no class of the tests")
@@ -104,6 +108,42 @@ class StandIn:
 
     def __exit__(self, *_: Any) -> None:
         self._program.ask("exit", self)
+
+    def __await__(self) -> Any:
+        return self._program.ask("await", self)
+        yield
+
+    def __aiter__(self) -> Any:
+        return self._program.ask("aiter", self)
+
+    async def __anext__(self) -> Any:
+        return self._program.ask("anext", self)
+
+    async def __aenter__(self) -> Any:
+        return self._program.ask("aenter", self)
+
+    async def __aexit__(self, *_: Any) -> None:
+        self._program.ask("aexit", self)
+
+
+class Coroutine(StandIn):
+    """A coroutine of the program, which runs it to its end when it is begun."""
+
+    def send(self, _: Any = None) -> Any:
+        """See `collections.abc.Coroutine`."""
+        raise StopIteration(self._program.ask("await", self))
+
+    __next__ = send  # by which an event loop steps what has one
+
+    def throw(self, error: Any, *_: Any) -> Any:
+        """See `collections.abc.Coroutine`."""
+        raise error
+
+    def close(self) -> None:
+        """See `collections.abc.Coroutine`."""
+
+
+collections.abc.Coroutine.register(Coroutine)
 
 
 def _other_than(value: Any) -> Any:
@@ -188,3 +228,44 @@ for _what in ("neg", "pos", "abs", "invert", "getitem", "setitem", "delitem", "n
 for _what, _kind in (("str", str), ("repr", str), ("len", int), ("bool", bool), ("int", int),
                      ("float", float)):  # fmt: skip
     setattr(StandIn, f"__{_what}__", _unary(_what, _kind))
+setattr(StandIn, "__doc__", property(lambda self: self._program.ask("getattr", self, "__doc__")))  # noqa: B010
+
+
+class Extended(StandIn):
+    """An object of a class that extends a built-in one. To a value of the tests it is the plain
+    value that it extends, which is compared here."""
+
+    def _plain(self) -> Any:
+        found = self._program.ask("plain", self)
+        if isinstance(found, StandIn):
+            raise TypeError("it extends nothing")
+        return found
+
+    def __eq__(self, other: Any) -> bool:
+        return super().__eq__(other) if isinstance(other, StandIn) else self._plain() == other
+
+    __hash__ = StandIn.__hash__
+
+    def __index__(self) -> int:
+        return operator.index(self._plain())
+
+    def __format__(self, form: str) -> str:
+        return format(self._plain(), form) if form else str(self)
+
+
+def _as_plain(what: str, *, turned: bool = False) -> Callable[..., Any]:
+    of_objects, work = getattr(StandIn, what), getattr(operator, what.replace("__r", "__"))
+
+    def method(self: Extended, other: Any) -> Any:
+        if isinstance(other, StandIn):
+            return of_objects(self, other)
+        return work(other, self._plain()) if turned else work(self._plain(), other)
+
+    return method
+
+
+for _what in ("lt", "le", "gt", "ge"):
+    setattr(Extended, f"__{_what}__", _as_plain(f"__{_what}__"))
+for _what in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    setattr(Extended, f"__{_what}__", _as_plain(f"__{_what}__"))
+    setattr(Extended, f"__r{_what}__", _as_plain(f"__r{_what}__", turned=True))

@@ -9,10 +9,11 @@ import builtins
 import importlib
 import importlib.util
 import re
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from rloo.rewards.code.inside import source
+from rloo.rewards.code.inside import arrays, pytests, source
 
 # What tests may take from it by a name that they do not import themselves.
 LIBRARY = frozenset([
@@ -68,6 +69,8 @@ class Suite:
             raise CannotTell("the tests test nothing")
         whole = ast.Module([*self.begin.body, *(n for tree in self.trees for n in tree.body)], [])
         nodes = list(ast.walk(whole))
+        if "numpy" not in self.packages:
+            _check_numpy(nodes)
         self._check_imports(nodes)
         own = {name for name in source.definitions(whole) if name not in self._aliases}
         own |= {n.arg for n in nodes if isinstance(n, ast.arg)}
@@ -174,7 +177,8 @@ class Suite:
                 continue
             decorators = " ".join(ast.unparse(item) for item in function.decorator_list)
             for argument in function.args.args:
-                if argument.arg not in named and argument.arg not in decorators:
+                known = argument.arg in named or argument.arg in pytests.FIXTURES
+                if not known and argument.arg not in decorators:
                     raise CannotTell(
                         f"the test {unit.name!r} asks for {argument.arg!r}, which is no fixture"
                     )
@@ -224,6 +228,29 @@ def _is_program(name: str) -> bool:
 def _is_test_class(kind: ast.ClassDef) -> bool:
     bases = [ast.unparse(base).rpartition(".")[2] for base in kind.bases]
     return "TestCase" in bases or kind.name.startswith("Test")
+
+
+def _check_numpy(nodes: list[ast.AST]) -> None:
+    """See that what tests use of numpy is there without it. Raises CannotTell."""
+    names = {
+        alias.asname or alias.name
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name == "numpy"
+    }
+    known = arrays.module()
+    for node in nodes:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in names
+            and not hasattr(known, node.attr)
+        ):
+            raise CannotTell(
+                f"a test uses numpy.{node.attr}: `packages=['numpy']` (option of code)"
+            )
+    sys.modules["numpy"] = known
 
 
 def _module(name: str) -> Any:

@@ -37,6 +37,7 @@ def run_tests(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
         "source": text,
         "setup": request.get("setup", ""),
         "implied": request.get("implied", False),
+        "objects": True,
     }
     runner, passed = _Runner(suite, asked, stage), 0
     try:

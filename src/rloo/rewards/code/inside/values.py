@@ -6,6 +6,7 @@ decoded is made of Python's own types alone, whatever the other side has sent.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -17,6 +18,15 @@ from typing import Any
 
 _ARRAY = re.compile(r"[<>|=][biufcSU][0-9]+")
 _SMALL = 1 << 60  # Python's own reading and writing of decimals takes quadratic time
+
+# Of datetime: the attributes of each that it is made of.
+_DAY, _HOUR = ("year", "month", "day"), ("hour", "minute", "second", "microsecond")
+_MOMENTS = {
+    "date": _DAY,
+    "time": _HOUR,
+    "datetime": (*_DAY, *_HOUR),
+    "timedelta": ("days", "seconds", "microseconds"),
+}
 
 CHANGING = (list, dict, set, deque)
 
@@ -62,6 +72,8 @@ def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
         return {"Decimal": str(value)}
     if type(value).__module__ == "numpy":
         return _of_numpy(value, other)
+    if type(value).__module__ == "datetime" and type(value).__name__ in _MOMENTS:
+        return {"datetime": _of_moment(value)}
     if other is None:
         raise NotPlain(f"a {type(value).__name__} is no plain value")
     return other(value)
@@ -96,6 +108,24 @@ def decode(data: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
     raise ValueError(f"there is no type {tag!r}")
 
 
+def _of_moment(value: Any) -> list[Any]:
+    """Its class, numbers, and the seconds that its zone is from UTC."""
+    name = type(value).__name__
+    found = [name, [getattr(value, part) for part in _MOMENTS[name]]]
+    zone = value.utcoffset() if "hour" in _MOMENTS[name] else None
+    return found if zone is None else [*found, zone.total_seconds()]
+
+
+def _moment(content: Any, _: Any) -> Any:
+    name, numbers, *zone = content
+    datetime = importlib.import_module("datetime")
+    given = dict(zip(_MOMENTS[name], map(int, numbers), strict=True))
+    if zone:
+        offset = datetime.timedelta(seconds=float(zone[0]))
+        given["tzinfo"] = datetime.timezone(offset)
+    return getattr(datetime, name)(**given)
+
+
 def _named(content: Any, decoded: Callable[[Any], Any]) -> Any:
     name, fields, items = content
     return namedtuple(str(name), [str(field) for field in fields])(*map(decoded, items))
@@ -123,6 +153,7 @@ _MAKERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "Fraction": lambda content, decoded: Fraction(*map(decoded, content)),
     "Decimal": lambda content, _: Decimal(content),
     "ndarray": _array,
+    "datetime": _moment,
 }
 
 

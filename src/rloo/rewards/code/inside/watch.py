@@ -16,7 +16,8 @@ TICK = 0.05
 # Time by the clock is that many times what a program may take, and so many seconds more: others may
 # have the processors.
 _PATIENCE, _MORE = 4, 10.0
-_FILE, _PIPE = 1 << 14, 1 << 16  # bytes that an open file and a pipe may hold in the kernel
+# Bytes that an open file, a pipe and an area of addresses may hold in the kernel.
+_FILE, _PIPE, _AREA = 1 << 14, 1 << 16, 1 << 10
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -30,7 +31,7 @@ def wall_seconds(seconds: float) -> float:
 class Process:
     """What Linux tells of one: the state of it or of a thread that goes on without it, seconds of a
     processor (its own, and of children that it has waited for), bytes that are resident,
-    bytes of tables of pages and swapped ones, and how often it has gone to sleep."""
+    bytes of tables of pages and of swapped and huge ones, and how often it has gone to sleep."""
 
     place: str  # in /proc
     begun: int
@@ -144,7 +145,8 @@ def _process(pid: int, fields: list[str]) -> Process:
                     break
     own, waited = (sum(map(int, fields[at : at + 2])) / _TICKS for at in (11, 13))
     told = _status(place)
-    tables = sum(1024 * int(told.get(name, "0").split()[0]) for name in ("VmPTE", "VmSwap"))
+    counted = ("VmPTE", "VmSwap", "HugetlbPages")
+    tables = sum(1024 * int(told.get(name, "0").split()[0]) for name in counted)
     slept = int(told.get("voluntary_ctxt_switches", "0"))
     size = int(resident) * _PAGE
     return Process(place, int(fields[19]), state, own, waited, size, tables, slept)
@@ -156,7 +158,7 @@ def too_much(
     """What the processes of a program have too much of; None where nothing. `folder` has their
     files, where no file system of their own limits them; a socket holds at most `socket_bytes`."""
     living = [process for process in family.members if process.state not in "ZX"]
-    kernel = _in_the_kernel(living, socket_bytes)
+    kernel = _in_the_kernel(living, socket_bytes, limits["memory"])
     if kernel is None:
         return "one of its processes hides what it has"
     if folder is None and living:
@@ -180,11 +182,14 @@ def too_much(
     return None
 
 
-def _in_the_kernel(living: list[Process], socket_bytes: int) -> int | None:
-    """Bytes that Linux may hold for open files, pipes, sockets and tables of pages; None where a
-    process cannot be looked at, which honest ones always can."""
+def _in_the_kernel(living: list[Process], socket_bytes: int, most: int) -> int | None:
+    """Bytes that Linux may hold for open files, pipes, sockets, tables of pages and areas of
+    addresses, or more than `most`; None where a process cannot be looked at, which honest ones
+    always can."""
     size, shared = 0, dict[str, int]()
     for process in living:
+        if size > most:  # what is large takes long to be looked at
+            break
         place = process.place
         try:
             names = os.listdir(f"{place}/fd")
@@ -202,8 +207,14 @@ def _in_the_kernel(living: list[Process], socket_bytes: int) -> int | None:
                     shared[target] = socket_bytes
                 elif target.startswith("pipe:"):
                     shared[target] = _PIPE
-        size += process.tables
+        size += process.tables + _AREA * _count_lines(f"{place}/maps")
     return size + sum(shared.values())
+
+
+def _count_lines(path: str) -> int:
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 16), b""))
+    return 0
 
 
 def _is_hidden(place: str) -> bool:
