@@ -125,6 +125,7 @@ _SUMMARY = record(
         "findings": several(_finding),
         "verdict": text,
         "config": record(),
+        "named": several(text),
         "totals": record(others=number),
         "versions": record(others=text),
     }

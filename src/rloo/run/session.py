@@ -268,10 +268,9 @@ class Session:
         else:
             renew_card(self.parts, self.owner)
         seconds, steps = time.perf_counter() - self._started, step - self._first_step
-        completions = steps * self.parts.batches.completions_per_step
-        totals = {"train_runtime": seconds, "train_steps_per_second": steps / seconds}
-        totals["train_samples_per_second"] = completions / seconds
-        totals["train_loss"] = self.parts.monitor.mean_loss
+        pace, size = steps / seconds, self.parts.batches.completions_per_step
+        speeds = {"train_steps_per_second": pace, "train_samples_per_second": size * pace}
+        totals = {"train_runtime": seconds, **speeds, "train_loss": self.parts.monitor.mean_loss}
         return self.parts.monitor.log_totals(self.parts.world.from_main(totals))
 
     def _load_best(self) -> None:
@@ -390,6 +389,7 @@ class Session:
             **process_peaks(self.parts.world.device),
             "seed": self.config.seed,
             "config": self._resolved().to_dict(),
+            "named": sorted(self.config.named),
             "totals": self._totals,
             **({"pushed": False} if self.config.push_to_hub else {}),
             "versions": versions(),
