@@ -19,7 +19,7 @@ from transformers import ProcessorMixin
 from rloo.data.encoding import Encode, ProcessingClass, apply_chat_template, check_message
 from rloo.data.images import ImageReader, image_columns
 from rloo.data.order import Order, Passes
-from rloo.data.published import example_column, is_conversation, with_column
+from rloo.data.published import example_template, holds_messages, with_column
 from rloo.types import Group, Message, Prompt, Text
 
 
@@ -38,7 +38,7 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
         if "prompt" not in columns:
             raise ValueError(
                 f"the dataset has no column 'prompt'; its columns are {', '.join(columns)}. Name "
-                f"the ones that make the prompt: prompt_template: '{{{example_column(columns)}}}'"
+                f"the ones that make the prompt: prompt_template: '{example_template(columns)}'"
             )
         return rows
     if isinstance(template, list):
@@ -285,7 +285,9 @@ def _count_characters(content: Text) -> int:
         return len(content)
     if not isinstance(content, list):
         return 0
-    said = (message.get("content") for message in content if isinstance(message, dict))
+    said = [message.get("content") for message in content if isinstance(message, dict)]
+    parts = [part for text in said if isinstance(text, list) for part in text]
+    said += [part.get("text") for part in parts if isinstance(part, dict)]
     return sum(len(text) for text in said if isinstance(text, str))
 
 
@@ -326,11 +328,11 @@ def _fill(template: str | list[Message], row: dict[str, Any], number: int) -> Te
             )
         if row[name] is None:
             raise ValueError(f"row {number}: column '{name}' is empty (prompt_template)")
-        if is_conversation(row[name]):
+        if holds_messages(row[name]):
             raise ValueError(
                 f"row {number}: column '{name}' has messages, with the answer among them, and no "
-                "text. Leave prompt_template out: the prompt is then the conversation without the "
-                "assistant's last turn (prompt_template)"
+                f"text. Where they have role and content, '{{{name}}}' alone makes the prompt of "
+                "them, without the assistant's last turn (prompt_template)"
             )
         return str(row[name])
 
