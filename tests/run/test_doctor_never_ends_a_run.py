@@ -186,6 +186,25 @@ def test_prompts_are_compared_with_what_the_template_makes(template, content, ex
     assert stands(template, content) == (expected, None)
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}<unk>{% endfor %}",
+        "{% for m in messages %}{{ m['content'] | upper }}<unk>{% endfor %}",
+        # No token of this tokenizer stands for a full stop.
+        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} . {% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}",
+    ],
+)
+def test_an_answer_that_is_not_rendered_tells_of_no_end(template):
+    for content in ([{"role": "user", "content": "w1 w2"}], "w1 w2 <unk>", "w1 w2 . assistant"):
+        assert stands(template, content, stops=(2,))[1] is None
+
+
+def test_a_template_that_adds_nothing_is_not_missing():
+    assert stands("{% for m in messages %}{{ m['content'] }}{% endfor %}", "w1 w2") == (None, None)
+
+
 def test_the_end_of_a_turn_must_end_completions_of_rendered_prompts_too():
     rendered = "<|start|>user\nw1 w2<unk>\n<|start|>assistant\n"
     assert stands(CHATML, rendered, stops=(2,)) == (None, "<unk>")

@@ -173,10 +173,10 @@ def largest_of_layers(config: Any, option: str) -> Any:
     as the heads of Gemma 4 do, transformers gives no value for the whole, and of Gemma 3n's inner
     width a list: the largest."""
     if option in (getattr(config, "per_layer_attributes", None) or ()):
-        values = [getattr(layer, option, None) for layer in config.per_layer_config]
-    elif isinstance(values := getattr(config, option, None), (list, tuple)):
-        values = list(values)
+        values: Any = [getattr(layer, option, None) for layer in config.per_layer_config]
     else:
+        values = getattr(config, option, None)
+    if not isinstance(values, (list, tuple)):
         return values
     return max((value for value in values if value is not None), default=None)
 

@@ -156,10 +156,9 @@ def _in_words(message: Message) -> Message:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list) or not content:
         return message
-    texts = [part.get("text") for part in content if isinstance(part, dict)]
-    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-        return message
-    return {**message, "content": "".join(texts)}
+    said = (part.get("text") for part in content if isinstance(part, dict))
+    texts = [text for text in said if isinstance(text, str)]
+    return {**message, "content": "".join(texts)} if len(texts) == len(content) else message
 
 
 def check_message(message: Any, *, parts: bool = False) -> None:
