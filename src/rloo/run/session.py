@@ -18,6 +18,7 @@ from rloo.config.config import RLOOConfig
 from rloo.config.deepspeed import division_named
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
+from rloo.dist.streams import counted
 from rloo.model.memory import process_peaks
 from rloo.model.policy import describe_parameters
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
@@ -74,8 +75,8 @@ class Session:
                     f"({', '.join(changed or lengths)}); name another folder (output_dir)"
                 )
             return False
-        steps = start.finished["steps"]
-        self.parts.monitor.say(f"The run in {self.config.output_dir} has finished: {steps} steps.")
+        steps = counted(start.finished["steps"], "step")
+        self.parts.monitor.say(f"The run in {self.config.output_dir} has finished: {steps}.")
         self.parts.monitor.require_page()
         return True
 
@@ -87,9 +88,8 @@ class Session:
         """
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
-        main = parts.world.is_main
         parts.policy.stepper.clear()  # of a step that an error has ended, which a script has caught
-        if self.config.push_to_hub and main:
+        if self.config.push_to_hub and parts.world.is_main:
             self.hub.create()
         if start.checkpoint is not None:
             self._resume(start.checkpoint, same_options=start.same_options)
@@ -97,7 +97,7 @@ class Session:
         parts.policy.files.try_save()
         again = {"resume_from_checkpoint": None, "overwrite_output_dir": False}
         shown = render_resolved(self._resolved().with_values(**again))
-        if main:
+        if parts.world.is_main:
             write_text(self._folder / CONFIG, MARK + shown)
         monitor.start(self._describe(), parts.batches)
         for note in dict.fromkeys((*start.notes, *parts.policy.notes)):

@@ -12,7 +12,8 @@ from typing import Any
 from rloo import __version__
 from rloo.config.config import RLOOConfig
 from rloo.config.reading import default_of
-from rloo.report.console import counted, duration, percent
+from rloo.dist.streams import counted
+from rloo.report.console import duration, percent
 from rloo.report.metrics import Z
 from rloo.report.page.samples import moments
 from rloo.report.page.series import bounds_of, curve, ends, known, outside, rounded
