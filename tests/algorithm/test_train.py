@@ -348,7 +348,7 @@ def test_an_evaluation_set_that_nothing_uses_is_noted(tmp_path):
 
 
 def test_truncated_and_dropped_prompts_are_counted_in_a_note(tmp_path):
-    for mode, words in (("drop", "dropped 6 prompts"), ("left", "truncated 6 prompts")):
+    for mode, words in (("drop", "6 prompts are too long"), ("left", "6 prompts are cut")):
         config = make_config(tmp_path, max_prompt_length=4, overlong_prompts=mode)
         assert any(note.startswith(words) for note in make_trainer(config).policy.notes)
 

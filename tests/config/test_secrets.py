@@ -7,6 +7,7 @@ import pytest
 from rloo import RLOOConfig, cli
 from rloo.config.rendering import render_resolved
 from rloo.config.secrets import HIDDEN, hide
+from rloo.report.records import write_json
 
 # Made of the alphabet of keys; nobody's.
 HF = "hf_" + "aB3" * 11 + "x"
@@ -19,6 +20,14 @@ HF = "hf_" + "aB3" * 11 + "x"
         ("WANDB_API_KEY", 20 * "a1", 20 * "a1", "$WANDB_API_KEY"),
         ("my_password", "correct horse", "correct horse", "$my_password"),
         ("DB_SECRET", "longer-secret", "x longer-secret", "x $DB_SECRET"),
+        ("PGPASSWORD", "correct horse", "correct horse", "$PGPASSWORD"),
+        ("HFTOKEN", "longer-secret", "x longer-secret", "x $HFTOKEN"),
+        ("GITHUB_PAT", "longer-secret", "longer-secret", "$GITHUB_PAT"),
+        ("MYSQL_PWD", "longer-secret", "longer-secret", "$MYSQL_PWD"),
+        ("AWS_SECRETKEY", "longer-secret", "longer-secret", "$AWS_SECRETKEY"),
+        ("TOKENIZER", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("MAX_TOKENS", "100000000", "100000000", "100000000"),
+        ("OLDPWD", "/nowhere/at/all", "/nowhere/at/all", "/nowhere/at/all"),
         ("TOKEN", "short", "short story", "short story"),
         ("TOKENIZERS_PARALLELISM", "parallelism", "parallelism", "parallelism"),
         ("MONKEY", "bananas-and-more", "bananas-and-more", "bananas-and-more"),
@@ -47,6 +56,9 @@ FORMS = {
     HF: HIDDEN,
     f"run of {HF}.": f"run of {HIDDEN}.",
     "sk-" + 40 * "a": HIDDEN,
+    "gsk_" + 40 * "a1": HIDDEN,
+    "nvapi-" + 40 * "a1": HIDDEN,
+    "pypi-" + 40 * "a1": HIDDEN,
     "ghp_" + 36 * "Z": HIDDEN,
     "AKIA" + 16 * "7": HIDDEN,
     "https://me:word@host/data": f"https://{HIDDEN}@host/data",
@@ -84,3 +96,10 @@ def test_no_conversion_has_it(monkeypatch, tmp_path, capsys):
     assert cli.main(["config", "--from", "verl", str(script)]) == 0
     said = capsys.readouterr().out
     assert HF not in said and "$HF_TOKEN" in said and "x-$HF_TOKEN" in said
+
+
+def test_no_note_of_a_run_has_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("PGPASSWORD", "correct horse")
+    write_json(tmp_path / "summary.json", {"notes": ["connecting with correct horse"], "steps": 3})
+    said = json.loads((tmp_path / "summary.json").read_text())
+    assert said == {"notes": ["connecting with $PGPASSWORD"], "steps": 3}

@@ -372,7 +372,7 @@ def test_images_for_a_model_that_reads_none_and_prompts_cut_short_are_refused():
     processor = make_processor("llava")
     with pytest.raises(ValueError, match=r"has images \(column images\) and the model has no"):
         make_source(make_rows(), processor.tokenizer)
-    with pytest.raises(ValueError, match="with images cannot be cut"):
+    with pytest.raises(ValueError, match="prompts of a dataset with images cannot be cut"):
         make_source(make_rows(), processor, limit=30, overlong="left")
     kept = make_source(make_rows(), processor, limit=34, overlong="drop")
     assert kept.dropped == 1

@@ -450,7 +450,7 @@ def test_dropped_prompts_are_counted_and_the_others_keep_their_numbers():
     assert (len(prompts), prompts.dropped, prompts.truncated) == (2, 1, 0)
     assert sorted(prompt.id for prompt in prompts.next(2)) == [0, 2]
     assert [prompt.id for prompt in prompts.all_prompts()] == [0, 2]
-    with pytest.raises(ValueError, match="all 1 prompts have more than 3 tokens"):
+    with pytest.raises(ValueError, match="no prompt of 1 row has at most 3 tokens"):
         source(["abcd"], limit=3, overlong="drop")
 
 

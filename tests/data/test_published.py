@@ -1,13 +1,16 @@
 """Rows as they are published elsewhere, and rows that a transform makes."""
 
 import itertools
+import json
 
 import pytest
 from datasets import Dataset
 
+from rloo.data.encoding import encode_prompt
 from rloo.data.prompts import with_prompts
 from rloo.data.published import with_conversation, with_reference
 from rloo.data.rows import load_rows
+from support.text import make_tokenizer
 from support.training import make_config, make_trainer
 
 USER = {"role": "user", "content": "w1 w2"}
@@ -57,6 +60,58 @@ def test_a_template_that_is_the_column_of_a_conversation_takes_its_messages():
         with_prompts(rows, "Talk: {messages}")
 
 
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [{"from": "Human", "value": "w1 w2"}, {"from": "GPT", "value": "w4"}],
+        [{"from": "user", "content": "w1 w2"}, {"from": "bing", "content": "w4"}],
+        [{"role": "human", "content": "w1 w2"}, {"role": "AI", "content": "w4"}],
+        [{"role": "user", "value": "w1 w2"}, {"role": "model", "value": "w4"}],
+        [{"speaker": "user", "text": "w1 w2"}, {"speaker": "assistant", "text": "w4"}],
+        json.dumps([USER, ANSWER]),
+    ],
+)
+def test_conversations_have_other_words_for_turns_and_may_be_text(turns):
+    for column, template in (("messages", None), ("dialog", "{dialog}")):
+        prompts, _ = prompts_of(column, [turns, turns], template)
+        assert [plain(prompt) for prompt in prompts] == [[USER], [USER]]
+    prompts, _ = prompts_of("prompt", [turns])  # which is not cut
+    assert plain(prompts[0]) == [USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [USER, ANSWER], json.dumps([USER, ANSWER]), {"messages": [USER, ANSWER]},
+        [{"user": "w1", "assistant": "w4"}], [[HUMAN, GPT]],
+    ],
+)  # fmt: skip
+def test_turns_are_never_filled_in_as_python_writes_them(value):
+    rows = Dataset.from_dict({"said": [value]})
+    with pytest.raises(ValueError, match=r"row 0: column 'said' has messages, with the answer"):
+        with_prompts(rows, "Talk: {said}")
+
+
+def test_a_template_is_shown_that_has_the_whole_question():
+    rows = Dataset.from_dict({"instruction": ["w1"], "input": ["w2"], "output": ["w4"]})
+    with pytest.raises(ValueError, match=r"prompt_template: '\{instruction\} \{input\}'$"):
+        with_prompts(rows, None)
+
+
+def test_parts_of_text_are_a_text_for_a_model_without_images():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    parts = [{"type": "text", "text": "w1 "}, {"type": "text", "text": "w2"}]
+    rendered = [
+        encode_prompt([{"role": "user", "content": content}], tokenizer, chat_template_kwargs={})
+        for content in ("w1 w2", parts)
+    ]
+    assert rendered[0] == rendered[1]
+    with pytest.raises(ValueError, match="the content of a message is a list"):
+        image = [{"role": "user", "content": [*parts, {"type": "image"}]}]
+        encode_prompt(image, tokenizer, chat_template_kwargs={})
+
+
 def test_a_list_that_is_no_conversation_stays_text():
     rows = Dataset.from_dict({"numbers": [[3, 4]], "messages": ["w1"]})
     assert with_conversation(rows, None) == (rows, None)
@@ -95,7 +150,11 @@ VERL = {"reward_model": [{"ground_truth": "7", "style": "rule"}, None], "prompt"
         (VERL, "reward_model.style", ["rule", None], None),
         ({"label": ["1", "2"], "prompt": ["w1", "w2"]}, None, ["1", "2"], "label"),
         ({"a.b": ["1"], "a": [{"b": "2"}]}, "a.b", ["1"], None),
+        ({"a.b": [{"c": "1"}], "a": ["2"]}, "a.b.c", ["1"], None),
         ({"gold": [3], "answer": [4]}, "gold", [3], None),
+        ({"solutions": [["1", "2"], ["3"]]}, "solutions.0", ["1", "3"], None),
+        ({"reward_model": ['{"ground_truth": "7"}']}, None, ["7"], "reward_model.ground_truth"),
+        ({"meta": ['[{"gold": 5}]', None]}, "meta.0.gold", [5, None], None),
     ],
 )
 def test_references_are_found_where_they_are_published_or_named(columns, path, expected, noted):
@@ -120,10 +179,11 @@ def test_references_are_not_looked_for_where_none_is_read_or_one_is_there():
             "row 0: reference is reward_model.truth, and there is no 'truth'",
         ),
         ("gold.truth", "row 0: reference is gold.truth, and there is no 'truth' in str"),
+        ("several.2", "row 0: reference is several.2, and there is no '2' in list"),
     ],
 )
 def test_a_reference_that_is_not_there_is_told(path, fault):
-    columns = {"gold": ["1"], "reward_model": [{"ground_truth": "7"}]}
+    columns = {"gold": ["1"], "reward_model": [{"ground_truth": "7"}], "several": [["1", "2"]]}
     with pytest.raises(ValueError, match=fault):
         with_reference(Dataset.from_dict(columns), path, lambda _: True)
 

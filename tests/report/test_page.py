@@ -226,6 +226,24 @@ def test_figures_charts_and_times_of_a_run(tmp_path):
     assert [s["zero"] for s in found["sections"]][-1] == ["update/nonfinite"]
 
 
+def test_options_that_were_chosen_automatically_are_not_called_set(tmp_path):
+    folder = make_run(tmp_path / "run", num_threads=2)
+    path = folder / "summary.json"
+    summary = json.loads(path.read_text())
+    summary["config"] |= {"packing": True, "bf16": True}  # as runs choose them
+    path.write_text(json.dumps(summary))
+
+    def shown():
+        found = written(folder)
+        return [o["name"] for o in found["options"] if o["set"]], found["named"]
+
+    given = ["max_completion_length", "learning_rate", "model", "num_threads"]
+    assert shown() == (given, True)
+    del summary["named"]  # of an older version, or of a run that goes on
+    path.write_text(json.dumps(summary))
+    assert shown() == ([*given, "packing", "bf16"], False)
+
+
 def test_several_runs_have_names_that_differ_and_the_options_that_differ(tmp_path):
     first = make_run(tmp_path / "a" / "run", learning_rate=1e-5)
     second = make_run(tmp_path / "b" / "run", learning_rate=1e-4)
@@ -243,8 +261,15 @@ def test_a_run_leaves_its_report_and_whole_groups(tmp_path):
     trainer = make_trainer(config, count_words)
     trainer.train()
     folder = Path(config.output_dir)
-    (run,) = data_in(folder / PAGE)["runs"]
+    data = data_in(folder / PAGE)
+    (run,) = data["runs"]
     assert (run["status"], run["curves"]["reward"]["to"][-1]) == ("finished", 12)
+    # Those of `make_config` that are no defaults, and none that the run has chosen itself.
+    assert {option["name"] for option in data["options"] if option["set"]} == {
+        "beta", "bf16", "disable_tqdm", "gradient_checkpointing", "learning_rate",
+        "lr_scheduler_type", "max_completion_length", "max_steps", "num_generations", "num_prompts",
+        "num_threads", "seed",
+    }  # fmt: skip
     assert run["facts"]["peak memory"].endswith(" GB")
     rows = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
     steps = sorted({row["step"] for row in rows})

@@ -82,6 +82,13 @@ def test_the_coroutine_that_blocks_the_loop_is_blamed_and_not_those_that_wait(mo
         score(awaits, blocks_its_loop, timeout=0.2)
 
 
+def test_a_closed_stream_of_errors_ends_no_call(monkeypatch):
+    gone = open(os.devnull, "w")  # noqa: SIM115 - closed here
+    monkeypatch.setattr(sys, "__stderr__", gone)
+    gone.close()
+    assert call_within_reward_timeout(5.0, lambda: 3) == 3
+
+
 def test_a_result_that_comes_too_late_is_no_result():
     def late(completions):
         end = time.monotonic() + 0.5

@@ -29,9 +29,19 @@ def test_references_that_cannot_be_read_are_told_with_their_rows():
 
 def test_gsm8k_refuses_a_row_at_the_start():
     rewards = RewardSet([gsm8k_reward])
-    look(rewards, {"answer": ["#### 1", None, ["2", "2.0"]]}, tokenizer_with())
+    look(rewards, {"answer": ["#### 1", ["2", "2.0"]]}, tokenizer_with())
     with pytest.raises(ValueError, match=r"row 1 of the dataset: the GSM8K answer is 'six'"):
         look(rewards, {"answer": ["1", "six"]}, tokenizer_with())
+
+
+def test_rows_without_a_reference_are_told_where_one_reward_judges_all():
+    alone, both = RewardSet([make_math()]), RewardSet([make_math(), gsm8k_reward])
+    said = "'math_reward' has no reference in 2 of 4 rows (row 1 first); their completions have no"
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        look(alone, {"answer": ["1", None, "3", None]}, tokenizer_with())
+    with pytest.raises(ValueError, match=r"no reference in 2 of 2 rows; it would judge nothing"):
+        look(alone, {"answer": [None, None], "solution": ["1", "2"]}, tokenizer_with())
+    look(both, {"answer": ["1", None]}, tokenizer_with())  # each may have rows of its own
 
 
 @pytest.mark.parametrize("name", ["format", "tag_count", "math", "gsm8k", "exact_match"])

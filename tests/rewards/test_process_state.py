@@ -1,5 +1,6 @@
 """What a reward leaves behind in the process: each is named, and as it was before."""
 
+import os
 import resource
 import signal
 
@@ -46,6 +47,7 @@ CHANGES = {
     "torch.backends.cudnn.benchmark": [
         lambda: setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
     ],
+    "the mask of new files' modes": [lambda: os.umask(0o777)],
     "the timer ITIMER_REAL": [lambda: signal.alarm(1)],
     "the timer ITIMER_PROF": [lambda: signal.setitimer(signal.ITIMER_PROF, 0.01)],
     "the limit RLIMIT_NOFILE": [lambda: lower(resource.RLIMIT_NOFILE)],

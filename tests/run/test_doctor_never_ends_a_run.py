@@ -8,6 +8,7 @@ import torch
 
 from rloo.report.doctor.attempt import attempt
 from rloo.report.doctor.finding import Run
+from rloo.report.doctor.folder import report
 from rloo.report.doctor.rules import diagnose
 from rloo.report.doctor.watch import Watch
 from rloo.run.facts import facts_of_error, of_template
@@ -114,20 +115,24 @@ def test_nothing_that_is_told_at_the_end_ends_a_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "named"),
+    ("error", "named", "steps"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (RuntimeError("shapes do not fit"), False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True, 2),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True, 0),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True, 0),
+        (RuntimeError("shapes do not fit"), False, 2),
+        (RuntimeError("shapes do not fit"), False, 0),
     ],
 )
-def test_a_run_that_ends_for_want_of_memory_says_so_and_what_to_change(error, named, tmp_path):
+def test_a_run_that_ends_for_want_of_memory_says_so_and_what_to_change(
+    error, named, steps, tmp_path
+):
     trainer = make_trainer(make_config(tmp_path, max_steps=3))
     sample, calls = trainer.engine.sample, []
 
     def fails(*given):
         calls.append(given)
-        if len(calls) > 2:
+        if len(calls) > steps:
             raise error
         return sample(*given)
 
@@ -137,6 +142,8 @@ def test_a_run_that_ends_for_want_of_memory_says_so_and_what_to_change(error, na
     findings = json.loads((tmp_path / "run/summary.json").read_text())["findings"]
     told = [finding["options"] for finding in findings if finding["name"] == "memory"]
     assert told == ([{"gradient_checkpointing": True}] if named else [])
+    if named or steps:
+        assert any("Memory does not suffice" in line for line in report(tmp_path / "run")) == named
 
 
 # -- how prompts stand to a template ---------------------------------------------------------------
@@ -177,6 +184,25 @@ def stands(template, content, stops=(3,)):
 )
 def test_prompts_are_compared_with_what_the_template_makes(template, content, expected):
     assert stands(template, content) == (expected, None)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}<unk>{% endfor %}",
+        "{% for m in messages %}{{ m['content'] | upper }}<unk>{% endfor %}",
+        # No token of this tokenizer stands for a full stop.
+        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} . {% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}",
+    ],
+)
+def test_an_answer_that_is_not_rendered_tells_of_no_end(template):
+    for content in ([{"role": "user", "content": "w1 w2"}], "w1 w2 <unk>", "w1 w2 . assistant"):
+        assert stands(template, content, stops=(2,))[1] is None
+
+
+def test_a_template_that_adds_nothing_is_not_missing():
+    assert stands("{% for m in messages %}{{ m['content'] }}{% endfor %}", "w1 w2") == (None, None)
 
 
 def test_the_end_of_a_turn_must_end_completions_of_rendered_prompts_too():

@@ -67,6 +67,18 @@ OTHERS = {
         top_k_experts=2,
         moe_intermediate_size=16,
     ),
+    # An inner width of each layer, and several streams of states.
+    "gemma3n": lambda: transformers.Gemma3nTextConfig(
+        **{**COMMON, "num_hidden_layers": 4, "intermediate_size": [32, 48, 48, 32]},
+        num_kv_shared_layers=2,
+        layer_types=_TURNS * 2,
+        sliding_window=WINDOW,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        altup_num_inputs=2,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.9, 0.0, 0.0, 0.0],
+    ),
     "llama4": lambda: transformers.Llama4TextConfig(
         **{**COMMON, "num_hidden_layers": 4},
         num_local_experts=4,

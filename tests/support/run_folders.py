@@ -87,6 +87,7 @@ def make_run(
             }
         ],
         "config": {"max_completion_length": 100, "learning_rate": 1e-5, "model": text, **options},
+        "named": ["learning_rate", "max_completion_length", "model", *options],
         "versions": {"python": "3.11", "rloo": "0.1.0"},
     }  # fmt: skip
     if ended:

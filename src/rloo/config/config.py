@@ -68,6 +68,7 @@ class RLOOConfig(Base):
 
     _fixed = False
     _checked = None
+    _named: frozenset[str] = frozenset()
     __signature__ = Signature()
 
     if not TYPE_CHECKING:  # type checkers and editors shall see the fields, and misspelt options
@@ -77,14 +78,15 @@ class RLOOConfig(Base):
                 options["output_dir"] = output_dir
             given, own = self._given(options)
             changed = resolve(_changed_defaults(type(self)), option_types())
-            values = over_preset(changed | resolve(given, option_types()))
+            named = changed | resolve(given, option_types())
+            values = over_preset(named)
             values = with_prompts({"num_generations": DEFAULT_GROUP, **values})
             hint_of_grpo(given)
             values |= sampling_options(values.get("generation_kwargs"))
             values |= launched_options(values)
             values |= deepspeed.options_of(values)
             defaults = {option.name: default_of(option) for option in (*fields(self), *OPTIONS)}
-            vars(self).update(defaults | _idle_of(given) | own | values)
+            vars(self).update(defaults | _idle_of(given) | own | values, _named=frozenset(named))
             if missing := [name for name, value in vars(self).items() if value is MISSING]:
                 raise TypeError(f"{type(self).__name__} needs {', '.join(missing)}")
             self.__post_init__()
@@ -116,7 +118,8 @@ class RLOOConfig(Base):
                 resolved = with_prompts(resolved | group)
             if taken is not None:
                 taken.take(resolved)
-            vars(self).update(resolved | _idle_of({name: value}))
+            named = self._named | resolved.keys()
+            vars(self).update(resolved | _idle_of({name: value}), _named=named)
 
         def __getattr__(self, name: str) -> Any:
             # Scripts written for TRL read options that are refused here, or idle (`if
@@ -216,6 +219,12 @@ class RLOOConfig(Base):
         vars(copy).update(vars(self) | self._values() | values, _fixed=True)
         vars(copy)["_checked"] = copy._values()
         return copy
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The options that were given, in a file, on a command line or by a script; the others have
+        their defaults, or what follows from these."""
+        return self._named
 
     @property
     def loss_form(self) -> LossForm:

@@ -170,10 +170,14 @@ def context_of(config: Any) -> int | None:
 
 def largest_of_layers(config: Any, option: str) -> Any:
     """An option of a text model's configuration, None where it has none. Where layers differ in it,
-    as the heads of Gemma 4 do, transformers gives no value for the whole: the largest."""
-    if option not in (getattr(config, "per_layer_attributes", None) or ()):
-        return getattr(config, option, None)
-    values = [getattr(layer, option, None) for layer in config.per_layer_config]
+    as the heads of Gemma 4 do, transformers gives no value for the whole, and of Gemma 3n's inner
+    width a list: the largest."""
+    if option in (getattr(config, "per_layer_attributes", None) or ()):
+        values: Any = [getattr(layer, option, None) for layer in config.per_layer_config]
+    else:
+        values = getattr(config, option, None)
+    if not isinstance(values, (list, tuple)):
+        return values
     return max((value for value in values if value is not None), default=None)
 
 

@@ -6,11 +6,12 @@ import os
 import re
 from typing import Any
 
-# A variable whose name has such a word holds one.
-_WORDS = {
-    "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "KEY", "APIKEY", "CREDENTIAL",
-    "CREDENTIALS",
-}  # fmt: skip
+# A variable whose name has such a word holds one, also at the end of a word (PGPASSWORD, HFTOKEN),
+# but not at its beginning (TOKENIZER). PWD alone is the current folder.
+_WORDS = re.compile(
+    r"(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|_PWD|_AUTH"
+    r"|(?:^|_)PAT|(?:^|_|API|ACCESS|SECRET|PRIVATE)KEY)(?![A-Z])"
+)
 # Shorter values are none, and occur elsewhere.
 _SHORTEST = 8
 # What can be nothing else, by its form: keys of hubs, of clouds and of models' providers, and the
@@ -18,7 +19,7 @@ _SHORTEST = 8
 _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[oprsu]_[A-Za-z0-9]{20,}"
     r"|github_pat_\w{20,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}"
-    r"|AIza[\w-]{35}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
+    r"|AIza[\w-]{35}|(?:gsk|r8|npm)_[A-Za-z0-9]{30,}|nvapi-[\w-]{40,}|pypi-[\w-]{40,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"
 )
 HIDDEN = "(not shown)"
 
@@ -46,7 +47,7 @@ def _known() -> dict[str, str]:
     found = {
         value: name
         for name, value in os.environ.items()
-        if _WORDS & set(name.upper().split("_"))
+        if _WORDS.search(name.upper())
         and len(value) >= _SHORTEST
         and not os.path.exists(value)  # the place of one
     }

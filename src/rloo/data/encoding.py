@@ -111,6 +111,8 @@ def apply_chat_template(
     if not messages:
         raise ValueError("the prompt is an empty list of messages; it needs at least 1")
     processes = isinstance(processing_class, ProcessorMixin)
+    if not processes:
+        messages = [_in_words(message) for message in messages]
     for message in messages:
         check_message(message, parts=processes)
     if processing_class.chat_template is None:
@@ -147,6 +149,16 @@ def apply_chat_template(
             "(chat_template)"
         ) from error
     return encoded
+
+
+def _in_words(message: Message) -> Message:
+    """A message whose content is a text, where it is a list of parts that are all texts."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list) or not content:
+        return message
+    said = (part.get("text") for part in content if isinstance(part, dict))
+    texts = [text for text in said if isinstance(text, str)]
+    return {**message, "content": "".join(texts)} if len(texts) == len(content) else message
 
 
 def check_message(message: Any, *, parts: bool = False) -> None:

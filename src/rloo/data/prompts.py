@@ -19,7 +19,8 @@ from transformers import ProcessorMixin
 from rloo.data.encoding import Encode, ProcessingClass, apply_chat_template, check_message
 from rloo.data.images import ImageReader, image_columns
 from rloo.data.order import Order, Passes
-from rloo.data.published import example_column, is_conversation, with_column
+from rloo.data.published import example_template, holds_messages, with_column
+from rloo.dist.streams import HAS, counted
 from rloo.types import Group, Message, Prompt, Text
 
 
@@ -38,7 +39,7 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
         if "prompt" not in columns:
             raise ValueError(
                 f"the dataset has no column 'prompt'; its columns are {', '.join(columns)}. Name "
-                f"the ones that make the prompt: prompt_template: '{{{example_column(columns)}}}'"
+                f"the ones that make the prompt: prompt_template: '{example_template(columns)}'"
             )
         return rows
     if isinstance(template, list):
@@ -129,7 +130,7 @@ class PromptSource:
             raise ValueError(_describe_overlong(too_long, max_prompt_length))
         if too_long and overlong == "left" and images.columns:
             raise ValueError(
-                f"{len(too_long)} prompts have more than {max_prompt_length} tokens, and the "
+                f"{counted(len(too_long), 'prompt', HAS)} more than {max_prompt_length} tokens; "
                 "prompts of a dataset with images cannot be cut, since each image needs all of its "
                 "tokens (overlong_prompts, max_prompt_length)"
             )
@@ -137,8 +138,8 @@ class PromptSource:
         self.truncated = len(too_long) if overlong == "left" else 0
         if self.dropped == len(rows) and not limit.may_be_empty:
             raise ValueError(
-                f"all {len(rows)} prompts have more than {max_prompt_length} tokens and were "
-                "dropped; training needs at least 1 (max_prompt_length, overlong_prompts)"
+                f"no prompt of {counted(len(rows), 'row')} has at most {max_prompt_length} tokens: "
+                "all were dropped; training needs at least 1 (max_prompt_length, overlong_prompts)"
             )
         self._rows, self._images = rows, images
         self._tokens = [ids[-max_prompt_length:] for ids in tokens]
@@ -285,7 +286,9 @@ def _count_characters(content: Text) -> int:
         return len(content)
     if not isinstance(content, list):
         return 0
-    said = (message.get("content") for message in content if isinstance(message, dict))
+    said = [message.get("content") for message in content if isinstance(message, dict)]
+    parts = [part for text in said if isinstance(text, list) for part in text]
+    said += [part.get("text") for part in parts if isinstance(part, dict)]
     return sum(len(text) for text in said if isinstance(text, str))
 
 
@@ -293,9 +296,9 @@ def _describe_overlong(too_long: dict[int, int], limit: int) -> str:
     shown = ", ".join(f"row {i}: {length}" for i, length in list(too_long.items())[:5])
     more = ", ..." if len(too_long) > 5 else ""
     return (
-        f"{len(too_long)} prompts have more than {limit} tokens ({shown}{more}). Choose: a larger "
-        "max_prompt_length, overlong_prompts 'drop' (leave these rows out) or 'left' (keep the "
-        "last tokens) (max_prompt_length, overlong_prompts)"
+        f"{counted(len(too_long), 'prompt', HAS)} more than {counted(limit, 'token')} "
+        f"({shown}{more}). Choose: a larger max_prompt_length, overlong_prompts 'drop' (leave "
+        "these rows out) or 'left' (keep the last tokens) (max_prompt_length, overlong_prompts)"
     )
 
 
@@ -326,11 +329,11 @@ def _fill(template: str | list[Message], row: dict[str, Any], number: int) -> Te
             )
         if row[name] is None:
             raise ValueError(f"row {number}: column '{name}' is empty (prompt_template)")
-        if is_conversation(row[name]):
+        if holds_messages(row[name]):
             raise ValueError(
                 f"row {number}: column '{name}' has messages, with the answer among them, and no "
-                "text. Leave prompt_template out: the prompt is then the conversation without the "
-                "assistant's last turn (prompt_template)"
+                f"text. Where they have role and content, '{{{name}}}' alone makes the prompt of "
+                "them, without the assistant's last turn (prompt_template)"
             )
         return str(row[name])
 

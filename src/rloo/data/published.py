@@ -3,8 +3,10 @@ references in a column of another name, or within one."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
@@ -15,9 +17,13 @@ from rloo.types import Message
 
 # Columns that hold whole conversations: OpenAI's and the hub's; ShareGPT's; OpenRLHF's.
 _CONVERSATIONS = ("messages", "conversations", "conversation", "context_messages")
-# ShareGPT's names of roles.
-_ROLE_OF = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-_ROLE_OF |= {"model": "assistant", "observation": "tool", "function_response": "tool"}
+# What says whose turn it is, and what was said: OpenAI's keys, ShareGPT's, and those of dialogues.
+_WHO, _WHAT = ("role", "from", "speaker"), ("content", "value", "text")
+# ShareGPT's names of roles, and others that models have been given.
+_ROLE_OF = {"human": "user", "prompter": "user", "observation": "tool", "function_response": "tool"}
+_ROLE_OF |= dict.fromkeys(
+    ("gpt", "chatgpt", "bot", "bing", "bard", "model", "ai", "claude"), "assistant"
+)
 # Where a reference is published: verl, OpenRLHF, and others.
 _REFERENCES = ("reward_model.ground_truth", "label", "ground_truth")
 # Columns of references that rewards here read by themselves.
@@ -30,10 +36,10 @@ def with_conversation(rows: Dataset, template: Any) -> tuple[Dataset, str | None
     """`rows` whose column `prompt` has the messages of a conversation, and a note of it; unchanged,
     and None, where there is none, or another `template` than its column.
 
-    The conversation is in a column that is published for it, in `{column}`, or in `prompt` itself.
-    Its last turn, if that is the assistant's, is cut off, since it is the answer: but not in a
-    column `prompt`, which is meant to be one. Raises ValueError, with the row, where nothing is
-    left to answer or a role is unknown.
+    The conversation, which may be JSON text, is in a column that is published for it, in
+    `{column}`, or in `prompt` itself. Its last turn, if that is the assistant's, is cut off, since
+    it is the answer: but not in a column `prompt`, which is meant to be one. Raises ValueError,
+    with the row, where nothing is left to answer or a role is unknown.
     """
     column = _column_of(rows, template)
     if column is None:
@@ -42,7 +48,7 @@ def with_conversation(rows: Dataset, template: Any) -> tuple[Dataset, str | None
     prompts, cut = [], 0
     for number, (turns, system) in enumerate(zip(rows[column], systems, strict=True)):
         try:
-            messages = [_message(turn) for turn in turns or ()]
+            messages = [_message(turn) for turn in _turns(turns) or ()]
             if isinstance(system, str) and system and column != "prompt" and messages:
                 opened = messages[0]["role"] == "system"
                 messages = messages if opened else [_says("system", system), *messages]
@@ -57,7 +63,8 @@ def with_conversation(rows: Dataset, template: Any) -> tuple[Dataset, str | None
         prompts.append(messages)
     others = with_column(rows, "prompt", prompts)
     if column == "prompt":
-        return others, None
+        as_text = "prompts are the messages that column 'prompt' has as JSON text"
+        return others, as_text if isinstance(_first(rows, column), str) else None
     without = f" without the assistant's last turn (in {cut} of {len(rows)} rows)" if cut else ""
     return others, f"prompts are the messages in column '{column}'{without} (prompt_template)"
 
@@ -80,7 +87,7 @@ def _column_of(rows: Dataset, template: Any) -> str | None:
         return None
     if "prompt" in names:
         first = _first(rows, "prompt")
-        return "prompt" if is_conversation(first) and "role" not in _keys(first) else None
+        return "prompt" if is_conversation(first) and not _is_openai(first) else None
     return next(
         (n for n in _CONVERSATIONS if n in names and is_conversation(_first(rows, n))), None
     )
@@ -92,35 +99,68 @@ def _first(rows: Dataset, column: str) -> Any:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of messages, with `role` and `content` or with ShareGPT's keys."""
-    if not isinstance(value, (list, tuple)) or not value:
+    """Whether a value is a list of messages, with `role` and `content`, ShareGPT's keys or those of
+    dialogues; or such a list as JSON text."""
+    turns = _turns(value)
+    if not isinstance(turns, (list, tuple)) or not turns:
         return False
-    return all(isinstance(turn, dict) for turn in value) and (
-        {"role", "content"} <= _keys(value) or {"from", "value"} <= _keys(value)
+    return all(isinstance(turn, dict) for turn in turns) and all(_keys(turns[0]))
+
+
+def holds_messages(value: Any) -> bool:
+    """Whether a value has turns of a conversation in any form, with the answer among them: as text
+    it would be what Python writes for them."""
+    if isinstance(value, dict):
+        return any(map(holds_messages, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(item, dict) or holds_messages(item) for item in value)
+    return is_conversation(value)
+
+
+def _turns(value: Any) -> Any:
+    """The turns of a conversation that is JSON text; any other value as it is."""
+    if not isinstance(value, str) or not re.match(r"\s*\[\s*\{", value):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _keys(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Under what a turn says whose it is, and what was said: None where it does not."""
+    # Arrow gives every message the keys of all of them. A call of a tool has no content.
+    who = next((key for key in _WHO if turn.get(key) is not None), None)
+    what = next((key for key in _WHAT if turn.get(key) is not None), None)
+    return who, "content" if what is None and "content" in turn else what
+
+
+def _is_openai(value: Any) -> bool:
+    """Whether a conversation is already in the form of prompts."""
+    return not isinstance(value, str) and all(
+        _keys(turn) == ("role", "content") and turn["role"] in ROLES for turn in value
     )
-
-
-def _keys(turns: Sequence[dict[str, Any]]) -> set[str]:
-    # Arrow gives every message the keys of all of them.
-    return {key for key, said in turns[0].items() if said is not None or key == "content"}
 
 
 def _message(turn: Any) -> Message:
     if not isinstance(turn, dict):
         raise ValueError(f"a turn is a {type(turn).__name__}; it must be a message")
-    if turn.get("role") is not None:
-        return {key: value for key, value in turn.items() if value is not None}
-    if turn.get("from") is None or not isinstance(turn.get("value"), str):
+    who, what = _keys(turn)
+    if who is None or (what is None and not turn.get("tool_calls")):
         raise ValueError(
             f"a turn has the keys {', '.join(turn)}; it must have role and content, or from and "
             "value"
         )
-    role = _ROLE_OF.get(turn["from"], turn["from"])
+    role = str(turn[who])
+    role = role if role in ROLES else _ROLE_OF.get(role.lower(), role.lower())
     if role not in ROLES:
         raise ValueError(
-            f"a turn is from {turn['from']!r}; known are {', '.join((*ROLES, *_ROLE_OF))}"
+            f"a turn is from {turn[who]!r}; known are {', '.join((*ROLES, *_ROLE_OF))}"
         )
-    return _says(role, turn["value"])
+    if who != "role":  # the other keys are those of its own format
+        return _says(role, turn[what])
+    others = {key: value for key, value in turn.items() if key != what and value is not None}
+    return {**others, "role": role, "content": turn[what] if what else None}
 
 
 def _says(role: str, content: str) -> Message:
@@ -167,6 +207,7 @@ def _with_answers(rows: Dataset, answers: list[Any]) -> Dataset:
 
 def _leads(value: Any, keys: Sequence[str]) -> bool:
     for key in keys:
+        value = _opened(value)
         if not isinstance(value, dict) or key not in value:
             return False
         value = value[key]
@@ -177,8 +218,10 @@ def _values_at(rows: Dataset, path: str) -> list[Any]:
     names = rows.column_names
     if path in names:
         return list(rows[path])
-    column, *keys = path.split(".")
-    if column not in names:
+    column = max((name for name in names if path.startswith(f"{name}.")), key=len, default="")
+    keys = path[len(column) + 1 :].split(".")
+    if not column:
+        column = path.partition(".")[0]
         near = get_close_matches(path, names, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
@@ -190,20 +233,37 @@ def _values_at(rows: Dataset, path: str) -> list[Any]:
         for key in keys:
             if value is None:
                 break
-            if not isinstance(value, dict) or key not in value:
+            value = _opened(value)
+            if not _has(value, key):
                 found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
                 raise ValueError(
                     f"row {number}: reference is {path}, and there is no {key!r} in {found} "
                     "(reference)"
                 )
-            value = value[key]
+            value = value[int(key) if isinstance(value, list) else key]
         values.append(value)
     return values
 
 
-def example_column(columns: Sequence[str]) -> str:
-    """The column that most probably has the question."""
-    return next((name for name in _QUESTIONS if name in columns), columns[0])
+def _opened(value: Any) -> Any:
+    """What has entries: a mapping or a list that is JSON text, as it was meant."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
+
+
+def _has(value: Any, key: str) -> bool:
+    if isinstance(value, list):
+        return key.isdecimal() and int(key) < len(value)
+    return isinstance(value, dict) and key in value
+
+
+def example_template(columns: Sequence[str]) -> str:
+    """A template of the columns that most probably have the question."""
+    if {"instruction", "input"} <= set(columns):  # Alpaca's, of which the second may be empty
+        return "{instruction} {input}"
+    return f"{{{next((name for name in _QUESTIONS if name in columns), columns[0])}}}"
 
 
 def reference_hint(rows: Dataset, reads: Callable[[str], bool]) -> str:

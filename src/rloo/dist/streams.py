@@ -24,6 +24,15 @@ def inert(text: str, encoding: str = "utf-8") -> str:
     return "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
 
 
+IS, HAS = ("is", "are"), ("has", "have")
+
+
+def counted(number: int, noun: str, verbs: tuple[str, str] = ("", "")) -> str:
+    """`1 note`, `2 notes`; with verbs, of one and of several, `1 note is`, `2 notes are`."""
+    verb = verbs[number != 1]
+    return f"{number:,} {noun}" + ("" if number == 1 else "s") + (f" {verb}" if verb else "")
+
+
 def show(text: str, stream: IO[str] | None = None) -> None:
     """Print hostile text as a line on stdout, or on `stream`, at once. Raises OSError where nobody
     reads it, such as after `| head`."""

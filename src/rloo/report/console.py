@@ -18,7 +18,7 @@ from rich.text import Text as RichText
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig
 from rloo.config.presets import objective_line
-from rloo.dist.streams import inert
+from rloo.dist.streams import counted, inert
 
 Row = Mapping[str, float]
 
@@ -144,11 +144,6 @@ def plus_minus(value: float, error: float, *, signed: bool = False) -> str:
     """`0.312 ± 0.041`, or `0.312` if the error is unknown."""
     text = f"{value:+.3f}" if signed else f"{value:.3f}"
     return f"{text} ± {error:.3f}" if math.isfinite(error) else text
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 note`, `2 notes`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def duration(seconds: float) -> str:

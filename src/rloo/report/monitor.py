@@ -22,6 +22,7 @@ from rich.console import Console
 from rloo.config.batches import Batches
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.vllm_options import tolerance_of
+from rloo.dist.streams import counted
 from rloo.report import console as view
 from rloo.report.comparison import WINDOW
 from rloo.report.doctor.attempt import attempt
@@ -164,7 +165,7 @@ class Monitor:
             if name == ALARMS:
                 self._watch.told |= {row["finding"]["name"] for row in rows}
             if unreadable:
-                self.note(f"{name}: {view.counted(unreadable, 'unreadable line')} dropped")
+                self.note(f"{name}: {counted(unreadable, 'unreadable line')} dropped")
 
     def check_written(self) -> None:
         """Raise the OSError because of which rows are still in no file, at the end of a run."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo import __version__
+from rloo.config.secrets import hide
 from rloo.dist.folders import sync
 
 METRICS = "metrics.jsonl"
@@ -47,8 +48,9 @@ def strict(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write one JSON object, indented and atomically."""
-    write_text(path, json.dumps(strict(value), indent=2, allow_nan=False) + "\n")
+    """Write one JSON object, indented and atomically, without secrets (notes quote what others
+    say)."""
+    write_text(path, json.dumps(hide(strict(value)), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from rloo.config.parsed import option_types
 from rloo.config.parsing import parse_command_line
 from rloo.config.reading import coerce
-from rloo.report.console import counted
+from rloo.dist.streams import counted
 from rloo.report.doctor.finding import Finding
 from rloo.report.records import (
     ALARMS,
@@ -125,6 +125,7 @@ _SUMMARY = record(
         "findings": several(_finding),
         "verdict": text,
         "config": record(),
+        "named": several(text),
         "totals": record(others=number),
         "versions": record(others=text),
     }

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rloo.dist.streams import counted
 from rloo.report.comparison import Change, change_between, change_of, mean_reward, sides
-from rloo.report.console import counted, duration, percent, plus_minus
+from rloo.report.console import duration, percent, plus_minus
 from rloo.report.metrics import window_mean
 
 REWARD = ("reward", "reward/standard_error")

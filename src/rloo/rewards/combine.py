@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from rloo.dist.streams import IS, counted
 from rloo.rewards import calling
 from rloo.rewards.calling import RESERVED, Log, Reward
 from rloo.rewards.coroutines import LoopThread
@@ -222,7 +223,9 @@ class RewardSet:
             rewards = self._catch(partial(_read, name, results[name], count, state))
             failed = isinstance(rewards, Exception)
             if failed:
-                warnings.warn(f"{_describe(rewards)}; {count} rewards are missing", stacklevel=2)
+                warnings.warn(
+                    f"{_describe(rewards)}; {counted(count, 'reward', IS)} missing", stacklevel=2
+                )
                 logs[name] = Log()
             if self.on_error == "missing":
                 logs[name].log_metric(f"rewards/{name}/failed", failed)

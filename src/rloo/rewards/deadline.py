@@ -49,12 +49,18 @@ def process_ends_after(seconds: float | None) -> Iterator[None]:
         yield
         return
     if not faulthandler.is_enabled():
-        faulthandler.enable(sys.__stderr__ or 2)  # a crash in C shows where the function was, too
+        faulthandler.enable(_stderr())  # a crash in C shows where the function was, too
     _end_process_in(seconds + _grace(seconds))
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _stderr() -> Any:
+    """Where tracebacks go: the number of the stream where its object is gone, or closed."""
+    stream = sys.__stderr__
+    return 2 if stream is None or stream.closed else stream
 
 
 def _grace(seconds: float) -> float:
@@ -63,7 +69,7 @@ def _grace(seconds: float) -> float:
 
 def _end_process_in(seconds: float) -> None:
     # There is one such timer in a process: one that was set before is lost.
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_stderr())
 
 
 def _call_here(seconds: float, function: Callable[[], Any]) -> Any:

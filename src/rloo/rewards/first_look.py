@@ -35,6 +35,19 @@ def _look_at_rows(rewards: RewardSet, rows: Any) -> None:
         return
     for name, check_row in checks:
         _look(name, check_row, zip(*(rows[column] for column in names), strict=True), names)
+    if len(rewards.functions) == 1:  # of several, each may have its own rows
+        _look_for_none(checks[0][0], rows[names[0]], names[0])
+
+
+def _look_for_none(reward: str, values: Sequence[Any], column: str) -> None:
+    empty = [row for row, value in enumerate(values) if value is None]
+    said = f"the reward {reward!r} has no reference in {len(empty)} of {len(values)} rows"
+    if len(empty) == len(values):
+        raise ValueError(f"{said}; it would judge nothing (column {column})")
+    if empty:
+        warnings.warn(
+            f"{said} (row {empty[0]} first); their completions have no reward", stacklevel=2
+        )
 
 
 def _look(

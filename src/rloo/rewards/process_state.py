@@ -23,7 +23,10 @@ _LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "NPROC", "STACK")
 
 def list_states() -> list[State]:
     """All of them, those of torch where it is loaded, those of signals in the main thread."""
-    states: list[State] = [("the working directory", _read_folder, os.chdir)]
+    states: list[State] = [
+        ("the working directory", _read_folder, os.chdir),
+        ("the mask of new files' modes", _read_mask, os.umask),
+    ]
     if threading.current_thread() is threading.main_thread():
         for name in STOP_SIGNALS:
             number = getattr(signal, name, None)
@@ -171,6 +174,12 @@ def _read_blocked() -> set[int]:
 
 def _block(signals: set[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
+
+def _read_mask() -> int:
+    mask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(mask)
+    return mask
 
 
 def _read_folder() -> str | None:

@@ -22,6 +22,7 @@ import dill
 
 from rloo.dist.crew import Crew
 from rloo.dist.hub import Hub, find
+from rloo.dist.streams import IS, counted
 from rloo.dist.workers import Worker, WorkerLost
 from rloo.rewards.calling import Log
 from rloo.rewards.combine import Raw, RewardSet
@@ -86,7 +87,7 @@ class Scorers:
                 said = f"of {', '.join(self._names)}: {describe_timeout('one', self._timeout)}"
             if not self._missing:
                 raise TimeoutError(said) from lost
-            warnings.warn(f"{said}; {count} rewards are missing", stacklevel=2)
+            warnings.warn(f"{said}; {counted(count, 'reward', IS)} missing", stacklevel=2)
             logs = {name: Log() for name in self._names}
             for name, log in logs.items():
                 log.log_metric(f"rewards/{name}/failed", True)

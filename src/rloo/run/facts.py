@@ -26,8 +26,8 @@ from rloo.types import Message, Prompt, Text
 _TRIED_PROMPTS, _TRIED_WORDS = 16, 12
 # What errors say that have no type of their own: those of other devices, and of a CPU.
 _LACKS_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-# What is said in conversations that are made up: a word that no template has.
-_WORD = "rloo"
+# What is asked and answered in conversations that are made up: words that no template has.
+_WORD, _ANSWER = "rloo", "oolr"
 
 
 def facts_of(parts: Parts, sets: Sets) -> dict[str, Any]:
@@ -91,7 +91,8 @@ def of_template(
 
     messages, whole = _answered(render, _messages(content))
     plain, opened = (render(messages, opens=opens) for opens in (False, True))
-    ending = whole.rpartition(_WORD)[2]
+    # Nothing where the answer is not rendered as it was said.
+    ending = whole.rpartition(_ANSWER)[2] if _ANSWER in whole else ""
     if isinstance(content, str):
         ends = (tokenizer.bos_token, tokenizer.eos_token)  # which a plain text may have
         marks = [mark for mark in tokenizer.all_special_tokens if mark not in ends]
@@ -101,7 +102,7 @@ def of_template(
         found = {"chat_template": how, "prompt": content} if how else {}
     else:
         # Some templates open the turn without being asked to: then the answer follows at once.
-        gap = whole[len(plain) : whole.rfind(_WORD)] if whole.startswith(plain) else ""
+        gap = whole[len(plain) : whole.rfind(_ANSWER)] if whole.startswith(plain) else ""
         unopened = plain == opened and gap.strip()
         found = {"chat_template": "turn not opened", "prompt": plain} if unopened else {}
     return found | _end_of_turn(tokenizer, ending, stops)
@@ -121,8 +122,8 @@ def _answered(
 ) -> tuple[list[Message], str]:
     """The messages, and them with an answer of one word, rendered. Some templates read a content
     as a text, others as parts, as models with images have it; some one role so and one so."""
-    parts = [{"type": "text", "text": _WORD}]
-    answers: list[Any] = [_WORD, parts]
+    parts = [{"type": "text", "text": _ANSWER}]
+    answers: list[Any] = [_ANSWER, parts]
     if any(isinstance(message.get("content"), list) for message in messages):
         answers.reverse()
     for answer in answers:
@@ -143,6 +144,8 @@ def _how_rendered(text: str, plain: str, opened: str, marks: Sequence[str]) -> s
     has."""
     opening, closing = (frame.rpartition(_WORD)[2].strip() for frame in (opened, plain))
     said = text.rstrip()
+    if opened.strip() == _WORD:  # it adds nothing to what is said
+        return ""
     if opening and said.endswith(opening):
         return ""
     if closing and said.endswith(closing):
@@ -156,7 +159,9 @@ def _end_of_turn(
 ) -> dict[str, Any]:
     """The special token that ends a turn, if it ends no completion."""
     ends = tokenizer(ending, add_special_tokens=False)["input_ids"]
-    special = [i for i in ends if i in tokenizer.all_special_ids]
+    # What no token stands for is no end, unless that is its own text.
+    unknown = None if str(tokenizer.unk_token) in ending else tokenizer.unk_token_id
+    special = [i for i in ends if i in tokenizer.all_special_ids and i != unknown]
     if not special or set(special) & set(stops):
         return {}
     return {"end_of_turn": tokenizer.decode(special[:1]), "end_of_turn_id": special[0]}

@@ -18,6 +18,7 @@ from rloo.config.config import LENGTH, RLOOConfig
 from rloo.config.deepspeed import division_named
 from rloo.config.functions import NotAllowed
 from rloo.config.rendering import render_resolved
+from rloo.dist.streams import counted
 from rloo.model.memory import process_peaks
 from rloo.model.policy import describe_parameters
 from rloo.model.state import NotFinite, WeightsApart, capture_rng, restore_rng
@@ -72,8 +73,8 @@ class Session:
                     f"({', '.join(changed or lengths)}); name another folder (output_dir)"
                 )
             return False
-        steps = start.finished["steps"]
-        self.parts.monitor.say(f"The run in {self.config.output_dir} has finished: {steps} steps.")
+        steps = counted(start.finished["steps"], "step")
+        self.parts.monitor.say(f"The run in {self.config.output_dir} has finished: {steps}.")
         self.parts.monitor.require_page()
         return True
 
@@ -85,9 +86,8 @@ class Session:
         """
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
-        main = parts.world.is_main
         parts.policy.stepper.clear()  # of a step that an error has ended, which a script has caught
-        if self.config.push_to_hub and main:
+        if self.config.push_to_hub and parts.world.is_main:
             self.hub.create()
         if start.checkpoint is not None:
             self._resume(start.checkpoint, same_options=start.same_options)
@@ -95,7 +95,7 @@ class Session:
         parts.policy.files.try_save()
         again = {"resume_from_checkpoint": None, "overwrite_output_dir": False}
         shown = render_resolved(self._resolved().with_values(**again))
-        if main:
+        if parts.world.is_main:
             write_text(self._folder / CONFIG, MARK + shown)
         monitor.start(self._describe(), parts.batches)
         for note in dict.fromkeys((*start.notes, *parts.policy.notes)):
@@ -266,10 +266,9 @@ class Session:
         else:
             renew_card(self.parts, self.owner)
         seconds, steps = time.perf_counter() - self._started, step - self._first_step
-        completions = steps * self.parts.batches.completions_per_step
-        totals = {"train_runtime": seconds, "train_steps_per_second": steps / seconds}
-        totals["train_samples_per_second"] = completions / seconds
-        totals["train_loss"] = self.parts.monitor.mean_loss
+        pace, size = steps / seconds, self.parts.batches.completions_per_step
+        speeds = {"train_steps_per_second": pace, "train_samples_per_second": size * pace}
+        totals = {"train_runtime": seconds, **speeds, "train_loss": self.parts.monitor.mean_loss}
         return self.parts.monitor.log_totals(self.parts.world.from_main(totals))
 
     def _load_best(self) -> None:
@@ -388,6 +387,7 @@ class Session:
             **process_peaks(self.parts.world.device),
             "seed": self.config.seed,
             "config": self._resolved().to_dict(),
+            "named": sorted(self.config.named),
             "totals": self._totals,
             **({"pushed": False} if self.config.push_to_hub else {}),
             "versions": versions(),

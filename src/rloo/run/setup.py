@@ -27,6 +27,7 @@ from rloo.data.rows import Given, load_rows
 from rloo.data.stream import Prompts, StreamSource, as_table
 from rloo.data.tasks import load_task_rows
 from rloo.dist import World, make_world
+from rloo.dist.streams import IS, counted
 from rloo.engines import EngineInputs, build_engine
 from rloo.model.budget import available_bytes, gigabytes
 from rloo.model.division import is_divided, shape_of
@@ -235,9 +236,9 @@ def length_notes(source: Prompts, where: str) -> list[str]:
     """Notes about dropped and truncated prompts; `where` names the dataset."""
     notes = [f"{note} (in {where})" for note in source.notes]
     if source.dropped:
-        notes.append(f"dropped {source.dropped} prompts that are too long (in {where})")
+        notes.append(f"{counted(source.dropped, 'prompt', IS)} too long and left out (in {where})")
     if source.truncated:
-        notes.append(f"truncated {source.truncated} prompts on the left (in {where})")
+        notes.append(f"{counted(source.truncated, 'prompt', IS)} cut on the left (in {where})")
     return notes
 
 

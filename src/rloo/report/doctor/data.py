@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from rloo.dist.streams import counted
 from rloo.report.console import percent
 from rloo.report.doctor.finding import Found, Row, Rule, Run, band, excerpts, mean, says_nothing
 from rloo.report.metrics import Z
@@ -34,7 +35,7 @@ def _held_out_trained(run: Run) -> Found | None:
         if shared > 0:
             of = f"the evaluation set {name}" if name else "the evaluation set"
             return Found(
-                f"{shared:,} of {total:,} prompts of {of} are in the training set, too",
+                f"the training set has {shared:,} of {counted(total, 'prompt')} of {of}, too",
                 "evaluate on a split that is not trained on (eval_split, eval_dataset)",
                 examples=excerpts([example]),
             )

@@ -23,10 +23,10 @@ def read_run(folder: Path, options: RLOOConfig | None = None) -> Run:
 
 
 def findings_of(folder: Path, options: RLOOConfig | None = None) -> list[Finding]:
-    """What is wrong with the run in a folder: by its files, and by alarms of what was known before
-    its first step, which they do not tell again. Nothing is, where no step was made."""
+    """What is wrong with the run in a folder: by its files, and by alarms of what no row tells, a
+    run that ended before its first step among them."""
     found = _read(folder, options)
-    return _findings_in(found, _run_in(found)) if found.metrics else []
+    return _findings_in(found, _run_in(found))
 
 
 def summary_of(folder: Path, run: Run) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def _read(folder: Path, options: RLOOConfig | None) -> RunFolder:
 
 
 def _require_steps(found: RunFolder) -> RunFolder:
-    if not found.metrics and not found.evaluations:
+    if not (found.metrics or found.evaluations or found.alarms):
         raise ValueError(
             f"{found.path} has no {METRICS}: no run has made a step there"
             if not found.faults

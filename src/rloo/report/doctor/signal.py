@@ -6,7 +6,8 @@ import math
 from statistics import pstdev
 from typing import Any
 
-from rloo.report.console import counted, percent
+from rloo.dist.streams import counted
+from rloo.report.console import percent
 from rloo.report.doctor.data import many_cut
 from rloo.report.doctor.finding import (
     CLIPPED_REWARD,

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, pvariance
 from typing import Any
 
-from rloo.report.console import counted, percent
+from rloo.dist.streams import counted
+from rloo.report.console import percent
 from rloo.report.doctor.finding import (
     CLIPPED_REWARD,
     COLD_START,

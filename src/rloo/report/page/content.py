@@ -12,7 +12,8 @@ from typing import Any
 from rloo import __version__
 from rloo.config.config import RLOOConfig
 from rloo.config.reading import default_of
-from rloo.report.console import counted, duration, percent
+from rloo.dist.streams import counted
+from rloo.report.console import duration, percent
 from rloo.report.metrics import Z
 from rloo.report.page.samples import moments
 from rloo.report.page.series import bounds_of, curve, ends, known, outside, rounded
@@ -89,6 +90,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "sections": list(_sections(every, {n for n in every if _is_zero(n, curves)})),
         "metrics": {name: _meaning(name) for name in every},
         "options": _options(runs),
+        "named": _know_what_was_named(runs),
     }
 
 
@@ -253,9 +255,16 @@ def _meaning(name: str) -> dict[str, Any]:
     return {"unit": row.unit, "meaning": row.meaning, "band": band, "better": row.better}
 
 
+def _know_what_was_named(runs: Sequence[RunFolder]) -> bool:
+    """Whether it is known which options users have set: runs tell when they end."""
+    return all("named" in run.summary for run in runs)
+
+
 def _options(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Every option: its values in all runs as text, whether they differ, and whether one is set to
-    another value than the default."""
+    """Every option: its values in all runs as text, whether they differ, and whether one is `set`
+    to another value than the default, by the user where that is known."""
+    known = _know_what_was_named(runs)
+    named = {name for run in runs for name in run.summary.get("named", ())}
     defaults = {field.name: strict(default_of(field)) for field in fields(RLOOConfig)}
     names = dict.fromkeys(name for run in runs for name in run.options if name != "output_dir")
     rows = []
@@ -265,7 +274,7 @@ def _options(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
             "name": name,
             "values": [_shown(value) for value in values],
             "differ": any(value != values[0] for value in values),
-            "set": any(value != defaults.get(name) for value in values),
+            "set": (name in named or not known) and any(v != defaults.get(name) for v in values),
             "default": _shown(defaults.get(name)),
         })  # fmt: skip
     return rows

@@ -5,7 +5,7 @@ const chosen = { run: 0, moment: 0, group: 0, shade: "advantage" };
 
 function page() {
   const several = data.runs.length > 1;
-  const set = section("options", several ? "Options that differ" : "Options that were set", options(several));
+  const set = section("options", several ? "Options that differ" : data.named ? "Options that were set" : "Options unlike their defaults", options(several));
   const sections = [
     section("verdict", several ? "What the runs did" : "What the run did", verdicts(several)),
     several ? set : null,

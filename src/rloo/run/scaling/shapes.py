@@ -92,6 +92,7 @@ def shape_of_config(name: str, config: Any) -> Shape:
     import torch
     import transformers
 
+    from rloo.config.files import largest_of_layers
     from rloo.model.attention import head_size
 
     config = config.get_text_config()
@@ -105,13 +106,13 @@ def shape_of_config(name: str, config: Any) -> Shape:
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     lookup = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is lookup
-    heads = config.num_attention_heads
+    heads = largest_of_layers(config, "num_attention_heads")
     return Shape(
         name=name,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=largest_of_layers(config, "num_key_value_heads") or heads,
         head_dim=head_size(config),
         parameters=sum(p.numel() for p in model.parameters()),
         products=matrices - (0 if tied else lookup.numel()),
