@@ -163,6 +163,13 @@ def test_references_are_found_where_they_are_published_or_named(columns, path, e
     assert note == (noted and f"the references are those in {noted} (reference)")
 
 
+def test_a_format_of_some_columns_hides_none():
+    rows = Dataset.from_dict({"prompt": ["w1", "w2"], "x": [1, 2]})
+    found = load_rows(rows.with_format("numpy", columns=["x"]))
+    assert found[0]["prompt"] == "w1" and type(found[0]["x"]).__module__ == "numpy"
+    assert load_rows(rows.with_format("numpy"))[1]["x"].item() == 2
+
+
 def test_references_are_not_looked_for_where_none_is_read_or_one_is_there():
     rows = Dataset.from_dict({"label": ["1"], "solution": ["2"]})
     assert with_reference(rows, None, {"answer"}.__contains__) == (rows, None)

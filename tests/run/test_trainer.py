@@ -561,6 +561,16 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path, strategy):
     assert summary["end"]["reward"] == 4.0
 
 
+def test_the_best_is_kept_where_checkpoints_fall_between_evaluations(tmp_path):
+    options = {"eval_steps": 2, "save_steps": 3, "load_best_model_at_end": True}
+    trainer = make_scored(tmp_path, [1.0, 4.0, 3.0, 4.0], **options)
+    assert trainer.args.load_best_model_at_end
+    trainer.train()
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (4.0, 4)
+    assert checkpoints_of(trainer) == [f"checkpoint-{step}" for step in (2, 3, 4, 6)]
+    assert evaluations_of(trainer.args)[-1]["name"] == "best"
+
+
 def test_a_resumed_run_knows_the_best_checkpoint(tmp_path):
     options = {"load_best_model_at_end": True, "save_total_limit": 2}
     first = make_scored(tmp_path, [4.0, 1.0, 2.0, 4.0], max_steps=3, **options)

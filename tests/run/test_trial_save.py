@@ -1,4 +1,4 @@
-"""What cannot be saved is refused before the first sample."""
+"""What cannot be saved, or could end no completion, is refused before the first sample."""
 
 import tempfile
 
@@ -10,7 +10,7 @@ from support.adapters import make_adapted
 from support.models import COMMON, make_model
 from support.policies import make_policy
 from support.text import make_tokenizer
-from support.training import ROWS, make_config
+from support.training import ROWS, make_config, make_trainer
 
 
 def change(model, tokenizer, name):
@@ -18,6 +18,8 @@ def change(model, tokenizer, name):
         tokenizer.init_kwargs["note"] = object()
     elif name == "config":
         model.config.note = object()
+    elif name == "nothing":
+        model.save_pretrained = lambda *_, **__: None
     elif name == "shared":
         first, second, *_ = model.model.layers
         second.mlp.up_proj.weight.data = first.mlp.up_proj.weight.data
@@ -31,6 +33,7 @@ FAULTS = {
     "config": "object is not JSON serializable",
     "tokenizer": "object is not JSON serializable",
     "shared": "up_proj",
+    "nothing": "save_pretrained has written no weights",
 }
 
 
@@ -79,3 +82,9 @@ def test_a_machine_without_a_temporary_folder_trains(tmp_path):
         make_policy(make_model("llama")).files.try_save()
     finally:
         tempfile.tempdir = usual
+
+
+def test_an_end_token_that_the_model_does_not_have_is_refused(tmp_path):
+    config = make_config(tmp_path, generation_kwargs={"eos_token_id": [2, 10**6]})
+    with pytest.raises(ValueError, match="eos_token_id is 1000000 but the model has 97 tokens"):
+        make_trainer(config)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # DeepSpeed up for its own loop.
 SET_AFTERWARDS = (
     "bf16", "fp16", "gradient_checkpointing", "gradient_checkpointing_kwargs",
-    "resume_from_checkpoint", "deepspeed",
+    "resume_from_checkpoint", "deepspeed", "load_best_model_at_end",
 )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ class RLOOConfig(Base):
 
     _fixed = False
     _checked = None
-    _named: frozenset[str] = frozenset()
+    _named = frozenset[str]()
     __signature__ = Signature()
 
     if not TYPE_CHECKING:  # type checkers and editors shall see the fields, and misspelt options

@@ -63,9 +63,13 @@ def load_rows(
 
 def _read_once(rows: Dataset) -> Dataset:
     """`rows` as a user's transform gives them, which it may do otherwise at each access: then a
-    reward would see another row than the one that its prompt was made of."""
-    if rows.format["type"] != "custom":
-        return rows
+    reward would see another row than the one that its prompt was made of. A format of some columns
+    hides the others, which are shown."""
+    asked = rows.format
+    if asked["type"] != "custom":
+        whole = set(asked["columns"] or rows.column_names) == set(rows.column_names)
+        shown = {"columns": asked["columns"], "output_all_columns": True, **asked["format_kwargs"]}
+        return rows if whole else rows.with_format(asked["type"], **shown)
     read = [rows[number] for number in range(len(rows))]
     names = dict.fromkeys(name for row in read for name in row)
     try:

@@ -122,6 +122,8 @@ class ModelFiles:
                 few = sum(tensor.nbytes for tensor in saved.values()) <= _TRIAL_BYTES
                 if few and not self._divided:
                     self.save_pretrained(folder)
+                    if not _has_weights(folder):
+                        raise ValueError("save_pretrained has written no weights (*.safetensors)")
                     return
                 if self._adapter is None:
                     with quiet():
@@ -157,7 +159,7 @@ class ModelFiles:
             (save_model or self.save_pretrained)(str(path))
         finally:
             self._exact = False
-        if not any(Path(path).glob("*.safetensors")):
+        if not _has_weights(path):
             raise ValueError(
                 "save_model has written no weights, without which nothing can go on from a "
                 "checkpoint (call super().save_model(output_dir))"
@@ -182,6 +184,10 @@ class ModelFiles:
         config.architectures = config.architectures or [type(self._model).__name__]
         config.save_pretrained(path)
         self._processing_class.save_pretrained(path)
+
+
+def _has_weights(path: str | Path) -> bool:
+    return any(Path(path).glob("*.safetensors"))
 
 
 def in_dtype(

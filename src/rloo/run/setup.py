@@ -198,6 +198,11 @@ def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool =
     completion = getattr(args, name)
     context = context_of(model.config.get_text_config())
     longest, embedded = args.max_prompt_length or 2**31, num_embedded(model)
+    if beyond := [t for t in stop_tokens(args.generation_kwargs, ()) if t >= embedded]:
+        raise ValueError(
+            f"generation_kwargs.eos_token_id is {beyond[0]} but the model has {embedded} tokens; "
+            "it would end no completion (generation_kwargs)"
+        )
     limit = Limit(longest, args.overlong_prompts, vocabulary=embedded)
     if context is None:
         return limit
