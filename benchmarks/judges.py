@@ -10,7 +10,8 @@ a line with `reference`, `completion`, `right`, and `prompt` where there is one.
 
 The judges are the reward `math`, math-verify as its README uses it, and, where they are given,
 TRL's `accuracy_reward` in an interpreter that has it, and verl's `prime_math` in one that has what
-it imports (its sources and pylatexenc are in the folders). Others are run unmodified.
+it imports (its sources and pylatexenc are in the folders). Others are run unmodified, for at most a
+minute a pair.
 """
 
 from __future__ import annotations

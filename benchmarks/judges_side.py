@@ -3,7 +3,8 @@
     PYTHON benchmarks/judges_side.py math-verify|trl|verl [FOLDER ...] < pairs.json
 
 Standard input is a list of [reference, completion]; the last line of standard output a list of
-true, false and null (no verdict). The folders are put before all others where Python looks.
+true, false and null (no verdict, or none within a minute). The folders are put before all others
+where Python looks.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
+# On the clock, for one pair; and until it is stopped again, where a judge catches the first stop.
+_SECONDS, _SECONDS_MORE = 60.0, 5.0
 _LATEX = re.compile(r"\$|\\\(|\\\[|\\boxed")
 
 
@@ -53,16 +57,24 @@ def _verl() -> Callable[[str, str], bool | None]:
 _SIDES = {"math-verify": _math_verify, "trl": _trl, "verl": _verl}
 
 
+def _stop(*_: Any) -> None:
+    raise TimeoutError
+
+
 def main() -> None:
     """Judge what is read."""
+    signal.signal(signal.SIGALRM, _stop)
     sys.path[:0] = sys.argv[2:]
     logging.disable(logging.CRITICAL)
     judge, verdicts = _SIDES[sys.argv[1]](), []
     for reference, completion in json.load(sys.stdin):
+        signal.setitimer(signal.ITIMER_REAL, _SECONDS, _SECONDS_MORE)
         try:
             verdicts.append(judge(reference, completion))
         except Exception:
             verdicts.append(None)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     print(json.dumps(verdicts))
 
 

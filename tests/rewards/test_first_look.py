@@ -59,3 +59,6 @@ def test_a_pattern_of_ones_own_names_what_is_looked_for():
     rewards = RewardSet([load_reward("format(pattern='<sum>.*</sum>')")])
     with pytest.warns(UserWarning, match="^<sum> are special tokens"):
         look(rewards, {}, tokenizer_with("<sum>", "<answer>"))
+    escaped = RewardSet([load_reward(r"format(pattern='.*<\\|end_of_thought\\|>.*')")])
+    with pytest.warns(UserWarning, match=r"^<\|end_of_thought\|> are special tokens"):
+        look(escaped, {}, tokenizer_with("<|end_of_thought|>", "<|end|>"))

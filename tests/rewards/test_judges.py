@@ -1,5 +1,5 @@
 r"""The judges of answers side by side: 60 texts and what five rewards give to each, reviewed by
-hand, and 583 pairs that were written by hand, each with a verdict that a reader would give.
+hand, and 988 pairs that were written by hand, each with a verdict that a reader would give.
 
 A line of `data/judges.jsonl` is a pair: the kind of what is tried, `right`, reference, completion,
 and the question where it matters. None of them is taken from elsewhere.
@@ -25,6 +25,8 @@ from rloo.rewards import (
 from rloo.rewards.denial import denies_after, denies_before
 from rloo.rewards.normal import clean
 from rloo.rewards.reading import Answer, boxed_answer, read_answer
+from rloo.rewards.sides import last_side, value_side
+from rloo.rewards.special import as_tuples
 
 PAIRS = [
     json.loads(line)
@@ -136,7 +138,7 @@ def test_pairs_written_by_hand(math_reward):
     wrong = [p for p, r in zip(PAIRS, found, strict=True) if r != float(p["right"])]
     assert wrong == []
     counts = Counter(pair["right"] for pair in PAIRS)
-    assert counts == {True: 389, False: 194}
+    assert counts == {True: 633, False: 355}
 
 
 def test_gsm8k_gives_what_math_gives_to_numbers():
@@ -147,7 +149,7 @@ def test_gsm8k_gives_what_math_gives_to_numbers():
         [pair["reference"] for pair in whole],
         [pair.get("prompt", "") for pair in whole],
     )
-    assert len(whole) == 205
+    assert len(whole) == 345
     assert [p for p, r in zip(whole, found, strict=True) if r != float(p["right"])] == []
 
 
@@ -162,11 +164,70 @@ def test_gsm8k_gives_what_math_gives_to_numbers():
         (r"It is not \boxed{1}.", Answer("")),
         (r"\boxed{1", Answer("")),
         (r"\boxed{\frac{1}{2}} \fbox{3}", Answer("3")),
+        (r"\boxed{1}\boxed{2}", Answer("1, 2", ("1", "2"))),
+        ("- \\boxed{1}\n- \\boxed{2}", Answer("1, 2", ("1", "2"))),
+        (r"\boxed{1} or 2", Answer("")),
+        (r"\boxed{\frac{1}{2}} or 0.5", Answer(r"\frac{1}{2}")),
+        (r"$\boxed{1$", Answer("1")),
         ("1", None),
     ],
 )
 def test_boxes_that_words_join_are_one_answer(text, answer):
     assert boxed_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("m+n = 42", "42"),
+        (r"\angle A = 42", "42"),
+        ("f^{-1}(2) = 42", "42"),
+        (r"\text{Area} = 42", "42"),
+        ("2x = 42", None),
+        ("x+1 = 42", None),
+        ("41 = 42", None),
+        (r"\text{not } x = 42", None),
+        ("x = 41 = 42", None),
+        ("42", None),
+    ],
+)
+def test_a_side_is_a_value_where_the_other_one_is_its_name(text, value):
+    assert value_side(text) == value
+    assert value_side("100m+n = 42", "Find $100m + n$.") == "42"
+
+
+@pytest.mark.parametrize(
+    ("text", "side"),
+    [
+        (r"6 \times 7 = 42", "42"),
+        (r"A = \frac12 b h = 42", "42"),
+        (r"V = 4 \cdot 3\pi = 12\pi", r"12\pi"),
+        ("x = 41 = 42", "x = 41 = 42"),
+        ("41 = 42", "41 = 42"),
+        ("2x = 42", "2x = 42"),
+        ("x^2+y^2 = 25", "x^2+y^2 = 25"),
+        ("6 = x < 7", "6 = x < 7"),
+    ],
+)
+def test_a_chain_in_a_sentence_is_its_last_side(text, side):
+    assert last_side(text) == side
+
+
+@pytest.mark.parametrize(
+    ("text", "tuples"),
+    [
+        ("y=3, x=-1", "(-1,3)"),
+        ("(x,y)=(1,2)", "(1,2)"),
+        ("p=5,q=2;p=7,q=2", "(5,2), (7,2)"),
+        ("AB=4, CD=5", "(4,5)"),
+        ("x=1, x=2", "x=1, x=2"),
+        ("x=1, y", "x=1, y"),
+        ("x=1, y=2, x=3", "x=1, y=2, x=3"),
+    ],
+)
+def test_values_by_name_are_tuples(text, tuples):
+    assert as_tuples(text) == tuples
+    assert as_tuples("p=1, x=2", ("x", "p")) == "(2,1)"
 
 
 def test_an_answer_ends_where_its_tags_its_line_or_its_box_end():

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -89,6 +91,24 @@ def test_long_and_deep_texts_are_wrong_and_not_judged(math_reward, monkeypatch):
     monkeypatch.setattr(math_reward, "_ask", lambda request, seconds: pytest.fail("judged"))
     for reference in ("42", r"2\sqrt{2}", "x+1"):
         assert math_reward(hostile, answer=[reference] * len(hostile)) == [0.0] * len(hostile)
+
+
+def test_the_time_to_start_is_that_of_the_processor(tmp_path):
+    """A library that works for ever is ended; one that waits (here 10 times as long) is not."""
+    worker = Path(make_math.__code__.co_filename).with_name("math_worker.py")
+    for body, status in (
+        ("while True:\n    pass\n", -signal.SIGPROF),
+        ("import time\ntime.sleep(2)\nraise SystemExit(7)\n", 7),
+    ):
+        (tmp_path / "math_verify.py").write_text(body)
+        (tmp_path / "sympy.py").write_text("")
+        done = subprocess.run(
+            [sys.executable, "-P", worker, "0.2"],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            stdin=subprocess.DEVNULL,
+            timeout=120,
+        )
+        assert done.returncode == status
 
 
 def test_after_an_interrupt_no_verdict_is_taken_for_the_next_one(math_reward, monkeypatch):

@@ -12,7 +12,18 @@ from rloo.rewards.closed_form import read_form
 from rloo.rewards.form import Form, NoForm
 from rloo.rewards.normal import clean
 from rloo.rewards.numerals import MAX_CHARACTERS, Numeral, read_numeral
-from rloo.rewards.special import as_intervals, read_based, read_choice, read_remainder, read_words
+from rloo.rewards.sides import value_side
+from rloo.rewards.special import (
+    as_intervals,
+    as_tuples,
+    is_conjunction,
+    names_of,
+    read_based,
+    read_choice,
+    read_letters,
+    read_remainder,
+    read_words,
+)
 from rloo.rewards.wording import alters, asked_in, asks_for, is_unit
 
 _NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\(\w+\))?"
@@ -27,26 +38,41 @@ _LONG_WORD = re.compile(
     r"(?<![A-Za-z\\])(?!sin|cos|tan|log|exp|sqrt|and\b|or\b|pi\b|ln\b)[A-Za-z]{2,}"
 )
 _APPROXIMATELY = r"\approx"
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_SYMBOL = re.compile(r"\\?[A-Za-z]+")
+_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
+_COUNTS = {word: number for number, word in enumerate(_WORDS.split())}
+_OF_INTERVALS = re.compile(r"(?<=[)\]])\s*\\text\s*\{\s*or\s*\}\s*(?=[(\[])")
 _CHOICE_ALONE = re.compile(r"\W*\(?[A-J]\)?\W*")
-_NOTHING_READ = (None, None, None, None, None)
+_NOTHING_READ = (None,) * 6
 
 
 class Reference:
     """A reference answer, and the marks (percent, degree) that its question asks for."""
 
     def __init__(self, text: str, question: str = "") -> None:
-        self._text = clean(text) if len(text) <= MAX_CHARACTERS else ""
+        cleaned = clean(text) if len(text) <= MAX_CHARACTERS else ""
+        self._names = names_of(cleaned)
+        self._text = as_tuples(cleaned, self._names)
         self._question = question
         self._asked = asked_in(question, text)
         self._form = self._value = None
-        self._numeral = read_numeral(text, self._asked)
+        self._numeral = read_numeral(text, self._asked, is_reference=True)
         self._choice = None if self._numeral else read_choice(self._text)
         self._words = read_words(self._text)
         self._based = read_based(self._text)
         self._remainder = read_remainder(self._text)
         if self._choice is not None and self._choice[1]:
             self._value = Reference(self._choice[1], question)
-        known = (self._numeral, self._choice, self._words, self._based, self._remainder)
+        self._letters = read_letters(self._text)
+        known = (
+            self._numeral,
+            self._letters,
+            self._choice,
+            self._words,
+            self._based,
+            self._remainder,
+        )
         self.is_readable = bool(self._text)
         if known == _NOTHING_READ and self.is_readable:
             try:
@@ -62,8 +88,8 @@ class Reference:
             return self._is_number(cleaned)
         if self._choice is not None:
             return self._is_choice(answer, cleaned)
-        if self._words is not None:
-            return read_words(cleaned) == self._words
+        if self._words is not None or self._letters is not None:
+            return self._is_worded(cleaned)
         if self._based is not None:
             return self._is_based(cleaned)
         if self._remainder is not None:
@@ -73,10 +99,28 @@ class Reference:
     def _is_form(self, answer: str) -> bool | tuple[str, str]:
         assert self._form is not None
         # Without the name that it is given, as in `x = ...`, unless the reference has one.
-        latex = _LABEL.sub(self._without_label, answer.replace("%", "\\%"))
+        latex = _LABEL.sub(self._without_label, as_tuples(answer, self._names).replace("%", "\\%"))
+        if any(part.startswith("relation") for part in self._form.parts):
+            return self._is_one_form(latex)
+        latex, sign, decimals = latex.partition(_APPROXIMATELY)
+        verdict = self._is_one_form(value_side(latex, self._asked) or latex)
+        if not sign or not verdict:
+            return verdict
+        # A name and its decimals, as of pi, are no result.
+        if self._form.lists or _SYMBOL.fullmatch(self._text) or not read_numeral(decimals):
+            return False
+        texts = verdict if isinstance(verdict, tuple) else (f"${self._text}$",) * 2
+        return texts[0], f"{texts[1]}\n{_APPROXIMATELY}{clean(decimals)}"
+
+    def _is_one_form(self, latex: str) -> bool | tuple[str, str]:
+        assert self._form is not None
+        if "\\cup" in self._form.parts:
+            latex = _OF_INTERVALS.sub(r"\\cup ", latex)
         try:
             form, wanted, latex, reference = self._alike(latex)
         except NoForm:
+            return False
+        if "relation =" in wanted.parts - form.parts and not _is_named(reference):
             return False
         form.parts -= {
             f"mark {mark}" for mark in ("%", "^\\circ") if asks_for(mark, self._question)
@@ -105,6 +149,9 @@ class Reference:
         reference, form = self._text.replace("%", "\\%"), read_form(latex)
         intervals = [as_intervals(text) for text in (latex, reference)]
         other = self._form if intervals[0] else form
+        if None not in intervals and is_conjunction(latex) != is_conjunction(reference):
+            latex, reference = str(intervals[0]), str(intervals[1])
+            return read_form(latex), read_form(reference), latex, reference
         if None in intervals and intervals != [None, None] and not other.has_inequality:
             latex, reference = intervals[0] or latex, intervals[1] or reference
             return read_form(latex), read_form(reference), latex, reference
@@ -139,6 +186,14 @@ class Reference:
             return choice[0] == self._choice[0]
         return self._value.judge(choice[1])
 
+    def _is_worded(self, cleaned: str) -> bool:
+        if self._letters is not None and read_letters(cleaned) == self._letters:
+            return True
+        said = read_numeral(cleaned, self._asked) if self._words in _COUNTS else None
+        if said is not None:
+            return not said.mark and said.value == _COUNTS[str(self._words)]
+        return self._words is not None and read_words(cleaned) == self._words
+
     def _is_based(self, cleaned: str) -> bool:
         assert self._based is not None
         label = _LABEL.match(cleaned)
@@ -147,6 +202,15 @@ class Reference:
         if based is None and re.search(r"\bbase\b|binary|octal|hexadecimal", self._question, re.I):
             return bare.replace(",", "").replace(" ", "").lstrip("0") == self._based[0]
         return based == self._based
+
+
+def _is_named(equation: str) -> bool:
+    """Whether the left side of an equation is the name of the right one: `y`, `f(x)`, `|AB|`, but
+    not `x+y`, an equation of unknowns."""
+    has_name = value_side(equation) is not None and not re.search(
+        "[a-z]", _COMMAND.sub("", equation.partition("=")[0])
+    )
+    return has_name or _LABEL.match(equation) is not None
 
 
 def _for_judge(latex: str, form: Form, brackets: str) -> str:
@@ -168,9 +232,9 @@ def is_plain(text: str) -> bool:
     """Whether a text is nothing but an answer: a number, a choice, an expression, without words."""
     if len(text) > MAX_CHARACTERS:
         return False
-    if read_numeral(text) is not None or _CHOICE_ALONE.fullmatch(text):
-        return True
     cleaned = clean(text)
+    if read_numeral(text) is not None or _CHOICE_ALONE.fullmatch(text) or read_letters(cleaned):
+        return True
     words = re.sub(r"\\text\s*\{\s*(?:and|or)?,?\s*\}|\\(?:begin|end)\s*\{\w+\}", " ", cleaned)
     if _LONG_WORD.search(words.replace("\\text", "")) or not re.search(r"[0-9\\]", cleaned):
         return False

@@ -71,7 +71,7 @@ def make_format(
             for text in map(text_of, completions)
         ]
 
-    format_reward.seeks = pattern  # type: ignore[attr-defined]
+    format_reward.seeks = re.sub(r"\\(.)", r"\1", pattern)  # type: ignore[attr-defined]
     return format_reward
 
 

@@ -20,7 +20,10 @@ _DENIAL = (
 )
 _PHRASE = re.compile(
     r"\b(?:instead of|rather than|other than|different from|anything but|far from|except(?: for)?"
-    r"|excluding|unlike|unequal to|no longer)$"
+    r"|excluding|unlike|unequal to|no longer|between (?:\w+ ){0,2}and"
+    r"|(?:wrong|incorrect|false|invalid) (?:final )?(?:answer|value|number|result|solution)"
+    r" (?:is|was|would be)"
+    r"|(?<!\bno )(?<!\bnot )(?:doubt|deny)(?: that)? (?:it|this|that|the answer) (?:is|equals))$"
 )
 # Finite verbs: what stands before them is no part of what is said by the answer.
 _FINITE = word_set(
@@ -39,12 +42,21 @@ _TOKEN = re.compile(
     r"(?P<relation>=|:|;|\u2014|\u2192|\\(?:to|in|equiv|approx|implies|iff|r?rightarrow)\b)"
     r"|(?P<comma>,)|(?P<word>[a-z]+)"
 )
+# Is not, does not equal; is wrong, is not right.
+_CHINESE_BEFORE = re.compile(
+    r"(?:\u4e0d\u662f|\u4e0d\u7b49\u4e8e|\u4e0d\u4e3a|\u5e76\u975e)[\s$\\(:\uff1a]*$"
+)
+_CHINESE_AFTER = re.compile(
+    r"[\s$\\).,\uff0c\u3002]*(?:\u8fd9|\u7b54\u6848)?\u662f?"
+    r"(?:\u9519\u8bef?\u7684?|\u4e0d\u5bf9|\u4e0d\u6b63\u786e|\u4e0d\u6210\u7acb|\u9519)"
+)
 _UNEQUAL = re.compile(r"(?:\\neq?(?![A-Za-z])|\u2260|!=|\\not\s*=)[\s${\\([]*$")
 # These deny a clause, whatever verb is in it.
 _CLAUSE = re.compile(
     rf"\b(?:{_DENIAL}|nobody) (?:\w+ )?(?:true|the case|correct|right|possible|likely|think"
     r"|believe|say|claim|agree|suppose|mean)\b(?! to\b)(?P<clause>[^,;:]*)$"
-    r"|\b(?:impossible|wrong|incorrect|false|untrue) (?:that|to (?:say|claim|think))\b"
+    r"|\b(?:impossible|wrong|incorrect|false|untrue|mistake|error|lie)"
+    r" (?:that|to (?:say|claim|think|answer|write))\b"
     r"(?P<other>[^,;:]*)$"
 )
 
@@ -63,7 +75,8 @@ _GOOD = (
     r"|(?:it|so|quite)\W*$)"
 )
 _PREDICATE = re.compile(
-    rf"{_VERB} {_ADVERBS}{_BAD}|{_BAD}|{_DENIAL} {_GOOD}"
+    rf"{_VERB} {_ADVERBS}{_BAD}|{_BAD}|{_DENIAL} {_GOOD}|just kidding"
+    rf"|{_VERB} {_ADVERBS}(?:ruled out|excluded|eliminated|rejected)\b"
     rf"|(?:{_VERB} {_ADVERBS}{_DENIAL}|{_DENIAL}(?: be)?"
     rf"|(?:does|did|can|could|would|will) not(?: be)?)"
     rf" {_ADVERBS}(?:{_GOOD}|equal (?:it|that|the)\b|(?:work|hold)\b{_OF_ELSE}|be the\b)"
@@ -75,7 +88,11 @@ _SPEAKING = re.compile(
 )
 _NO = re.compile(
     r"(?:no|nope|no wait|never mind|scratch that|just kidding|oops|i was wrong"
-    r"|i (?:have )?made (?:a mistake|an error)|that was (?:a lie|a joke))"
+    r"|i (?:have )?made (?:a mistake|an error)|that was (?:a lie|a joke)|correction)"
+)
+_CORRECTING = re.compile(r"(?:wait|actually|sorry|hold on)\b", re.IGNORECASE)
+_CORRECTS = re.compile(
+    r"(?:it|that|the (?:right |correct |real )?answer) (?:is|should be|must be) (?:# )?#"
 )
 _START = re.compile(
     r"(?:(?:wait|hmm+|actually|oh|sorry|well|hold on|ah)\b[\s,.!\u2026-]*)+", re.IGNORECASE
@@ -86,7 +103,7 @@ _SPLIT = re.compile(r"[,;:()\u2014]|\b(?:but|because|since|as|while|whereas|so|a
 
 def denies_before(text: str) -> bool:
     """Whether the end of the last sentence of `text` denies what comes next."""
-    if _UNEQUAL.search(text[-40:]):
+    if _UNEQUAL.search(text[-40:]) or _CHINESE_BEFORE.search(text[-40:]):
         return True
     sentence = _SENTENCE.split(text[-_LOOKED_AT:])[-1].lower()
     sentence = re.sub(r"(?<=[a-z])['\u2019]s\b", " is", sentence)
@@ -115,6 +132,8 @@ def _is_predicate(sentence: str) -> bool:
 
 def denies_after(text: str) -> bool:
     """Whether what follows an answer takes it back, in the rest of its sentence or in the next."""
+    if _CHINESE_AFTER.match(text[:40]):
+        return True
     rest, *others = _SENTENCE.split(text[: 2 * _LOOKED_AT])
     words = _plain(re.sub(r"^[^A-Za-z,;:(]+", "", rest))
     if re.search(r"\b(?:otherwise|unless)\b", words):
@@ -129,6 +148,8 @@ def takes_back(text: str) -> bool:
     said = _START.sub("", _bare(text[:_LOOKED_AT]), count=1)
     first = re.split(r"[,;:.!?\n\u2014]", _plain(said), maxsplit=1)[0].strip()
     spoken = _SPEAKING.match(first)
+    if _CORRECTING.match(_bare(text)) and _CORRECTS.match(first):
+        return True
     return _NO.fullmatch(first) is not None or (
         _PREDICATE.match(_spoken(first)) is not None
         and (spoken is not None or not first.startswith(("is ", "was ")))

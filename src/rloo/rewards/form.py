@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 INEQUALITIES = frozenset({"<", ">", "\\le", "\\ge", "\\in"})
 _ALWAYS = frozenset({"\\sqrt"})
+_LOGARITHMS = frozenset({"\\log", "\\ln"})
 _INTERVALS = frozenset({"(]", "[)", "[]"})
 
 
@@ -49,6 +50,8 @@ class Form:
         relations = {f"relation {name}" for name in INEQUALITIES}
         if "list" in allowed:
             allowed |= {"\\pm", "\\cup"} | relations
+        if _LOGARITHMS & allowed:
+            allowed |= _LOGARITHMS
         if "bare" in reference.lists:
             allowed.add("\\{\\}")
         if "\\pm" in allowed:

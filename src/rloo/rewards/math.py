@@ -24,7 +24,7 @@ from typing import Any
 
 from rloo.rewards.answers import Reference, references_of
 from rloo.rewards.numerals import MAX_CHARACTERS
-from rloo.rewards.reading import TAGS, explicit_answer, read_answer
+from rloo.rewards.reading import TAGS, answer_of_reference, read_answer
 from rloo.rewards.text import question_of, text_of
 from rloo.rewards.wording import asked_in
 from rloo.types import Text
@@ -33,7 +33,8 @@ _MAX_WORKERS = 8
 _SECONDS_PER_ANSWER = 0.1
 # What a busy machine may add on the clock to the time of a judge's processor.
 _MOST_TIMES, _MOST_SECONDS = 9.0, 120.0
-_START_SECONDS, _REPLY_SECONDS = 120.0, 1.0
+# To start, of the processor and on the clock, which a busy machine takes most of.
+_START_PROCESSOR, _START_SECONDS, _REPLY_SECONDS = 60.0, 1800.0, 1.0
 _NO_REFERENCE = "the reward 'math' needs the reference in a column 'answer' or 'solution'"
 
 
@@ -156,7 +157,7 @@ class MathReward:
         self._end()
         worker = Path(__file__).with_name("math_worker.py")
         process = subprocess.Popen(
-            [sys.executable, "-P", str(worker)],
+            [sys.executable, "-P", str(worker), str(_START_PROCESSOR)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # one group, to be killed as one; Ctrl-C is ours alone
@@ -166,7 +167,7 @@ class MathReward:
             self.close()
             raise RuntimeError(
                 "the worker of the reward 'math' did not start: math-verify could not be imported "
-                f"within {_START_SECONDS:g} s (its error is above)"
+                f"(its error is above), or not within {_START_PROCESSOR:g} s of the processor"
             )
         return process
 
@@ -234,7 +235,6 @@ def read_references(texts: tuple[str, ...], question: str) -> list[Reference]:
     """The references that can be read of those that are accepted."""
     read = []
     for text in texts:
-        explicit = explicit_answer(text)
-        reference = Reference(text if explicit is None else explicit.text, question)
+        reference = Reference(answer_of_reference(text), question)
         read += [reference] if reference.is_readable else []
     return read

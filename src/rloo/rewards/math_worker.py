@@ -5,12 +5,12 @@ It is run by path and imports nothing from the package. It reads one JSON line p
 replies with one line `[index, verdict]` per pair, in any order, then with an empty line. A verdict
 is true, false, null.
 
-It imports math-verify once and forks judges, who work side by side. Time is measured as processor
-time of a judge: the kernel ends the judge (SIGPROF) whatever it does, and a busy machine takes
-nothing from it: `budget` is that of each judge for all pairs, `limit` is on the clock. An answer
-that is not judged in that time or needs too much memory is false; null
-is what is no fault of the answer: a reference that cannot be read, a judge that died otherwise or
-was stopped, and pairs that the budget did not reach.
+It imports math-verify once, in as many seconds of the processor as its argument says, and forks
+judges, who work side by side. Time is measured as processor time of a judge: the kernel ends the
+judge (SIGPROF) whatever it does, and a busy machine takes nothing from it: `budget` is that of each
+judge for all pairs, `limit` is on the clock. An answer that is not judged in that time or needs too
+much memory is false; null is what is no fault of the answer: a reference that cannot be read, a
+judge that died otherwise or was stopped, and pairs that the budget did not reach.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _MEMORY_BYTES = 2 << 30
 _FIRST_SECONDS, _SECOND_SECONDS = 0.25, 0.5
 # How near numbers are that are equal, of their size: by their digits, and with decimals in them.
 _DIGITS, _EXACT, _ROUNDED = 80, 1e-70, 1e-3
+_ROUNDED_TO = r"\approx"
 _FORK = multiprocessing.get_context("fork")
 # One of every kind, so that all that is loaded when it is needed is there before the first fork.
 _EXAMPLES = (
@@ -168,7 +169,23 @@ class Verifier:
             self.is_equal(self._read_gold(f"${gold}$"), f"${answer}$")
 
     def is_equal(self, gold: list[Any], answer: str) -> bool:
-        """Whether an answer equals a reference that was read."""
+        """Whether an answer equals a reference that was read, in each of its lines; one with a sign
+        of approximation is what the reference is rounded to."""
+        return all(
+            self._is_rounded(gold, line.removeprefix(_ROUNDED_TO))
+            if line.startswith(_ROUNDED_TO)
+            else self._is_one_equal(gold, line)
+            for line in answer.split("\n")
+        )
+
+    def _is_rounded(self, gold: list[Any], decimals: str) -> bool:
+        value, step = gold[0], 10.0 ** -len(decimals.partition(".")[2].strip())
+        if not isinstance(value, self._sympy.Expr) or not value.is_number:
+            return False
+        number = self._sympy.Rational(decimals.replace(",", "").strip())
+        return bool(abs(value.evalf(_DIGITS) - number) <= 0.5001 * step)
+
+    def _is_one_equal(self, gold: list[Any], answer: str) -> bool:
         read = self._read(answer)
         # Its difference of two numbers is rounded to 15 digits behind the point: 1/2006! is 0.
         return bool(self._verify(gold, read, timeout_seconds=None)) and self._is_near(gold, read)
@@ -240,6 +257,7 @@ def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Conne
 def serve() -> None:
     """Reply until the input ends."""
     verifier = Verifier()
+    signal.setitimer(signal.ITIMER_PROF, 0)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     answers.write("ready\n")
     judges: list[Judge] = []
@@ -265,5 +283,6 @@ def _limit_memory() -> None:
 
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
+    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))  # to start
     _limit_memory()
     serve()

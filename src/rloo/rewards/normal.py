@@ -11,7 +11,8 @@ _UNICODE = str.maketrans({
     "\u221a": r"\sqrt ", "\u00b0": r"^\circ ", "\u221e": r"\infty ",
     "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u00b1": r"\pm ",
     "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ",
-    "\u2261": r"\equiv ", "\u2032": "'", "\u2019": "'", "\u3000": " ", "\uff0c": ", ",
+    "\u2261": r"\equiv ", "\u2032": "'", "\u2019": "'", "\u3000": " ",
+    "\uff0c": ", ", "\u3001": ", ",
     "\uff08": "(", "\uff09": ")", "\uff1a": ": ", "\uff1b": "; ", "\u3002": ". ", "\uff1d": "=",
     "\u00bc": r"\frac{1}{4}", "\u00bd": r"\frac{1}{2}", "\u00be": r"\frac{3}{4}",
     "\u2153": r"\frac{1}{3}", "\u2154": r"\frac{2}{3}",
@@ -54,12 +55,21 @@ _REWRITES = [
     for pattern, written in (
         (rf"[{_RAISED}]+", _raised),
         (r"\s+", " "),
-        (rf"\\\\(?=(?:{_ESCAPED}){_END})", r"\\"),  # of a text that was escaped twice
+        (rf"(?<!\\)\\\\(?=(?:{_ESCAPED}){_END})", r"\\"),  # of a text that was escaped twice
         (rf"\\(?:left|right|middle|[bB]igg?[lr]?|(?:display|text|script)style|limits|nolimits"
          rf"|null|hfill|centering|smallskip|tiny|small|normalsize|large|Large|LARGE|huge|Huge)"
          rf"{_END}\.?", ""),
         (r"\\(?:tag|label|hspace|vspace|phantom)\*?\s*\{[^{}]*\}", " "),
         (rf"\\[dtc]frac{_END}", r"\\frac"),
+        (rf"\\[dt]binom{_END}", r"\\binom"),
+        (r"\{\s*([^{}\\]+)\s*\\choose\s*([^{}\\]+)\}", r"\\binom{\1}{\2}"),
+        (r"\\root\s*([0-9]+)\s*\\of\s*(\{[^{}]*\}|[0-9A-Za-z])", r"\\sqrt[\1]{\2}"),
+        (rf"\\cr{_END}", r"\\\\ "),
+        (rf"\\vec{_END}", r"\\overrightarrow"),
+        (r"\\mathbb\s*([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
+        (r"(?<=[.0-9])\\(?:bar|dot)\s*\{\s*([0-9]+)\s*\}", r"\\overline{\1}"),
+        (r"\\exp\s*([0-9a-z])(?![0-9A-Za-z])", r"e^{\1}"),
+        (r"</?(?:b|i|em|strong)>", ""),
         (r"\\frac\s*([0-9])", r"\\frac{\1}"),
         (r"\\frac\s*(\{[^{}]*\})\s*([0-9A-Za-z])", r"\\frac\1{\2}"),
         (r"(?<=[0-9])\{:\}(?=[0-9])", ":"),
@@ -76,8 +86,12 @@ _REWRITES = [
         (r"\\begin\s*\{pmatrix\}(?P<rows>(?:(?!\\begin|\\end).)*)\\end\s*\{pmatrix\}", _matrix),
         (r"(?<=[0-9])\s*\{\s*,\s*\}\s*(?=[0-9]{3}(?![0-9]))|\{,\}|,\\!\s*", ","),
         (r"(?<=[0-9])\\[,!:;](?=[0-9]{3}(?![0-9]))", ","),
-        (r"(?<!\\)\\[,!:;> ]|(?<=[0-9A-Za-z{}])~|\\q?quad", " "),
-        (r"\\%|(?<=[0-9])\s*(?:\\text\s*\{\s*percent\s*\}|percent(?![a-z]))", "%"),
+        (r"(?<!\\)\\!", ""),
+        (r"(?<!\\)\\[,:;> ]|(?<=[0-9A-Za-z{},;])~|\\q?quad", " "),
+        (r"(?<=[0-9A-Za-z}/])(\s*/\s*)\{\s*([0-9A-Za-z.]+)\s*\}", r"\1\2"),
+        (r"(?:^|(?<=[-+=(,]))\s*\{\s*([0-9]+)\s*\}(?=\s*/)", r"\1"),
+        (r"(?<=[0-9])\{(\\frac\{[0-9]+\}\{[0-9]+\})\}", r"\1"),
+        (r"\\%|(?<=[0-9])\s*(?:\\text\s*\{\s*percent(?:age)?\s*\}|percent(?:age)?(?![a-z]))", "%"),
         (r"\s*\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
         (r"\^\s*\{?\s*\\prime\s*\}?", "'"),
         (rf"\\(?:leq|leqslant|leqq){_END}|<=", r"\\le "),
@@ -97,12 +111,15 @@ _REWRITES = [
         (r"\\text\s*\{([^a-zA-Z{}]*)\}", r"\1"),
         (r"\\text\s*\{([A-Za-z' ]+?)\s*(?:([:=])|\bis:?)\s*\}(?=\s*[^\s=:])", _label),
         (r"\\text\s*\{[^{}]*\}|(?<![A-Za-z\\])(and|or)(?![A-Za-z])", _joined),
+        (rf"\\(?:lor|vee){_END}", r"\\text{ or }"),
+        (rf"\\(?:land|wedge){_END}", r"\\text{ and }"),
+        (r"^(?:=>?|\\(?:implies|[Rr]ightarrow|therefore|to)(?![A-Za-z]))\s*", ""),
         (r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})", r"\\ln "),
         (r"\\sqrt\s*\[\s*([0-9]+)\s*\]\s*([0-9A-Za-z])", r"\\sqrt[\1]{\2}"),
         (r"(\^\s*(?:\{[^{}]*\}|[0-9])(?:\s+|(?<=\})))(?=[0-9])", r"\1\\cdot "),
         (rf"(?:\s|[{_DONE}]|\\checkmark|\\\\)+$", ""),
         (r"^\\\{\s*[a-z](?:\s*\\in\s*(?:\\mathbb\s*\{\s*R\s*\}|\\R))?\s*(?:\\mid|[:|])\s*"
-         r"([^:|]*(?:[<>]|\\[lg]e(?![A-Za-z])).*)\\\}$", r"\1"),
+         r"([^:|]*(?:[<>]|\\[lgn]e(?![A-Za-z])).*)\\\}$", r"\1"),
     )
 ]  # fmt: skip
 _WRAPPED = re.compile(
@@ -116,14 +133,23 @@ _EMPHASIS = re.compile(
     r"|(?<![\w\\}])(_{1,3})(?=[^\s_])([^_\n]*[^\s_])\3(?!\w)"
 )
 _EXP = re.compile(r"\\exp\s*(?=[({])")
+_LOOKS = re.compile(
+    r"\\(?P<look>textcolor\s*\{\w+\}|color\s*\{\w+\}|underline|uline|bold(?:symbol)?|bm|math(?:bf|rm|sf|it))"
+    r"\s*(?=\{)"
+)
+_COMMAND = re.compile(r"\\[A-Za-z]|\s*-?[0-9]")
+# Of French: ]1,2] is (1,2].
+_TURNED = re.compile(
+    r"(?<![^\s=np])([\[\]])([^\[\]()]*,[^\[\]()]*)([\[\]])(?=\s*(?:$|[,;.]|\\cup|\\text))"
+)
 
 
 def clean(text: str) -> str:
     """`text` in its normal form, without the brackets, boxes and marks that wrap all of it."""
-    text = text.translate(_UNICODE)
+    text = _without_looks(text.translate(_UNICODE))
     for pattern, written in _REWRITES:
         text = pattern.sub(written, text)
-    text = _without_exp(text)
+    text = _TURNED.sub(_interval, _without_exp(text))
     for _ in range(4):
         text = text.strip().rstrip(".,;: ")
         inner = _WRAPPED.fullmatch(text)
@@ -140,6 +166,7 @@ def clean(text: str) -> str:
 def without_emphasis(text: str) -> str:
     """Prose without Markdown's emphasis, and with thousands as they are written in plain text."""
     text = re.sub(r"(?<=[0-9])(?:\{,\}|\\,|,\\!)(?=[0-9]{3}(?![0-9]))", ",", text)
+    text = re.sub(r"(?m)^[ \t]*[-*\u2022][ \t]+(?=\*\*|__)", "", text)
     for _ in range(2):
         text = _EMPHASIS.sub(lambda found: found[2] or found[4], text)
     return text
@@ -164,6 +191,24 @@ def closing(text: str, start: int) -> int | None:
         if depth == 0:
             return position
     return None
+
+
+def _without_looks(text: str) -> str:
+    """Without colours and underlines, and without fonts around what has commands or digits."""
+    start = 0
+    while (found := _LOOKS.search(text, start)) is not None:
+        end = closing(text, found.end())
+        content = "" if end is None else text[found.end() + 1 : end]
+        start = found.end()
+        if end is not None and (found["look"][0] in "tcu" or _COMMAND.match(content)):
+            text, start = text[: found.start()] + content + text[end + 1 :], found.start()
+    return re.sub(r"\\color\s*\{\w+\}", "", text)
+
+
+def _interval(found: re.Match[str]) -> str:
+    if found[1] == "[" and found[3] == "]":
+        return found[0]
+    return f"{'[' if found[1] == '[' else '('}{found[2]}{']' if found[3] == ']' else ')'}"
 
 
 def _without_exp(text: str) -> str:

@@ -20,6 +20,7 @@ from fractions import Fraction
 
 from rloo.rewards.denial import denies_before, takes_back
 from rloo.rewards.normal import clean
+from rloo.rewards.sides import value_side
 from rloo.rewards.wording import alters, alters_after, is_statement, is_unit, since_verb
 
 MAX_CHARACTERS = 1000
@@ -94,13 +95,19 @@ class Said:
     end: int
 
 
-def read_numeral(text: str, asked: str = "") -> Numeral | None:
+def read_numeral(text: str, asked: str = "", is_reference: bool = False) -> Numeral | None:
     """The number that `text` is; None if it is anything else. Every unit is allowed that names
     something, or multiplies as the question wants it (`asked`, of `wording.asked_in`); whether the
-    mark is asked for is the caller's concern."""
+    mark is asked for is the caller's concern. A reference is no equation's right side."""
     if len(text) > MAX_CHARACTERS:
         return None
     cleaned = clean(text)
+    number = _read_one(cleaned, asked)
+    value = value_side(cleaned, asked) if number is None and not is_reference else None
+    return number if value is None else _read_one(value, asked)
+
+
+def _read_one(cleaned: str, asked: str) -> Numeral | None:
     rounded = _APPROXIMATELY.fullmatch(cleaned)
     match = _NUMERAL.fullmatch(cleaned if rounded is None else rounded[1])
     if match is None or (match["sign"] and match["sign2"]):

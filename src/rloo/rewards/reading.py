@@ -23,6 +23,7 @@ from rloo.rewards.answers import is_plain
 from rloo.rewards.denial import denies_after, denies_before, takes_back
 from rloo.rewards.normal import clean, closing, without_emphasis
 from rloo.rewards.numerals import last_numeral_said, read_numeral, split_sentence
+from rloo.rewards.sides import last_side
 from rloo.rewards.special import read_choice
 from rloo.rewards.wording import alters_after, is_statement, is_unit, word_set, words_of
 
@@ -34,27 +35,55 @@ _MOST_BOXES = 16
 _THOUGHT = re.compile(r"</think(?:ing)?>(?=\s*\S)", re.IGNORECASE)
 _OPENING = re.compile("<answer>", re.IGNORECASE)
 _CLOSING = re.compile("</answer>", re.IGNORECASE)
-_END_OF_TURN = re.compile(r"<\|(?:im_end|endoftext|eot_id|end_of_text|end)\|>|</s>")
-_MARKED = re.compile(rf"{MARK}[ \t]*[^\s#]|\\boxed\s*\{{")
+_END_OF_TURN = re.compile(
+    r"<\|(?:im_end|endoftext|eot_id|end_of_text|end)\|>|</s>|<(?:end_of_turn|end|eos)>"
+    r"|<\uff5cend\u2581of\u2581sentence\uff5c>"
+)
+# What GSM8K's solutions compute: <<6*7=42>>42.
+_CALCULATION = re.compile(r"<<[^<>\n]*>>")
+_MARKED = re.compile(rf"{MARK}[ \t]*[^\s#]|\\boxed\s*\{{|\b[Tt]he (?:final )?answer is\b")
 _NEXT_QUESTION = re.compile(
     r"\n[ \t]*(?:#{1,6} ?|\*\*)?(?:question|problem|human|user|instruction|q) ?[0-9]{0,3} ?:",
     re.IGNORECASE,
 )
 _BOX = re.compile(r"\\(?:f|frame)?box(?:ed)?(?![A-Za-z])\s*(?:(\{)|([^\s{}$\\,;()]+))")
 _COLON = r"\s{0,3}[*_]{0,3}\s{0,3}[:\uff1a]"
-_CHOICE = r"\W{0,6}(?:\\?(?:text|textbf|mathrm|mathbf)\W{0,6})?[A-J]\b"
+_CHOICE = r"\W{0,6}(?:\\?(?:text|textbf|mathrm|mathbf)\W{0,6})?[A-J]{1,5}(?![A-Za-z])"
 _ANSWER_IS = re.compile(
     rf"\banswer(?P<is>\s{{1,3}}is\b|\s{{1,3}}would\s{{1,3}}be\b)|\banswer(?P<colon>{_COLON})"
     rf"|\b(?:choice|option)(?:\s{{1,3}}is\b|{_COLON})(?={_CHOICE})"
-    rf"|\u7b54\u6848(?:\u662f|\u4e3a|\u9009|{_COLON})|(?:\u6545|\u56e0\u6b64)\u9009(?:{_COLON})?",
+    rf"|\u7b54\u6848(?:\u662f|\u4e3a|\u9009|\u3011|{_COLON})"
+    rf"|(?:\u6545|\u56e0\u6b64|\u6240\u4ee5|\u672c\u9898|\u5e94)?(?<!\u4e0d)\u9009(?:\u62e9)?\u9879?(?:{_COLON})?(?={_CHOICE})",
     re.IGNORECASE,
 )
 _FINAL = re.compile(r"\bfinal answer is\b", re.IGNORECASE)
 _FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$(?!\s)((?:[^$\\]|\\.)*?(?<!\s))\$(?!\d)|(?<!\\)\$\s([^$]+)\s\$"
-    r"|\\\((.+?)\\\)|\\\[(.+?)\\\]",
+    r"|\\\((.+?)\\\)|\\\[(.+?)\\\]"
+    r"|\\begin\{(?:align|equation|gather)\*?\}(.+?)\\end\{(?:align|equation|gather)\*?\}",
     re.DOTALL,
 )
+_ROWS = re.compile(
+    r"\\begin\s*\{(?:align|gather|split|equation)(?:ed)?\*?\}|\\end\s*\{\w+\*?\}|\\\\"
+)
+_CHOSEN = re.compile(
+    r"\b(?:(?:choose|select|pick)\s+)?(?:option|choice)?\s*\*{0,2}\(?(?P<letter>[A-J])\)?\*{0,2}"
+    r"(?:\s+is\s+(?:the\s+)?(?:correct|right|best|true)(?:\s+(?:answer|option|choice|one))?)?[\s.!]*$"
+)
+_NAMED_CHOICE = re.compile(
+    r"\b(?:choose|select|pick|option|choice)\b|\bis\s+(?:the\s+)?(?:correct|right)\b", re.IGNORECASE
+)
+_VALUE = r"-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:/[0-9]+)?|\$[^$\n]+\$|\\\((?:(?!\\\)).)+\\\)"
+_AND = r"\s*(?:[,;]?\s+(?:and|or)|[,;])\s+"
+_ITEMS = re.compile(rf"(?<![\w.$\\])(?:(?:{_VALUE}){_AND})+(?:{_VALUE})(?=[\s.!]*$)")
+_ITEM = re.compile(_VALUE)
+_ITEM_NAME = re.compile(r"[$\\(\s]*([A-Za-z])\w*\s*=")
+_PERCENT = re.compile(r"[\s$\\)]*(?:%|percent\b)")
+_OR_BEFORE = re.compile(r"(-?[0-9][0-9.,/]*)[\s$\\)]*(?:\bor|\\lor)[\s$\\(]*$")
+_OR_AFTER = re.compile(
+    r"[\s$\\).,(]*or (?:(?:possibly|maybe|perhaps|even|else) )*[\s$\\(]*(-?[0-9][0-9.,/]*(?:\\?%)?)"
+)
+_CUT = re.compile(r"\$|\n|\\[)\]]")
 _CLAUSE_END = re.compile(r"[,.;:(\n][^,.;:(\n]*$")  # of what denies the next box
 _DATE = re.compile(
     r"(?:[a-z]+day,? )?(?:(?:the )?[0-9]{1,2}(?:st|nd|rd|th)? )?(?:of )?"
@@ -69,8 +98,10 @@ _HEADING = re.compile(
     re.IGNORECASE,
 )
 _JOINERS = re.compile(
-    r"\\text\s*\{([^{}]*)\}|[$&]|\\[()\[\] ,;]|\\q?quad|[A-Za-z](?:_\{?\w\}?)?\s*=|\s+"
+    r"\\text\s*\{([^{}]*)\}|\$|\\[()\[\] ,;]|\\q?quad"
+    r"|[A-Za-z](?:_\{?\w\}?)?\s*=|\s+"
 )
+_SIGNS_OF_AND = re.compile(r"&|\\lor(?![A-Za-z])|\n[ \t]*[-*\u2022]\s")
 _CORRECTING = word_set(
     "no not nope wait but so then thus hence therefore rather instead actually equals"
 )
@@ -88,7 +119,7 @@ class Answer:
 def read_answer(text: str, asked: str = "") -> Answer | None:
     """The answer that a completion gives; None where there is none. `asked` is what the question
     asks (`wording.asked_in`)."""
-    text = _own_turn(text)
+    text = _CALCULATION.sub("", _own_turn(text))
     *_, start = (0, *(found.end() for found in _THOUGHT.finditer(text)))
     found = _read(text[start:], asked)
     return _read(text, asked) if found is None and start else found
@@ -132,10 +163,23 @@ def boxed_answer(text: str) -> Answer | None:
     if denies_after(after if denied is None else _CLAUSE_END.sub("", after)):
         return Answer("")
     joined = [boxes.pop()]
+    if _has_alternative(text[: joined[0][0]], joined[0][1], text[joined[0][2] :]):
+        return Answer("")
     while boxes and _are_joined(text[boxes[-1][2] : joined[0][0]]):
         joined.insert(0, boxes.pop())
     parts = tuple(content for _, content, _ in joined)
     return Answer(", ".join(parts), parts if len(parts) > 1 else ())
+
+
+def _has_alternative(before: str, content: str, after: str) -> bool:
+    """Whether `or` and another number stand before or after a number in a box."""
+    number = read_numeral(content)
+    found = [_OR_BEFORE.search(before[-60:]), _OR_AFTER.match(after)]
+    others = [read_numeral(one[1].rstrip(".,/")) for one in found if one is not None]
+    return number is not None and any(
+        other is not None and number.value not in (other.value, other.value / 100)
+        for other in others
+    )
 
 
 def _read(text: str, asked: str) -> Answer | None:
@@ -162,6 +206,15 @@ def explicit_answer(text: str, asked: str = "") -> Answer | None:
     return _named(text, asked) if marked is None else Answer(marked[0])
 
 
+def answer_of_reference(text: str) -> str:
+    """What a reference marks as its answer, else all of it; with a percent sign that follows its
+    box."""
+    explicit = explicit_answer(text)
+    boxes = _boxes_of(text)
+    is_percent = bool(boxes) and _PERCENT.match(text[boxes[-1][2] :]) is not None
+    return text if explicit is None else explicit.text + "\\%" * is_percent
+
+
 def _boxes_of(text: str) -> list[tuple[int, str, int]]:
     """Where each of the last boxes begins, what is in it, and where it ends."""
     boxes: list[tuple[int, str, int]] = []
@@ -170,7 +223,10 @@ def _boxes_of(text: str) -> list[tuple[int, str, int]]:
             boxes.append((found.start(), found[2], found.end()))
             continue
         end = closing(text, found.end() - 1)
-        content = "" if end is None else text[found.end() : end]
+        # A formula or a line that ends before the box does is a slip; a text that ends was cut.
+        cut = _CUT.search(text, found.end())
+        stop = cut.start() if end is None and cut is not None else end
+        content = "" if stop is None else text[found.end() : stop]
         boxes.append((found.start(), content, len(text) if end is None else end + 1))
     return boxes
 
@@ -178,10 +234,13 @@ def _boxes_of(text: str) -> list[tuple[int, str, int]]:
 def _are_joined(between: str) -> bool:
     if len(between) > 100:
         return False
-    plain = _JOINERS.sub(lambda found: f" {found[1] or ''} ", between)
+    joined = _SIGNS_OF_AND.sub(" and ", between)
+    plain = _JOINERS.sub(lambda found: f" {found[1] or ''} ", joined)
     words = set(words_of(plain))
     if words & _CORRECTING or len(words) > 6 or is_statement(plain):
         return False
+    if not between or (not words and plain.strip() in ("/", "|")):
+        return True
     has_other_signs = re.search(r"[^A-Za-z\s,;()'*]", plain) is not None
     return not has_other_signs and ("," in plain or ";" in plain or bool({"and", "or"} & words))
 
@@ -223,7 +282,7 @@ def _named(text: str, asked: str) -> Answer | None:
 
 def _in_sentence(sentence: str, asked: str) -> str:
     """The number or the one formula that a sentence states; the sentence if it is neither."""
-    bare = without_emphasis(sentence[:MAX_CHARACTERS]).strip(" *_")
+    bare = last_side(without_emphasis(sentence[:MAX_CHARACTERS]).strip(" *_"))
     if read_numeral(bare, asked) is not None or read_choice(clean(bare)) or _DATE.fullmatch(bare):
         return bare
     said = last_numeral_said(bare, asked, only=True)
@@ -242,7 +301,7 @@ def _in_lines(text: str, asked: str) -> str:
     what its last line states."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines or is_plain(text):
-        return text.strip()
+        return last_side(text.strip())
     if len(lines) > 1 and len(text) <= MAX_CHARACTERS and all(map(is_plain, lines)):
         return ", ".join(lines)
     return _in_sentence(lines[-1], asked)
@@ -253,8 +312,11 @@ def _in_prose(text: str, asked: str) -> Answer | None:
     *_, line = (whole, *whole[-MAX_CHARACTERS:].split("\n"))
     for part in (whole, line):
         if len(part) <= MAX_CHARACTERS and is_plain(without_emphasis(part)):
-            return Answer(without_emphasis(part))
+            return Answer(last_side(without_emphasis(part)))
     tail = without_emphasis(text[-MAX_CHARACTERS:])
+    listed = _listed(tail) or _chosen(whole, line)
+    if listed is not None:
+        return listed
     formulas, number = list(_FORMULA.finditer(tail)), last_numeral_said(tail, asked)
     if formulas and (number is None or number.end < formulas[-1].end()):
         last = formulas[-1]
@@ -265,4 +327,43 @@ def _in_prose(text: str, asked: str) -> Answer | None:
 
 
 def _content(formula: re.Match[str]) -> str:
-    return next(group for group in formula.groups() if group is not None)
+    content = next(group for group in formula.groups() if group is not None)
+    rows = [row.strip() for row in _ROWS.split(content) if row.strip()]
+    if rows and "matrix" not in content and "array" not in content:
+        content = rows[-1].replace("&", "")
+    return last_side(content)
+
+
+def _listed(text: str) -> Answer | None:
+    """The values with which a text ends, if they are several and no other names."""
+    found = _ITEMS.search(text[-400:])
+    if found is None or denies_before(text[-400:][: found.start()]):
+        return None
+    items = _ITEM.findall(found[0])
+    names = {name[1] if name else "" for name in map(_ITEM_NAME.match, items)} - {""}
+    joined = re.search(r"\b(?:and|or)\b", found[0]) or len(items) > 2
+    if len(names) > 1 or not (joined or all(item[0] in "$\\" for item in items)):
+        return None
+    parts = tuple(clean(item) for item in items)
+    return Answer(", ".join(parts), parts)
+
+
+def _chosen(whole: str, line: str) -> Answer | None:
+    """The choice that a whole text is, or that its last sentence names."""
+    choice = read_choice(clean(whole)) if len(whole) <= MAX_CHARACTERS else None
+    if choice is not None and choice[1] and re.match(r"\W*[A-J]\s*[.)]", whole):
+        is_alone = is_plain(choice[1]) or not any(map(str.isdecimal, choice[1]))
+        return Answer(whole) if is_alone else None
+    sentence = re.split(r"(?<=[.!?])\s+", without_emphasis(line))[-1]
+    found = _CHOSEN.search(sentence)
+    if (
+        found is None
+        or not _NAMED_CHOICE.search(sentence)
+        or denies_before(sentence[: found.start()])
+    ):
+        return None
+    others = re.findall(
+        r"(?<![A-Za-z])(?:[B-HJ](?![A-Za-z])|A(?=\s*(?:,|/|and\b|or\b)))",
+        sentence[: found.start("letter")],
+    )
+    return None if others else Answer(found["letter"])
