@@ -123,7 +123,7 @@ def test_overlong_prompts_are_refused_dropped_or_cut(block):
     rows = IterableDataset.from_generator(
         lambda: ({"prompt": "x" * (9 if n in (0, 4, 5, 6, 7) else 2)} for n in range(9))
     )
-    with pytest.raises(ValueError, match=r"in the stream's rows from 0 on.*1 prompts have more"):
+    with pytest.raises(ValueError, match=r"in the stream's rows from 0 on.*1 prompt has more"):
         make_source(rows, limit=3)
     source = make_source(rows, limit=3, overlong="drop")
     assert [(p.epoch, p.id) for p in source.next(5)] == [(0, 1), (0, 2), (0, 3), (0, 8), (1, 1)]

@@ -86,12 +86,14 @@ def test_the_mean_gradient_over_all_groups_of_episodes_is_exact(beta, packing):
     assert (found - exact).norm() < 1e-6 * exact.norm()  # a few parts are float32
 
 
+@pytest.mark.slow
 def test_token_ratios_and_kl_to_go_are_exact_too():
     production = make(beta=0.3, importance_sampling_level="token", kl_placement="reward_to_go")
     exact = production.exact(0.3)
     assert (production.expected() - exact).norm() < 1e-6 * exact.norm()
 
 
+@pytest.mark.slow
 def test_training_the_answers_too_is_another_gradient():
     production = make(beta=0.0)
     members, chances = production.prompts[0]

@@ -39,7 +39,9 @@ def test_a_configuration_is_examined_without_training(config, tmp_path):
     run = dry_run(config, tmp_path / "dry")
     named = {finding.name: finding for finding in diagnose(run)}
     assert "earn the full reward" in named["prompt_answers"].evidence
-    assert named["held_out_trained"].evidence.startswith("10 of 10 prompts")
+    assert named["held_out_trained"].evidence == (
+        "the training set has 10 of 10 prompts of the evaluation set, too"
+    )
     assert "nothing_trained" not in named, "the learning rate is 0 on purpose"
     assert all(row["update/changed_share"] == 0 for row in run.rows) and len(run.rows) == 2
     assert max(row["mismatch/mean"] for row in run.rows) < 1e-4

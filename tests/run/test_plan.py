@@ -163,6 +163,7 @@ def test_rows_sampled_at_once_are_those_of_the_engines_own_facts(folder, monkeyp
     assert make_plan(config_of(*native)).memory["sampling"] == 24 * 283
 
 
+@pytest.mark.slow
 def test_of_divided_weights_a_process_has_its_part(folder):
     whole, four = (
         make_plan(config_of("--parallel", how, "--num_processes", "4", "--beta", "0.1"))
@@ -187,6 +188,7 @@ def test_a_fault_is_reported_as_in_training(folder, capsys):
     assert "there is no dataset" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_budget_that_does_not_fit_is_planned_as_training_would_lower_it(folder, monkeypatch):
     plan = make_plan(config_of())
     room = plan.memory["micro-batch"] // 2 + plan.memory["gradients"] + plan.memory["optimizer"]
