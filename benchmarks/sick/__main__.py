@@ -71,11 +71,13 @@ def follow(case: Case, result: Result, folder: Path) -> list[Result]:
 
 
 def _held_out(folder: Path) -> dict[str, Any]:
-    """The last evaluation of the task's own reward, empty without any."""
+    """The last evaluation of the task's own reward, that of the weights which the run ends with;
+    empty without any."""
     from rloo.report.doctor.folder import read_run
 
     rows = [row for row in read_run(folder).evaluations if row.get(FIGURE) is not None]
-    return dict(rows[-1]) if rows else {}
+    best = [row for row in rows if row.get("name") == "best"]
+    return dict((best or rows)[-1]) if rows else {}
 
 
 def judge(case: Case, folder: Path) -> Result:

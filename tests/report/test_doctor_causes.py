@@ -262,7 +262,44 @@ def test_completions_that_grow_although_being_cut_costs_need_a_higher_limit():
     ):  # fmt: skip
         assert names(replace(of, completions=recorded(cut, whole))) == [expected]
     (finding,) = diagnose(replace(of, completions=recorded(0.0, 1.0)))
+    assert finding.options == {"max_completion_length": 2048}
+    fewer = replace(of, rows=[{**r, "completions/clipped_ratio": 0.33} for r in of.rows])
+    (finding,) = diagnose(replace(fewer, completions=recorded(0.0, 1.0)))
     assert finding.options == {"max_completion_length": 1024}
+
+
+def test_advice_reaches_what_it_is_for():
+    """Each of these was followed in a run that stayed sick (benchmarks.sick, seeds 302 and 303)."""
+    (slow,) = diagnose(run(kl=1e-9, learning_rate=1e-13))
+    assert slow.options == {"learning_rate": 1e-6}
+    (slow,) = diagnose(run(kl=1e-9, learning_rate=1e-13, config={"use_peft": True}))
+    assert slow.options == {"learning_rate": 1e-5}
+    jump = {"entropy": [0.6, 0.6, 0.6, *[2.0] * 9], "kl": None, "learning_rate": 0.1}
+    (fast,) = diagnose(run(reward=[0.4] * 4 + [0.05] * 8, **jump))
+    assert fast.options == {"learning_rate": 1e-3}
+    (fast,) = diagnose(run(reward=[0.4] * 4 + [0.15] * 8, **jump))
+    assert fast.options == {"learning_rate": 1e-2}
+    form = {"rewards/format/mean": [0.1] * 4 + [0.9] * 8}
+    (form_alone,) = diagnose(run(**form, **{"rewards/right/mean": 0.0}))
+    assert form_alone.name == "only_form" and not form_alone.options
+    (form_alone,) = diagnose(run(**form, **{"rewards/right/mean": 0.1}))
+    assert form_alone.options == {"reward_weights": pytest.approx([1.0, 0.1])}
+
+
+def test_hacking_is_named_where_the_policy_is_lost_after_it():
+    """The reward was 0.12 at first, 0.9 by the fourth rollout, and fell from then on."""
+    reward = [0.12, 0.5, 0.9, 0.9, 0.9, 0.8, 0.8, 0.6, 0.6, 0.5, 0.5, 0.4]
+    judged = [
+        {"step": step, "name": name, "reward": 0.15, "reward_interval": [0.08, 0.24],
+         "rewards/judge/mean": value, "rewards/judge/mean_interval": bounds}
+        for step, name, value, bounds in (
+            (0, "start", 0.15, [0.08, 0.24]), (12, "end", 0.0, [0.0, 0.04]),
+        )
+    ]  # fmt: skip
+    of = run(reward=reward, kl=[0.0, *[1.5] * 11], evaluations=judged)
+    assert names(of)[0] == "hacking"
+    lost = run(reward=[0.5] * 4 + [0.05] * 8, kl=[0.0, *[1.5] * 11], evaluations=judged)
+    assert names(lost)[0] != "hacking"
 
 
 def test_a_policy_that_is_broken_is_told_by_its_kl_or_by_an_entropy_that_stays():

@@ -17,6 +17,8 @@ from rloo.report.metrics import deviation
 EMPTY, SHRUNK = 2.5, 0.34
 # Share of completions that reach the limit, above which nothing that was gained counts.
 MOSTLY_CUT = 0.8
+# Above it what is learned needs more than twice the limit.
+OFTEN_CUT = 1 / 3
 # A text whose repetitions compress it below this part of its size repeats itself.
 REPEATS = 0.35
 # Prompts of a rollout that are too few to be alike from one rollout to the next.
@@ -111,10 +113,11 @@ def _cut(run: Run) -> Found | None:
         )
     else:
         return None
+    times = 4 if max(cut.before, cut.after) > OFTEN_CUT else 2
     return Found(
         seen,
-        "allow twice the length",
-        {"max_completion_length": 2 * limit},
+        f"allow {'twice' if times == 2 else 'four times'} the length",
+        {"max_completion_length": times * limit},
         [repr(t[-80:]) for t in run.texts(last=True)[:2]],
     )
 
@@ -217,7 +220,7 @@ RULES = (
         "`completions/clipped_ratio` above its band at the end, or at the start of a run whose "
         "reward did not rise",
         "A completion that is cut is judged without its end, mostly as wrong.",
-        "twice `max_completion_length`",
+        "twice `max_completion_length`, or four times where more than a third are cut",
         _cut,
     ),
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from rloo.report.comparison import Change, change_between
+from rloo.report.comparison import Change, change_between, since_first
 from rloo.report.console import percent
-from rloo.report.doctor.finding import Found, Rule, Run, excerpts, functions
+from rloo.report.doctor.finding import COLD_START, Found, Rule, Run, excerpts, functions
 
 _FORM = re.compile(r"format|form|style|length|tag|think|xml|json", re.IGNORECASE)
 # Of a reward between 0 and 1: what a function must gain to have earned the rise.
@@ -20,7 +20,7 @@ def _held_out(run: Run) -> Found | None:
     if measured is None or not (rises := run.rises):
         return None
     # Where the trained reward is lost as well nothing was hacked: the policy is broken.
-    if -1 in (run.change("reward").moved, change_between(*measured, "reward").moved):
+    if -1 in (since_first(run.rollouts).moved, change_between(*measured, "reward").moved):
         return _of_held_out(run)
     rose = f"the training reward rose from {rises[0].words}"
     trained = functions(run.rollouts)
@@ -118,11 +118,15 @@ def _only_form(run: Run) -> Found | None:
         return None
     name = content[0]
     length = run.change("completions/mean_length")
+    never = changes[name].before == changes[name].after == 0
     return Found(
         f"{up[0]} rose from {changes[up[0]].words} while {name} went from {changes[name].words}, "
         f"no more than by chance; completions went from {length.words} tokens",
-        f"pay for {up[0]} only a tenth of what {name} pays, or where {name} is earned",
-        {"reward_weights": _weights(run, up[0], 0.1)},
+        f"score a completion that you know to be right by hand with {name}, which was never earned"
+        f"{COLD_START}"
+        if never
+        else f"pay for {up[0]} only a tenth of what {name} pays, or where {name} is earned",
+        {} if never else {"reward_weights": _weights(run, up[0], 0.1)},
         excerpts(run.texts(last=True)),
     )
 

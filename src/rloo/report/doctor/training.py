@@ -28,10 +28,14 @@ KL_JUMP = 0.5
 KL_MOVED = 0.1
 # Nats of a leap after which nothing is left of a policy: a tenth of such a step is too much, too.
 DESTROYED = 2.0
+# The part of the reward that is left, below which that is so, too.
+LOST = 0.25
 # Of the rollouts after a leap, the share that stays beyond all before it.
 LASTING = 0.8
 # The lowest learning rate that recipes have, and steps that are few for it.
 USUAL, FEW_STEPS = 5e-7, 100
+# The rate that most of them have, with all weights; adapters have ten times that.
+USED = 1e-6
 # The KL at which a policy has moved enough to learn, and by how much a rate is raised for it.
 KL_LEARNING, MOST_RAISED = 1e-2, 1000.0
 # Completions from which on "it does not learn" can be said of K.
@@ -62,7 +66,8 @@ def _rate_high(run: Run) -> Found | None:
     if not seen or run.gained or mean(run.rows, "update/changed_share") == 0:
         return None
     rate = max(row.get("learning_rate", 0.0) for row in run.rows)
-    less = 100 if max(nats for nats, _ in seen) > DESTROYED else 10
+    lost = reward.moved == -1 and reward.after < LOST * reward.before
+    less = 100 if lost or max(nats for nats, _ in seen) > DESTROYED else 10
     return Found(
         f"from one rollout to the next {' and '.join(words for _, words in seen)}, at a learning "
         f"rate of {rate:.2g}; the reward went from {reward.words}",
@@ -157,11 +162,12 @@ def _rate_low(run: Run) -> Found | None:
     kl = mean(run.end, "kl")
     factor = math.sqrt(KL_LEARNING / kl) if kl > 0 else 10.0
     factor = float(f"{min(MOST_RAISED, max(10.0, factor)):.1g}")
+    raised = max(factor * rate, USED * (10 if run.option("use_peft") else 1))
     return Found(
         f"after {counted(steps, 'step')} at a learning rate of up to {rate:.2g} {still}; a step "
         f"changes {percent(changed)} of the weights; the reward went from {reward.words}",
-        f"multiply the learning rate by {factor:g}",
-        {"learning_rate": factor * rate},
+        f"raise the learning rate to {raised:.3g}",
+        {"learning_rate": float(f"{raised:.3g}")},
     )
 
 
