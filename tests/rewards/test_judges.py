@@ -1,5 +1,5 @@
 r"""The judges of answers side by side: 60 texts and what five rewards give to each, reviewed by
-hand, and 988 pairs that were written by hand, each with a verdict that a reader would give.
+hand, and 1000 pairs that were written by hand, each with a verdict that a reader would give.
 
 A line of `data/judges.jsonl` is a pair: the kind of what is tried, `right`, reference, completion,
 and the question where it matters. None of them is taken from elsewhere.
@@ -138,7 +138,7 @@ def test_pairs_written_by_hand(math_reward):
     wrong = [p for p, r in zip(PAIRS, found, strict=True) if r != float(p["right"])]
     assert wrong == []
     counts = Counter(pair["right"] for pair in PAIRS)
-    assert counts == {True: 633, False: 355}
+    assert counts == {True: 640, False: 360}
 
 
 def test_gsm8k_gives_what_math_gives_to_numbers():
@@ -149,7 +149,7 @@ def test_gsm8k_gives_what_math_gives_to_numbers():
         [pair["reference"] for pair in whole],
         [pair.get("prompt", "") for pair in whole],
     )
-    assert len(whole) == 345
+    assert len(whole) == 352
     assert [p for p, r in zip(whole, found, strict=True) if r != float(p["right"])] == []
 
 

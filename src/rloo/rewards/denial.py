@@ -23,7 +23,8 @@ _PHRASE = re.compile(
     r"|excluding|unlike|unequal to|no longer|between (?:\w+ ){0,2}and"
     r"|(?:wrong|incorrect|false|invalid) (?:final )?(?:answer|value|number|result|solution)"
     r" (?:is|was|would be)"
-    r"|(?<!\bno )(?<!\bnot )(?:doubt|deny)(?: that)? (?:it|this|that|the answer) (?:is|equals))$"
+    r"|(?<!\bno )(?<!\bnot )(?:doubt|deny)(?: that)? (?:it|this|that|the answer) (?:is|equals)"
+    r"|(?:reject|discard|dismiss|exclude)(?: the (?:answer|value|solution))?)$"
 )
 # Finite verbs: what stands before them is no part of what is said by the answer.
 _FINITE = word_set(
@@ -94,6 +95,7 @@ _CORRECTING = re.compile(r"(?:wait|actually|sorry|hold on)\b", re.IGNORECASE)
 _CORRECTS = re.compile(
     r"(?:it|that|the (?:right |correct |real )?answer) (?:is|should be|must be) (?:# )?#"
 )
+_REPLACES = re.compile(rf"\bbut (?:actually )?{_CORRECTS.pattern}")
 _START = re.compile(
     r"(?:(?:wait|hmm+|actually|oh|sorry|well|hold on|ah)\b[\s,.!\u2026-]*)+", re.IGNORECASE
 )
@@ -136,7 +138,7 @@ def denies_after(text: str) -> bool:
         return True
     rest, *others = _SENTENCE.split(text[: 2 * _LOOKED_AT])
     words = _plain(re.sub(r"^[^A-Za-z,;:(]+", "", rest))
-    if re.search(r"\b(?:otherwise|unless)\b", words):
+    if re.search(r"\b(?:otherwise|unless)\b", words) or _REPLACES.search(words):
         return True
     if any(_PREDICATE.match(_spoken(clause)) for clause in _SPLIT.split(words)):
         return True

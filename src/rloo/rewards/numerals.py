@@ -68,7 +68,7 @@ _SAID = re.compile(
     rf"(?:(?:{_INT})(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:\s?/\s?[0-9]+|e[+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?",
     re.ASCII,
 )
-_SENTENCE_END = re.compile(r"\n|\u3002|(?:\.|(?<![0-9])!)(?=\s+[^a-z\s]|\s*$)|\?")
+_SENTENCE_END = re.compile(r"\n|[\u3002\uff0e]|(?:\.|(?<![0-9])!)(?=\s+[^a-z\s]|\s*$)|\?")
 _CLAUSE = re.compile(r"[,;:=.!?\n]|[0-9]")
 _JOINED_BEFORE = re.compile(
     r"(?:[-\u2212+/^<>~!|(\[\u2248\u2260\u2264\u2265]|(?<!\*)\*|\\[a-z]+)\s*\{?\s*$"

@@ -50,10 +50,10 @@ _BOX = re.compile(r"\\(?:f|frame)?box(?:ed)?(?![A-Za-z])\s*(?:(\{)|([^\s{}$\\,;(
 _COLON = r"\s{0,3}[*_]{0,3}\s{0,3}[:\uff1a]"
 _CHOICE = r"\W{0,6}(?:\\?(?:text|textbf|mathrm|mathbf)\W{0,6})?[A-J]{1,5}(?![A-Za-z])"
 _ANSWER_IS = re.compile(
-    rf"\banswer(?P<is>\s{{1,3}}is\b|\s{{1,3}}would\s{{1,3}}be\b)|\banswer(?P<colon>{_COLON})"
+    rf"\banswers?(?P<is>\s{{1,3}}(?:is|are|would\s{{1,3}}be)\b)|\banswers?(?P<colon>{_COLON})"
     rf"|\b(?:choice|option)(?:\s{{1,3}}is\b|{_COLON})(?={_CHOICE})"
     rf"|\u7b54\u6848(?:\u662f|\u4e3a|\u9009|\u3011|{_COLON})"
-    rf"|(?:\u6545|\u56e0\u6b64|\u6240\u4ee5|\u672c\u9898|\u5e94)?(?<!\u4e0d)\u9009(?:\u62e9)?\u9879?(?:{_COLON})?(?={_CHOICE})",
+    rf"|(?:\u6545|\u56e0\u6b64|\u6240\u4ee5|\u672c\u9898|\u5e94)?(?<!\u4e0d)\u9009(?:\u62e9)?\u9879?(?:\u662f|\u4e3a|{_COLON})?(?={_CHOICE})",
     re.IGNORECASE,
 )
 _FINAL = re.compile(r"\bfinal answer is\b", re.IGNORECASE)
@@ -102,6 +102,7 @@ _JOINERS = re.compile(
     r"|[A-Za-z](?:_\{?\w\}?)?\s*=|\s+"
 )
 _SIGNS_OF_AND = re.compile(r"&|\\lor(?![A-Za-z])|\n[ \t]*[-*\u2022]\s")
+_REASON = re.compile(r",?\s+(?:because|since)\b", re.IGNORECASE)
 _CORRECTING = word_set(
     "no not nope wait but so then thus hence therefore rather instead actually equals"
 )
@@ -282,7 +283,8 @@ def _named(text: str, asked: str) -> Answer | None:
 
 def _in_sentence(sentence: str, asked: str) -> str:
     """The number or the one formula that a sentence states; the sentence if it is neither."""
-    bare = last_side(without_emphasis(sentence[:MAX_CHARACTERS]).strip(" *_"))
+    stated = _REASON.split(without_emphasis(sentence[:MAX_CHARACTERS]))[0]
+    bare = last_side(stated.strip(" *_"))
     if read_numeral(bare, asked) is not None or read_choice(clean(bare)) or _DATE.fullmatch(bare):
         return bare
     said = last_numeral_said(bare, asked, only=True)
