@@ -26,7 +26,7 @@ class Case:
     """A run. `wrong` are the findings any of which names what is wrong, empty for a healthy one.
     `hook` changes the trainer before it trains; `before`: a configuration is examined, not run;
     `dies`: it is stopped by an error on the way; `dead`: it must not be praised; `prompt`: what
-    the prompt of a row becomes."""
+    the prompt of a row becomes; `template`: a chat template that its tokenizer has."""
 
     name: str
     wrong: tuple[str, ...] = ()
@@ -37,6 +37,7 @@ class Case:
     dies: bool = False
     dead: bool = True
     prompt: Callable[[dict[str, Any]], str] | None = None
+    template: str = ""
     seed: int = 0
 
     @property
@@ -68,14 +69,10 @@ def answered(row: dict[str, Any]) -> str:
     return f"{row['prompt']} {right}"
 
 
-def chat(trainer: Any) -> None:
-    """The model is a chat model."""
-    trainer.processing_class.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-
-
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 LORA = {"use_peft": True}
 ONE_PROMPT = {"num_prompts": 1}
 
@@ -97,7 +94,8 @@ def of_troubleshooting() -> list[Case]:
         Case("nearly-one", ("rewards_alike",), [r.nearly_one], {"beta": 0.05}),
         Case("nearly-one-no-kl", ("rewards_alike",), [r.nearly_one],
             {**ONE_PROMPT, "beta": 0.0, "num_generations": 4}),
-        Case("chat-model", ("chat_template",), hook=chat, prompt=answered, options=unheard),
+        Case("chat-model", ("chat_template",), template=CHAT, prompt=answered,
+            options=unheard),
         Case("silent", ("silent",), prompt=answered, options=unheard),
         Case("cold-start", ("rewards_zero",), [r.unreachable], {"beta": 0.05, "max_steps": 8}),
         Case("rate-lora", ("learning_rate_high",), options={**LORA, "learning_rate": 0.5}),

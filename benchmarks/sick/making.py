@@ -17,13 +17,28 @@ def run(case: Case, folder: Path) -> None:
     rewards = [_loaded(reward) for reward in case.reward]
     if case.dies:
         rewards = [*rewards[:-1], _dying(rewards[-1])]
-    trainer = RLOOTrainer(reward_funcs=rewards, args=RLOOConfig(**options_of(case, folder)))
+    trainer = RLOOTrainer(
+        reward_funcs=rewards,
+        args=RLOOConfig(**options_of(case, folder)),
+        processing_class=_talkative(case.template) if case.template else None,
+    )
     if case.hook is not None:
         case.hook(trainer)
     with contextlib.suppress(*([Exception] if case.dies else [])):
         trainer.train()
     if case.dies:  # as after a SIGKILL
         (folder / "summary.json").unlink(missing_ok=True)
+
+
+def _talkative(template: str) -> Any:
+    """The tokenizer of the embedded model with a chat template."""
+    from transformers import AutoTokenizer
+
+    from rloo.data.tasks.countdown import base_model_path
+
+    tokenizer = AutoTokenizer.from_pretrained(base_model_path())
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def options_of(case: Case, folder: Path) -> dict[str, Any]:

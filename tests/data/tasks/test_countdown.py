@@ -87,6 +87,7 @@ def test_an_unknown_split_is_refused_with_the_known_ones():
 )
 def test_a_last_attempt_that_reaches_the_target_is_rewarded(text):
     assert score(text) == 1.0
+    assert score([{"role": "assistant", "content": text}]) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ gives up after one or two attempts; the reward teaches it to keep searching.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from operator import add, mul, sub
 from pathlib import Path
@@ -70,16 +70,20 @@ def make_problems(split: Split) -> list[dict[str, Any]]:
 
 
 def countdown_reward(
-    completions: Sequence[str], numbers: Sequence[Sequence[int]], target: Sequence[int], **_: Any
+    completions: Sequence[str | Sequence[Mapping[str, Any]]],
+    numbers: Sequence[Sequence[int]],
+    target: Sequence[int],
+    **_: Any,
 ) -> list[float]:
-    """1.0 if the last attempt of a completion solves its problem, else 0.0.
+    """1.0 if the last attempt of a completion, a text or a conversation's last message, solves its
+    problem, else 0.0.
 
     An attempt solves the problem if it combines two different given numbers, states the correct
     result, and that result is the target. Anything but exactly `a + b = c` (one of + - *, plain
     decimal integers, separated by white space) scores 0.0, as does a text of over 2,000 characters.
     """
     problems = zip(completions, numbers, target, strict=True)
-    return [float(_is_solved(text, given, goal)) for text, given, goal in problems]
+    return [float(_is_solved(_text_of(said), given, goal)) for said, given, goal in problems]
 
 
 def base_model_path() -> Path:
@@ -106,6 +110,10 @@ def _make_row(numbers: Sequence[int], target: int) -> dict[str, Any]:
     shown = sorted(numbers, key=lambda number: _digest(([number, *numbers], target)))
     prompt = f"{' '.join(map(str, shown))} -> {target} :"
     return {"prompt": prompt, "numbers": shown, "target": target}
+
+
+def _text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def _is_solved(text: str, numbers: Sequence[int], target: int) -> bool:
