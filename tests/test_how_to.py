@@ -19,9 +19,9 @@ import yaml
 
 from rloo import RLOOConfig
 from rloo.cli import main
-from rloo.rewards.code.staff import choose_wall
 from support.models import COMMON, WIDE
 from support.text import make_tokenizer
+from support.walls import require_a_wall
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "how-to").glob("*.md"))
@@ -84,13 +84,6 @@ def run_line(line: str) -> None:
             assert set(extras) <= project["optional-dependencies"].keys(), line
         case _:
             raise AssertionError(f"a line that nothing here can run: {line}")
-
-
-def require_a_wall() -> None:
-    try:
-        choose_wall()
-    except ValueError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.slow

@@ -48,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor": _doctor, "worker": _worker, "launch": _launch, "status": _status,
         "stop": _stop,
     }  # fmt: skip
-    if given[:1] in (["help"], ["-h"], ["--help"]) and given[1:2] and given[1] in commands:
-        given = [given[1], "--help", *given[2:]]
     if not given or given[0] in ("-h", "--help", "help"):
-        print(overview(), end="")
-        return 0
+        if not set(given[1:2]) & commands.keys():
+            print(overview(), end="")
+            return 0
+        given = [given[1], "--help", *given[2:]]
     if given[0] == "--version":
         print(f"rloo {__version__}")
         return 0

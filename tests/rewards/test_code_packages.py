@@ -6,6 +6,7 @@ from rloo.rewards import load_reward
 from rloo.rewards.code.reward import make_code
 from rloo.rewards.code.staff import why_not
 from rloo.rewards.code.walls import WALLS
+from support.walls import require_a_wall
 
 
 @pytest.fixture(scope="module", params=[WALLS[0], pytest.param(WALLS[1], marks=pytest.mark.slow)])
@@ -73,7 +74,6 @@ def test_packages_are_a_list_of_names(packages):
 
 
 def test_a_package_that_is_not_there_is_told_before_the_first_sample():
-    if all(why_not(wall) is not None for wall in WALLS):
-        pytest.skip("no wall holds here")
+    require_a_wall()
     with pytest.raises(ValueError, match="needs no_such_package, which is not installed"):
         load_reward("code(packages=['no_such_package'])").check_columns(["tests"])

@@ -12,8 +12,7 @@ import pytest
 from rloo.rewards.code import formats
 from rloo.rewards.code.blocks import blocks_of, said_in
 from rloo.rewards.code.reward import make_code
-from rloo.rewards.code.staff import why_not
-from rloo.rewards.code.walls import WALLS
+from support.walls import require_a_wall
 
 SUMS = {"inputs": ["1 2\n", "5 7\n"], "outputs": ["3\n", "12\n"]}
 CALLS = {"inputs": [[1, 2], [5, 7]], "outputs": [[3], [12]], "fn_name": "add"}
@@ -134,10 +133,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def reward():
-    wall = next((wall for wall in WALLS if why_not(wall) is None), None)
-    if wall is None:
-        pytest.skip("no wall holds here")
-    reward = make_code(wall=wall, workers=1, seconds=2, total_seconds=10)
+    reward = make_code(wall=require_a_wall(), workers=1, seconds=2, total_seconds=10)
     yield reward
     reward.close()
 

@@ -8,8 +8,7 @@ import pytest
 from rloo.rewards.code import formats
 from rloo.rewards.code.inside import arrays, nodes, source, values
 from rloo.rewards.code.reward import make_code, program_of
-from rloo.rewards.code.staff import why_not
-from rloo.rewards.code.walls import WALLS
+from support.walls import require_a_wall
 
 CODE = "n = int(input())\nprint(n * n)"
 PARTS = ["def square(n):\n    return n * n", "def main():\n    print(square(int(input())))"]
@@ -259,10 +258,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def reward():
-    wall = next((wall for wall in WALLS if why_not(wall) is None), None)
-    if wall is None:
-        pytest.skip("no wall holds here")
-    reward = make_code(wall=wall, workers=1, seconds=4, total_seconds=20)
+    reward = make_code(wall=require_a_wall(), workers=1, seconds=4, total_seconds=20)
     yield reward
     reward.close()
 

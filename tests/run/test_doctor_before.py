@@ -8,13 +8,12 @@ from rloo.cli import main
 from rloo.report.doctor.finding import Run
 from rloo.report.doctor.rules import diagnose
 from rloo.rewards import RewardSet
-from rloo.rewards.code.staff import why_not
-from rloo.rewards.code.walls import WALLS
 from rloo.run.doctor import dry_run, examine
 from rloo.run.facts import answered_prompts, facts_of
 from rloo.types import Prompt
 from support.text import make_tokenizer
 from support.training import ROWS, make_config, make_trainer
+from support.walls import require_a_wall
 
 SMALL = {
     "model": "countdown", "dataset": "countdown", "reward": ["countdown"], "bf16": False,
@@ -62,8 +61,7 @@ def test_the_command_examines_files_and_folders(tmp_path, capsys, monkeypatch):
 
 
 def test_it_tells_what_rows_are_taken_for(config, tmp_path, capsys):
-    if all(why_not(wall) is not None for wall in WALLS):
-        pytest.skip("no wall holds here")
+    require_a_wall()
     path = tmp_path / "mbpp.jsonl"
     row = {"prompt": "Add.", "task_id": 1, "test_list": ["assert add(1, 2) == 3"], "code": ""}
     path.write_text(json.dumps(row) + "\n")

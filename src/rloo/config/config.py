@@ -326,7 +326,7 @@ def _cannot_change(name: str) -> str:
 
 @dataclass
 class Taken:
-    """What was assigned to the options that a trainer was given, since it has a copy of them."""
+    """The values assigned to the options that a trainer was given, since it has a copy of them."""
 
     asked: dict[str, Any] = field(default_factory=dict)
     training: bool = False

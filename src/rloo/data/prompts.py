@@ -332,7 +332,7 @@ def _fill(template: str | list[Message], row: dict[str, Any], number: int) -> Te
         if holds_messages(row[name]):
             raise ValueError(
                 f"row {number}: column '{name}' has messages, with the answer among them, and no "
-                f"text. Where they have role and content, '{{{name}}}' alone makes the prompt of "
+                f"text. If they have role and content, '{{{name}}}' alone makes the prompt of "
                 "them, without the assistant's last turn (prompt_template)"
             )
         return str(row[name])

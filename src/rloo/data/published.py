@@ -17,7 +17,7 @@ from rloo.types import Message
 
 # Columns that hold whole conversations: OpenAI's and the hub's; ShareGPT's; OpenRLHF's.
 _CONVERSATIONS = ("messages", "conversations", "conversation", "context_messages")
-# What says whose turn it is, and what was said: OpenAI's keys, ShareGPT's, and those of dialogues.
+# Keys that say whose turn it is, and what was said: OpenAI's, ShareGPT's, and those of dialogues.
 _WHO, _WHAT = ("role", "from", "speaker"), ("content", "value", "text")
 # ShareGPT's names of roles, and others that models have been given.
 _ROLE_OF = {"human": "user", "prompter": "user", "observation": "tool", "function_response": "tool"}
@@ -119,12 +119,8 @@ def holds_messages(value: Any) -> bool:
 
 def _turns(value: Any) -> Any:
     """The turns of a conversation that is JSON text; any other value as it is."""
-    if not isinstance(value, str) or not re.match(r"\s*\[\s*\{", value):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+    is_list = isinstance(value, str) and re.match(r"\s*\[\s*\{", value)
+    return _opened(value) if is_list else value
 
 
 def _keys(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -246,7 +242,7 @@ def _values_at(rows: Dataset, path: str) -> list[Any]:
 
 
 def _opened(value: Any) -> Any:
-    """What has entries: a mapping or a list that is JSON text, as it was meant."""
+    """A mapping or a list that is JSON text; any other value as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         with suppress(ValueError):
             return json.loads(value)

@@ -113,9 +113,8 @@ def make_job(
     train = f"{RLOO} train {line}"
     trainer = _role("trainer", cluster.trainers, train, training, min(1, cluster.gpus_per_node))
     known = ["http://server:8000"] if extra and extra[-1].endswith("_url") else []
-    parse_command_line(
-        [*arguments, *extra, *known], under
-    )  # what goes together with what is said there
+    # Only to see that these go together with what is said there.
+    parse_command_line([*arguments, *extra, *known], under)
     return Job(cluster, tuple(arguments), config, tuple(extra), trainer, tuple(others))
 
 

@@ -58,7 +58,7 @@ def process_ends_after(seconds: float | None) -> Iterator[None]:
 
 
 def _stderr() -> Any:
-    """Where tracebacks go: the number of the stream where its object is gone, or closed."""
+    """The stream for tracebacks: the number of the stream where its object is gone, or closed."""
     stream = sys.__stderr__
     return 2 if stream is None or stream.closed else stream
 

@@ -138,7 +138,7 @@ _LOOKS = re.compile(
     r"\s*(?=\{)"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]|\s*-?[0-9]")
-# Of French: ]1,2] is (1,2].
+# French intervals: ]1,2] is (1,2].
 _TURNED = re.compile(
     r"(?<![^\s=np])([\[\]])([^\[\]()]*,[^\[\]()]*)([\[\]])(?=\s*(?:$|[,;.]|\\cup|\\text))"
 )

@@ -39,7 +39,7 @@ _END_OF_TURN = re.compile(
     r"<\|(?:im_end|endoftext|eot_id|end_of_text|end)\|>|</s>|<(?:end_of_turn|end|eos)>"
     r"|<\uff5cend\u2581of\u2581sentence\uff5c>"
 )
-# What GSM8K's solutions compute: <<6*7=42>>42.
+# Calculations in GSM8K's solutions: <<6*7=42>>42.
 _CALCULATION = re.compile(r"<<[^<>\n]*>>")
 _MARKED = re.compile(rf"{MARK}[ \t]*[^\s#]|\\boxed\s*\{{|\b[Tt]he (?:final )?answer is\b")
 _NEXT_QUESTION = re.compile(
@@ -208,8 +208,8 @@ def explicit_answer(text: str, asked: str = "") -> Answer | None:
 
 
 def answer_of_reference(text: str) -> str:
-    """What a reference marks as its answer, else all of it; with a percent sign that follows its
-    box."""
+    """The text that a reference marks as its answer, else all of it; with a percent sign that
+    follows its box."""
     explicit = explicit_answer(text)
     boxes = _boxes_of(text)
     is_percent = bool(boxes) and _PERCENT.match(text[boxes[-1][2] :]) is not None

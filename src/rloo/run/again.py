@@ -33,7 +33,8 @@ class Schedule:
         """The schedule of so many steps, which is at its beginning."""
         self.restart()
         if self._remake is not None:
-            self.__init__(self._remake(steps), self._remake)  # type: ignore[misc]
+            self._scheduler = self._remake(steps)
+            self._state = copy.deepcopy(self._scheduler.state_dict())
         return self._scheduler
 
 

@@ -26,7 +26,7 @@ from rloo.types import Message, Prompt, Text
 _TRIED_PROMPTS, _TRIED_WORDS = 16, 12
 # What errors say that have no type of their own: those of other devices, and of a CPU.
 _LACKS_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-# What is asked and answered in conversations that are made up: words that no template has.
+# Question and answer in conversations that are made up: words that no template has.
 _WORD, _ANSWER = "rloo", "oolr"
 
 
@@ -159,7 +159,7 @@ def _end_of_turn(
 ) -> dict[str, Any]:
     """The special token that ends a turn, if it ends no completion."""
     ends = tokenizer(ending, add_special_tokens=False)["input_ids"]
-    # What no token stands for is no end, unless that is its own text.
+    # A text for which no token stands is no end, unless that is its own text.
     unknown = None if str(tokenizer.unk_token) in ending else tokenizer.unk_token_id
     special = [i for i in ends if i in tokenizer.all_special_ids and i != unknown]
     if not special or set(special) & set(stops):

@@ -115,7 +115,7 @@ def own_optimizers(trainer: Any, given: Given, num_steps: int, own: Mapping[str,
 
 
 def schedule_of(trainer: Any, given: Given, own: Mapping[str, Any]) -> Callable[[int], Any] | None:
-    """What makes the schedule of so many steps; None where it is the user's, made already."""
+    """A function that makes the schedule of so many steps; None where the user has made it."""
     name = "create_optimizer_and_scheduler"
     both = given == (None, None) and getattr(type(trainer), name) is not own[name]
     if given[1] is not None or both:

@@ -1,4 +1,4 @@
-"""What to use in place of methods and attributes of Trainer, or of TRL's RLOOTrainer, that nothing
+"""Replacements for methods and attributes of Trainer, or of TRL's RLOOTrainer, that nothing
 here calls or reads."""
 
 from __future__ import annotations

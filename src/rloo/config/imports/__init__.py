@@ -53,6 +53,11 @@ _NAMED = {_plainly(word): key for key, (name, _) in IMPORTERS.items() for word i
 _NAMED |= {"swift": "ms-swift", "nemo": "nemo_rl"}
 
 
+def _key_of(system: str) -> str:
+    """The key of IMPORTERS for a system by any spelling; the name itself where it is none."""
+    return _NAMED.get(_plainly(system), system)
+
+
 def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Imported:
     """Read `source`: the path of a YAML file or shell script, or a command line; `overrides` are
     that system's own, after it. Raises ValueError for what cannot be read, and a result that
@@ -60,7 +65,7 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
     system, at, version = system.partition("@")
     if at and system != "verl":
         raise ValueError(f"--from is {system}@{version}; versions are told apart for verl only")
-    system = _NAMED.get(_plainly(system), system)
+    system = _key_of(system)
     if system not in IMPORTERS:
         raise ValueError(
             f"--from is {system!r}; it must be one of {', '.join(IMPORTERS)}"
@@ -106,8 +111,7 @@ def render_imported(system: str, found: Imported) -> str:
         for name in option_types()
         if name in found.options and (value := found.options[name]) != defaults[name]
     }
-    system = system.partition("@")[0]
-    name = IMPORTERS[_NAMED.get(_plainly(system), system)][0]
+    name = IMPORTERS[_key_of(system.partition("@")[0])][0]
     lines = [f"# Imported from {name}. Options that are not here have the default of rloo."]
     lines += [f"# note: {_one_line(note)}" for note in found.notes]
     lines.append(write_yaml(unlike).rstrip())

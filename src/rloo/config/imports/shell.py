@@ -60,7 +60,7 @@ def find_command(
     it, also of those that are one word of another, such as bash -c's."""
     found = []
     for words in script.commands:
-        # What is printed or compared is not run, nor is a pattern of `case`.
+        # Words that are printed or compared are not run, nor is a pattern of `case`.
         if words[0] in (*_SAID, "case") or (len(words) == 1 and words[0].isalpha()):
             continue
         place = next((i for i, word in enumerate(words) if mark.fullmatch(word)), None)
@@ -84,7 +84,7 @@ class _Reader(Words):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        # What assignments before a command, and those of `local`, have replaced.
+        # The values that assignments before a command, and those of `local`, have replaced.
         self._replaced: dict[str, Value | None] = {}
         self._locals: dict[str, Value | None] = {}
         self._prefix: dict[str, Value] = {}
@@ -188,7 +188,7 @@ class _Reader(Words):
             self._script.variables[name] = value
 
     def _forget(self, names: list[str]) -> None:
-        """What these variables are from here on, only a run would tell."""
+        """Only a run would tell what these variables are from here on."""
         for name in names:
             if re.fullmatch(r"[A-Za-z_]\w*", name):
                 self._script.variables[name] = f"${{{name}}}"
@@ -205,7 +205,7 @@ class _Reader(Words):
         self._script.variables[name] = value if is_resolved(value) else f"${{{name}}}"
 
     def _subshell(self) -> None:
-        """What is set between parentheses, and where it goes, ends with them."""
+        """Variables set between parentheses, and the folder there, end with them."""
         script = self._script
         if self._peek() == "(":
             self._outer.append((dict(script.variables), script.folder))

@@ -1,4 +1,5 @@
-"""What starts a program: torchrun, accelerate, deepspeed, ray job submit, srun, and their flags."""
+"""Programs that start another (torchrun, accelerate, deepspeed, ray job submit, srun), and their
+flags."""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@ from rloo.report.table import Band, find
 Row = Mapping[str, float]
 # Rewards beyond which a gradient may not be finite, and what is done about them.
 HUGE_REWARD, CLIPPED_REWARD = 1e6, {"reward_clip_range": [-10.0, 10.0]}
+# To which advice raises a learning rate at least; adapters have ten times that.
+SMALL_RATE = 1e-6
 # What is added to a change where hardly any completion has signal.
 COLD_START = (
     "; a model that hardly ever finds an answer (a cold start) is trained with examples first"
@@ -188,6 +190,11 @@ def mean(rows: Sequence[Row], name: str) -> float:
     """The mean of a metric over the rows that have it; NaN without any."""
     values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
     return fmean(values) if values else math.nan
+
+
+def highest_rate(rows: Sequence[Row]) -> float:
+    """The highest learning rate of the rows; 0 where none tells it."""
+    return max(row.get("learning_rate", 0.0) for row in rows)
 
 
 def band(name: str) -> Band:

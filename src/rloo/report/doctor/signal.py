@@ -13,6 +13,7 @@ from rloo.report.doctor.finding import (
     CLIPPED_REWARD,
     COLD_START,
     HUGE_REWARD,
+    SMALL_RATE,
     Found,
     Row,
     Rule,
@@ -20,6 +21,7 @@ from rloo.report.doctor.finding import (
     band,
     excerpts,
     functions,
+    highest_rate,
     largest_reward,
     mean,
     written,
@@ -36,8 +38,8 @@ FEWEST = 12
 ALIKE, COLD = 0.1, 0.5
 # Of the mean reward: the deviation below which completions are told apart by noise.
 NOISE = 2e-3
-# A learning rate from which on no precision loses a step, and one that any finds too small.
-NOT_ROUNDED, SMALL_RATE = 1e-4, 1e-6
+# A learning rate from which on no precision loses a step.
+NOT_ROUNDED = 1e-4
 # A mean reward of 0 or 1 above which hardly anything is left to learn.
 SOLVED = 0.95
 
@@ -239,12 +241,12 @@ def _nothing_trained(run: Run) -> Found | None:
         else:
             change = "look for weights or rewards that are not finite"
         return Found(f"{steps}: {of} gradients were not finite", change, options)
-    rate = max(row.get("learning_rate", 0.0) for row in rows)
+    rate = highest_rate(rows)
     if rate == 0:
         return Found(
             f"{steps}: the learning rate was 0 in all of them",
             "set a learning rate, and fewer warm-up steps than steps",
-            {"learning_rate": 1e-6, "warmup_steps": 0},
+            {"learning_rate": SMALL_RATE, "warmup_steps": 0},
         )
     if max(row.get("grad_norm", math.nan) for row in rows) == 0:
         return _no_gradient(run, steps)

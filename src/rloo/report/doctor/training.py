@@ -13,11 +13,13 @@ from rloo.report.doctor.finding import (
     CLIPPED_REWARD,
     COLD_START,
     HUGE_REWARD,
+    SMALL_RATE,
     Found,
     Rule,
     Run,
     band,
     excerpts,
+    highest_rate,
     largest_reward,
     mean,
 )
@@ -34,8 +36,6 @@ LOST = 0.25
 LASTING = 0.8
 # The lowest learning rate that recipes have, and steps that are few for it.
 USUAL, FEW_STEPS = 5e-7, 100
-# The rate that most of them have, with all weights; adapters have ten times that.
-USED = 1e-6
 # The KL at which a policy has moved enough to learn, and by how much a rate is raised for it.
 KL_LEARNING, MOST_RAISED = 1e-2, 1000.0
 # Completions from which on "it does not learn" can be said of K.
@@ -65,7 +65,7 @@ def _rate_high(run: Run) -> Found | None:
     reward, seen = run.change("reward"), list(_leaps(run))
     if not seen or run.gained or mean(run.rows, "update/changed_share") == 0:
         return None
-    rate = max(row.get("learning_rate", 0.0) for row in run.rows)
+    rate = highest_rate(run.rows)
     lost = reward.moved == -1 and reward.after < LOST * reward.before
     less = 100 if lost or max(nats for nats, _ in seen) > DESTROYED else 10
     return Found(
@@ -125,7 +125,7 @@ def _collapse(run: Run) -> Found | None:
         f"the entropy went from {entropy.words} nats per token, and the reward from "
         f"{run.change('reward').words}",
         "divide the learning rate by 10 and go on from the last checkpoint before it fell",
-        {"learning_rate": float(run.option("learning_rate", 1e-6)) / 10},
+        {"learning_rate": float(run.option("learning_rate", SMALL_RATE)) / 10},
         excerpts(run.texts(last=True)),
     )
 
@@ -154,7 +154,7 @@ def _rate_low(run: Run) -> Found | None:
     # A reward may seem to move by chance; of a run that goes on that is waited for.
     if not changed > 0 or not still or (not run.over and reward.moved != 0):
         return None
-    rate = max(row.get("learning_rate", 0.0) for row in run.rows)
+    rate = highest_rate(run.rows)
     steps = max(len(run.rows), int(run.rows[-1].get("step", 0)))
     if not rounded and rate >= USUAL and steps < FEW_STEPS:
         return None
@@ -162,7 +162,7 @@ def _rate_low(run: Run) -> Found | None:
     kl = mean(run.end, "kl")
     factor = math.sqrt(KL_LEARNING / kl) if kl > 0 else 10.0
     factor = float(f"{min(MOST_RAISED, max(10.0, factor)):.1g}")
-    raised = max(factor * rate, USED * (10 if run.option("use_peft") else 1))
+    raised = max(factor * rate, SMALL_RATE * (10 if run.option("use_peft") else 1))
     return Found(
         f"after {counted(steps, 'step')} at a learning rate of up to {rate:.2g} {still}; a step "
         f"changes {percent(changed)} of the weights; the reward went from {reward.words}",
@@ -280,7 +280,7 @@ def _refused(run: Run) -> Found | None:
     refused = [row for row in run.rows if row.get("update/nonfinite")]
     if not refused or len(refused) < 0.02 * len(run.rows):
         return None
-    scale, rate = largest_reward(run), float(run.option("learning_rate", 1e-6)) / 10
+    scale, rate = largest_reward(run), float(run.option("learning_rate", SMALL_RATE)) / 10
     options: dict[str, Any] = {"learning_rate": rate}
     change = "divide the learning rate by 10"
     if scale > HUGE_REWARD:

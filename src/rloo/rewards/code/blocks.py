@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 
+from rloo.rewards.code.inside.source import UNSEEN
+
 # A fence may stand in a list or a quotation, or behind a sentence where a language follows. What
 # closes a block is at least as long, and may stand behind the last line or before a tag.
 _OPENS = re.compile(
@@ -14,7 +16,6 @@ _OPENS = re.compile(
 _LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]*)")
 _DEEPEST = 3  # how much deeper than what has opened a block its end may stand
 _BEHIND = "<[(|*_.,;:!?)]}"  # what may stand behind an end: a tag, and the end of a sentence
-_INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff"
 # Between these stands a program, too, where no fence is: as prompts ask for it.
 _TAGS = re.compile(
     r"^[ \t]*(?:<pre>)?(?:<(?P<tag>answer|code|solution|python|final_answer)\b[^>\n]*>"
@@ -32,7 +33,7 @@ def said_in(text: str) -> str:
 
 def blocks_of(text: str) -> list[tuple[str, str]]:
     """The languages (in lower case, empty where none is said) and texts of the blocks; the last one
-    may lack its end. Where there is no fence, what stands between tags."""
+    may lack its end. Without a fence, the text between tags."""
     found, lines, at = [], text.split("\n"), 0
     while at < len(lines):
         opened = _OPENS.match(lines[at].rstrip("\r"))
@@ -56,8 +57,8 @@ def blocks_of(text: str) -> list[tuple[str, str]]:
 
 
 def _closes(line: str, fence: str, indent: int) -> str | None:
-    """What stands before the end of a block in a line; None where that is not its end."""
-    bare = line.translate(dict.fromkeys(map(ord, _INVISIBLE))).strip().lstrip(">").strip()
+    """The text before the end of a block in a line; None where that is not its end."""
+    bare = line.translate(UNSEEN).strip().lstrip(">").strip()
     deep = len(line.expandtabs(4)) - len(line.expandtabs(4).lstrip())
     if bare.startswith(fence):
         rest = bare.lstrip(fence[0]).lstrip()

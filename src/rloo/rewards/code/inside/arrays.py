@@ -11,7 +11,7 @@ _NUMBERS = (bool, int, float)
 
 
 class _Array:
-    """What no value is."""
+    """A class that no value has."""
 
 
 def _allclose(
@@ -34,7 +34,7 @@ def _allclose(
 
 
 def module() -> types.ModuleType:
-    """What `import numpy` gives."""
+    """The module that `import numpy` gives."""
     made = types.ModuleType("numpy")
     made.__dict__.update(
         allclose=_allclose, isclose=_allclose, ndarray=_Array,

@@ -49,7 +49,7 @@ def signature(name: str, texts: list[str]) -> list[str] | None:
 
 
 def solve(names: dict[str, Any], function: Any, hints: list[str], given: list[Any]) -> Any:
-    """What a function gives for lists that stand for nodes, as lists again. One that is to return
+    """A function's result for lists that stand for nodes, as lists again. One that is to return
     nothing has changed the first of its arguments."""
     hints, wanted = hints[:-1], hints[-1]
     hints = hints + [""] * (len(given) - len(hints))

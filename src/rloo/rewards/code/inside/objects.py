@@ -43,7 +43,7 @@ def _loop() -> Any:
 
 
 def _awaited(thing: Any) -> Any:
-    """What comes of it: all that a program awaits shares one loop."""
+    """Its result: all that a program awaits shares one loop."""
 
     async def wait() -> Any:
         return await thing

@@ -138,13 +138,13 @@ def module() -> types.ModuleType:
 
 
 class _Captured:
-    """What is written from now on."""
+    """The text that is written from now on."""
 
     def __init__(self) -> None:
         sys.stdout = io.StringIO()
 
     def readouterr(self) -> Any:
-        """What was, since it was last asked."""
+        """The text that was written since it was last asked."""
         said, sys.stdout = sys.stdout, io.StringIO()
         return _Said(said.getvalue() if isinstance(said, io.StringIO) else "", "")
 

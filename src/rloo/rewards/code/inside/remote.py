@@ -96,7 +96,7 @@ class Program:
         return found
 
     def _surroundings(self) -> dict[str, Any]:
-        """What tests have put in the place of what programs write to and read from."""
+        """The streams that tests have put in the place of a program's own."""
         found: dict[str, Any] = {"objects": True} if self._objects else {}
         if sys.stdout is not sys.__stdout__:
             found["heard"] = True

@@ -15,8 +15,8 @@ from typing import Any
 _IS_PYTHON = re.compile(r"[ci]?py(thon)?[\d.]*")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BINDING = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
-# What can be seen by no one, and the space that looks like another.
-_UNSEEN = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff")) | {0xA0: " ", 0x202F: " "}
+# Characters that nobody sees, and spaces that look like another.
+UNSEEN = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff")) | {0xA0: " ", 0x202F: " "}
 # A line that a program in a text without fences may begin with.
 _BEGINS = re.compile(
     r"(import|from|def|class|async|for|while|if|try|with|print)\b|@\w"
@@ -173,7 +173,7 @@ def _continued(prompt: str, text: str) -> list[str]:
 def _readable(text: str) -> str:
     """A text that is Python, without what can be seen by no one and the white space that is before
     every line of it."""
-    for known in (text, text.translate(_UNSEEN), textwrap.dedent(text.translate(_UNSEEN))):
+    for known in (text, text.translate(UNSEEN), textwrap.dedent(text.translate(UNSEEN))):
         if parse(known) is not None:
             return known
     return text

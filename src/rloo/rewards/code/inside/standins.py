@@ -16,7 +16,7 @@ _DECIDING = {
     for name in dir(kind)
     if name.startswith("is") or name in ("startswith", "endswith")
 }
-# What tests ask of a function.
+# Attributes of a function that tests ask for.
 _TOLD = ("__name__", "__qualname__", "__annotations__")
 # Stands for an object that no program knows.
 FOREIGN = object()

@@ -19,7 +19,7 @@ from typing import Any
 _ARRAY = re.compile(r"[<>|=][biufcSU][0-9]+")
 _SMALL = 1 << 60  # Python's own reading and writing of decimals takes quadratic time
 
-# Of datetime: the attributes of each that it is made of.
+# The classes of datetime: the attributes that each is made of.
 _DAY, _HOUR = ("year", "month", "day"), ("hour", "minute", "second", "microsecond")
 _MOMENTS = {
     "date": _DAY,
