@@ -197,7 +197,7 @@ class Rig:
         # Paths, rows that a checkpoint had to keep for later, what ranks have printed, and what the
         # command was given that goes on.
         kept = r"best_model_checkpoint|findings\[\d+\] command| logs waiting|^logs/rank-"
-        kept += r"|^summary\.json named\b"
+        kept += r"|^(summary|checkpoint-\d+/trainer_state)\.json named\b"
         found = [d for d in found if not (ignoring and ignoring.search(d.place))]
         wrong = [str(d) for d in found if not re.search(kept, d.place)]
         return f"{len(wrong)} differences: {'; '.join(wrong[:3])}" if wrong else ""

@@ -175,6 +175,50 @@ def test_what_only_seems_sick_is_not_named():
     assert names(rows(reward=(0.2, 0.9), **cut)) == []
 
 
+@pytest.mark.parametrize(
+    ("end", "reward_std", "expected"),
+    [
+        ({"completions/mean_length": 20.1}, 0.4, ["learning_rate_low"]),
+        ({"completions/mean_length": 20.4}, 0.4, []),
+        ({"completions/mean_length": 20.1, "pass@1": 0.5}, 0.4, []),
+        ({"completions/mean_length": 20.1}, 0.0, []),
+    ],
+    ids=("the same", "other lengths", "another score", "nothing to tell them by"),
+)
+def test_held_out_completions_that_are_the_same_tell_more_than_the_entropy_of_other_prompts(
+    end, reward_std, expected
+):
+    start = {"completions/mean_length": 20.0, "reward": 0.4, "reward_std": reward_std}
+    start |= {"pass@1": 0.4}
+    slow = rows(kl=None, entropy=(0.6, 0.5), reward=(0.2, 0.6), learning_rate=1e-7)
+    assert names(slow, evaluations=[start, start | end]) == expected
+
+
+@pytest.mark.parametrize(
+    ("room", "options", "words"),
+    [
+        (None, {"max_completion_length": 128}, "allow four times the length"),
+        (128, {"max_completion_length": 128}, "allow four times the length"),
+        (100, {"max_completion_length": 100}, "allow 100 tokens, which is all that the model's"),
+        (32, {}, "shorten the prompts or take a model of a longer context"),
+    ],
+)
+def test_a_longer_limit_is_advised_as_far_as_the_context_allows(room, options, words):
+    config = {"max_completion_length": 32}
+    facts = {} if room is None else {"longest_completion": room}
+    (finding,) = diagnose(Run(SICK["cut"][1], texts(), config=config, facts=facts))
+    assert finding.name == "truncation" and dict(finding.options) == options
+    assert finding.change.startswith(words)
+
+
+def test_the_room_of_completions_makes_no_alarm_early():
+    watch = Watch({})
+    watch.facts = {"longest_completion": 100}
+    for row in rows(1, **{"completions/clipped_ratio": 0.9}):
+        watch.add(row)
+    assert watch.news() == []
+
+
 def test_every_rule_is_seen_to_hold():
     seen = {name for name, *_ in SICK.values()} | {"gibberish", "same_text", "hacking", "silent"}
     assert seen == {rule.name for rule in RULES}
@@ -219,6 +263,11 @@ def test_hacking_is_judged_by_what_is_not_trained():
     assert names(rising, evaluations=evaluations(0.8, 0.2)) == ["hacking"]
     assert names(rising, evaluations=evaluations(0.8, 0.75)) == []
     assert names(rows(), evaluations=evaluations(0.8, 0.2)) == []  # nothing was gained either
+    grown = {"completions/mean_length": (20.0, 60.0), "completions/clipped_ratio": (0.0, 0.9)}
+    longer = rows(reward=(0.2, 0.9), **grown)
+    (finding,) = diagnose(Run(longer, texts(), evaluations(0.8, 0.75)))
+    assert finding.name == "hacking" and finding.options == {"missing_eos_penalty": 1.0}
+    assert names(longer, evaluations=evaluations(0.5, 0.8)) == ["length_explosion"]
     lost = evaluations(0.5, 0.5)
     lost[1] |= {"rewards/judge/win_rate": 0.3, "rewards/judge/win_rate_interval": [0.2, 0.4]}
     (finding,) = diagnose(Run(rising, texts(), lost, {"beta": 0.01}))

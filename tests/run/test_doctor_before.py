@@ -79,7 +79,7 @@ def test_templates_are_examined(tmp_path):
     assert plain["chat_template"] == "unused" and plain["prompt"] == ROWS[0]["prompt"]
     chat = ROWS.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     trainer = make_trainer(make_config(tmp_path), rows=chat)
-    assert facts(trainer) == {"shared_prompts": {}}
+    assert facts(trainer).keys() == {"shared_prompts", "longest_completion"}
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <unk> {% endfor %}"

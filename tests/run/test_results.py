@@ -14,10 +14,11 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from rloo import cli
+from rloo.config.parsing import parse_command_line
 from support.adapters import logits_of, make_adapted
 from support.models import COMMON
 from support.text import make_tokenizer
-from support.training import ROWS, make_config, make_trainer, weights
+from support.training import ROWS, make_config, make_trainer, train_until_power_cut, weights
 
 
 def saved(folder: Path) -> Path:
@@ -194,3 +195,17 @@ def test_what_a_run_writes_has_the_mode_that_the_process_gives(tmp_path, mask):
     weights = [*tmp_path.rglob("*.safetensors")]
     assert {path.parent.name for path in weights} == {"run", "checkpoint-1", "saved"}
     assert {path.stat().st_mode & 0o777 for path in weights} == {0o666 & ~mask}
+
+
+def test_a_summary_has_the_room_of_completions_and_what_the_first_command_named(tmp_path):
+    first = make_trainer(make_config(tmp_path, save_steps=1, max_steps=3))
+    context, longest = first.model.config.max_position_embeddings, 6  # tokens of the longest row
+    train_until_power_cut(first, after=2)
+    folder = tmp_path / "run"
+    again = ["resume_from_checkpoint=auto", "max_steps=4"]
+    config = parse_command_line([str(folder / "config.yaml"), *[f"--{a}" for a in again]])
+    assert len(config.named) > 100
+    make_trainer(config).train()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["longest_completion"] == context - longest
+    assert set(summary["named"]) == {*first.args.named, "max_steps", "resume_from_checkpoint"}

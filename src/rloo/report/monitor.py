@@ -271,7 +271,7 @@ class Monitor:
         self._screen.stop()
         findings: Sequence[Finding] = ()
         if not self._silent:
-            read = partial(findings_of, self.output_dir, self.config)
+            read = partial(findings_of, self.output_dir, self.config, summary)
             findings = attempt("what was wrong with the run", read, [], self.note)
         training = partial(training_of, self._scored)
         whole = {

@@ -116,6 +116,7 @@ _SUMMARY = record(
         "start": _measured,
         "end": _measured,
         "wall_seconds": number,
+        "longest_completion": count,
         "num_tokens": number,
         "refused_steps": count,
         "peak_resident_bytes": number,

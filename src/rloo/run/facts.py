@@ -13,11 +13,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rloo.algorithm.parts import Parts
+from rloo.config.files import context_of
 from rloo.data.encoding import ProcessingClass
 from rloo.data.images import tokenizer_of, without_images
 from rloo.data.prompts import PromptSource
 from rloo.report.doctor.attempt import Note, attempt
-from rloo.report.doctor.finding import written
+from rloo.report.doctor.finding import LONGEST, written
 from rloo.rewards import RewardSet
 from rloo.run.evaluate import Sets
 from rloo.types import Message, Prompt, Text
@@ -33,8 +34,8 @@ _WORD, _ANSWER = "rloo", "oolr"
 def facts_of(parts: Parts, sets: Sets) -> dict[str, Any]:
     """The facts of a run; `sets` are its evaluation sets. The prompts of a stream are not known. A
     fact that cannot be found is missing, and a note of the run says why."""
-    source, policy = getattr(parts.rollouts, "prompts", None), parts.policy
-    if not isinstance(source, PromptSource):
+    source, policy = _prompts_of(parts), parts.policy
+    if source is None:
         return {}
 
     def template() -> dict[str, Any]:
@@ -44,9 +45,22 @@ def facts_of(parts: Parts, sets: Sets) -> dict[str, Any]:
 
     note = parts.monitor.note
     shared = attempt("what evaluations share", lambda: _shared(source, sets), None, note)
-    known = {} if shared is None else {"shared_prompts": shared}
+    counted = {"shared_prompts": shared, LONGEST: longest_completion(parts)}
+    known = {name: fact for name, fact in counted.items() if fact is not None}
     nothing: dict[str, Any] = {}
     return known | attempt("how the chat template is used", template, nothing, note)
+
+
+def longest_completion(parts: Parts) -> int | None:
+    """The most tokens that a completion can have after the longest prompt, in the model's context;
+    None where one of both is not known."""
+    source, context = _prompts_of(parts), context_of(parts.policy.model.config.get_text_config())
+    return None if source is None or context is None else context - max(source.lengths, default=0)
+
+
+def _prompts_of(parts: Parts) -> PromptSource | None:
+    source = getattr(parts.rollouts, "prompts", None)
+    return source if isinstance(source, PromptSource) else None
 
 
 def facts_of_error(error: BaseException, note: Note) -> dict[str, Any]:

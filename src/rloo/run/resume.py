@@ -72,6 +72,14 @@ def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
     ]
 
 
+def named_since(saved: Mapping[str, Any], config: RLOOConfig) -> frozenset[str]:
+    """The options that were given to a run: in its first session, and now with another value. A
+    session that goes on by config.yaml is given all of them, as they were."""
+    before, values = saved["config"], config.to_dict()
+    now = {n for n in config.named if n not in before or values[n] != before[n]}
+    return frozenset(saved["named"]) | now if "named" in saved else config.named  # a newer entry
+
+
 def restore(
     parts: Parts, state: RunState, path: Path, *, same_options: bool = False
 ) -> dict[str, Any]:

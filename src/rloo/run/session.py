@@ -27,11 +27,11 @@ from rloo.report.profiling import StepProfile
 from rloo.report.records import CONFIG, SUMMARY, versions, write_json, write_text
 from rloo.run.checkpoint import verify_checkpoint
 from rloo.run.evaluate import Evaluator, Results, Sets, is_better
-from rloo.run.facts import facts_of, facts_of_error
+from rloo.run.facts import facts_of, facts_of_error, longest_completion
 from rloo.run.folder import MARK, Start
 from rloo.run.machine import arithmetic
 from rloo.run.overrides import Owner
-from rloo.run.resume import changed_options, restore
+from rloo.run.resume import changed_options, named_since, restore
 from rloo.run.saving import renew_card, write_checkpoint, write_result
 from rloo.run.together import require_same_weights
 
@@ -59,6 +59,7 @@ class Session:
     def __post_init__(self) -> None:
         self.config = self.parts.config
         self._folder = self.parts.monitor.output_dir
+        self._named = self.config.named
 
     def has_finished(self, start: Start) -> bool:
         """Whether the run that ended here is the one that is asked for; says so. Raises ValueError
@@ -142,7 +143,7 @@ class Session:
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         saved = restore(parts, state, checkpoint, same_options=same_options)
         self._start, self._seconds_before = saved["start"], saved["seconds"]
-        self._last = saved["last"]
+        self._last, self._named = saved["last"], named_since(saved, self.config)
         monitor.load_state_dict(saved["logs"], step=state.step, evaluated_at=state.evaluated_at)
         monitor.window = parts.world.from_main(monitor.window)  # it alone reads the files
         monitor.note(f"resumed from {checkpoint} at step {state.step}")
@@ -321,7 +322,7 @@ class Session:
             state.best_model_checkpoint = str(path)
         logs = self.parts.monitor.state_dict()
         told = {"start": self._start, "last": self._last, "seconds": self._seconds(), "logs": logs}
-        told |= {"config": self._resolved().to_dict()}
+        told |= {"config": self._resolved().to_dict(), "named": sorted(self._named)}
         write_checkpoint(self.parts, self.state, self.owner, told if whole else None)
 
     def _save_what_is_done(self, error: BaseException) -> None:
@@ -383,11 +384,12 @@ class Session:
             "start": self._start,
             "end": self._last[1] if self._last[0] == self.state.step else {},
             "wall_seconds": self._seconds(),
+            "longest_completion": longest_completion(self.parts),
             "num_tokens": self.state.num_tokens,
             **process_peaks(self.parts.world.device),
             "seed": self.config.seed,
             "config": self._resolved().to_dict(),
-            "named": sorted(self.config.named),
+            "named": sorted(self._named),
             "totals": self._totals,
             **({"pushed": False} if self.config.push_to_hub else {}),
             "versions": versions(),

@@ -10,7 +10,15 @@ from statistics import fmean
 from rloo.report.comparison import FEWEST, Change
 from rloo.report.console import percent
 from rloo.report.doctor.data import cut_beyond_chance, many_cut
-from rloo.report.doctor.finding import Found, Rule, Run, excerpts, says_nothing, written
+from rloo.report.doctor.finding import (
+    Found,
+    Rule,
+    Run,
+    excerpts,
+    longer_by,
+    says_nothing,
+    written,
+)
 from rloo.report.metrics import deviation
 
 # Tokens, the end included, of what says nothing; and the part of its length that is left.
@@ -66,7 +74,8 @@ def _gibberish(run: Run) -> Found | None:
     )
 
 
-def _longer(run: Run) -> Found | None:
+def grown(run: Run) -> Found | None:
+    """Whether completions grew into the limit, which nothing makes them pay for."""
     length, cut = run.change("completions/mean_length"), run.change("completions/clipped_ratio")
     if not length.after > 1.5 * length.before or not many_cut(run) or not cut.before < 0.5:
         return None
@@ -116,8 +125,7 @@ def _cut(run: Run) -> Found | None:
     times = 4 if max(cut.before, cut.after) > OFTEN_CUT else 2
     return Found(
         seen,
-        f"allow {'twice' if times == 2 else 'four times'} the length",
-        {"max_completion_length": times * limit},
+        *longer_by(run, limit, times),
         [repr(t[-80:]) for t in run.texts(last=True)[:2]],
     )
 
@@ -212,7 +220,7 @@ RULES = (
         "get lower rewards than others; above 80 % it voids the run",
         "Length is being paid for, or its cost is not; what is cut is judged without its end.",
         "`missing_eos_penalty`",
-        _longer,
+        grown,
     ),
     Rule(
         "truncation",
@@ -220,7 +228,8 @@ RULES = (
         "`completions/clipped_ratio` above its band at the end, or at the start of a run whose "
         "reward did not rise",
         "A completion that is cut is judged without its end, mostly as wrong.",
-        "twice `max_completion_length`, or four times where more than a third are cut",
+        "twice `max_completion_length`, or four times where more than a third are cut, as far as "
+        "the model's context allows",
         _cut,
     ),
 )

@@ -9,7 +9,17 @@ from typing import Any
 
 from rloo.dist.streams import counted
 from rloo.report.console import percent
-from rloo.report.doctor.finding import Found, Row, Rule, Run, band, excerpts, mean, says_nothing
+from rloo.report.doctor.finding import (
+    Found,
+    Row,
+    Rule,
+    Run,
+    band,
+    excerpts,
+    longer_by,
+    mean,
+    says_nothing,
+)
 from rloo.report.metrics import Z
 
 # Of the prompts tried, the share whose own words earn the reward.
@@ -74,14 +84,15 @@ def _missing_eos(run: Run) -> Found | None:
             {"generation_kwargs": given},
         )
     limit = int(run.option("max_completion_length", 512))
+    change, options = longer_by(run, limit)
     never = all(row.get("completions/clipped_ratio") == 1.0 for row in run.rollouts)
     return Found(
         f"{percent(start)} of completions reached {limit} tokens from the first rollout on"
         + (", and none ever ended by itself" if never else ""),
         "look at the end of one: if it goes on after the answer, its end token is not among those "
         "that stop sampling (tokenizer.eos_token, generation_config.eos_token_id); if it is cut in "
-        "the midst of it, allow twice the length",
-        {"max_completion_length": 2 * limit},
+        f"the midst of it, {change}",
+        options,
         [repr(text[-80:]) for text in run.texts(last=True)[:2]],
     )
 

@@ -26,6 +26,8 @@ Row = Mapping[str, float]
 HUGE_REWARD, CLIPPED_REWARD = 1e6, {"reward_clip_range": [-10.0, 10.0]}
 # To which advice raises a learning rate at least; adapters have ten times that.
 SMALL_RATE = 1e-6
+# The fact that tells the longest completion which the model's context leaves room for.
+LONGEST = "longest_completion"
 # What is added to a change where hardly any completion has signal.
 COLD_START = (
     "; a model that hardly ever finds an answer (a cold start) is trained with examples first"
@@ -232,6 +234,26 @@ def largest_reward(run: Run) -> float:
     """The largest mean or deviation of a rollout's rewards, without its sign."""
     seen = [abs(row.get(n, math.nan)) for row in run.rows for n in ("reward", "reward_std")]
     return max(filter(lambda value: not math.isnan(value), seen), default=0.0)
+
+
+def longer_by(run: Run, limit: int, times: int = 2) -> tuple[str, dict[str, Any]]:
+    """A change to completions of `times` the limit, 2 or 4, or to what the model's context leaves
+    beside the longest prompt, in words and as options."""
+    room = run.facts.get(LONGEST)
+    if room is None or times * limit <= room:
+        words = {2: "twice", 4: "four times"}[times]
+        return f"allow {words} the length", {"max_completion_length": times * limit}
+    if room > limit:
+        return (
+            f"allow {room} tokens, which is all that the model's context leaves beside the longest "
+            "prompt",
+            {"max_completion_length": room},
+        )
+    return (
+        "shorten the prompts or take a model of a longer context: this one's leaves no more tokens "
+        "beside the longest prompt",
+        {},
+    )
 
 
 def excerpts(texts: Sequence[str], number: int = 2, length: int = 80) -> list[str]:

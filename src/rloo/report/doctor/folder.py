@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rloo.config.config import RLOOConfig
-from rloo.report.doctor.finding import Finding, Run
+from rloo.report.doctor.finding import LONGEST, Finding, Run
 from rloo.report.doctor.rules import diagnose
 from rloo.report.records import CONFIG, METRICS
 from rloo.report.run_folder import RunFolder, read_folder, read_summary
@@ -22,10 +22,15 @@ def read_run(folder: Path, options: RLOOConfig | None = None) -> Run:
     return _run_in(_require_steps(_read(folder, options)))
 
 
-def findings_of(folder: Path, options: RLOOConfig | None = None) -> list[Finding]:
+def findings_of(
+    folder: Path,
+    options: RLOOConfig | None = None,
+    summary: Mapping[str, Any] | None = None,
+) -> list[Finding]:
     """What is wrong with the run in a folder: by its files, and by alarms of what no row tells, a
-    run that ended before its first step among them."""
+    run that ended before its first step among them. `summary` is one that is yet to be written."""
     found = _read(folder, options)
+    found = found if summary is None else replace(found, summary=summary)
     return _findings_in(found, _run_in(found))
 
 
@@ -68,6 +73,7 @@ def _run_in(found: RunFolder) -> Run:
         found.completions,
         found.evaluations,
         values,
+        {name: found.summary[name] for name in (LONGEST,) if found.summary.get(name) is not None},
         source=(str(path),) if named else (),
     )
 

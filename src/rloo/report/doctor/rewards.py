@@ -6,6 +6,7 @@ import re
 
 from rloo.report.comparison import Change, change_between, since_first
 from rloo.report.console import percent
+from rloo.report.doctor.completions import grown
 from rloo.report.doctor.finding import COLD_START, Found, Rule, Run, excerpts, functions
 
 _FORM = re.compile(r"format|form|style|length|tag|think|xml|json", re.IGNORECASE)
@@ -38,6 +39,15 @@ def _held_out(run: Run) -> Found | None:
                     "save_strategy": "best",
                 },
                 excerpts(run.texts(last=True)),
+            )
+        change = change_between(*measured, f"rewards/{name}/mean")
+        if change.moved == 0 and (longer := grown(run)) is not None:
+            return Found(
+                f"{rose} and {longer.evidence.partition(';')[0]}, while {name}, which only judges, "
+                f"went from {change.words}, no more than by chance",
+                longer.change,
+                longer.options,
+                longer.examples,
             )
     for name, wins in measured[1].items():
         bounds = measured[1].get(f"{name}_interval")
@@ -152,8 +162,9 @@ RULES = (
         "hacking",
         "The reward is being hacked",
         "`reward` rises at any time, in training or held out, while a reward of "
-        "`eval_reward_funcs` falls, from the start or from its best; or the held-out reward falls; "
-        "or completions win less than half of comparisons with the starting policy",
+        "`eval_reward_funcs` falls, from the start or from its best, or stays where completions "
+        "grow into the limit; or the held-out reward falls; or completions win less than half of "
+        "comparisons with the starting policy",
         "What is trained has come apart from what is wanted.",
         "`metric_for_best_model` of the reward that only judges, or ten times `beta`",
         _held_out,

@@ -23,6 +23,7 @@ from rloo.report.doctor.finding import (
     functions,
     highest_rate,
     largest_reward,
+    longer_by,
     mean,
     written,
 )
@@ -272,8 +273,7 @@ def _no_gradient(run: Run, steps: str) -> Found:
         return Found(
             f"{steps}; {cut} of completions reach {limit} tokens, and such do not count "
             "(mask_truncated_completions)",
-            "allow twice the length",
-            {"max_completion_length": 2 * limit},
+            *longer_by(run, limit),
         )
     return Found(
         steps,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -50,6 +50,10 @@ ENTROPY_RISE, GROWN = 1.0, 3.0
 # Below these a policy has not moved: nats per token, relative change of the entropy, and of the
 # length of held-out completions, which are drawn with the same noise.
 KL_STILL, ENTROPY_STILL, LENGTH_STILL = 1e-4, 0.05, 0.03
+# Below it the length is that of the same completions but for a few.
+LENGTH_SAME = 0.01
+# What held-out completions that are the same have in common.
+SCORES = ("reward", "reward_std", "pass@1", "pass@1_greedy", "groups/signal")
 # The KL from which on a policy has tried to learn, per token.
 KL_TRIED = 1e-3
 # Deviations of the reward, above which beta leaves no gain that could be seen.
@@ -176,17 +180,33 @@ def _stands_still(run: Run, kl_still: float = KL_STILL) -> str:
     kl, entropy = mean(run.end, "kl"), run.change("entropy")
     if math.isfinite(kl):
         return f"the KL is {kl:.1g} nats per token" if abs(kl) < kl_still else ""
+    if run.measured is not None and (same := _said_the_same(*run.measured)):
+        return same
     change = abs(entropy.after / entropy.before - 1) if entropy.before else math.nan
     if not change < ENTROPY_STILL or run.change("reward").moved != 0:
         return ""
-    if run.measured is not None:
-        before, after = (row.get("completions/mean_length", math.nan) for row in run.measured)
-        if not abs(after - before) < LENGTH_STILL * before or run.gained:
-            return ""
-        return f"held-out completions, whose noise is the same, went from {before:.3g} to " + (
-            f"{after:.3g} tokens"
-        )
-    return f"the entropy changed by {percent(change)}"
+    if run.measured is None:
+        return f"the entropy changed by {percent(change)}"
+    before, after = (row.get("completions/mean_length", math.nan) for row in run.measured)
+    if not abs(after - before) < LENGTH_STILL * before or run.gained:
+        return ""
+    return f"held-out completions, whose noise is the same, went from {before:.3g} to " + (
+        f"{after:.3g} tokens"
+    )
+
+
+def _said_the_same(start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
+    """Whether held-out completions, some of which earn more than others, have all scores again and
+    nearly the same length: what training rewards and entropies tell is that of other prompts."""
+    before, after = (row.get("completions/mean_length", math.nan) for row in (start, end))
+    if not start.get("reward_std") or any(start.get(name) != end.get(name) for name in SCORES):
+        return ""
+    if not abs(after - before) < LENGTH_SAME * before:
+        return ""
+    return (
+        "held-out completions, whose noise is the same, have the same scores, and went from "
+        f"{before:.4g} to {after:.4g} tokens"
+    )
 
 
 def _beta_high(run: Run) -> Found | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rloo.report.comparison import WINDOW
 from rloo.report.doctor.attempt import Note, attempt, warn
-from rloo.report.doctor.finding import Finding, Run
+from rloo.report.doctor.finding import LONGEST, Finding, Run
 from rloo.report.doctor.rules import diagnose
 
 # Rollouts and completions before which nothing is said of a run that goes on.
@@ -58,7 +58,8 @@ class Watch:
             over=False,
         )
         early = len(kept) < PATIENCE or run.completions_of(run.rollouts) < FEWEST
-        found = [] if early and not self.facts else diagnose(run, self._note)
+        tells = self.facts.keys() - {LONGEST}  # which is nothing that is wrong
+        found = [] if early and not tells else diagnose(run, self._note)
         found = [f for f in found if f.name not in self.told and not (early and f.voids)]
         self.told |= {finding.name for finding in found}
         return found
