@@ -33,7 +33,7 @@ from rloo.model.memory import (
 )
 from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
-from rloo.model.scorer import hidden_states
+from rloo.model.scorer import of_completions
 from rloo.run.plan import lasting_bytes
 from rloo.run.setup import make_engine
 from rloo.types import Sample
@@ -153,7 +153,7 @@ def value_loss(critic: Policy, samples: Sequence[Sample]) -> Tensor:
     TRL and verl)."""
     batch = critic.batch(samples)
     outputs = critic.model.base_model(**batch.inputs, use_cache=False)
-    values = critic.scorer.head(hidden_states(outputs, batch))[:, 0].float()
+    values = critic.scorer.head(of_completions(outputs.last_hidden_state, batch))[:, 0].float()
     before, returns = values.detach(), torch.ones_like(values)
     clipped = before + (values - before).clamp(-0.2, 0.2)
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2).mean()

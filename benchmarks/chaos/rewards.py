@@ -298,7 +298,7 @@ def exits_when_loaded(completions):
 
 def signal_worker(number: int, whole: bool) -> list[float | None]:
     reward = make_math(seconds=0.5)
-    assert reward([r"\boxed{\sqrt{2}}"], answer=[r"\sqrt{2}"]) == [1.0]
+    assert reward([r"\boxed{\sqrt{12}}"], answer=[r"2\sqrt{3}"]) == [1.0]
     process = reward._process
     assert process is not None
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -406,6 +406,7 @@ def call(name: str) -> None:
     """Call one case as a run does and say what comes of it; status 1 for an error."""
     if name == "turns_gradients_off":
         import torch  # noqa: F401 (a run has imported it)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     rewards = RewardSet([CASES[name].function, length_of], timeout=CASES[name].seconds)
     state = SimpleNamespace(global_step=0)
     try:

@@ -36,6 +36,7 @@ def test_a_run_trains_it_at_default_options(name, tmp_path):
         not torch.equal(old, p) for old, p in zip(before, trainer.model.parameters(), strict=True)
     )
     assert all(row["mismatch/max"] < 1e-4 for row in metrics_of(config))
+    assert abs(metrics_of(config)[0]["kl"]) < 1e-6  # the reference is computed likewise
 
 
 @pytest.mark.parametrize("name", ["jetmoe", "openai_gpt"])

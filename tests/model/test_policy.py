@@ -82,7 +82,7 @@ def test_a_model_that_ignores_the_layout_is_found_at_start_and_padded():
     assert "packed log-probs differ by" in policy.notes[0]
 
 
-def test_an_unknown_output_head_is_refused():
+def test_an_unknown_output_head_is_the_model_s_own():
     model = make_model("llama")
     policy = make_policy(model)
     forward = model.forward
@@ -93,8 +93,20 @@ def test_an_unknown_output_head_is_refused():
         return output
 
     model.forward = scaled
-    with pytest.raises(ValueError, match="output head does something"):
-        policy.check_forward(make_samples())
+    samples = make_samples()
+    policy.check_forward(samples)
+    assert any("come from LlamaForCausalLM's own logits" in note for note in policy.notes)
+    batch = policy.batch(samples)
+    expected = policy.scorer.logprobs_by_logits(batch)
+    found = []
+    for chunk_elements in (1 << 20, 97):  # all at once, and token by token
+        scores = policy.logprobs(batch, chunk_elements=chunk_elements)
+        torch.testing.assert_close(scores.logprobs, expected, atol=1e-5, rtol=0)
+        model.zero_grad()
+        scores.logprobs.square().sum().backward()
+        found.append(gradients(model))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(policy.score(batch), expected, atol=1e-5, rtol=0)
 
 
 def test_micro_batches_do_not_change_the_gradient():

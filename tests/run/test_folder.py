@@ -44,7 +44,11 @@ def test_a_fresh_folder_is_made_and_other_files_are_no_concern(tmp_path):
             assert start.checkpoint is None
         (folder / "notes.txt").write_text("mine")
     assert names(folder) == [LOCK, "notes.txt"]
-    for name, fault in ((folder / "notes.txt", "is a file"), ("", "output_dir is empty")):
+    for name, fault in (
+        (folder / "notes.txt", "is a file"),
+        ("", "output_dir is empty"),
+        ("x" * 300, r"cannot be written: .*too long.*\(output_dir\)"),
+    ):
         with (
             pytest.raises(ValueError, match=fault),
             claimed(make_config(tmp_path, output_dir=str(name)), None),

@@ -95,7 +95,33 @@ OTHERS = {
         **COMMON, **_HEADS, mamba_d_ssm=64, mamba_chunk_size=4, lm_head_multiplier=0.3
     ),
     "hyperclovax": lambda: transformers.HyperCLOVAXConfig(**COMMON, logits_scaling=0.5),
+    # More than a matrix between hidden states and logits.
+    "modernbert_decoder": lambda: transformers.ModernBertDecoderConfig(
+        **{k: v for k, v in COMMON.items() if k not in ("num_key_value_heads", "head_dim")},
+        local_attention=WINDOW,
+    ),
+    "xlstm": lambda: transformers.xLSTMConfig(
+        **_STATE, num_heads=4, qk_dim_factor=0.5, chunk_size=4, output_logit_soft_cap=2.0
+    ),
+    # Settings of experts, and no experts.
+    "doge": lambda: transformers.DogeConfig(**COMMON),
 }
+if hasattr(transformers, "InklingTextConfig"):  # of newer versions
+    # Its head divides, and not all of its rows count.
+    OTHERS["inkling"] = lambda: transformers.InklingTextConfig(
+        **{**COMMON, "vocab_size": VOCAB_SIZE + 3},
+        logits_mup_width_multiplier=3.0,
+        unpadded_vocab_size=VOCAB_SIZE,
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=8,
+        sliding_window_size=WINDOW,
+        d_rel=4,
+        rel_extent=32,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+    )
 
 
 def make_architecture(name: str) -> PreTrainedModel:

@@ -97,6 +97,8 @@ YAMLS = (
 # -- data ----------------------------------------------------------------------------------------
 
 _ROW = b'{"prompt": "1 + 1 =", "answer": "2"}\n'
+# It becomes U+FFFD.
+_MAY_RUN = ("half a surrogate",)
 # (file, content): the file is the dataset.
 _ROWS: dict[str, tuple[str, bytes]] = {
     "empty": ("d.jsonl", b""),
@@ -177,7 +179,8 @@ _PARQUETS: dict[str, Callable[[bytearray], bytes | bytearray]] = {
 
 def _data_case(name: str, file: str, spoil: Spoil) -> Case:
     arguments = ("--dataset", file)
-    return Case(f"data: {name}", "data", (file, "dataset", "prompt"), arguments, spoil)
+    names, wrong = (file, "dataset", "prompt"), name not in _MAY_RUN
+    return Case(f"data: {name}", "data", names, arguments, spoil, surely_wrong=wrong)
 
 
 def _file(name: str, content: bytes) -> Spoil:

@@ -207,11 +207,16 @@ class Policy:
 
     def check_forward(self, samples: Sequence[Sample]) -> None:
         """`preparation.check_forward` on real samples. If packing changes the result, updates fall
-        back to padding, with a note. Raises ValueError if our output head differs."""
+        back to padding, with a note; if our output head differs, to the model's own logits."""
         self.checked = True
         reason = preparation.check_forward(
             self.scorer, samples, self.device, self.pad_token_id, packed=self.packed
         )
+        if self.scorer.own_logits:
+            self.notes.append(
+                f"log-probs come from {type(self.model).__name__}'s own logits, which take more "
+                "memory: what it does between hidden states and logits is not known here"
+            )
         if reason is not None:
             self.notes.append(preparation.without_packing(self.config, reason))
             self.packed = False

@@ -91,6 +91,7 @@ class FrozenCopy(Reference):
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """(T,), without gradients, under the copy."""
+        self._scorer.own_logits = self._policy.own_logits
         return self._scorer.logprobs(batch)
 
     @torch.no_grad()

@@ -12,15 +12,19 @@ from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
 from rloo.model.batch import MicroBatch
-from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores, score_tokens, token_logprobs
+from rloo.model.logprobs import CHUNK_ELEMENTS, Head, TokenScores, score_tokens, token_logprobs
 from rloo.model.products import Matrix, matrix_of
 
 # Factors of logits: of Cohere, and of FalconH1.
 _FACTORS = ("logit_scale", "lm_head_multiplier")
-# Soft caps of logits: of Gemma, and of RecurrentGemma.
-_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+# Of Inkling: what hidden states are divided by before the head, and the rows of it that count.
+_DIVISOR, _ROWS = "logits_mup_width_multiplier", "unpadded_vocab_size"
+# Soft caps of logits: of Gemma, RecurrentGemma and xLSTM.
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 # Models whose `logits_scaling` is a factor; for Granite, which has the word, it is a divisor.
 _MULTIPLIES = ("hyperclovax",)
+# Models whose routers score keys, of which pairs are experts.
+_ROUTES_BY_KEYS = ("doge",)
 
 
 class Scorer(nn.Module):
@@ -28,8 +32,11 @@ class Scorer(nn.Module):
 
     Everything from hidden states to the balancing loss is computed inside `forward`, so that what
     is wrapped around this module sees the whole of a forward pass, and its hooks enclose every use
-    of the weights. `balanced` asks for the balancing loss of a mixture of experts.
+    of the weights. `balanced` asks for the balancing loss of a mixture of experts. With
+    `own_logits` the model computes its logits itself, where its output head is not known here.
     """
+
+    own_logits = False
 
     def __init__(
         self, model: PreTrainedModel, *, temperature: float, balanced: bool = False
@@ -64,24 +71,29 @@ class Scorer(nn.Module):
             return TokenScores(logprobs, logprobs.new_empty(0), None)
         options: dict[str, Any] = {"temperature": temperature, "vocab_size": self._vocab_size}
         if logprobs_only:
-            hidden = hidden_states(self._run_body(batch), batch)
-            logprobs = score_tokens(self.head, hidden, batch.target_T, **options)
+            _, hidden, head = self._run(batch)
+            logprobs = score_tokens(head, hidden, batch.target_T, **options)
             return TokenScores(logprobs, logprobs.new_empty(0), None)
         routing = {"output_router_logits": True} if self._balanced else {}
-        outputs = self._run_body(batch, **routing)
-        hidden = hidden_states(outputs, batch)
+        outputs, hidden, head = self._run(batch, **routing)
         balance = None
         if self._balanced:
             balance = balancing_loss(self.model, outputs.router_logits, batch.multiplicity)
         logprobs, entropy = token_logprobs(
-            self.head, hidden, batch.target_T, chunk_elements=chunk_elements, **options
+            head, hidden, batch.target_T, chunk_elements=chunk_elements, **options
         )
         return TokenScores(logprobs, entropy, balance)
 
-    def _run_body(self, batch: MicroBatch, **options: Any) -> Any:
+    def _run(self, batch: MicroBatch, **options: Any) -> tuple[Any, Tensor, Head]:
+        """The outputs, what in them predicts the completion tokens, and what makes that logits."""
+        if self.own_logits:
+            outputs = self.model(**batch.inputs, use_cache=False, **options)
+            # Logits are overwritten where they are used.
+            return outputs, of_completions(outputs.logits, batch), torch.clone
         # By name at each call: dividing weights may put another module in its place.
         body = self.model.get_submodule(self._body)
-        return body(**batch.inputs, use_cache=False, **options)
+        outputs = body(**batch.inputs, use_cache=False, **options)
+        return outputs, of_completions(outputs.last_hidden_state, batch), self.head
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
@@ -109,9 +121,9 @@ def _path_of_body(model: PreTrainedModel) -> str:
     return names[0]
 
 
-def hidden_states(outputs: Any, batch: MicroBatch) -> Tensor:
-    """Those of a base model's `outputs` (T, D) that predict the batch's completion tokens."""
-    return outputs.last_hidden_state.flatten(0, 1).index_select(0, batch.source_T)
+def of_completions(outputs: Tensor, batch: MicroBatch) -> Tensor:
+    """Those of a model's outputs (B, W, D) that predict the batch's completion tokens, (T, D)."""
+    return outputs.flatten(0, 1).index_select(0, batch.source_T)
 
 
 def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
@@ -135,11 +147,13 @@ class OutputHead:
         divisor = getattr(text_config, "logits_scaling", None) or 1.0
         if text_config.model_type in _MULTIPLIES:
             divisor = 1.0 / divisor
+        divisor *= getattr(text_config, _DIVISOR, None) or 1.0
         self._multiplier = math.prod(factors) / divisor
+        self._rows: int | None = getattr(text_config, _ROWS, None)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits."""
-        logits: Tensor = self._call(hidden)
+        logits: Tensor = self._call(hidden)[..., : self._rows]
         if self._multiplier != 1.0:
             logits = logits * self._multiplier
         if self._softcap is not None:
@@ -148,7 +162,7 @@ class OutputHead:
 
     def matrix(self) -> Matrix | None:
         """See `HasMatrix`."""
-        plain = self._multiplier == 1.0 and self._softcap is None
+        plain = self._multiplier == 1.0 and self._softcap is None and self._rows is None
         return matrix_of(self._module) if plain else None
 
 
@@ -157,13 +171,20 @@ def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
     Raises ValueError if the option asks for a loss that the model does not have."""
     asked, settings = config.router_aux_loss_coef, model.config.get_text_config()
     own = getattr(settings, "router_aux_loss_coef", None)
-    if own is None or not hasattr(settings, "num_experts_per_tok"):
+    # Doge has the settings also where its layers have no experts.
+    mixed = hasattr(settings, "num_experts_per_tok") and getattr(settings, "is_moe", True)
+    if own is None or not mixed:
         if asked:
             raise ValueError(
                 f"router_aux_loss_coef is {asked} and {type(model).__name__} is no mixture of "
                 "experts with a balancing loss; leave it out (router_aux_loss_coef)"
             )
         return 0.0
+    if settings.model_type in _ROUTES_BY_KEYS and asked != 0:
+        raise ValueError(
+            f"{type(model).__name__} chooses experts by products of keys, whose balancing loss is "
+            "not known here; set router_aux_loss_coef to 0"
+        )
     return float(own if asked is None else asked)
 
 

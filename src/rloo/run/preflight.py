@@ -114,7 +114,7 @@ def check_folder(config: RLOOConfig) -> None:
     if os.path.exists(folder) and not folder.is_dir():
         raise ValueError(f"output_dir {folder} is a file; it must be a folder (output_dir)")
     for path in (folder, *folder.parents):
-        if path.is_symlink() and not os.path.exists(path):
+        if os.path.islink(path) and not os.path.exists(path):
             raise ValueError(
                 f"output_dir {folder} cannot be made: {path} is a link to {path.readlink()}, which "
                 "is not there, or leads back to it (output_dir)"
