@@ -67,13 +67,14 @@ def _require_steps(found: RunFolder) -> RunFolder:
 
 def _run_in(found: RunFolder) -> Run:
     path, values = found.path / CONFIG, found.options
+    longest = found.summary.get(LONGEST)
     named = path.exists() and all(values.get(name) for name in ("model", "dataset", "reward"))
     return Run(
         found.metrics,
         found.completions,
         found.evaluations,
         values,
-        {name: found.summary[name] for name in (LONGEST,) if found.summary.get(name) is not None},
+        {} if longest is None else {LONGEST: longest},
         source=(str(path),) if named else (),
     )
 

@@ -52,7 +52,7 @@ ENTROPY_RISE, GROWN = 1.0, 3.0
 KL_STILL, ENTROPY_STILL, LENGTH_STILL = 1e-4, 0.05, 0.03
 # Below it the length is that of the same completions but for a few.
 LENGTH_SAME = 0.01
-# What held-out completions that are the same have in common.
+# The figures that are equal where held-out completions are the same.
 SCORES = ("reward", "reward_std", "pass@1", "pass@1_greedy", "groups/signal")
 # The KL from which on a policy has tried to learn, per token.
 KL_TRIED = 1e-3
