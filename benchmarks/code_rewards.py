@@ -17,8 +17,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
-from rloo.rewards.code.staff import Limits, Staff, why_not
-from rloo.rewards.code.walls import WALLS
+from rloo.addons.graders.code.isolation import WALLS
+from rloo.addons.graders.code.sandbox_pool import Limits, Staff, why_not
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
@@ -72,7 +72,7 @@ def count_programs(wall: str, request: dict[str, Any], seconds: float) -> float:
 
 def count_corpora(wall: str) -> None:
     """Print how many programs of each corpus are judged, or contained, as they are meant to be."""
-    from rloo.rewards.code.reward import make_code
+    from rloo.addons.graders.code.code_reward import make_code
     from support.cases.attacks import ATTACKS
     from support.cases.hacks import HACKS
     from support.cases.honest import HONEST

@@ -36,8 +36,8 @@ WARM_UP = 2
 
 def simulated(number: int) -> Any:
     """The client of a server that is none."""
-    from rloo.engines.vllm.answers import TOKENS_ROUTE
     from rloo.engines.vllm.client import Client
+    from rloo.engines.vllm.requests import TOKENS_ROUTE
 
     class Simulated(Client):
         """Answers as a server would, some time later; it has no connection."""
@@ -117,10 +117,10 @@ class Constant:
 def make_rollouts(folder: Path, engines: int, groups: int, steps: int, tokens: int) -> Any:
     """A run's rollouts, with an engine whose servers are simulated."""
     from rloo import RLOOConfig, RLOOTrainer
-    from rloo.engines.vllm.answers import TOKENS_ROUTE
-    from rloo.engines.vllm.engine import Settings, VLLMEngine
-    from rloo.engines.vllm.members import Member
-    from rloo.engines.vllm.serving import Serving
+    from rloo.engines.vllm.requests import TOKENS_ROUTE
+    from rloo.engines.vllm.server_process import Serving
+    from rloo.engines.vllm.server_state import Member
+    from rloo.engines.vllm.vllm_engine import Settings, VLLMEngine
 
     class Engine(VLLMEngine):
         async def _members(self, model: str) -> list[Member]:

@@ -61,7 +61,7 @@ def run_ranks(job: dict[str, Any], meter: Meter, folder: Path, options: dict[str
     size = options.pop("processes")
     if size > 1 and "RANK" not in os.environ:
         from rloo import RLOOConfig
-        from rloo.run.launch import launch
+        from rloo.addons.launch.local_ranks import launch
 
         os.dup2(meter.link.descriptor(), 1)
         config = RLOOConfig(str(folder), num_processes=size)
@@ -75,9 +75,9 @@ def run_ranks(job: dict[str, Any], meter: Meter, folder: Path, options: dict[str
 
 def _meet_oneself() -> None:
     """Have the trainer form a group of this process alone, which it would do without."""
-    from rloo.dist import World
-    from rloo.dist.links import connect
-    from rloo.run import setup
+    from rloo.distributed import World
+    from rloo.distributed.process_group import connect
+    from rloo.trainer import build
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -89,12 +89,12 @@ def _meet_oneself() -> None:
         device = torch.device("cpu")
         return World(device, 0, 1, connect(0, 1, options["timeout"], device))
 
-    vars(setup)["make_world"] = make
+    vars(build)["make_world"] = make
 
 
 def _count_exchanges(meter: Meter) -> None:
     """Note the bytes that each kind of exchange brings together, and how many there are."""
-    from rloo.dist.links import Links
+    from rloo.distributed.process_group import Links
 
     sum_gradients = Links.sum_gradients
 
@@ -125,7 +125,7 @@ def _count_exchanges(meter: Meter) -> None:
 
 def _count_completions(meter: Meter) -> None:
     """Those of all processes, where a reward sees those of its own."""
-    from rloo.algorithm.sharing import Judge
+    from rloo.algorithm.rank_rollout import Judge
 
     score = Judge.score
 

@@ -26,11 +26,11 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-from rloo.engines.native.engine import NativeEngine
+from rloo.engines.native.native_engine import NativeEngine
 from rloo.engines.sampling import numbers_of
-from rloo.episodes.engine import Cast, EpisodeEngine, Limits, kept
-from rloo.episodes.proof import find_dialect
-from rloo.episodes.stage import Stage, tools_of
+from rloo.episodes.environments import Stage, tools_of
+from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits, kept
+from rloo.episodes.renderer_check import find_dialect
 from rloo.episodes.tools import Tools
 from rloo.types import Completion, EngineFacts, Prompt, Sampling
 

@@ -55,12 +55,12 @@ def versions(small: bool) -> Facts:
 
 def attention(small: bool) -> Facts:
     """The attention of GPUs, against its definition."""
-    from rloo.model import gpu_attention
+    from rloo.model import flash_gpu
 
-    kinds = [(dtype, size) for dtype in gpu_attention.HALF for size in (64, 128)]
-    wrong = [kind for kind in kinds if not gpu_attention.has_segments(DEVICE, *kind)]
+    kinds = [(dtype, size) for dtype in flash_gpu.HALF for size in (64, 128)]
+    wrong = [kind for kind in kinds if not flash_gpu.has_segments(DEVICE, *kind)]
     kinds += [(torch.float32, 64)]
-    wrong += [kind for kind in kinds if not gpu_attention.has_dense(DEVICE, *kind)]
+    wrong += [kind for kind in kinds if not flash_gpu.has_dense(DEVICE, *kind)]
     require(not wrong, f"other numbers, or none, for {wrong}")
     return {"kinds": len(kinds)}
 
@@ -84,7 +84,7 @@ class _Eager:
 def waves(small: bool) -> Facts:
     """Rows that end at different lengths, so that waves shrink, twice in one process; graphs give
     the bits of the same steps run one by one."""
-    from rloo.engines.native.engine import NativeEngine
+    from rloo.engines.native.native_engine import NativeEngine
     from rloo.types import Prompt, Sampling
 
     engine = NativeEngine(_model(), pad_token_id=0, dtype=HALF, precision=HALF)
@@ -133,7 +133,7 @@ def _trainer(folder: str, **options: Any) -> Any:
 
 def rehearsal(small: bool) -> Facts:
     """The first backward under checkpointing, by which the budget of memory is found."""
-    from rloo.model.budget import Workload, fitting_budget
+    from rloo.model.token_budget import Workload, fitting_budget
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(folder, max_steps=1)
@@ -176,7 +176,7 @@ def _no_waits() -> Any:
 def waits(small: bool) -> Facts:
     """Neither the forward and backward of a micro-batch nor a token has the host wait."""
     from rloo.algorithm import update
-    from rloo.engines.native.graphs import Repeated
+    from rloo.engines.native.cuda_graphs import Repeated
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(folder, beta=0.05)

@@ -65,7 +65,7 @@ def show(name: str, seconds: float, profiler: Any) -> None:
 def main(shape: str = "qwen3-0.6b", tokens: str = "64") -> None:
     """Make the steps and print."""
     from rloo.algorithm import train
-    from rloo.engines.native.engine import NativeEngine
+    from rloo.engines.native.native_engine import NativeEngine
 
     model = shapes.make_random_model(shape, "cuda")
     tokenizer = shapes.make_word_tokenizer(shapes.SHAPES[shape]["vocab_size"])

@@ -89,10 +89,10 @@ def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) ->
     seconds, the largest tensor and the sizes that it must stay below (elements)."""
     from rloo.algorithm.advantages import Terms, assign
     from rloo.algorithm.update import update
-    from rloo.config.batches import batches_of
+    from rloo.config.batch_sizes import batches_of
     from rloo.config.config import RLOOConfig
-    from rloo.dist import make_world
-    from rloo.model.memory import gradient_bytes, phase_peaks, predicted_peak_bytes
+    from rloo.distributed import make_world
+    from rloo.model.memory_estimate import gradient_bytes, phase_peaks, predicted_peak_bytes
     from rloo.model.policy import Policy
 
     cuda = torch.cuda.is_available()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.processor import describe_processor
-from rloo.model.products import multiply, pack
+from rloo.kernels.cpu_matmul import multiply, pack
 
 MATRIX = 2048
 GPU_MATRIX = 8192

@@ -20,10 +20,11 @@ import transformers
 from torch import Tensor, nn
 
 from rloo import RLOOConfig
-from rloo.dist import make_world
-from rloo.model.adapters import add_adapter, lora_config
-from rloo.model.loading import load_model
-from rloo.model.memory import (
+from rloo.addons.planner.plan import lasting_bytes
+from rloo.distributed import make_world
+from rloo.model.forward import of_completions
+from rloo.model.lora import add_adapter, lora_config
+from rloo.model.memory_estimate import (
     Mark,
     count_tokens,
     make_samples,
@@ -31,11 +32,10 @@ from rloo.model.memory import (
     predicted_peak_bytes,
     step_bytes,
 )
+from rloo.model.model_loading import load_model
 from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
-from rloo.model.scorer import of_completions
-from rloo.run.plan import lasting_bytes
-from rloo.run.setup import make_engine
+from rloo.trainer.build import make_engine
 from rloo.types import Sample
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 
-from rloo.run.scaling.costs import Job
-from rloo.run.scaling.hardware import GPUS, RATES
-from rloo.run.scaling.layouts import best, most_samples
-from rloo.run.scaling.printing import GPUPlan, simulated
-from rloo.run.scaling.shapes import shape_of_size
+from rloo.addons.planner.gpu.cost_model import Job
+from rloo.addons.planner.gpu.gpu_specs import GPUS, RATES
+from rloo.addons.planner.gpu.layouts import best, most_samples
+from rloo.addons.planner.gpu.model_shapes import shape_of_size
+from rloo.addons.planner.gpu.printing import GPUPlan, simulated
 
 SIZES = ("0.6B", "1.7B", "8B", "32B", "70B")
 NUMBERS = (1, 8, 64, 256, 1024)

@@ -36,11 +36,11 @@ _PADDED_ROWS = 8
 def run_rloo(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:
     """Our trainer, with the library of products that is faster here (`onednn`: measured). To sample
     alone it is given rewards that hold no signal, so that nothing is updated."""
-    from rloo.config.batches import batches_of
+    from rloo.config.batch_sizes import batches_of
     from rloo.config.config import RLOOConfig
+    from rloo.kernels.cpu_matmul import choose
     from rloo.model.policy import Policy
-    from rloo.model.products import choose
-    from rloo.run.trainer import RLOOTrainer
+    from rloo.trainer.trainer import RLOOTrainer
 
     settings = job["options"] | {"num_threads": job["threads"], "onednn": None} | options
     if job["kind"] == "sample":

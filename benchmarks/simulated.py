@@ -30,7 +30,7 @@ from typing import Any
 
 from transformers import Qwen3ForCausalLM
 
-from rloo.run.scaling.simulation import Flow, simulate
+from rloo.addons.planner.gpu.simulation import Flow, simulate
 
 WARM_UP = 3
 # How often a run is made again that did not have the machine for itself.
@@ -154,7 +154,7 @@ def kill() -> None:
     import psutil
 
     for process in psutil.Process().children():
-        if any("rloo.engines.sampler" in word for word in process.cmdline()):
+        if any("rloo.engines.engine_worker" in word for word in process.cmdline()):
             process.kill()
 
 

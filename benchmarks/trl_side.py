@@ -73,15 +73,15 @@ def run_trl(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> No
 def _use_onednn(trainer: Any, kinds: list[str] | None) -> str:
     """Have TRL's products computed as ours are: those of the layers, of the reference, and of the
     head, which TRL multiplies by itself."""
-    from rloo.model import products
+    from rloo.kernels import cpu_matmul
 
     head = vars(importlib.import_module("trl.kernels.chunked_logprob"))
 
-    products.use(products.choose() if kinds is None else kinds)
+    cpu_matmul.use(cpu_matmul.choose() if kinds is None else kinds)
     for model in filter(None, (trainer.model, trainer.ref_model)):
-        products.install(model)
+        cpu_matmul.install(model)
     head["torch"], head["_addmm_fp32"] = TorchWithProducts(), add_product
-    return name_library(products.in_use())
+    return name_library(cpu_matmul.in_use())
 
 
 class TorchWithProducts:
@@ -95,7 +95,7 @@ class TorchWithProducts:
     @staticmethod
     def mm(rows: Any, columns: Any, *, out: Any) -> Any:
         """`torch.mm` of (T, K) and (K, N), forward."""
-        from rloo.model.head import product
+        from rloo.kernels.fused_lm_head import product
 
         found = product(rows, columns.t(), None, out)
         return out if found is out else out.copy_(found)
@@ -104,8 +104,8 @@ class TorchWithProducts:
 def add_product(total: Any, a: Any, b: Any) -> None:
     """total += a @ b, in place: the gradient of T rows, of (T, N) and (N, K), or that of a matrix
     (N, K), of (T, N) transposed and (T, K)."""
-    from rloo.model.head import add_outer
-    from rloo.model.products import multiplies, multiply
+    from rloo.kernels.cpu_matmul import multiplies, multiply
+    from rloo.kernels.fused_lm_head import add_outer
 
     if a.stride(0) == 1:
         add_outer(total, b, a.t())

@@ -150,7 +150,7 @@ def find_python(side: str) -> str:
 def why_not(spec: Spec) -> str | None:
     """The reason why a side would show nothing on this machine."""
     if spec.name == "trl" and "onednn=null" in spec.options:
-        from rloo.model.products import choose
+        from rloo.kernels.cpu_matmul import choose
 
         if not choose():
             return "oneDNN is no faster than MKL here, which TRL has anyway"

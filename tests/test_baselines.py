@@ -45,8 +45,8 @@ from benchmarks.baselines.variance import (
     resamples,
     trace_variance,
 )
-from rloo.algorithm.centring import centred
-from rloo.config.batches import batches_of
+from rloo.algorithm.baselines import centred
+from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "baselines.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rloo.cli import main
-from rloo.episodes.proof import find_dialect
+from rloo.episodes.renderer_check import find_dialect
 from rloo.episodes.tools import Tools
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

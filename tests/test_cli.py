@@ -20,7 +20,7 @@ from datasets import Dataset
 
 from rloo import cli
 from rloo.config.config import option_types
-from rloo.config.parsing import parse_command_line
+from rloo.config.parser import parse_command_line
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -318,7 +318,9 @@ def test_a_launched_file_that_names_none_is_over_the_embedded_task_too(folder, c
 
 def test_a_server_of_a_file_that_names_no_model_has_the_embedded_one(folder, monkeypatch):
     served = []
-    monkeypatch.setattr("rloo.run.servers.serve", lambda config, model, named: served.append(model))
+    monkeypatch.setattr(
+        "rloo.trainer.remote_engines.serve", lambda config, model, named: served.append(model)
+    )
     Path("few.yaml").write_text("max_steps: 2\n")
     assert cli.main(["vllm-serve", "few.yaml"]) == 0 and served == ["countdown"]
     assert cli.main(["vllm-serve"]) == 2
@@ -738,7 +740,7 @@ def test_a_signal_ends_the_process_where_c_calls_python(name):
     """sorted() is C that passes an exception on; what cannot, as in torch's import, aborts."""
     number = getattr(signal, name)
     code = (
-        "import os\nfrom rloo.algorithm.interrupts import Stop\nstop = Stop()\n"
+        "import os\nfrom rloo.algorithm.stop_signals import Stop\nstop = Stop()\n"
         "with stop.listening(), stop.ending():\n    try:\n"
         f"        sorted([2, 1], key=lambda n: os.kill(os.getpid(), {int(number)}))\n"
         "    except BaseException:\n        os.abort()\n"

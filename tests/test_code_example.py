@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from rloo.addons.graders.code.isolation import WALLS
+from rloo.addons.graders.code.sandbox_pool import why_not
 from rloo.cli import main
 from rloo.rewards import load_reward
-from rloo.rewards.code.staff import why_not
-from rloo.rewards.code.walls import WALLS
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FEW = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rloo.dist.streams import HAS, IS, counted
+from rloo.distributed.standard_streams import HAS, IS, counted
 
 
 @pytest.mark.parametrize(

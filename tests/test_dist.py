@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rloo.dist import World, groups, make_world
-from rloo.dist.groups import in_thread
-from rloo.dist.links import Links, RankError
-from rloo.dist.trees import decode, encode
-from rloo.model.batch import count_input_tokens, deal
+from rloo.distributed import World, group_setup, make_world
+from rloo.distributed.group_setup import in_thread
+from rloo.distributed.process_group import Links, RankError
+from rloo.distributed.pytree import decode, encode
+from rloo.model.micro_batch import count_input_tokens, deal
 from support.models import make_samples
 
 
@@ -103,7 +103,7 @@ def test_a_failure_ends_the_waits_of_its_own_run_and_the_next_one_has_other_line
     for _ in range(2):
         with pytest.raises(RankError, match="rank 1 has failed in the start: ValueError: mine"):
             exchange(False)
-    assert used == ["first"] and groups._ABANDONED.pop()[1] == "first"
+    assert used == ["first"] and group_setup._ABANDONED.pop()[1] == "first"
     for each in (main, other):
         each.end()
     exchange(True)
@@ -115,13 +115,13 @@ def test_a_failure_ends_the_waits_of_its_own_run_and_the_next_one_has_other_line
 def test_a_group_with_an_exchange_that_hangs_is_not_waited_for_at_the_end():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     work = Work(False)
-    groups._ABANDONED.append((work, dist.group.WORLD))
-    groups.leave()
+    group_setup._ABANDONED.append((work, dist.group.WORLD))
+    group_setup.leave()
     assert dist.is_initialized()
     work.done = True
-    groups.leave()
+    group_setup.leave()
     assert not dist.is_initialized()
-    groups._ABANDONED.clear()
+    group_setup._ABANDONED.clear()
 
 
 def test_what_takes_too_long_in_a_thread_is_an_error():

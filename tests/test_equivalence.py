@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from rloo import RLOOTrainer
-from rloo.data import stream
-from rloo.model.state import capture_rng
-from rloo.rewards.normalizer import Normalized
-from rloo.run.checkpoint import load_checkpoint
+from rloo.data import iterable_dataset
+from rloo.model.training_state import capture_rng
+from rloo.rewards.running_norm import Normalized
+from rloo.trainer.checkpoint import load_checkpoint
 from support.adapters import make_lora
 from support.marks import every_second, in_pairs, slow
 from support.models import make_model, make_wide
@@ -197,7 +197,7 @@ DESCENT = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm"
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(stream, "BLOCK", 4)  # of the twelve rows
+        monkeypatch.setattr(iterable_dataset, "BLOCK", 4)  # of the twelve rows
         yield tmp_path_factory.mktemp("equivalence")
 
 

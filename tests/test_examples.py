@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from rloo.cli import main
-from rloo.rewards.model import as_reward
+from rloo.rewards.reward_model import as_reward
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

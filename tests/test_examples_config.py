@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file
 
 from rloo.cli import main
-from rloo.config.batches import batches_of
+from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
-from rloo.config.parsing import parse_command_line
+from rloo.config.parser import parse_command_line
 from support.models import make_model
 from support.text import make_tokenizer
 

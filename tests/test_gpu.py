@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from rloo.engines import EngineInputs, build_engine
-from rloo.engines.native.engine import NativeEngine
-from rloo.model import gpu_attention, gpu_kernels, offload
-from rloo.model.memory import weight_bytes
+from rloo.engines.native.native_engine import NativeEngine
+from rloo.kernels import gpu_kernels
+from rloo.model import flash_gpu, offload
+from rloo.model.memory_estimate import weight_bytes
 from rloo.types import Prompt, Sampling
 from support.models import make_model, make_samples
 from support.policies import gradients, make_policy, weights_of
@@ -101,15 +102,15 @@ def drawn(engine, max_tokens=70, num=16):
     return [c for group in groups for c in group]
 
 
-@pytest.mark.parametrize("dtype", gpu_attention.HALF)
+@pytest.mark.parametrize("dtype", flash_gpu.HALF)
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_the_fused_attention_over_segments_is_there_and_right(dtype, size):
-    assert gpu_attention.has_segments(DEVICE, dtype, size)
+    assert flash_gpu.has_segments(DEVICE, dtype, size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *gpu_attention.HALF])
+@pytest.mark.parametrize("dtype", [torch.float32, *flash_gpu.HALF])
 def test_the_fused_attention_of_dense_rows_is_there_and_right(dtype):
-    assert gpu_attention.has_dense(DEVICE, dtype, 64)
+    assert flash_gpu.has_dense(DEVICE, dtype, 64)
 
 
 def test_graphs_give_the_bits_of_the_same_steps_run_one_by_one():
@@ -125,7 +126,7 @@ def test_graphs_give_the_bits_of_the_same_steps_run_one_by_one():
 def test_steps_of_fixed_shapes_draw_what_other_steps_do(monkeypatch):
     model = on_device()
     found = drawn(bf16_engine(model))
-    monkeypatch.setattr("rloo.engines.native.static.can_decode", lambda *_: False)
+    monkeypatch.setattr("rloo.engines.native.static_decoding.can_decode", lambda *_: False)
     other = drawn(bf16_engine(model))
     same = [a.token_ids == b.token_ids for a, b in zip(found, other, strict=True)]
     assert sum(same) >= 0.7 * len(same)  # 16 bits, rounded in another order
@@ -162,9 +163,9 @@ def test_a_rollout_is_one_wave_where_memory_is_free(monkeypatch):
 @pytest.mark.parametrize("bf16", [True, False])
 def test_packed_gradients_in_16_bits_are_those_of_padded_rows(bf16, monkeypatch):
     samples, results, calls = make_samples(), [], []
-    attend = gpu_attention.attend_packed
+    attend = flash_gpu.attend_packed
     monkeypatch.setattr(
-        gpu_attention, "attend_packed", lambda *a, **k: calls.append(1) or attend(*a, **k)
+        flash_gpu, "attend_packed", lambda *a, **k: calls.append(1) or attend(*a, **k)
     )
     for packing in (True, False):
         model = make_model("qwen3")
@@ -213,7 +214,7 @@ def compiled():
     gpu_kernels.use(False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *gpu_attention.HALF])
+@pytest.mark.parametrize("dtype", [torch.float32, *flash_gpu.HALF])
 def test_what_is_compiled_gives_the_numbers_of_its_definition(dtype):
     assert gpu_kernels.why_not(DEVICE, dtype, 1024, 128) is None
 

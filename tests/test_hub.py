@@ -14,23 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from rloo.dist.crew import Crew
-from rloo.dist.hub import FILE, Hub
-from rloo.dist.workers import WorkerLost
+from rloo.distributed.worker_pool import Crew
+from rloo.distributed.worker_process import WorkerLost
+from rloo.distributed.worker_registry import FILE, Hub
 
 # Its patience is with who does not come: what it does itself takes none of it, on a busy machine.
 PROGRAM = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from rloo.dist import placed
+from rloo.distributed import remote_worker
 waited = [0.0]
 def sleep(seconds):
     time.sleep(seconds)
     waited[0] += seconds
-placed.time = SimpleNamespace(monotonic=lambda: waited[0], sleep=sleep)
-placed.KINDS["test"] = "support.workers:serve"
-print(placed.work("test", Path(sys.argv[1]), patience=float(sys.argv[2])), flush=True)
+remote_worker.time = SimpleNamespace(monotonic=lambda: waited[0], sleep=sleep)
+remote_worker.KINDS["test"] = "support.workers:serve"
+print(remote_worker.work("test", Path(sys.argv[1]), patience=float(sys.argv[2])), flush=True)
 """
 
 

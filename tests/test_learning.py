@@ -11,7 +11,7 @@ import pytest
 
 from rloo import RLOOTrainer
 from rloo.cli import EMBEDDED
-from rloo.config.parsing import parse_command_line
+from rloo.config.parser import parse_command_line
 from rloo.data.tasks.countdown import countdown_reward
 
 pytestmark = pytest.mark.slow

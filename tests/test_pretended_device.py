@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from rloo.model import gpu_attention
-from rloo.model.gpu_attention import Segments, attend_segments
+from rloo.model import flash_gpu
+from rloo.model.flash_gpu import Segments, attend_segments
 from support.gpu import pretended
 
 CUDA = torch.device("cuda", 0)
@@ -153,7 +153,7 @@ def test_segments_may_be_empty_where_the_longest_has_one_query(device):
     output, normalizer = attend_segments(query, key, value, parts, scaling=0.25)
     mask = torch.full((2, 6), -torch.inf)
     mask[0, :2], mask[1, 4:] = 0, 0
-    expected = gpu_attention._by_definition(*(x.cpu() for x in (query, key, value)), mask)
+    expected = flash_gpu._by_definition(*(x.cpu() for x in (query, key, value)), mask)
     assert (output.cpu().float() - expected[0]).abs().max() < 0.02
     assert (normalizer.cpu() - expected[1]).abs().max() < 1e-3
 

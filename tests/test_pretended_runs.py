@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rloo.engines.native.static import LEAST_ROWS
+from rloo.engines.native.static_decoding import LEAST_ROWS
 from support.gpu import pretended
 from support.gpu.phases import counted
 from support.models import make_model, make_wide
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 # The most that a step of a policy may wait for its device, beside its rollout.
 WAITS_A_STEP = 8
 # transformers asks whether a mask hides anything, twice in the forward of a padded micro-batch.
-ITS_MASKS = "model/scorer.py"
+ITS_MASKS = "model/forward.py"
 
 
 class Refused(Exception):

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from rloo.dist.exits import no_silent_end
-from rloo.dist.streams import inert
+from rloo.distributed.process_exit import no_silent_end
+from rloo.distributed.standard_streams import inert
 
-GUARDED = "import os, threading\nfrom rloo.dist.exits import no_silent_end\n"
+GUARDED = "import os, threading\nfrom rloo.distributed.process_exit import no_silent_end\n"
 
 
 def ran(script: str, shell: str = "") -> subprocess.CompletedProcess:
@@ -73,7 +73,7 @@ def test_after_the_block_all_is_as_before():
 
 def test_a_line_that_nobody_reads_stops_no_work():
     script = (
-        "import sys, time\nfrom rloo.dist.streams import say\ntime.sleep(0.3)\n"
+        "import sys, time\nfrom rloo.distributed.standard_streams import say\ntime.sleep(0.3)\n"
         "for _ in range(3): say('working')\nprint('and a print of the user')\n"
         "say('done', sys.stderr)"
     )
@@ -85,7 +85,7 @@ def test_a_line_that_nobody_reads_stops_no_work():
 def test_no_file_takes_the_place_of_a_closed_stream(shell, tmp_path):
     path = tmp_path / "a"
     script = (
-        "import os, sys\nfrom rloo.dist.streams import complete, say\ncomplete()\n"
+        "import os, sys\nfrom rloo.distributed.standard_streams import complete, say\ncomplete()\n"
         f"opened = os.open({str(path)!r}, os.O_CREAT | os.O_WRONLY)\n"
         "say('out'); say('err', sys.stderr); os.write(opened, b'%d' % opened)"
     )

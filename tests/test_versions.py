@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from rloo.config.config import RLOOConfig
-from rloo.model import preparation
+from rloo.model import prepare_model
 from support.models import CPU
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +88,7 @@ def test_where_only_linux_has_it_the_rest_is_imported_all_the_same():
         "sys.platform = 'darwin'\n"
         "del os.sched_getaffinity\n"
         + "".join(f"import rloo.{name}\n" for name in modules)
-        + "from rloo.dist.system import num_processors\n"
+        + "from rloo.distributed.platform_info import num_processors\n"
         "from rloo.kernels import why_not\n"
         "print(num_processors() == os.cpu_count(), why_not())\n"
     )
@@ -98,7 +98,7 @@ def test_where_only_linux_has_it_the_rest_is_imported_all_the_same():
 
 def test_a_mac_is_told_that_its_gpu_is_not_used(monkeypatch):
     def notes(**options):
-        return preparation.unused_gpu_note(RLOOConfig(bf16=False, **options), CPU)
+        return prepare_model.unused_gpu_note(RLOOConfig(bf16=False, **options), CPU)
 
     assert notes() == []
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

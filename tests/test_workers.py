@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rloo.dist.crew import TRIES, Crew
-from rloo.dist.workers import OwnWorker, Worker, WorkerLost
+from rloo.distributed.worker_pool import TRIES, Crew
+from rloo.distributed.worker_process import OwnWorker, Worker, WorkerLost
 
 SERVE = "support.workers:serve"
 
@@ -64,7 +64,7 @@ def test_a_worker_that_dies_or_is_late_is_lost_and_says_how(hire):
 
 SLEEPS = """
 from rloo.rewards import RewardSet
-from rloo.rewards.workers import Scorers
+from rloo.rewards.reward_workers import Scorers
 def sleeping(completions):
     import os, time
     open(os.environ["MARK"], "x").close()
@@ -76,7 +76,7 @@ print(scorers.pids[0], flush=True)
 while not os.path.exists(os.environ["MARK"]): time.sleep(0.01)
 """
 COMPUTES = f"""
-from rloo.dist.workers import OwnWorker
+from rloo.distributed.worker_process import OwnWorker
 worker = OwnWorker("w", {SERVE!r}, b"")
 print(worker.call(b"pid", 30).decode(), flush=True)
 threading.Thread(target=worker.call, args=(b"sleep 600",), daemon=True).start()

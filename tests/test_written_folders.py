@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rloo.dist.folders import written
+from rloo.distributed.atomic_io import written
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from rloo.dist.folders import written
+from rloo.distributed.atomic_io import written
 
 with written(Path(sys.argv[1]), sys.argv[2]) as folder:
     (folder / "half").write_text("")
@@ -67,7 +67,7 @@ def test_a_folder_that_is_being_written_stays(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_merge_that_is_stopped_leaves_nothing(tmp_path, number):
     """By the handlers that a command has."""
-    script = WRITER.replace("with written", "from rloo.algorithm.interrupts import Stop\n"
+    script = WRITER.replace("with written", "from rloo.algorithm.stop_signals import Stop\n"
         "with Stop().listening(), written")  # fmt: skip
     command = [sys.executable, "-c", script, str(tmp_path), "out"]
     process = subprocess.Popen(

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rloo.report.doctor.causes import EXPLAINS, causes_of
-from rloo.report.doctor.finding import Rule
-from rloo.report.doctor.rules import RULES
+from rloo.addons.report.doctor.causes import EXPLAINS, causes_of
+from rloo.addons.report.doctor.rules import RULES
+from rloo.addons.report.doctor.run_record import Rule
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/doctor.md"
 MARK = "<!-- findings -->\n"

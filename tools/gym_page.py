@@ -11,7 +11,7 @@ from statistics import median
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rloo.data.gym import library
+from rloo.addons.integrations.reasoning_gym import gym_tasks
 from rloo.data.tasks import EMBEDDED, resolve_model
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/gym-tasks.md"
@@ -28,7 +28,7 @@ def filled(page: str) -> str:
     """The page with every task written anew."""
     head, mark, _ = page.partition(MARK)
     tokenizer = embedded_tokenizer()
-    return head + mark + HEAD + "".join(line(task, tokenizer) for task in library.task_names())
+    return head + mark + HEAD + "".join(line(task, tokenizer) for task in gym_tasks.task_names())
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerBase:
@@ -39,14 +39,14 @@ def embedded_tokenizer() -> PreTrainedTokenizerBase:
 def line(task: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """The row of a task: what of its first problems, with its default options, has no unknown
     token."""
-    made = list(library.problems(task, None, {}, seed=0, size=NUM_PROBLEMS))
+    made = list(gym_tasks.problems(task, None, {}, seed=0, size=NUM_PROBLEMS))
     questions = [problem.question for problem in made]
     answers = [problem.answer for problem in made if problem.answer is not None]
     known = [_known(word, tokenizer) for text in questions for word in text.split()]
     example = f"`{_cell(min(answers, key=len))}`" if answers else ""
     cells = (
         f"`{task}`",
-        str(library.num_levels(task) or "none"),
+        str(gym_tasks.num_levels(task) or "none"),
         f"{median(map(len, questions)):.0f}",
         f"{100 * sum(known) / len(known):.0f} %",
         _verdict(questions, tokenizer),

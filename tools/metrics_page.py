@@ -1,4 +1,5 @@
-"""Write the tables of docs/metrics.md from `rloo.report.table`: `python tools/metrics_page.py`.
+"""Write the tables of docs/metrics.md from `rloo.tracking.metric_registry`: `python
+tools/metrics_page.py`.
 
 What follows a line `<!-- table:NAME -->` is replaced as far as it is a table; the rest is kept.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rloo.report.table import PARTS, Metric
+from rloo.tracking.metric_registry import PARTS, Metric
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/metrics.md"
 HEAD = "| name | unit | meaning | healthy | with several processes |\n|---|---|---|---|---|\n"

@@ -152,8 +152,8 @@ class Copy:
         temporary, cache = self.folder / "tmp", self.folder / "cache"
         temporary.mkdir()
         cache.mkdir()
-        # What the package keeps for a machine (kernels/kept.py) could hide a change, and a change
-        # could spoil it for the user. Other caches stay as they are.
+        # What the package keeps for a machine (kernels/tuning_cache.py) could hide a change, and a
+        # change could spoil it for the user. Other caches stay as they are.
         usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         for entry in usual.iterdir() if usual.is_dir() else ():
             if entry.name != "rloo":

@@ -14,10 +14,10 @@ from pathlib import Path
 from rich.console import Console
 from transformers import TrainerCallback
 
+from rloo.addons.report.live import screen
 from rloo.cli import EMBEDDED
-from rloo.config.parsing import parse_command_line
-from rloo.report import screen
-from rloo.run.trainer import RLOOTrainer
+from rloo.config.parser import parse_command_line
+from rloo.trainer.trainer import RLOOTrainer
 
 WIDTH, HEIGHT = 100, 60
 FROM = 40

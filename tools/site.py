@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from html import escape
 
-from rloo.config.reading import default_of
-from rloo.config.rendering import value_as_text
+from rloo.config.fields import default_of
+from rloo.config.show import value_as_text
 from rloo.config.vllm_options import OPTIONS
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?:\.\./)?(?!how-to|reference)[^)]*\)")

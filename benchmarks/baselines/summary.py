@@ -25,7 +25,7 @@ from benchmarks.baselines.results import (
     read_result,
     tuning_curves,
 )
-from rloo.run.evaluate import interval
+from rloo.trainer.evaluate import interval
 
 # What arms are compared by, one number a run: name -> what it is.
 MEASURES = {

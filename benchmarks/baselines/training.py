@@ -19,11 +19,11 @@ from datasets import Dataset
 
 from benchmarks.baselines.arms import Job, Task
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm.sharing import Judge
-from rloo.data.prompts import PromptSource
-from rloo.report.records import versions
-from rloo.run.evaluate import evaluate, settings_of
-from rloo.run.setup import make_source, prompt_limit
+from rloo.algorithm.rank_rollout import Judge
+from rloo.data.prompt_dataset import PromptSource
+from rloo.tracking.jsonl import versions
+from rloo.trainer.build import make_source, prompt_limit
+from rloo.trainer.evaluate import evaluate, settings_of
 from rloo.types import Prompt
 
 # Of the metrics of each step, under the names of the curves.

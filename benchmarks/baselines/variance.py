@@ -25,12 +25,12 @@ from benchmarks.baselines.arms import PLAIN, Task
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.advantages import Terms, assign
+from rloo.algorithm.rank_rollout import Judge
+from rloo.algorithm.reward_shaping import shape
 from rloo.algorithm.rollout import SyncRollouts
-from rloo.algorithm.shaping import shape
-from rloo.algorithm.sharing import Judge
 from rloo.algorithm.update import micro_loss
-from rloo.config.batches import batches_of
-from rloo.engines.noise import noise_key
+from rloo.config.batch_sizes import batches_of
+from rloo.engines.counter_rng import noise_key
 from rloo.model.policy import Policy
 from rloo.types import Prompt, Rollout, Sample
 

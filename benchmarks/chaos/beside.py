@@ -25,8 +25,8 @@ FIGURE = (
 PROMISED = 40
 # How a process is known, by its command line.
 ROLES = {
-    "sampler": "rloo.engines.sampler:serve",
-    "scorer": "rloo.rewards.workers:serve",
+    "sampler": "rloo.engines.engine_worker:serve",
+    "scorer": "rloo.rewards.reward_workers:serve",
     "server": "fake_vllm_program.py",
 }
 KINDS = (

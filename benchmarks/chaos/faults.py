@@ -14,7 +14,7 @@ from benchmarks.chaos import operations
 from benchmarks.chaos.kills import count_operations, killed
 from benchmarks.chaos.results import Trial
 from benchmarks.chaos.rig import Rig
-from rloo.run.checkpoint import list_checkpoints, verify_checkpoint
+from rloo.trainer.checkpoint import list_checkpoints, verify_checkpoint
 
 FIGURE = "no space, I/O error, read-only, no permission at every file operation: nothing is lost"
 # From some operation on, or at one alone, reading included.

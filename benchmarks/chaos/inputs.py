@@ -111,7 +111,7 @@ def _prepared() -> Iterator[None]:
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     import torch
 
-    import rloo.run.trainer  # noqa: F401
+    import rloo.trainer.trainer  # noqa: F401
 
     torch.set_num_threads(1)
     yield

@@ -24,7 +24,7 @@ from benchmarks.chaos.kills import killed
 from benchmarks.chaos.processes import command, fork
 from benchmarks.chaos.results import Trial
 from benchmarks.chaos.rig import Rig
-from rloo.run.checkpoint import find_checkpoint
+from rloo.trainer.checkpoint import find_checkpoint
 
 FIGURE = "power cuts (200, on each of three disks): nothing that was committed is lost"
 PROMISED = 200
@@ -217,16 +217,16 @@ def log(rig: Rig, config: str, killed_at: int) -> Session:
     shutil.copytree(folder, before)
 
     def action() -> int:
-        from rloo.run import saving
+        from rloo.trainer import checkpoint_writer
 
-        library, save = rig.operations, saving.save_checkpoint
+        library, save = rig.operations, checkpoint_writer.save_checkpoint
 
         def saved(directory, checkpoint, **options):
             path = save(directory, checkpoint, **options)
             library.chaos_mark(f"{checkpoint.step}".encode())
             return path
 
-        saving.save_checkpoint = saved
+        checkpoint_writer.save_checkpoint = saved
         ops.arm(library, folder, ops.LOG, log=file)
         status = command(rig.arguments(config, folder), None)()
         library.chaos_arm(b"", None, ops.OFF, 0, 0)

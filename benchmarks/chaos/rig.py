@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.chaos.processes import Ended, ForkedRank, command, fork, program
-from rloo.run.checkpoint import list_checkpoints
+from rloo.trainer.checkpoint import list_checkpoints
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from same_folders import compare_folders
@@ -209,12 +209,12 @@ class Rig:
             lines = "".join(f'{{"prompt": "{prompt}"}}\n' for prompt in prompts)
             Path(f"{name}.jsonl").write_text(lines)
         Path("rewards.py").write_text(REWARDS)
-        importlib.import_module("rloo.run.trainer")
+        importlib.import_module("rloo.trainer.trainer")
         made = fork(lambda: _save_base(Path("base")), Path("log"))
         if made.status:
             raise RuntimeError(made.output)
         self._import_what_a_run_imports()
-        launch: Any = importlib.import_module("rloo.run.launch")
+        launch: Any = importlib.import_module("rloo.addons.launch.local_ranks")
         launch.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=None)
 
     def _import_what_a_run_imports(self) -> None:

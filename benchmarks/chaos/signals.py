@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.chaos.processes import DEADLINE, Ended, as_from_a_shell, command, finish, start
 from benchmarks.chaos.results import Trial
 from benchmarks.chaos.rig import Rig
-from rloo.run.checkpoint import find_checkpoint
+from rloo.trainer.checkpoint import find_checkpoint
 
 FIGURE = (
     "signals, 6 kinds in 6 phases on a terminal: checkpoint within 30 s, identical end, status "
@@ -32,12 +32,12 @@ GRACE = 30.0
 STARTING = "starting"
 # Where: in which call of which function; the finished steps that a checkpoint has to hold.
 PHASES: dict[str, tuple[str, str, int, int]] = {
-    STARTING: ("rloo.run.trainer", "obtain_model", 1, 0),
+    STARTING: ("rloo.trainer.trainer", "obtain_model", 1, 0),
     "sampling": ("rloo.engines.in_process:InProcessEngine", "sample", 9, 3),
-    "reward": ("rloo.rewards.combine:RewardSet", "call", 8, 3),
-    "update": ("rloo.model.stepper:Stepper", "backward", 4, 3),
-    "saving": ("rloo.model.files:ModelFiles", "save_checkpoint", 2, 4),
-    "evaluating": ("rloo.rewards.combine:RewardSet", "call", 5, 2),
+    "reward": ("rloo.rewards.reward_set:RewardSet", "call", 8, 3),
+    "update": ("rloo.model.optimizer_step:Stepper", "backward", 4, 3),
+    "saving": ("rloo.model.save_load:ModelFiles", "save_checkpoint", 2, 4),
+    "evaluating": ("rloo.rewards.reward_set:RewardSet", "call", 5, 2),
 }
 
 

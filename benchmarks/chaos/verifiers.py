@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 from typing import TypeAlias
 
+from rloo.addons.graders.math.math_reward import MathReward
 from rloo.rewards import gsm8k_reward, make_math
-from rloo.rewards.math import MathReward
 
 Corpus: TypeAlias = list[tuple[str, str] | tuple[str, str, str]]
 

@@ -26,7 +26,7 @@ _ROLLOUTS, _LONG = 4, 25.0
 
 def plan(arguments: list[str]) -> dict[str, Any]:
     """The times that are planned."""
-    from rloo.run.plan import make_plan, print_plan
+    from rloo.addons.planner.plan import make_plan, print_plan
 
     made = make_plan(_config(arguments))
     with _on_stderr():
@@ -43,7 +43,7 @@ def run(arguments: list[str], *, worst: bool) -> dict[str, Any]:
     warms up."""
     from transformers import TrainerCallback
 
-    from rloo.run.trainer import RLOOTrainer
+    from rloo.trainer.trainer import RLOOTrainer
 
     if worst:
         Policy.stop_token_ids = property(lambda self: ())  # type: ignore[assignment, method-assign]
@@ -91,7 +91,7 @@ def run(arguments: list[str], *, worst: bool) -> dict[str, Any]:
 
 
 def _config(arguments: list[str]) -> Any:
-    from rloo.config.parsing import parse_command_line
+    from rloo.config.parser import parse_command_line
 
     return parse_command_line(arguments)
 

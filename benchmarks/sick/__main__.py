@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.sick.cases import Case, cases
 from benchmarks.sick.making import options_of, run
-from rloo.report.comparison import change_between
+from rloo.tracking.before_after import change_between
 
 if TYPE_CHECKING:
-    from rloo.report.doctor.finding import Run
+    from rloo.addons.report.doctor.run_record import Run
 
 Result = dict[str, Any]
 # The reward that is wanted, whatever a run is paid for.
@@ -48,7 +48,7 @@ def make(case: Case, folder: Path, *, again: bool) -> Result:
 def _before(case: Case, folder: Path) -> Result:
     """Examine a configuration, by the command's own way."""
     from rloo import RLOOConfig
-    from rloo.run.doctor import findings_before
+    from rloo.addons.report.doctor.dry_run import findings_before
 
     options = {**options_of(case, folder), "reward": list(case.reward)}
     found = findings_before(RLOOConfig(**options), folder)
@@ -73,7 +73,7 @@ def follow(case: Case, result: Result, folder: Path) -> list[Result]:
 def _held_out(folder: Path) -> dict[str, Any]:
     """The last evaluation of the task's own reward, that of the weights which the run ends with;
     empty without any."""
-    from rloo.report.doctor.folder import read_run
+    from rloo.addons.report.doctor.doctor_command import read_run
 
     rows = [row for row in read_run(folder).evaluations if row.get(FIGURE) is not None]
     best = [row for row in rows if row.get("name") == "best"]
@@ -82,8 +82,8 @@ def _held_out(folder: Path) -> dict[str, Any]:
 
 def judge(case: Case, folder: Path) -> Result:
     """What the doctor says of a run, and whether that is right."""
-    from rloo.report.doctor.folder import findings_of, read_run, summary_of
-    from rloo.report.verdict import verdict
+    from rloo.addons.report.doctor.doctor_command import findings_of, read_run, summary_of
+    from rloo.tracking.summary_text import verdict
 
     findings = findings_of(folder)
     summary = summary_of(folder, read_run(folder)) | {"findings": [asdict(f) for f in findings]}
@@ -100,9 +100,9 @@ def _praises(verdict: str) -> bool:
 
 def _alarms(folder: Path, run: Run) -> list[str]:
     """What was told before the first step, and what these rules tell of the others."""
-    from rloo.report.doctor.watch import Watch
-    from rloo.report.records import ALARMS
-    from rloo.report.run_folder import read_rows
+    from rloo.addons.report.doctor.live_rules import Watch
+    from rloo.tracking.jsonl import ALARMS
+    from rloo.tracking.run_reader import read_rows
 
     told = [row["finding"]["name"] for row in read_rows(folder / ALARMS) if row["step"] == 0]
     watch = Watch(run.config)

@@ -61,7 +61,7 @@ def _written(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _loaded(reward: Any) -> Any:
-    from rloo.rewards.load import load_reward
+    from rloo.rewards.registry import load_reward
 
     return load_reward(reward)
 

@@ -19,10 +19,10 @@ if sys.platform == "win32":
     )
 
 if TYPE_CHECKING:
-    from rloo.algorithm.interrupts import Stopped
+    from rloo.addons.integrations.verifiers import from_verifiers
+    from rloo.algorithm.stop_signals import Stopped
     from rloo.config.config import RLOOArguments, RLOOConfig
-    from rloo.episodes.verifiers import from_verifiers
-    from rloo.run.trainer import RLOOTrainer
+    from rloo.trainer.trainer import RLOOTrainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,9 +41,9 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _HOMES = {
     "RLOOArguments": "rloo.config.config",
     "RLOOConfig": "rloo.config.config",
-    "RLOOTrainer": "rloo.run.trainer",
-    "Stopped": "rloo.algorithm.interrupts",
-    "from_verifiers": "rloo.episodes.verifiers",
+    "RLOOTrainer": "rloo.trainer.trainer",
+    "Stopped": "rloo.algorithm.stop_signals",
+    "from_verifiers": "rloo.addons.integrations.verifiers",
 }
 
 

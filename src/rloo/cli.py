@@ -1,4 +1,4 @@
-"""The command `rloo`: `rloo.config.usage` says what it does."""
+"""The command `rloo`: `rloo.config.help_text` says what it does."""
 
 # Torch is imported by the commands that need it, not here: help must not wait for it.
 from __future__ import annotations
@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from rloo import __version__, quickly
-from rloo.algorithm.interrupts import Stop, Stopped
+from rloo.addons.importers import IMPORTERS, import_config, render_imported
+from rloo.algorithm.stop_signals import Stop, Stopped
 from rloo.config.config import RLOOConfig, in_one_process, without_adapter
-from rloo.config.functions import NotAllowed
-from rloo.config.imports import IMPORTERS, import_config, render_imported
-from rloo.config.launchers import check_alone, check_launch, is_launched, restart_count
-from rloo.config.parsing import given_names, parse_command_line
+from rloo.config.fields import faults_of, suggest
+from rloo.config.help_text import overview, usage_of
+from rloo.config.launcher_env import check_alone, check_launch, is_launched, restart_count
+from rloo.config.parser import given_names, parse_command_line
 from rloo.config.presets import describe_preset, remarks
-from rloo.config.reading import faults_of, suggest
-from rloo.config.rendering import render_all, render_basic, render_option, render_resolved
-from rloo.config.usage import overview, usage_of
-from rloo.dist import process_rank
-from rloo.dist.exits import no_silent_end
-from rloo.dist.streams import complete, lead_nowhere, say, show
-from rloo.dist.tracebacks import is_users, of_the_user
-from rloo.run.preflight import check_inputs, check_merge
+from rloo.config.show import render_all, render_basic, render_option, render_resolved
+from rloo.config.user_functions import NotAllowed
+from rloo.distributed import process_rank
+from rloo.distributed.process_exit import no_silent_end
+from rloo.distributed.standard_streams import complete, lead_nowhere, say, show
+from rloo.distributed.user_traceback import is_users, of_the_user
+from rloo.trainer.preflight import check_inputs, check_merge
 
 EMBEDDED = Path(__file__).parent / "data" / "tasks" / "countdown.yaml"
 INTERRUPTED = 130
@@ -139,7 +139,7 @@ def _train(arguments: list[str], signals: Stop) -> int:
     config = _configured(arguments)
     check_inputs(config)
     if not is_launched() and ((config.num_processes or 1) > 1 or config.max_restarts > 0):
-        from rloo.run.launch import launch
+        from rloo.addons.launch.local_ranks import launch
 
         return launch(arguments, config)
     check_launch(config)
@@ -148,10 +148,10 @@ def _train(arguments: list[str], signals: Stop) -> int:
     signals.usr1_saves = config.on_sigusr1 == "save"
     with no_silent_end("the run"):
         with signals.ending(), quickly():
-            from rloo.run.trainer import RLOOTrainer
+            from rloo.trainer.trainer import RLOOTrainer
 
             if restart_count() > 0:
-                from rloo.run.launch import restarted
+                from rloo.addons.launch.local_ranks import restarted
 
                 config = restarted(config)
         RLOOTrainer(args=config).train()
@@ -159,7 +159,7 @@ def _train(arguments: list[str], signals: Stop) -> int:
 
 
 def _plan(arguments: list[str], signals: Stop) -> int:
-    from rloo.run.scaling.command import asks_for_gpus, plan_gpus
+    from rloo.addons.planner.gpu.gpu_plan_command import asks_for_gpus, plan_gpus
 
     if asks_for_gpus(arguments):
         with signals.ending(), quickly():
@@ -171,7 +171,7 @@ def _plan(arguments: list[str], signals: Stop) -> int:
     # Torch, which reads this when it is loaded, would tell of memory from before a measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with signals.ending(), quickly():
-        from rloo.run.plan import make_plan, print_plan
+        from rloo.addons.planner.plan import make_plan, print_plan
 
     print_plan(make_plan(config))
     return 0
@@ -180,7 +180,7 @@ def _plan(arguments: list[str], signals: Stop) -> int:
 def _doctor(arguments: list[str], signals: Stop) -> int:
     words = [a for a in arguments if a[:1] != "-" and "=" not in a]
     if len(arguments) == len(words) == 1 and not words[0].endswith((".yaml", ".yml")):
-        from rloo.report.doctor.folder import report
+        from rloo.addons.report.doctor.doctor_command import report
 
         for line in report(Path(words[0])):
             show(line)
@@ -188,7 +188,7 @@ def _doctor(arguments: list[str], signals: Stop) -> int:
     config = _configured(arguments)
     check_alone("doctor")
     with signals.ending():
-        from rloo.run.doctor import examine
+        from rloo.addons.report.doctor.dry_run import examine
 
     for line in examine(config, tuple(arguments)):
         show(line)
@@ -223,8 +223,8 @@ def _evaluate(arguments: list[str], signals: Stop) -> int:
     what = f"{config.model} on {config.eval_dataset}{split}, temperature {temperature:g}"
     show(what)
     with signals.ending(), quickly():
-        from rloo.report.console import print_evaluation
-        from rloo.run.trainer import RLOOTrainer
+        from rloo.tracking.console import print_evaluation
+        from rloo.trainer.trainer import RLOOTrainer
 
     trainer = RLOOTrainer(args=config)
     for note in trainer.policy.notes:
@@ -261,7 +261,7 @@ def _check_estimator(arguments: list[str], signals: Stop) -> int:
         )
     config = parse_command_line(["--estimator", *arguments])
     with signals.ending(), quickly():
-        from rloo.run.check_estimator import report
+        from rloo.tools.check_estimator import report
 
     for line in report(config):
         show(line)
@@ -269,7 +269,7 @@ def _check_estimator(arguments: list[str], signals: Stop) -> int:
 
 
 def _report(arguments: list[str], signals: Stop) -> int:
-    from rloo.report.page.command import report
+    from rloo.addons.report.html.report_command import report
 
     return report(arguments)
 
@@ -281,36 +281,38 @@ def _serve(arguments: list[str], signals: Stop) -> int:
     if config.model is None:
         raise ValueError("vllm-serve needs the model that is to be served (--model)")
     with signals.ending(), quickly():
-        from rloo.run.servers import serve
+        from rloo.trainer.remote_engines import serve
 
     serve(config, config.model, named="vllm_server_host" in given_names(arguments))
     return 0  # it has become the server
 
 
 def _launch(arguments: list[str], signals: Stop) -> int:
-    from rloo.launch import local, ray, slurm
-    from rloo.launch.cluster import read_cluster
-    from rloo.launch.roles import check_again, make_job
+    from rloo.addons.launch import local_backend, ray_backend, slurm_backend
+    from rloo.addons.launch.cluster import read_cluster
+    from rloo.addons.launch.roles import check_again, make_job
 
     check_alone("launch")
     cluster, left, shown = read_cluster(arguments)
     by_slurm = cluster.backend == "slurm"
-    job = make_job(cluster, _launched(left), slurm.FOLDER if by_slurm else None, str(EMBEDDED))
+    job = make_job(
+        cluster, _launched(left), slurm_backend.FOLDER if by_slurm else None, str(EMBEDDED)
+    )
     check_inputs(job.config)
     if cluster.backend == "local":
         if not shown:
-            return local.run_here(job)
-        print(local.script(job), end="")
+            return local_backend.run_here(job)
+        print(local_backend.script(job), end="")
         return 0
     check_again(job)
     if shown:
-        print(slurm.shown(job) if by_slurm else ray.script(job), end="")
+        print(slurm_backend.shown(job) if by_slurm else ray_backend.script(job), end="")
         return 0
-    return slurm.submit(job) if by_slurm else ray.run(job, signals)
+    return slurm_backend.submit(job) if by_slurm else ray_backend.run(job, signals)
 
 
 def _status(arguments: list[str], signals: Stop) -> int:
-    from rloo.launch.status import status
+    from rloo.addons.launch.run_status import status
 
     for line in status(_folder("status", arguments)):
         show(line)
@@ -318,7 +320,7 @@ def _status(arguments: list[str], signals: Stop) -> int:
 
 
 def _stop(arguments: list[str], signals: Stop) -> int:
-    from rloo.launch.status import stop
+    from rloo.addons.launch.run_status import stop
 
     for line in stop(_folder("stop", arguments)):
         say(line)
@@ -332,7 +334,7 @@ def _folder(command: str, arguments: list[str]) -> Path:
 
 
 def _worker(arguments: list[str], signals: Stop) -> int:
-    from rloo.dist.placed import KINDS, work
+    from rloo.distributed.remote_worker import KINDS, work
 
     match arguments:
         case [kind, folder] if kind in KINDS:
@@ -363,7 +365,7 @@ def _merge(arguments: list[str], signals: Stop) -> int:
     check_merge(config)
     say(f"Merging {folder} into its base")
     with signals.ending(), quickly():
-        from rloo.run.merge import merge
+        from rloo.tools.merge_lora import merge
 
     for line in merge(config):
         say(line)

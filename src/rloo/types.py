@@ -58,7 +58,9 @@ class Elsewhere(Sequence[Any]):
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
-        raise LookupError("another process has this completion (rloo.algorithm.transfer.bring)")
+        raise LookupError(
+            "another process has this completion (rloo.algorithm.completion_exchange.bring)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ import statistics
 import pytest
 from transformers import TrainerCallback
 
-from rloo.algorithm.adaptive import Adaptive
-from rloo.algorithm.shaping import shape, shaped_rewards
+from rloo.algorithm.kl_controller import Adaptive
+from rloo.algorithm.reward_shaping import shape, shaped_rewards
 from rloo.config.config import RLOOConfig
-from rloo.rewards.normalizer import Normalized
+from rloo.rewards.running_norm import Normalized
 from rloo.types import Completion, Group, Prompt
 from support.terms import rollout_of
 from support.training import (

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rloo.algorithm import objective
 from rloo.algorithm.advantages import Stored, batch_advantages
-from rloo.algorithm.enumeration import Bandit, logits_table
+from rloo.algorithm.loss import loss_denominator
 from rloo.algorithm.update import micro_loss
 from rloo.model.logprobs import TokenScores
+from rloo.tools.exact_gradient import Bandit, logits_table
 from support.marks import slow
 from support.policies import make_policy_config
 from support.terms import terms_of
@@ -65,7 +65,7 @@ def gradient(theta: Tensor, sampler: Tensor, group: tuple[int, ...], config) -> 
     terms = terms_of(config)
     values = batch_advantages(batch, now.detach(), now.detach(), terms)
     credit = Stored(known=dict(zip(batch.keys, values.split(1), strict=True)))
-    denominator = objective.loss_denominator(
+    denominator = loss_denominator(
         config.loss_aggregation, num_sequences=size, num_tokens=len(now), constant=None
     )
     loss, _ = micro_loss(policy, batch, credit, terms, denominator)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rloo.algorithm.beside import AsyncRollouts
+from rloo.algorithm.async_rollout import AsyncRollouts
 from rloo.types import Completion, EngineFacts, Prompt
 from support.marks import in_pairs
 from support.training import make_config, make_trainer

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from rloo.algorithm.centring import centred, scale, standardise
+from rloo.algorithm.baselines import centred, scale, standardise
 
 NAN = math.nan
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rloo.algorithm.adaptive import Adaptive
-from rloo.algorithm.shaping import has_signal
+from rloo.algorithm.kl_controller import Adaptive
+from rloo.algorithm.reward_shaping import has_signal
 from rloo.config.config import RLOOConfig
 from support.production import Production, compare, make_tiny, with_failures
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rloo.algorithm.advantages import assign
-from rloo.algorithm.chosen import chosen_estimator
+from rloo.algorithm.estimator_registry import chosen_estimator
 from rloo.algorithm.estimators import (
     Returns,
     composed,
@@ -18,10 +18,10 @@ from rloo.algorithm.estimators import (
     leave_one_out,
     whitened,
 )
-from rloo.algorithm.shaping import shape
+from rloo.algorithm.reward_shaping import shape
 from rloo.algorithm.update import update
-from rloo.config.composed import Composition
 from rloo.config.config import RLOOConfig
+from rloo.config.estimator_config import Composition
 from rloo.types import Completion, Group, Prompt
 from support.models import make_samples
 from support.policies import make_policy_config, make_policy_of
@@ -423,8 +423,8 @@ def test_a_run_is_refused_before_its_model_is_loaded_for_an_estimator_that_is_no
 
 def test_every_estimator_of_the_package_is_in_the_help_of_the_option():
     from rloo.algorithm.estimators import ESTIMATORS
-    from rloo.config import composed
+    from rloo.config import estimator_config
 
-    assert tuple(ESTIMATORS) == composed.ESTIMATORS
+    assert tuple(ESTIMATORS) == estimator_config.ESTIMATORS
     (option,) = (field for field in fields(RLOOConfig) if field.name == "estimator")
     assert all(name in option.metadata["help"] for name in ESTIMATORS)

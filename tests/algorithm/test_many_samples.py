@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from rloo.algorithm.shaping import shape
-from rloo.algorithm.tally import imbalance
+from rloo.algorithm.reward_shaping import shape
 from rloo.algorithm.update import minibatches
-from rloo.config.batches import Batches
-from rloo.model.batch import deal, exceeds, make_sample, pack, pad, split
-from rloo.report.metrics import rollout_metrics
+from rloo.algorithm.update_metrics import imbalance
+from rloo.config.batch_sizes import Batches
+from rloo.model.micro_batch import deal, exceeds, make_sample, pack, pad, split
+from rloo.tracking.metrics import rollout_metrics
 from rloo.types import Completion, Group, Prompt
 from support.models import CPU
 from support.policies import make_policy_config

@@ -4,7 +4,16 @@ import math
 import pytest
 import torch
 
-from rloo.algorithm import objective
+from rloo.algorithm.loss import (
+    Completions,
+    Surrogate,
+    importance_weights,
+    kl_estimate,
+    loss_denominator,
+    policy_loss,
+    ratio_of,
+    return_to_go,
+)
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -13,13 +22,13 @@ def tensor(*values: float) -> torch.Tensor:
 
 # Two completions, of 2 tokens and 1; ratios e^0.1 e^0.2 and e^-0.5.
 NOW, OLD = (-1.0, -0.8, -2.0), (-1.1, -1.0, -1.5)
-COMPLETIONS = objective.Completions(torch.tensor([0, 0, 1]), 2)
+COMPLETIONS = Completions(torch.tensor([0, 0, 1]), 2)
 
 
 def loss_of(advantages, **options):
     weights = options.pop("weights_T", None)
-    form = objective.Surrogate(**options)
-    result = objective.policy_loss(
+    form = Surrogate(**options)
+    result = policy_loss(
         tensor(*NOW), tensor(*OLD), tensor(*advantages), COMPLETIONS, form, weights
     )
     return result._replace(loss=result.loss / 2)
@@ -52,7 +61,7 @@ def test_asymmetric_clipping():
 
 def test_on_policy_gradient_is_that_of_reinforce():
     now = tensor(*NOW).requires_grad_()
-    result = objective.policy_loss(now, now.detach(), tensor(2, -3), COMPLETIONS)
+    result = policy_loss(now, now.detach(), tensor(2, -3), COMPLETIONS)
     (result.loss / 2).backward()
     assert now.grad.tolist() == [-1, -1, 1.5]
 
@@ -60,7 +69,7 @@ def test_on_policy_gradient_is_that_of_reinforce():
 def test_an_enormous_ratio_is_finite_even_where_the_advantage_is_zero():
     now = tensor(0, 0, 0).requires_grad_()
     old = tensor(-1e4, 0, 1e4)
-    result = objective.policy_loss(now, old, tensor(0, -1), COMPLETIONS)
+    result = policy_loss(now, old, tensor(0, -1), COMPLETIONS)
     result.loss.backward()
     assert result.loss.isfinite()
     assert now.grad.isfinite().all()
@@ -69,7 +78,7 @@ def test_an_enormous_ratio_is_finite_even_where_the_advantage_is_zero():
 def test_nothing_overflows_at_any_level_aggregation_or_weight():
     """Log-ratios of 10,000 either way, in float32, with advantages of 0 among them."""
     far = torch.tensor([1e4, -1e4, 0.0, 1e4, -1e4])
-    completions = objective.Completions(torch.tensor([0, 1, 2, 3, 3]), 4)
+    completions = Completions(torch.tensor([0, 1, 2, 3, 3]), 4)
     modes = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", None)
     levels, aggregations = (
         ("sequence", "sequence_mean", "token"),
@@ -78,21 +87,19 @@ def test_nothing_overflows_at_any_level_aggregation_or_weight():
     for level, aggregation, mode in itertools.product(levels, aggregations, modes):
         now = far.clone().requires_grad_()
         advantages = torch.tensor([0.0, -1.0, 1.0, 0.0, -2.0])[: 5 if level == "token" else 4]
-        weights = mode and objective.importance_weights(
-            -far - far, completions, mode=mode, upper=1e30
-        )
-        result = objective.policy_loss(
+        weights = mode and importance_weights(-far - far, completions, mode=mode, upper=1e30)
+        result = policy_loss(
             now,
             torch.zeros(5),
             advantages,
             completions,
-            objective.Surrogate(ratio_level=level, aggregation=aggregation),
+            Surrogate(ratio_level=level, aggregation=aggregation),
             weights,
         )
         loss = result.loss
         for estimator in ("k1", "k2", "k3"):
-            kl = objective.kl_estimate(now, torch.zeros(5), estimator=estimator)
-            loss = loss + (kl * objective.ratio_of(now)).sum()
+            kl = kl_estimate(now, torch.zeros(5), estimator=estimator)
+            loss = loss + (kl * ratio_of(now)).sum()
         loss.backward()
         assert loss.isfinite() and now.grad.isfinite().all(), (level, aggregation, mode)
 
@@ -101,18 +108,18 @@ def test_a_kl_in_the_loss_never_pulls_away_from_the_reference():
     for distance in (-1e4, -25.0, -1.0, 1.0, 25.0, 1e4):
         for estimator in ("k2", "k3"):
             policy = tensor(distance).requires_grad_()
-            objective.kl_estimate(policy, tensor(0.0), estimator=estimator).sum().backward()
+            kl_estimate(policy, tensor(0.0), estimator=estimator).sum().backward()
             assert policy.grad.item() * distance >= 0
 
 
 def test_denominators():
     numbers = {"num_sequences": 6, "num_tokens": 100}
-    assert objective.loss_denominator("sequence", constant=None, **numbers) == 6
-    assert objective.loss_denominator("sequence_token_mean", constant=None, **numbers) == 6
-    assert objective.loss_denominator("token_mean", constant=None, **numbers) == 100
-    assert objective.loss_denominator("constant", constant=50, **numbers) == 300
+    assert loss_denominator("sequence", constant=None, **numbers) == 6
+    assert loss_denominator("sequence_token_mean", constant=None, **numbers) == 6
+    assert loss_denominator("token_mean", constant=None, **numbers) == 100
+    assert loss_denominator("constant", constant=50, **numbers) == 300
     with pytest.raises(ValueError, match="loss_constant"):
-        objective.loss_denominator("constant", constant=None, **numbers)
+        loss_denominator("constant", constant=None, **numbers)
 
 
 def test_the_geometric_mean_of_the_ratios_is_that_of_each_token():
@@ -134,12 +141,12 @@ def test_on_policy_every_level_of_the_ratio_has_the_same_gradient(aggregation):
     for level in ("sequence", "sequence_mean", "token"):
         now = tensor(*NOW).requires_grad_()
         values = tensor(2, 2, -3) if level == "token" else tensor(2, -3)
-        objective.policy_loss(
+        policy_loss(
             now,
             now.detach(),
             values,
             COMPLETIONS,
-            objective.Surrogate(ratio_level=level, aggregation=aggregation),
+            Surrogate(ratio_level=level, aggregation=aggregation),
         ).loss.backward()
         found.append(now.grad)
     assert torch.allclose(found[0], found[1]) and torch.allclose(found[0], found[2])
@@ -148,12 +155,12 @@ def test_on_policy_every_level_of_the_ratio_has_the_same_gradient(aggregation):
 def test_dual_clipping_bounds_the_ratio_where_the_advantage_is_negative():
     now, old = tensor(2.0, 2.0), tensor(0.0, 0.0)
     sequences = torch.tensor([0, 1])
-    result = objective.policy_loss(
+    result = policy_loss(
         now,
         old,
         tensor(-1, 1),
-        objective.Completions(sequences, 2),
-        objective.Surrogate(delta=3.0),
+        Completions(sequences, 2),
+        Surrogate(delta=3.0),
     )
     assert result.loss.item() == pytest.approx(3.0 - 1.2)
 
@@ -171,9 +178,7 @@ def test_importance_weights_are_truncated_or_masked():
     ratios = [1.0, math.e, math.exp(-1)]
 
     def weigh(mode, **bounds):
-        return objective.importance_weights(
-            policy - behavior, COMPLETIONS, mode=mode, **bounds
-        ).tolist()
+        return importance_weights(policy - behavior, COMPLETIONS, mode=mode, **bounds).tolist()
 
     assert weigh("token_truncate", upper=2.0) == pytest.approx([1, 2, ratios[2]])
     assert weigh("token_mask", upper=2.0) == pytest.approx([1, 0, ratios[2]])
@@ -186,18 +191,18 @@ def test_kl_estimates_by_hand():
     policy, reference = tensor(-1.0, -1.0), tensor(-1.5, 0.0)
 
     def estimate(name, **options):
-        return objective.kl_estimate(policy, reference, estimator=name, **options).tolist()
+        return kl_estimate(policy, reference, estimator=name, **options).tolist()
 
     assert estimate("k1") == [0.5, -1]
     assert estimate("k2") == [0.125, 0.5]
     assert estimate("k3") == pytest.approx([math.exp(-0.5) - 1 + 0.5, math.e - 1 - 1])
     assert estimate("k1", clip=0.3) == [0.3, -0.3]
-    assert objective.kl_estimate(tensor(-1e5), tensor(0.0), estimator="k3").isfinite().all()
+    assert kl_estimate(tensor(-1e5), tensor(0.0), estimator="k3").isfinite().all()
     with pytest.raises(ValueError, match="k1, k2 or k3"):
         estimate("k4")
 
 
 def test_the_return_to_go_is_the_sum_from_each_token_on():
     values = tensor(1, 2, 3, 4, 5, 6)
-    result = objective.return_to_go(values, torch.tensor([0, 0, 0, 1, 2, 2]), 3)
+    result = return_to_go(values, torch.tensor([0, 0, 0, 1, 2, 2]), 3)
     assert result.tolist() == [6, 5, 3, 4, 11, 6]

@@ -9,7 +9,7 @@ import torch
 
 from rloo.algorithm.advantages import assign
 from rloo.algorithm.update import update
-from rloo.config.beside import correction_of
+from rloo.config.async_validation import correction_of
 from support.models import make_samples
 from support.policies import make_policy_config, make_policy_of
 from support.terms import terms_of

@@ -7,18 +7,18 @@ from threading import Lock
 import pytest
 import torch
 
-from rloo.algorithm.sharing import Judge, _of_plain, _plain, sample
-from rloo.algorithm.transfer import elsewhere, heads
-from rloo.dist import World
-from rloo.dist.trees import decode, encode
-from rloo.engines.packing import pack, unpack
-from rloo.episodes.engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.own import OwnRollouts
-from rloo.episodes.proof import find_dialect
-from rloo.episodes.stage import Stage, tools_of
+from rloo.algorithm.completion_exchange import elsewhere, heads
+from rloo.algorithm.rank_rollout import Judge, _of_plain, _plain, sample
+from rloo.distributed import World
+from rloo.distributed.pytree import decode, encode
+from rloo.engines.serialization import pack, unpack
+from rloo.episodes.environments import Stage, tools_of
+from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
+from rloo.episodes.renderer_check import find_dialect
+from rloo.episodes.rollout_func import OwnRollouts
 from rloo.episodes.tools import Tools
-from rloo.report.metrics import sampled_entropy
 from rloo.rewards import RewardSet
+from rloo.tracking.metrics import sampled_entropy
 from rloo.types import Completion, EngineFacts, Episode, Prompt, Sampling, of_trained
 from support.chat import make_chat_tokenizer
 from support.episodes import Told

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from rloo.algorithm.advantages import FromThisPass, Stored, assign
-from rloo.algorithm.shaping import shape
-from rloo.algorithm.sharing import Judge
+from rloo.algorithm.rank_rollout import Judge
+from rloo.algorithm.reward_shaping import shape
 from rloo.algorithm.update import micro_loss, minibatches, update
-from rloo.config.batches import batches_of
-from rloo.dist import World
+from rloo.config.batch_sizes import batches_of
+from rloo.distributed import World
 from rloo.rewards import RewardSet
 from rloo.types import Completion, Group, Prompt
 from support.models import CPU, make_samples

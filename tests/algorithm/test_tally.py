@@ -2,7 +2,7 @@
 
 import torch
 
-from rloo.algorithm.tally import add, gather, on_host, read, watched_sum
+from rloo.algorithm.update_metrics import add, gather, on_host, read, watched_sum
 
 
 def test_sums_of_tensors_are_those_of_their_numbers():

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rloo.algorithm.sharing import sample
-from rloo.algorithm.transfer import bring, bring_seen, holders_of, with_tokens
-from rloo.dist import World
+from rloo.algorithm.completion_exchange import bring, bring_seen, holders_of, with_tokens
+from rloo.algorithm.rank_rollout import sample
+from rloo.distributed import World
 from rloo.types import Completion, EngineFacts, Prompt, Sample, Sampling
 from support.lines import make_worlds, of_each
 

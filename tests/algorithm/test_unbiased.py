@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rloo.algorithm import objective
+from rloo.algorithm import loss
 from rloo.algorithm.advantages import FromThisPass, Stored, batch_advantages
-from rloo.algorithm.chosen import chosen_estimator
-from rloo.algorithm.enumeration import Bandit, logits_table, measure
+from rloo.algorithm.estimator_registry import chosen_estimator
 from rloo.algorithm.update import micro_loss
-from rloo.config.composed import ARGUMENTS
 from rloo.config.config import RLOOConfig
+from rloo.config.estimator_config import ARGUMENTS
 from rloo.config.presets import BASE
 from rloo.model.logprobs import TokenScores
+from rloo.tools.exact_gradient import Bandit, logits_table, measure
 from support.presets import PRESET_FORMS
 from support.terms import terms_of
 
@@ -67,7 +67,7 @@ def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ..
         values = batch_advantages(batch, logprobs, logprobs.detach(), terms)
         sizes = batch.lengths if config.importance_sampling_level == "token" else 1
         credit = Stored(dict(zip(batch.keys, values.split(sizes), strict=True)))
-    denominator = objective.loss_denominator(
+    denominator = loss.loss_denominator(
         config.loss_aggregation,
         num_sequences=len(members),
         num_tokens=len(logprobs),

@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo.algorithm.advantages import FromThisPass, Stored, assign
-from rloo.algorithm.objective import kl_estimate
+from rloo.algorithm.loss import kl_estimate
 from rloo.algorithm.update import micro_loss, update
-from rloo.model.batch import pad
+from rloo.model.micro_batch import pad
 from rloo.model.policy import Policy
 from support.given_logprobs import Rollout, ours
 from support.models import VOCAB_SIZE, make_samples

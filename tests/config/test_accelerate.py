@@ -11,8 +11,8 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from rloo import RLOOConfig
-from rloo.config.arguments import to_training_arguments
-from rloo.config.launchers import check_launch, unseen
+from rloo.config.compat.training_arguments import to_training_arguments
+from rloo.config.launcher_env import check_launch, unseen
 
 LAUNCHERS = {
     "multi_gpu_launcher": prepare_multi_gpu_env,

@@ -11,9 +11,9 @@ import pytest
 from transformers import HfArgumentParser
 
 from rloo import RLOOArguments, RLOOConfig, RLOOTrainer
-from rloo.config.arguments import to_training_arguments
+from rloo.config.compat.training_arguments import to_training_arguments
+from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.config import known_names, option_types
-from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
 from support.models import make_model
 from support.text import make_tokenizer
 from support.training import ROWS, count_words
@@ -224,7 +224,7 @@ def test_type_checkers_see_every_option(tmp_path):
     )
     (tmp_path / "mypy.ini").write_text(
         "[mypy]\nfollow_imports = silent\nignore_missing_imports = true\n"
-        "[mypy-torch.*,transformers.*,rloo.run.*]\nfollow_imports = skip\n",
+        "[mypy-torch.*,transformers.*,rloo.trainer.*]\nfollow_imports = skip\n",
         encoding="utf-8",
     )
     out, _, _ = api.run(

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rloo.config.checks import RANGES
+from rloo.config.validation import RANGES
 
 NUMBER = r"(-?[\d.,]*\d)"
 # Of a rule in words: what it says of the number in it, and whether that number is allowed itself.

@@ -12,13 +12,13 @@ import sys
 import pytest
 import torch
 
-from rloo.config.aliases import ALIASES, CONVERSIONS, SECOND_FIELDS
-from rloo.config.arguments import to_training_arguments
-from rloo.config.batches import batches_of
-from rloo.config.checks import RANGES
+from rloo.config.batch_sizes import batches_of
+from rloo.config.compat.aliases import ALIASES, CONVERSIONS, SECOND_FIELDS
+from rloo.config.compat.training_arguments import to_training_arguments
+from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.config import DEVIATIONS, RLOOConfig, option_types, resolve_interval
-from rloo.config.reading import default_of
-from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.fields import default_of
+from rloo.config.validation import RANGES
 from rloo.config.vllm_options import OPTIONS
 
 
@@ -276,7 +276,7 @@ def test_training_arguments_work_on_a_cpu_with_the_default_precision():
 def test_accelerate_does_not_change_the_number_of_threads_of_a_rank(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "to be put back")
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("rloo.config.arguments.is_launched", lambda: True)
+    monkeypatch.setattr("rloo.config.compat.training_arguments.is_launched", lambda: True)
     to_training_arguments(RLOOConfig())
     assert os.environ["OMP_NUM_THREADS"] == str(torch.get_num_threads())
 

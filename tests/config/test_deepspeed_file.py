@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rloo import RLOOConfig
-from rloo.config.deepspeed import complete
+from rloo.config.compat.deepspeed_config import complete
 
 # As Trainer's documents write it.
 FILE = {

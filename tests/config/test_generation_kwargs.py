@@ -16,15 +16,15 @@ from rich.console import Console
 from transformers import GenerationConfig
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.config import generation_kwargs as generation
-from rloo.config.unsupported import WITHOUT_EFFECT
-from rloo.data.encoding import encode_prompt
-from rloo.engines.hf import HFEngine
-from rloo.engines.native.engine import NativeEngine
+from rloo.config.compat import generation_kwargs as generation
+from rloo.config.compat.unsupported import WITHOUT_EFFECT
+from rloo.data.tokenization import encode_prompt
+from rloo.engines.hf_engine import HFEngine
+from rloo.engines.native.native_engine import NativeEngine
 from rloo.engines.sampling import StopText
 from rloo.model.policy import Policy
-from rloo.report.samples import completions_table
-from rloo.run.setup import make_sampling, prompt_limit
+from rloo.tracking.sample_text import completions_table
+from rloo.trainer.build import make_sampling, prompt_limit
 from rloo.types import Completion, Group, Prompt, Sampling
 from support.models import make_model
 from support.text import CHAT_TEMPLATE, make_tokenizer

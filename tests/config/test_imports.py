@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rloo.addons.importers import import_config, render_imported
+from rloo.addons.importers.settings_reader import follow_references
 from rloo.cli import main
-from rloo.config.batches import batches_of
-from rloo.config.composed import composition_of
+from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
-from rloo.config.imports import import_config, render_imported
-from rloo.config.imports.source import follow_references
-from rloo.config.parsing import parse_command_line
+from rloo.config.estimator_config import composition_of
+from rloo.config.parser import parse_command_line
 from rloo.config.presets import preset_options
 from support.settings import flatten
 from support.terms import advantages, two_groups

@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 import yaml
 
-from rloo.config.imports import import_config, render_imported
-from rloo.config.imports.openrlhf_names import FORMERLY
+from rloo.addons.importers import import_config, render_imported
+from rloo.addons.importers.openrlhf_names import FORMERLY
 
 # system -> what starts the command, and its settings
 LINES: dict[str, tuple[str, dict[str, str]]] = {

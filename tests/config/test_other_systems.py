@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rloo.addons.importers import import_config, render_imported
+from rloo.addons.importers.openrlhf_names import FORMERLY
+from rloo.addons.importers.settings_reader import follow_references
 from rloo.cli import main
-from rloo.config.batches import batches_of
+from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
-from rloo.config.imports import import_config, render_imported
-from rloo.config.imports.openrlhf_names import FORMERLY
-from rloo.config.imports.source import follow_references
-from rloo.config.parsing import parse_command_line
+from rloo.config.parser import parse_command_line
 from rloo.config.presets import BASE, preset_options
 from support.settings import flatten
 from support.terms import advantages, two_groups

@@ -10,9 +10,9 @@ import subprocess
 
 import pytest
 
-from rloo.config.foreign import system_of
-from rloo.config.imports import import_config, render_imported
-from rloo.config.imports.shell import find_command, read_script
+from rloo.addons.importers import import_config, render_imported
+from rloo.addons.importers.shell import find_command, read_script
+from rloo.config.compat.detect_system import system_of
 
 ACTOR = "actor_rollout_ref"
 VERL = f"algorithm.adv_estimator=rloo {ACTOR}.rollout.n=4"

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import yaml
 
-from rloo.config.aliases import ALIASES, SHORT
+from rloo.config.compat.aliases import ALIASES, SHORT
+from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.config import RLOOConfig, option_types
-from rloo.config.parsing import parse_command_line
-from rloo.config.rendering import render_resolved
-from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.parser import parse_command_line
+from rloo.config.show import render_resolved
 
 
 def command_error(*arguments: str) -> str:

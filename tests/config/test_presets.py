@@ -14,10 +14,10 @@ import torch
 
 from rloo.algorithm.advantages import token_penalty
 from rloo.algorithm.estimators import Returns
-from rloo.algorithm.shaping import shape
-from rloo.config.composed import ARGUMENTS, PAPER, composition_of
+from rloo.algorithm.reward_shaping import shape
 from rloo.config.config import RLOOConfig
-from rloo.config.parsing import parse_command_line
+from rloo.config.estimator_config import ARGUMENTS, PAPER, composition_of
+from rloo.config.parser import parse_command_line
 from rloo.config.presets import (
     BASE,
     PRESETS,
@@ -28,7 +28,7 @@ from rloo.config.presets import (
     preset_parts,
     remarks,
 )
-from rloo.config.rendering import render_resolved
+from rloo.config.show import render_resolved
 from rloo.types import Completion, Group, Prompt
 from support.given_logprobs import Rollout, ours
 from support.presets import PRESET_FORMS

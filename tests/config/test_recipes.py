@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rloo.config.functions import load_function
-from rloo.config.parsing import parse_command_line
+from rloo.config.parser import parse_command_line
+from rloo.config.user_functions import load_function
 from rloo.rewards import load_reward
 from tools.read_recipes import main as read_recipes
 

@@ -7,11 +7,11 @@ import re
 import pytest
 
 from rloo.cli import main
-from rloo.config import gym_options, options, tool_options, vllm_options
-from rloo.config.aliases import ALIASES
-from rloo.config.reading import Subject
-from rloo.config.rendering import render_all, render_basic, render_option
-from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config import options, reasoning_gym_options, tool_options, vllm_options
+from rloo.config.compat.aliases import ALIASES
+from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.fields import Subject
+from rloo.config.show import render_all, render_basic, render_option
 from rloo.config.vllm_options import OPTIONS
 
 # Another option is another thing to know: whoever changes these numbers says why.
@@ -37,7 +37,7 @@ def test_the_number_of_options_and_of_basic_ones_is_known():
 def test_every_option_has_one_subject_and_stands_under_it():
     subjects = [
         value.name
-        for module in (options, gym_options, tool_options, vllm_options)
+        for module in (options, reasoning_gym_options, tool_options, vllm_options)
         for value in vars(module).values()
         if isinstance(value, Subject)
     ]

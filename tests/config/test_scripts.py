@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rloo.addons.importers import import_config, render_imported
 from rloo.config.config import RLOOConfig
-from rloo.config.imports import import_config, render_imported
 
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=4"
 SWIFT = "swift rlhf --rlhf_type grpo --advantage_estimator rloo"

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from rloo import RLOOConfig, cli
-from rloo.config.rendering import render_resolved
 from rloo.config.secrets import HIDDEN, hide
-from rloo.report.records import write_json
+from rloo.config.show import render_resolved
+from rloo.tracking.jsonl import write_json
 
 # Made of the alphabet of keys; nobody's.
 HF = "hf_" + "aB3" * 11 + "x"

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from rloo.config.imports.shell import find_command, read_flags, read_script
+from rloo.addons.importers.shell import find_command, read_flags, read_script
 
 SCRIPT = r"""#!/bin/bash
 set -e

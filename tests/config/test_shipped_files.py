@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rloo.config.imports import import_config, overrides, render_imported
-from rloo.config.imports.openrlhf_names import FORMERLY
+from rloo.addons.importers import hydra, import_config, render_imported
+from rloo.addons.importers.openrlhf_names import FORMERLY
 from support.settings import flatten
 
 pytestmark = pytest.mark.slow
@@ -96,7 +96,7 @@ def keys_of(system: str, file: Path) -> set[str]:
 def test_every_shipped_file_is_read_or_refused_with_a_reason(system, tmp_path, monkeypatch):
     folder = folder_of(system, tmp_path)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(overrides, "read_yaml", functools.cache(overrides.read_yaml))
+    monkeypatch.setattr(hydra, "read_yaml", functools.cache(hydra.read_yaml))
     counts: Counter[str] = Counter()
     dropped, surprising = {}, {}
     for file in files_of(system, folder):

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 
+from rloo.addons.importers import import_config, render_imported
 from rloo.config.config import RLOOConfig
-from rloo.config.imports import import_config, render_imported
-from rloo.config.parsing import parse_command_line
+from rloo.config.parser import parse_command_line
 from rloo.config.presets import preset_options
 
 # What TRL's grpo_config.py (1.16) says where a command says nothing.

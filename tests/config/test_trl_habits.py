@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rloo.config.arguments import to_training_arguments
+from rloo.config.compat.training_arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
-from rloo.config.parsing import parse_command_line
+from rloo.config.parser import parse_command_line
 
 
 def test_options_under_names_of_other_values_are_read():

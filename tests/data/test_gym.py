@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from rloo import RLOOConfig
-from rloo.config.gym_options import weights_of
-from rloo.data.gym import library
-from rloo.data.gym import names as names_module
-from rloo.data.gym.names import check_names
+from rloo.addons.integrations.reasoning_gym import gym_tasks
+from rloo.addons.integrations.reasoning_gym import task_names as names_module
+from rloo.addons.integrations.reasoning_gym.task_names import check_names
+from rloo.config.reasoning_gym_options import weights_of
 from rloo.data.tasks import load_task_rows
 
 pytest.importorskip("reasoning_gym")
@@ -183,7 +183,8 @@ def test_shared_generators_are_left_as_they_were_and_problems_do_not_depend_on_t
 @pytest.mark.slow
 def test_all_other_tasks_make_the_same_problems_in_every_process():
     code = (
-        "from rloo.data.gym import library as l; import hashlib, json, sys\n"
+        "from rloo.addons.integrations.reasoning_gym import gym_tasks as l\n"
+        "import hashlib, json, sys\n"
         "slow = {'knight_swap', 'rearc', 'sokoban', 'jugs', 'zebra_puzzles', 'rush_hour'}\n"
         "def told(task):\n"
         "    made = l.problems(task, None, {}, seed=1, size=2 if task in slow else 20)\n"
@@ -191,7 +192,7 @@ def test_all_other_tasks_make_the_same_problems_in_every_process():
         "print(json.dumps({task: told(task) for task in l.task_names()}))"
     )
     one, other = (json.loads(run(code, seed).stdout) for seed in ("1", "2"))
-    assert {task for task in one if one[task] != other[task]} == library.BY_HASH
+    assert {task for task in one if one[task] != other[task]} == gym_tasks.BY_HASH
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
@@ -250,6 +251,6 @@ def test_what_json_lacks_comes_back_as_it_was():
         "c": None,
         "d": {"e": Fraction(-3, 4)},
     }
-    written = json.dumps(library._plain(entry))
-    read = library._made(json.loads(written))
+    written = json.dumps(gym_tasks._plain(entry))
+    read = gym_tasks._made(json.loads(written))
     assert read == entry and type(read["a"]) is tuple and type(read["b"][2, 3]["y"]) is tuple

@@ -8,10 +8,10 @@ import pytest
 from datasets import Dataset
 
 from rloo import RLOOConfig
-from rloo.data.gym.curriculum import Curriculum, with_curriculum
-from rloo.data.gym.rows import Cell
-from rloo.data.prompts import Limit, PromptSource
-from rloo.report.metrics import task_metrics
+from rloo.addons.integrations.reasoning_gym.curriculum import Curriculum, with_curriculum
+from rloo.addons.integrations.reasoning_gym.gym_dataset import Cell
+from rloo.data.prompt_dataset import Limit, PromptSource
+from rloo.tracking.metrics import task_metrics
 from rloo.types import Group, Prompt
 from support.training import ROWS, equal, make_config, make_trainer, weights
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo.data.gym import library
+from rloo.addons.integrations.reasoning_gym import gym_tasks
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = ("chain_sum", "count_bits", "gcd", "rubiks_cube", "spell_backward")
@@ -23,7 +23,7 @@ def gym_page(monkeypatch):
 def test_every_task_has_a_line_with_its_levels(gym_page):
     table = gym_page.PAGE.read_text(encoding="utf-8").partition(gym_page.MARK)[2]
     lines = re.findall(r"^\| `(\w+)` \| (\w+) \|", table, re.MULTILINE)
-    levels = {task: str(library.num_levels(task) or "none") for task in library.task_names()}
+    levels = {task: str(gym_tasks.num_levels(task) or "none") for task in gym_tasks.task_names()}
     assert dict(lines) == levels and len(lines) == len(levels)
 
 

@@ -9,16 +9,16 @@ from PIL.Image import Image as Picture
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.data.encoding import encode_prompts
 from rloo.data.images import with_images
-from rloo.data.prompts import Limit, PromptSource, image_reader, with_prompts
-from rloo.dist import World
+from rloo.data.prompt_dataset import Limit, PromptSource, image_reader, with_prompts
+from rloo.data.tokenization import encode_prompts
+from rloo.distributed import World
 from rloo.engines import EngineInputs, build_engine
-from rloo.engines.hf import HFEngine, _Drawing
-from rloo.engines.noise import row_keys
+from rloo.engines.counter_rng import row_keys
+from rloo.engines.hf_engine import HFEngine, _Drawing
 from rloo.model.policy import Policy
-from rloo.report.samples import as_string
-from rloo.rewards.model import as_reward
+from rloo.rewards.reward_model import as_reward
+from rloo.tracking.sample_text import as_string
 from rloo.types import Completion, Prompt, Sample, Sampling, text_of
 from support.marks import every_second
 from support.models import CPU

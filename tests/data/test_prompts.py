@@ -8,9 +8,9 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rloo.data.encoding import encode_prompt, encode_prompts
-from rloo.data.prompts import Limit, PromptSource, with_prompts
-from rloo.data.rows import load_rows
+from rloo.data.dataset_loading import load_rows
+from rloo.data.prompt_dataset import Limit, PromptSource, with_prompts
+from rloo.data.tokenization import encode_prompt, encode_prompts
 
 CHAT = (
     "{% if system %}[{{ system }}]{% endif %}"
@@ -190,7 +190,7 @@ def test_a_hub_id_goes_to_the_hub_with_its_configuration_and_split(monkeypatch):
             raise ConnectionError("no network")
         return Dataset.from_dict({"question": ["1+1"]})
 
-    monkeypatch.setattr("rloo.data.rows.load_dataset", fake)
+    monkeypatch.setattr("rloo.data.dataset_loading.load_dataset", fake)
     load_rows("openai/gsm8k", split="test", config_name="main")
     assert calls == [(("openai/gsm8k", "main"), {"split": "test"})]
     with pytest.raises(ValueError, match=r"no file or folder here.*no network"):

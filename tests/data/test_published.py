@@ -6,10 +6,10 @@ import json
 import pytest
 from datasets import Dataset
 
-from rloo.data.encoding import encode_prompt
-from rloo.data.prompts import with_prompts
-from rloo.data.published import with_conversation, with_reference
-from rloo.data.rows import load_rows
+from rloo.data.dataset_formats import with_conversation, with_reference
+from rloo.data.dataset_loading import load_rows
+from rloo.data.prompt_dataset import with_prompts
+from rloo.data.tokenization import encode_prompt
 from support.text import make_tokenizer
 from support.training import make_config, make_trainer
 

@@ -7,13 +7,13 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rloo.data.encoding import (
+from rloo.data.prompt_dataset import Limit, PromptSource
+from rloo.data.tokenization import (
     encode_prompt,
     longest_token,
     note_of_special_tokens,
     tokens_behind,
 )
-from rloo.data.prompts import Limit, PromptSource
 from support.models import make_model
 from support.training import make_config, make_trainer
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from datasets import Dataset, IterableDataset, IterableDatasetDict
 
-from rloo.data import stream as module
-from rloo.data.prompts import Limit, PromptSource
-from rloo.data.stream import StreamSource
+from rloo.data import iterable_dataset as module
+from rloo.data.iterable_dataset import StreamSource
+from rloo.data.prompt_dataset import Limit, PromptSource
 from support.marks import in_pairs
 from support.training import (
     ROWS,

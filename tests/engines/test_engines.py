@@ -9,9 +9,9 @@ from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from rloo.engines.hf import HFEngine
-from rloo.engines.native.engine import NativeEngine
-from rloo.engines.noise import noise_key
+from rloo.engines.counter_rng import noise_key
+from rloo.engines.hf_engine import HFEngine
+from rloo.engines.native.native_engine import NativeEngine
 from rloo.model import attention
 from rloo.types import Completion, Prompt, Sampling
 from support.engines import ENGINES, make_prompts
@@ -278,8 +278,8 @@ def test_taking_finished_rows_out_changes_nothing(share, monkeypatch):
     # Some prompts lose all their rows early; caches of 2 slots grow with rows taken out.
     sampling = Sampling(max_tokens=40, stop_token_ids=tuple(range(0, 97, 12)))
     expected = HFEngine(model, pad_token_id=0).sample(make_prompts(), 6, sampling, noise=11)
-    monkeypatch.setattr("rloo.engines.native.engine._COMPACTION_SHARE", share)
-    monkeypatch.setattr("rloo.engines.native.cache._FIRST_SLOTS", 2)
+    monkeypatch.setattr("rloo.engines.native.native_engine._COMPACTION_SHARE", share)
+    monkeypatch.setattr("rloo.engines.native.kv_cache._FIRST_SLOTS", 2)
 
     groups = NativeEngine(model, pad_token_id=0).sample(make_prompts(), 6, sampling, noise=11)
 
@@ -293,7 +293,7 @@ def test_prefill_in_chunks_changes_nothing(monkeypatch):
     engine = NativeEngine(model, pad_token_id=0)
     sampling = Sampling(max_tokens=8, stop_token_ids=())
     expected = take_ids(engine.sample(make_prompts(), 2, sampling, noise=1))
-    monkeypatch.setattr("rloo.engines.native.engine.PREFILL_TOKENS", 24)
+    monkeypatch.setattr("rloo.engines.native.native_engine.PREFILL_TOKENS", 24)
 
     assert take_ids(engine.sample(make_prompts(), 2, sampling, noise=1)) == expected
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rloo.engines.in_process import cache_room
-from rloo.engines.native.engine import NativeEngine
+from rloo.engines.native.native_engine import NativeEngine
 from rloo.types import EngineFacts, Sampling
 from support.engines import ENGINES, make_prompts
 from support.gpu import pretended

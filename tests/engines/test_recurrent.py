@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from rloo.engines import EngineInputs, build_engine
-from rloo.engines.hf import HFEngine, Way
+from rloo.engines.hf_engine import HFEngine, Way
 from rloo.types import Sampling
 from support.architectures import OTHERS, RECURRENT, make_architecture
 from support.engines import make_prompts, rounding_errors

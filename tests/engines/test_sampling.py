@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rloo.engines.noise import noise_key, row_keys, uniforms
+from rloo.engines.counter_rng import noise_key, row_keys, uniforms
 from rloo.engines.sampling import (
     check_request,
     collect_completions,

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rloo.episodes.dialect import Call
-from rloo.episodes.proof import find_dialect
+from rloo.episodes.renderer import Call
+from rloo.episodes.renderer_check import find_dialect
 from rloo.episodes.tools import Tools
 from support.chat import CHAT_ML, SPECIAL, add, make_chat_tokenizer
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo.episodes.engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.proof import find_dialect
+from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
+from rloo.episodes.renderer_check import find_dialect
 from rloo.episodes.tools import Tools
 from rloo.types import Prompt, Sampling
 from support.chat import (

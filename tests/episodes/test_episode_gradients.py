@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rloo.algorithm.advantages import assign
-from rloo.algorithm.shaping import shape
+from rloo.algorithm.reward_shaping import shape
 from rloo.algorithm.update import micro_loss
 from rloo.types import Completion, Group, Prompt
 from support.models import VOCAB_SIZE

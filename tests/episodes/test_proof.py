@@ -2,7 +2,7 @@
 
 import pytest
 
-from rloo.episodes.proof import find_dialect
+from rloo.episodes.renderer_check import find_dialect
 from rloo.episodes.tools import Tools
 from support.chat import CHAT_ML, add, make_chat_tokenizer
 

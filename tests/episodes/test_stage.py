@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest
 
-from rloo.episodes.calls import EpisodeLost
-from rloo.episodes.engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.proof import find_dialect
-from rloo.episodes.stage import Stage, tools_of
+from rloo.episodes.environments import Stage, tools_of
+from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
+from rloo.episodes.renderer_check import find_dialect
+from rloo.episodes.tool_executor import EpisodeLost
 from rloo.episodes.tools import Tools
 from rloo.types import Prompt, Sampling
 from support.chat import make_chat_tokenizer

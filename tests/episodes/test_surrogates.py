@@ -6,12 +6,12 @@ from contextlib import nullcontext
 import pytest
 from datasets import IterableDataset
 
-from rloo.data.rows import load_rows
-from rloo.data.stream import as_table
-from rloo.episodes.dialect import Call
-from rloo.episodes.engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.proof import find_dialect
-from rloo.episodes.stage import Stage
+from rloo.data.dataset_loading import load_rows
+from rloo.data.iterable_dataset import as_table
+from rloo.episodes.environments import Stage
+from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
+from rloo.episodes.renderer import Call
+from rloo.episodes.renderer_check import find_dialect
 from rloo.episodes.tools import Request, Tools
 from rloo.types import Prompt, Sampling, sound
 from support.chat import make_chat_tokenizer

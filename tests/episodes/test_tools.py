@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rloo.episodes.dialect import Call
+from rloo.episodes.renderer import Call
 from rloo.episodes.tools import Request, Tools
 from support.chat import add
 

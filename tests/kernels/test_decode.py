@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from rloo import kernels
 from rloo.kernels.decode import Panels, Wave, columns, to_panels
-from rloo.model.memory import phase_peaks
+from rloo.model.memory_estimate import phase_peaks
 from support.models import CPU
 
 pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=str(kernels.why_not()))

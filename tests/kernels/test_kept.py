@@ -2,7 +2,7 @@
 
 import pytest
 
-from rloo.kernels import kept
+from rloo.kernels import tuning_cache
 
 
 @pytest.fixture
@@ -12,40 +12,40 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_names_are_found_once(folder):
-    assert kept.names_kept("names.json", lambda: ["a", "b"]) == ["a", "b"]
-    assert kept.names_kept("names.json", lambda: pytest.fail("found again")) == ["a", "b"]
-    assert kept.names_kept("others.json", lambda: []) == []
+    assert tuning_cache.names_kept("names.json", lambda: ["a", "b"]) == ["a", "b"]
+    assert tuning_cache.names_kept("names.json", lambda: pytest.fail("found again")) == ["a", "b"]
+    assert tuning_cache.names_kept("others.json", lambda: []) == []
     assert sorted(file.name for file in folder.iterdir()) == ["names.json", "others.json"]
 
 
 def test_who_finds_names_at_the_same_time_takes_those_of_the_first(folder):
     def find():
-        assert kept.names_kept("names.json", lambda: ["first"]) == ["first"]
+        assert tuning_cache.names_kept("names.json", lambda: ["first"]) == ["first"]
         return ["second"]
 
-    assert kept.names_kept("names.json", find) == ["first"]
-    assert kept.names_kept("names.json", list) == ["first"]
+    assert tuning_cache.names_kept("names.json", find) == ["first"]
+    assert tuning_cache.names_kept("names.json", list) == ["first"]
 
 
 @pytest.mark.parametrize("text", ["", '["a', "{}", "[1]"])
 def test_what_is_no_list_of_names_is_replaced(folder, text):
-    kept.folder()
+    tuning_cache.folder()
     (folder / "names.json").write_text(text, encoding="utf-8")
-    assert kept.names_kept("names.json", lambda: ["a"]) == ["a"]
-    assert kept.names_kept("names.json", list) == ["a"]
+    assert tuning_cache.names_kept("names.json", lambda: ["a"]) == ["a"]
+    assert tuning_cache.names_kept("names.json", list) == ["a"]
 
 
 def test_where_nothing_can_be_kept_it_is_found_each_time(folder, monkeypatch):
     def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept.tempfile, "TemporaryDirectory", refuse)
-    assert kept.names_kept("names.json", lambda: ["a"]) == ["a"]
-    assert kept.names_kept("names.json", lambda: ["b"]) == ["b"]
+    monkeypatch.setattr(tuning_cache.tempfile, "TemporaryDirectory", refuse)
+    assert tuning_cache.names_kept("names.json", lambda: ["a"]) == ["a"]
+    assert tuning_cache.names_kept("names.json", lambda: ["b"]) == ["b"]
 
 
 def test_a_folder_that_others_may_write_to_is_not_used(folder):
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
-    kept.names_kept("names.json", lambda: ["a"])
+    tuning_cache.names_kept("names.json", lambda: ["a"])
     assert not any(folder.iterdir())

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rloo.kernels import build
+from rloo.kernels import c_build
 
 PROGRAM = """
 import sys
-from rloo.kernels import build
-build._FLAGS = tuple(flag.replace("native", sys.argv[1]) for flag in build._FLAGS)
-from rloo.kernels import checks, decode
-print(decode.columns(), checks.difference())
+from rloo.kernels import c_build
+c_build._FLAGS = tuple(flag.replace("native", sys.argv[1]) for flag in c_build._FLAGS)
+from rloo.kernels import decode, self_test
+print(decode.columns(), self_test.difference())
 """
 
 
@@ -26,7 +26,7 @@ def has_avx2():
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-@pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+@pytest.mark.skipif(c_build.why_not() is not None, reason=str(c_build.why_not()))
 @pytest.mark.parametrize(("architecture", "columns"), [("x86-64", 8), ("x86-64-v3", 16)])
 def test_its_numbers_are_torch_s(architecture, columns, tmp_path):
     if columns > 8 and not has_avx2():

@@ -4,9 +4,9 @@ import subprocess
 
 import pytest
 
-from rloo.config.reading import Faults
-from rloo.launch.cluster import Cluster, read_cluster
-from rloo.launch.roles import make_job
+from rloo.addons.launch.cluster import Cluster, read_cluster
+from rloo.addons.launch.roles import make_job
+from rloo.config.fields import Faults
 
 RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match"]
 

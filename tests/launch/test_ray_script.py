@@ -4,10 +4,10 @@ import subprocess
 
 import pytest
 
+from rloo.addons.launch.cluster import Cluster
+from rloo.addons.launch.ray_backend import script
+from rloo.addons.launch.roles import make_job
 from rloo.cli import main
-from rloo.launch.cluster import Cluster
-from rloo.launch.ray import script
-from rloo.launch.roles import make_job
 
 RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match", "-o", "runs/a b"]
 
@@ -67,7 +67,7 @@ def test_what_cannot_be_is_refused(arguments, said, capsys):
 
 def test_without_ray_the_error_names_the_extra(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rloo.launch.ray.find_spec", lambda name: None)
+    monkeypatch.setattr("rloo.addons.launch.ray_backend.find_spec", lambda name: None)
     assert main(["launch", "--backend", "ray"]) == 2
     assert "pip install 'ray[default,train]" in capsys.readouterr().err
     assert main(["launch", "--backend", "ray", "--dry_run"]) == 0

@@ -5,10 +5,10 @@ import subprocess
 
 import pytest
 
+from rloo.addons.launch.cluster import Cluster
+from rloo.addons.launch.roles import check_again, make_job
+from rloo.addons.launch.slurm_backend import FOLDER, script
 from rloo.cli import main
-from rloo.launch.cluster import Cluster
-from rloo.launch.roles import check_again, make_job
-from rloo.launch.slurm import FOLDER, script
 
 RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match", "-o", "runs/a b"]
 

@@ -13,9 +13,9 @@ from peft import PeftModel
 
 from rloo import RLOOConfig, RLOOTrainer, cli, kernels
 from rloo.engines import EngineInputs, build_engine
-from rloo.model import adapters
-from rloo.model.adapters import Adapter, add_adapter, lora_config
-from rloo.run.checkpoint import verify_checkpoint
+from rloo.model import lora
+from rloo.model.lora import Adapter, add_adapter, lora_config
+from rloo.trainer.checkpoint import verify_checkpoint
 from rloo.types import Prompt, Sampling
 from support.adapters import logits_of, make_adapted, make_lora, perturb, trained_weights, wrap
 from support.marks import in_pairs
@@ -158,9 +158,9 @@ def test_weights_have_the_base_s_names_on_other_architectures(name):
 
 def test_weights_are_merged_one_at_a_time(monkeypatch):
     merged = []
-    merge = adapters.merged_layer
+    merge = lora.merged_layer
     counting = lambda layer: merged.append(layer) or merge(layer)  # noqa: E731
-    monkeypatch.setattr(adapters, "merged_layer", counting)
+    monkeypatch.setattr(lora, "merged_layer", counting)
     weights = Adapter(make_adapted(target_modules=["q_proj"])).weights()
     counts = []
     for name, _ in weights:

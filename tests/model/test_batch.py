@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from rloo.model.batch import exceeds, pack, pad, split
+from rloo.model.micro_batch import exceeds, pack, pad, split
 from rloo.types import Sample
 from support.models import CPU, make_model, make_samples
 from support.policies import make_policy

@@ -5,8 +5,8 @@ import torch
 
 from rloo.algorithm.advantages import Stored
 from rloo.algorithm.update import update
-from rloo.dist import World
-from rloo.model.batch import pad
+from rloo.distributed import World
+from rloo.model.micro_batch import pad
 from rloo.model.policy import Policy
 from support.models import CPU, make_model, make_samples
 from support.terms import terms_of

@@ -4,9 +4,9 @@ refuses what the real ones do."""
 import pytest
 import torch
 
-from rloo.model import gpu_attention
+from rloo.model import flash_gpu
 from rloo.model.attention import Options, attend_part
-from rloo.model.gpu_attention import attend_segments
+from rloo.model.flash_gpu import attend_segments
 from rloo.model.shared_prefix import PackedLayout, Span
 from support.gpu import pretended
 from support.gpu.kernels import Kernels
@@ -66,7 +66,7 @@ def test_only_so_many_keys_of_a_segment_are_seen(device):
     found, normalizer = (
         x.cpu()
         for x in attend_segments(
-            *parts, gpu_attention.Segments(*edges, 1, 12), scaling=0.5, used=used.to(CUDA)
+            *parts, flash_gpu.Segments(*edges, 1, 12), scaling=0.5, used=used.to(CUDA)
         )
     )
     for row, seen in enumerate(used.tolist()):
@@ -84,7 +84,7 @@ def test_a_packed_row_takes_two_calls_each_way():
             torch.randn(1, n, tokens, 64, device=CUDA).bfloat16().requires_grad_()
             for n in (4, 2, 2)
         ]
-        gpu_attention.has_segments(CUDA, torch.bfloat16, 64)  # what it tries is not counted
+        flash_gpu.has_segments(CUDA, torch.bfloat16, 64)  # what it tries is not counted
         device.forget_counts()
         output = PackedLayout(spans, 16, CUDA).attend(*states, Options(scaling=0.125))
         output.sum().backward()
@@ -114,7 +114,7 @@ def test_dense_rows_take_one_call_with_an_aligned_mask(masked, keys, device):
         mask = torch.zeros(3, 1, 4, keys).masked_fill_(hidden, -1e9)
     expected = attend_part(query, key, value, mask, Options(scaling=0.3))
     inputs = [x if x is None else x.to(CUDA) for x in (query, key, value, mask)]
-    assert gpu_attention.has_dense(CUDA, torch.float32, 8)
+    assert flash_gpu.has_dense(CUDA, torch.float32, 8)
     device.forget_counts()
     found = attend_part(*inputs, Options(scaling=0.3))
     for one, other in zip(found, expected, strict=True):
@@ -145,7 +145,7 @@ def test_a_trial_finds_what_is_wrong(name, monkeypatch):
         return FAULTS[name](right(*args, **options))
 
     def passes():
-        has = gpu_attention.has_dense if "efficient" in name else gpu_attention.has_segments
+        has = flash_gpu.has_dense if "efficient" in name else flash_gpu.has_segments
         with pretended():
             return has.__wrapped__(CUDA, torch.bfloat16, 8)
 
@@ -163,7 +163,7 @@ def test_a_trial_takes_no_part_in_the_layer_that_asks_for_it():
     with pretended():
 
         def layer(x):
-            assert gpu_attention.has_segments.__wrapped__(CUDA, torch.bfloat16, 16)
+            assert flash_gpu.has_segments.__wrapped__(CUDA, torch.bfloat16, 16)
             return x.exp()
 
         x = torch.zeros(2, device=CUDA, requires_grad=True)
@@ -172,5 +172,5 @@ def test_a_trial_takes_no_part_in_the_layer_that_asks_for_it():
 
 
 def test_a_cpu_has_none_of_it():
-    assert not gpu_attention.has_segments(CPU, torch.bfloat16, 64)
-    assert not gpu_attention.has_dense(CPU, torch.float32, 64)
+    assert not flash_gpu.has_segments(CPU, torch.bfloat16, 64)
+    assert not flash_gpu.has_dense(CPU, torch.float32, 64)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from rloo.engines.native.engine import NativeEngine
-from rloo.model import gpu_kernels
+from rloo.engines.native.native_engine import NativeEngine
+from rloo.kernels import gpu_kernels
 from rloo.types import Prompt, Sampling
 from support.models import CPU, make_model, make_samples
 from support.policies import gradients, make_policy, weights_of

@@ -11,17 +11,16 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
 from rloo import kernels
-from rloo.kernels import attention as c_attention
-from rloo.kernels import build, checks, update
-from rloo.model import layers, products
-from rloo.model.flash import Calls, attend_packed
-from rloo.model.head import Asked, blocked_logprobs, blocked_scores
-from rloo.model.products import matrix_of
+from rloo.kernels import c_build, cpu_matmul, fused_layers, ops, self_test
+from rloo.kernels import cpu_attention as c_attention
+from rloo.kernels.cpu_matmul import matrix_of
+from rloo.kernels.fused_lm_head import Asked, blocked_logprobs, blocked_scores
+from rloo.model.flash_cpu import Calls, attend_packed
 from support.adapters import make_adapted
 from support.models import COMMON, make_model, make_samples
 from support.policies import gradients, make_policy, weights_of
 
-pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+pytestmark = pytest.mark.skipif(c_build.why_not() is not None, reason=str(c_build.why_not()))
 
 FAMILIES = {
     "llama": transformers.LlamaConfig,
@@ -32,7 +31,7 @@ FAMILIES = {
 
 
 def installed(module):
-    layers.install(module)
+    fused_layers.install(module)
     kernels.use(True)
     return module
 
@@ -118,7 +117,7 @@ def test_kernels_really_compute(monkeypatch):
         monkeypatch.setattr(module, name, counted)
 
     for name in calls:
-        count(c_attention if name.startswith("attend") else update, name)
+        count(c_attention if name.startswith("attend") else ops, name)
     policy = make_policy(make_model("qwen3"))
     batch = policy.batch(make_samples())
     policy.logprobs(batch).logprobs.sum().backward()
@@ -175,7 +174,7 @@ def check_policy(policy):
 def test_a_model_that_is_not_known_is_left_alone(name):
     model = make_model(name)
     before = [type(module) for module in model.modules()]
-    layers.install(model)
+    fused_layers.install(model)
     assert [type(module) for module in model.modules()] == before
 
 
@@ -184,7 +183,7 @@ def test_a_class_of_another_s_and_another_unit_are_left_alone():
         pass
 
     own = LlamaMLP()
-    layers.install(own)
+    fused_layers.install(own)
     assert type(own) is LlamaMLP
     model = make_model("llama")
     model.model.layers[0].mlp.act_fn = nn.GELU()
@@ -223,7 +222,7 @@ def test_attentions_can_be_asked_for(implementation):
 
 
 def test_other_precisions_and_places_are_left_to_torch(monkeypatch):
-    monkeypatch.setattr(update, "call", None)
+    monkeypatch.setattr(ops, "call", None)
     model = installed(make_model("qwen3"))
     tokens = torch.tensor([[5, 6, 7, 8]])
     assert copy.deepcopy(model).double()(tokens).logits.dtype == torch.float64
@@ -260,7 +259,7 @@ def test_what_is_not_finite_stays_so(value):
     given[1, 18] = value
     finite = norm(given).isfinite().all(-1)
     assert finite.tolist() == [True, False, True]
-    gate = update.gated_unit(given, torch.ones(3, 20))
+    gate = ops.gated_unit(given, torch.ones(3, 20))
     assert gate.isfinite().sum() == 59
     head = nn.Linear(20, 97)
     logprobs, entropy = blocked_logprobs(given, matrix_of(head), asked(torch.tensor([1, 2, 3])))
@@ -286,8 +285,8 @@ def asked(targets, temperature=1.0, chunk_elements=2**26):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("chunk_elements", [97, 97 * 7, 97 * 1000])
 def test_blocks_of_the_head_are_the_definition(chunk_elements, bias, by_kernels, monkeypatch):
-    monkeypatch.setattr("rloo.model.head._MIN_ROWS", 7)
-    monkeypatch.setattr("rloo.model.head.CACHED_ELEMENTS", 97)
+    monkeypatch.setattr("rloo.kernels.fused_lm_head._MIN_ROWS", 7)
+    monkeypatch.setattr("rloo.kernels.fused_lm_head.CACHED_ELEMENTS", 97)
     torch.manual_seed(0)
     kernels.use(by_kernels)
     head, hidden = nn.Linear(16, 97, bias=bias), random(50, 16, scale=3.0)
@@ -342,7 +341,7 @@ def test_a_head_that_is_more_than_a_matrix_is_not_taken_for_one():
     assert [matrix_of(other) for other in others] == [None] * 4
     in_16_bits, half = nn.Linear(4, 9).bfloat16(), torch.bfloat16
     for by_onednn in ([], ["bf16"]):
-        products.use(by_onednn)
+        cpu_matmul.use(by_onednn)
         with torch.autocast("cpu", dtype=half):
             for layer in (nn.Linear(4, 9), in_16_bits):
                 assert (matrix_of(layer) is None) == bool(by_onednn)
@@ -403,12 +402,12 @@ def test_the_number_of_threads_changes_no_bit():
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            y, inverse = update.rms_norm(x, weight, 1e-6)
+            y, inverse = ops.rms_norm(x, weight, 1e-6)
             output, normalizer = c_attention.attend(*states, table, 0.3)
             kept = (*states, output, normalizer)
             back = c_attention.attend_backward(output, kept, table, 0.3)
-            norm = update.rms_norm_backward(y, x, weight, inverse)
-            found.append([y, *norm, update.gated_unit(x, y), output, *back])
+            norm = ops.rms_norm_backward(y, x, weight, inverse)
+            found.append([y, *norm, ops.gated_unit(x, y), output, *back])
     finally:
         torch.set_num_threads(before)
     assert all(map(torch.equal, *found))
@@ -417,7 +416,7 @@ def test_the_number_of_threads_changes_no_bit():
 @pytest.mark.parametrize("name", ["rms_norm", "gated_unit", "rotary", "log_softmax", "attend"])
 @pytest.mark.parametrize("part", ["", "_backward"])
 def test_a_kernel_that_computes_something_else_is_found(name, part, monkeypatch):
-    module, function = (c_attention if name == "attend" else update), f"{name}{part}"
+    module, function = (c_attention if name == "attend" else ops), f"{name}{part}"
     theirs = getattr(module, function)
 
     def wrong(*given):
@@ -427,24 +426,24 @@ def test_a_kernel_that_computes_something_else_is_found(name, part, monkeypatch)
         (changed[0] if isinstance(changed, tuple) else changed).view(-1)[-1].add_(0.01)
         return result
 
-    checks.difference.cache_clear()
+    self_test.difference.cache_clear()
     try:
         assert kernels.why_not() is None
-        checks.difference.cache_clear()
+        self_test.difference.cache_clear()
         monkeypatch.setattr(module, function, wrong)
         assert "differs from torch's" in kernels.why_not()
     finally:
-        checks.difference.cache_clear()
+        self_test.difference.cache_clear()
 
 
 @pytest.mark.parametrize("count", [0, 1, 1023, 65536, 200_003])
 def test_the_sum_of_squares(count):
     x = torch.randn(count)
     expected = float(x.double().square().sum())
-    assert update.sum_of_squares(x) == pytest.approx(expected, rel=1e-6)
+    assert ops.sum_of_squares(x) == pytest.approx(expected, rel=1e-6)
     if count:
         x[-1] = float("nan")
-        assert math.isnan(update.sum_of_squares(x))
+        assert math.isnan(ops.sum_of_squares(x))
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e9, 0.0])

@@ -11,8 +11,8 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.model import adapters
-from rloo.model.loading import load_model
+from rloo.model import lora
+from rloo.model.model_loading import load_model
 from support.models import CPU, make_model
 from support.text import make_tokenizer
 
@@ -115,7 +115,7 @@ def test_an_adapter_that_is_not_all_there_is_refused_by_name(saved, tmp_path, re
     peft = pytest.importorskip("peft")
     base = load(str(saved))
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    adapters.add_adapter(base, config).save_pretrained(tmp_path)
+    lora.add_adapter(base, config).save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
     tensors = load_file(path)
     name = next(iter(tensors))

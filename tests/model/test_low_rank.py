@@ -8,8 +8,8 @@ import torch
 from peft.tuners.lora.layer import Linear
 from torch import nn
 
-from rloo.config.checks import OF_LAYERS
-from rloo.model import low_rank, products
+from rloo.config.validation import OF_LAYERS
+from rloo.kernels import cpu_matmul, fused_lora
 from support.adapters import make_adapted, perturb, wrap
 from support.models import make_samples
 from support.policies import gradients, make_policy, weights_of
@@ -38,13 +38,13 @@ def make_both(bias=True, **options):
 def computed(monkeypatch):
     """The shapes of the inputs that were multiplied here."""
     shapes = []
-    forward = low_rank._Product.forward
+    forward = fused_lora._Product.forward
 
     def noted(ctx, rows, *rest):
         shapes.append(tuple(rows.shape))
         return forward(ctx, rows, *rest)
 
-    monkeypatch.setattr(low_rank._Product, "forward", staticmethod(noted))
+    monkeypatch.setattr(fused_lora._Product, "forward", staticmethod(noted))
     return shapes
 
 
@@ -65,9 +65,9 @@ def test_numbers_and_gradients_are_peft_s(base_learns, options, shape, by_onednn
     if base_learns:
         model.requires_grad_(True)
     expected = results(copy.deepcopy(model).double(), given.double())
-    products.install(model)
-    low_rank.install(model)
-    products.use(by_onednn)
+    cpu_matmul.install(model)
+    fused_lora.install(model)
+    cpu_matmul.use(by_onednn)
     ours = results(model, given)
     assert len(computed) == 2
     for one, other in zip(ours, expected, strict=True):
@@ -123,7 +123,7 @@ def test_all_else_is_left_to_peft(options, change, computed):
     model = make_both(**options)
     change(model)
     twin = copy.deepcopy(model)
-    low_rank.install(model)
+    fused_lora.install(model)
     given = torch.randn(4, 12, dtype=next(model.parameters()).dtype)
     outputs = []
     for one in (model, twin):
@@ -135,8 +135,8 @@ def test_all_else_is_left_to_peft(options, change, computed):
 
 def test_16_bits_are_peft_s(computed):
     model = make_both()
-    low_rank.install(model)
-    products.use(["bf16"])
+    fused_lora.install(model)
+    cpu_matmul.use(["bf16"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(torch.randn(4, 12)).dtype == torch.bfloat16
     assert computed == []
@@ -144,11 +144,11 @@ def test_16_bits_are_peft_s(computed):
 
 def test_of_rounded_numbers_it_is_peft_s_sum_of_such_products(computed):
     model, given = make_both(), torch.randn(5, 12)
-    products.install(model)
+    cpu_matmul.install(model)
     in_float32 = results(copy.deepcopy(model), given)
     expected = results(copy.deepcopy(model), given, bf16=True)
     assert computed == []
-    low_rank.install(model)
+    fused_lora.install(model)
     ours = results(model, given, bf16=True)
     assert len(computed) == 2
     for one, other, exact in zip(ours, expected, in_float32, strict=True):
@@ -159,7 +159,7 @@ def test_of_rounded_numbers_it_is_peft_s_sum_of_such_products(computed):
 def test_names_and_classes_stay():
     model = make_both()
     before = list(model.state_dict())
-    low_rank.install(model)
+    fused_lora.install(model)
     assert list(model.state_dict()) == before
     layer = model.base_model.model.one
     assert isinstance(layer, Linear) and type(layer).__name__ == "Linear"

@@ -11,11 +11,10 @@ import transformers
 import yaml
 
 from benchmarks.memory import CHOICES, LASTING, Shape, measure, predict
-from rloo.algorithm import fitting
+from rloo.algorithm import oom_retry
 from rloo.config.config import RLOOConfig
-from rloo.model import budget, memory, preparation
-from rloo.model.budget import Workload, fitting_budget, generous_peak_bytes, largest_micro_batch
-from rloo.model.memory import (
+from rloo.model import memory_estimate, prepare_model, token_budget
+from rloo.model.memory_estimate import (
     count_tokens,
     make_samples,
     measured_peak_bytes,
@@ -23,7 +22,13 @@ from rloo.model.memory import (
     phase_peaks,
     predicted_peak_bytes,
 )
-from rloo.run.checkpoint import load_checkpoint
+from rloo.model.token_budget import (
+    Workload,
+    fitting_budget,
+    generous_peak_bytes,
+    largest_micro_batch,
+)
+from rloo.trainer.checkpoint import load_checkpoint
 from support.gpu import pretended
 from support.marks import slow
 from support.models import CONFIGS, CPU, make_model
@@ -44,14 +49,14 @@ WORKLOAD = Workload(
 
 
 def provide(monkeypatch, size: int) -> None:
-    monkeypatch.setattr(budget, "available_bytes", lambda device: size)
+    monkeypatch.setattr(token_budget, "available_bytes", lambda device: size)
 
 
 def share_of_largest(policy, workload, share: float) -> int:
     """Free bytes of which a CPU's share lets `share` of the largest micro-batch's peak fit."""
     largest = largest_micro_batch(policy, workload, policy.max_tokens)
-    room = share * predicted_peak_bytes(policy, largest) / budget.CPU_SHARE
-    return int(room + budget.missing_bytes(policy))
+    room = share * predicted_peak_bytes(policy, largest) / token_budget.CPU_SHARE
+    return int(room + token_budget.missing_bytes(policy))
 
 
 # -- measuring and predicting -----------------------------------------------------------------
@@ -105,12 +110,18 @@ def test_the_peak_is_predicted_from_small_measurements(name, options, monkeypatc
     policy = make_policy(make_model(name), **options)
     samples = make_samples(16, 100, 8, 4)
     sizes = []
-    measure = memory._peaks
+    measure = memory_estimate._peaks
     monkeypatch.setattr(
-        memory, "_peaks", lambda p, s, c: sizes.append(count_tokens(p, s)) or measure(p, s, c)
+        memory_estimate,
+        "_peaks",
+        lambda p, s, c: sizes.append(count_tokens(p, s)) or measure(p, s, c),
     )
     predicted = predicted_peak_bytes(policy, samples)
-    share = max(memory.QUADRATIC if memory._makes_squares(policy) else memory.LINEAR)
+    share = max(
+        memory_estimate.QUADRATIC
+        if memory_estimate._makes_squares(policy)
+        else memory_estimate.LINEAR
+    )
     assert max(sizes) < (share + 0.1) * count_tokens(policy, samples)
     assert predicted == pytest.approx(measured_peak_bytes(policy, samples), rel=0.2)
 
@@ -122,7 +133,7 @@ def test_the_chunks_of_the_head_are_foreseen(monkeypatch):
     policy = make_policy(transformers.AutoModelForCausalLM.from_config(config))
     samples = make_samples(16, 100, 8, 4)
     assert measured_peak_bytes(policy, samples) > 52e6
-    monkeypatch.setattr(memory, "CHUNK_ELEMENTS", 2**20)
+    monkeypatch.setattr(memory_estimate, "CHUNK_ELEMENTS", 2**20)
     chunked = measured_peak_bytes(policy, samples)
     assert chunked < 40e6
     assert predicted_peak_bytes(policy, samples) == pytest.approx(chunked, rel=0.3)
@@ -200,29 +211,31 @@ def test_control_groups_of_both_versions_limit_memory_at_every_level(tmp_path):
     write_group(root / "user", memory__max=1000, memory__current=400)
     job = {"memory__max": 900, "memory__current": 500, "memory__stat": "anon 1\ninactive_file 50"}
     write_group(root / "user" / "job", **job)
-    assert sorted(budget._control_groups(tmp_path / "cgroup", root)) == [450, 600]
+    assert sorted(token_budget._control_groups(tmp_path / "cgroup", root)) == [450, 600]
     write_group(root / "user" / "job", memory__max="max")
-    assert budget._control_groups(tmp_path / "cgroup", root) == [600]
+    assert token_budget._control_groups(tmp_path / "cgroup", root) == [600]
 
     (tmp_path / "cgroup").write_text("5:cpu:/job\n4:memory:/job\n")
     root = tmp_path / "one"
     write_group(root / "memory" / "job", memory__limit_in_bytes=800, memory__usage_in_bytes=300)
     write_group(root / "memory", memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=1)
-    assert budget._control_groups(tmp_path / "cgroup", root) == [500]
-    assert budget._control_groups(tmp_path / "absent", root) == []
+    assert token_budget._control_groups(tmp_path / "cgroup", root) == [500]
+    assert token_budget._control_groups(tmp_path / "absent", root) == []
 
 
 def test_a_group_named_by_the_host_is_looked_for_at_the_root(tmp_path):
     (tmp_path / "cgroup").write_text("0::/docker/unseen\n")
     write_group(tmp_path / "root", memory__max=700, memory__current=100)
-    assert budget._control_groups(tmp_path / "cgroup", tmp_path / "root") == [600]
+    assert token_budget._control_groups(tmp_path / "cgroup", tmp_path / "root") == [600]
 
 
 def test_an_address_space_that_ends_is_less_than_the_machine_has(monkeypatch):
-    process = budget.psutil.Process()
+    process = token_budget.psutil.Process()
     used = process.memory_info().vms
-    monkeypatch.setattr(budget.psutil.Process, "rlimit", lambda self, kind: (used + 5_000_000, -1))
-    assert 0 < budget.available_bytes(CPU) <= 5_000_000 + 1_000_000
+    monkeypatch.setattr(
+        token_budget.psutil.Process, "rlimit", lambda self, kind: (used + 5_000_000, -1)
+    )
+    assert 0 < token_budget.available_bytes(CPU) <= 5_000_000 + 1_000_000
 
 
 # -- the budget -------------------------------------------------------------------------------
@@ -231,14 +244,14 @@ def test_an_address_space_that_ends_is_less_than_the_machine_has(monkeypatch):
 def test_a_budget_that_fits_for_certain_is_not_measured(monkeypatch):
     policy = make_policy(make_model("qwen3"), max_tokens_per_micro_batch=400)
     provide(monkeypatch, 10**10)
-    monkeypatch.setattr(budget, "predicted_peak_bytes", lambda *_: pytest.fail("measured"))
-    assert fitting_budget(policy, WORKLOAD) == budget.Fit(400)
+    monkeypatch.setattr(token_budget, "predicted_peak_bytes", lambda *_: pytest.fail("measured"))
+    assert fitting_budget(policy, WORKLOAD) == token_budget.Fit(400)
 
 
 def test_a_budget_that_just_fits_stays(monkeypatch):
     policy = make_policy(make_model("qwen3"), max_tokens_per_micro_batch=400)
     provide(monkeypatch, share_of_largest(policy, WORKLOAD, 1.05))
-    assert fitting_budget(policy, WORKLOAD) == budget.Fit(400)
+    assert fitting_budget(policy, WORKLOAD) == token_budget.Fit(400)
 
 
 def test_the_first_step_makes_gradients_and_the_optimizers_state():
@@ -246,11 +259,11 @@ def test_the_first_step_makes_gradients_and_the_optimizers_state():
     numbers = sum(p.numel() for p in policy.parameters)
     # Two moments and a count of steps for each parameter.
     state = 8 * numbers + 4 * len(policy.parameters)
-    assert budget.missing_bytes(policy) == 4 * numbers + state
+    assert token_budget.missing_bytes(policy) == 4 * numbers + state
     for parameter in policy.parameters:
         parameter.grad = torch.zeros_like(parameter)
     policy.stepper.step()
-    assert budget.missing_bytes(policy) == 4 * numbers
+    assert token_budget.missing_bytes(policy) == 4 * numbers
 
 
 def test_a_budget_is_verified_and_lowered_on_where_memory_is_not_linear(monkeypatch):
@@ -258,8 +271,8 @@ def test_a_budget_is_verified_and_lowered_on_where_memory_is_not_linear(monkeypa
         return int(1e6 * count_tokens(policy, samples) ** 0.5)
 
     policy = make_policy(make_model("qwen3"), max_tokens_per_micro_batch=800)
-    monkeypatch.setattr(budget, "predicted_peak_bytes", peak)
-    provide(monkeypatch, int(20e6 / budget.CPU_SHARE) + budget.missing_bytes(policy))
+    monkeypatch.setattr(token_budget, "predicted_peak_bytes", peak)
+    provide(monkeypatch, int(20e6 / token_budget.CPU_SHARE) + token_budget.missing_bytes(policy))
     found = fitting_budget(policy, WORKLOAD).max_tokens
     assert 300 < found <= 400
 
@@ -299,7 +312,7 @@ def test_where_not_even_one_completion_fits_the_knobs_are_named(monkeypatch):
 
 def lower_to_half(monkeypatch, trainer) -> None:
     """Leave memory for about half of the largest micro-batch."""
-    workload = budget.workload_of(trainer._source, trainer.args, trainer.batches)
+    workload = token_budget.workload_of(trainer._source, trainer.args, trainer.batches)
     provide(monkeypatch, share_of_largest(trainer.policy, workload, 0.5))
 
 
@@ -307,7 +320,7 @@ def test_a_rehearsal_changes_nothing(tmp_path, monkeypatch):
     plain_config, config = make_config(tmp_path / "plain"), make_config(tmp_path / "measured")
     plain = make_trainer(plain_config)
     plain.train()
-    monkeypatch.setattr(budget, "_CERTAIN_SHARE", 0.0)
+    monkeypatch.setattr(token_budget, "_CERTAIN_SHARE", 0.0)
     measured = make_trainer(config)
     measured.train()
     assert equal(weights(plain), weights(measured))
@@ -334,14 +347,14 @@ def test_a_lowered_budget_is_recorded_and_kept_by_a_resumed_run(tmp_path, monkey
     change = {"step": 1, "from": asked, "to": found, "cause": "rehearsal"}
     assert saved["budget_changes"] == [change]
 
-    monkeypatch.setattr(fitting, "fitting_budget", lambda *_: pytest.fail("adapted again"))
+    monkeypatch.setattr(oom_retry, "fitting_budget", lambda *_: pytest.fail("adapted again"))
     resumed = make_trainer(config)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.policy.max_tokens == found
     rows = metrics_of(config)
     assert [row.get("update/max_tokens") for row in rows] == [found, None, None, None]
 
-    monkeypatch.setattr(fitting, "fitting_budget", lambda *_: budget.Fit(found))
+    monkeypatch.setattr(oom_retry, "fitting_budget", lambda *_: token_budget.Fit(found))
     whole = make_trainer(make_config(tmp_path / "w", max_steps=4, max_tokens_per_micro_batch=found))
     whole.train()
     assert equal(weights(whole), weights(resumed))
@@ -479,7 +492,7 @@ def test_a_critic_takes_more_than_the_policy_alone(shaped_model):
 )
 def test_a_tokens_bytes_are_estimated_from_above(options, measured):
     config = RLOOConfig(bf16=False, use_cpu=True, **options)
-    estimate = preparation.activation_bytes(8, 512, config)
+    estimate = prepare_model.activation_bytes(8, 512, config)
     assert measured < estimate < 1.4 * measured
 
 
@@ -493,7 +506,7 @@ def test_a_budget_counts_with_checkpointing_and_16_bits():
         config = RLOOConfig(use_cpu=True, **options)
         with pretended(total=80 * 10**9) as gpu:
             gpu.reserved = 10 * 10**9
-            return preparation.token_budget(model, torch.device(device), config)
+            return prepare_model.token_budget(model, torch.device(device), config)
 
     plain = {"bf16": False, "gradient_checkpointing": False}
     group = 512 + 8 * 1024
@@ -508,7 +521,7 @@ def test_a_budget_counts_with_checkpointing_and_16_bits():
 def test_a_gpu_that_multiplies_slowly_is_told_of():
     def note(device, **options):
         config = RLOOConfig(use_cpu=True, **{"bf16": False, **options})
-        return preparation.precision_note(config, torch.device(device))
+        return prepare_model.precision_note(config, torch.device(device))
 
     (said,) = note("cuda")
     assert "tf32" in said

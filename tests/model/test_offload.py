@@ -7,7 +7,7 @@ import torch
 
 from rloo.model import offload
 from rloo.model.offload import ParkedState, activations_on_host
-from rloo.run.resume import load_checkpoint
+from rloo.trainer.resume import load_checkpoint
 from support.adapters import make_adapted
 from support.gpu import pretended
 from support.models import CPU, make_model, make_samples

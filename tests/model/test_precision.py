@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rloo.algorithm import update as update_module
 from rloo.algorithm.advantages import assign
 from rloo.algorithm.update import update
-from rloo.model import products, rounding
-from rloo.model.casts import casting_once
+from rloo.kernels import bf16_rounding, cpu_matmul
+from rloo.model.autocast_cache import casting_once
 from support.adapters import make_adapted
 from support.marks import in_pairs
 from support.models import make_model, make_samples
@@ -39,7 +39,7 @@ class Watch(TorchDispatchMode):
 def test_attention_is_computed_in_float32_and_returned_as_the_next_layer_wants_it(autocast):
     model = make_model("qwen3")
     policy = make_policy(model, bf16=True)
-    products.use(["bf16"])
+    cpu_matmul.use(["bf16"])
     if not autocast:  # as a frozen base of 16 bits is
         model.bfloat16()
         policy.config.bf16 = False
@@ -64,16 +64,16 @@ def updated(options, make):
     credit = assign(samples, policy, terms)
     count, backward = Counter(), policy.stepper.backward
     policy.stepper.backward = lambda *given, **how: count.update(n=1) or backward(*given, **how)
-    casts, rounded = Counter(), rounding.rounded
+    casts, rounded = Counter(), bf16_rounding.rounded
 
     def noted(x):
         casts[x.data_ptr()] += 1
         return rounded(x)
 
     with Watch() as watch, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounding, "rounded", noted)
+        patch.setattr(bf16_rounding, "rounded", noted)
         update(policy, samples, credit, terms)
-    casts = watch.casts if products.in_use() else casts
+    casts = watch.casts if cpu_matmul.in_use() else casts
     after = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
     return after, count["n"], {weights.get(place): n for place, n in casts.items()}
 
@@ -101,7 +101,7 @@ MADE = [
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(("made", "beta", "by_onednn"), in_pairs(MADE, [0.0, 0.1], [["bf16"], []]))
 def test_an_update_casts_each_trained_weight_once(made, beta, by_onednn, monkeypatch):
-    products.use(by_onednn)
+    cpu_matmul.use(by_onednn)
     make, options = made
     options = {**options, "beta": beta}
     after, micro_batches, casts = updated(options, make)

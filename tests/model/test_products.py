@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rloo.model import products, torch_compat
+from rloo.kernels import cpu_matmul, torch_compat
 from support.adapters import make_adapted
 from support.models import make_model, make_samples
 from support.policies import gradients, make_policy, weights_of
@@ -19,8 +19,8 @@ LAYERS = ("forward", "backward", "weight")
 def both(work):
     """What it gives with MKL and with oneDNN."""
     found = []
-    for kinds in ((), products.KINDS):
-        products.use(kinds)
+    for kinds in ((), cpu_matmul.KINDS):
+        cpu_matmul.use(kinds)
         found.append(work())
     return found
 
@@ -30,7 +30,7 @@ def close(one, other):
 
 
 def installed(module):
-    products.install(module)
+    cpu_matmul.install(module)
     return module
 
 
@@ -54,11 +54,11 @@ def test_a_layer_and_its_gradients_are_those_of_mkl(shape, height, bias):
 
 def test_gradients_block_by_block(monkeypatch):
     """Of more rows than are copied transposed at once, whichever of the two matrices is wider."""
-    monkeypatch.setattr(products, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(cpu_matmul, "BLOCK_ROWS", 64)
     torch.manual_seed(0)
-    sizes, multiply = [], products.multiply
+    sizes, multiply = [], cpu_matmul.multiply
     monkeypatch.setattr(
-        products, "multiply", lambda *given: sizes.append(given[1].shape) or multiply(*given)
+        cpu_matmul, "multiply", lambda *given: sizes.append(given[1].shape) or multiply(*given)
     )
     for height in (8, 96):
         layer = installed(nn.Linear(24, height))
@@ -75,12 +75,14 @@ def test_gradients_block_by_block(monkeypatch):
 
 
 def test_classes_of_shapes(monkeypatch):
-    computed, multiply = set(), products.multiply
+    computed, multiply = set(), cpu_matmul.multiply
     monkeypatch.setattr(
-        products, "multiply", lambda *given: computed.add(tuple(given[0].shape)) or multiply(*given)
+        cpu_matmul,
+        "multiply",
+        lambda *given: computed.add(tuple(given[0].shape)) or multiply(*given),
     )
-    narrow, wide = (installed(nn.Linear(8, n, bias=False)) for n in (16, products.WIDE))
-    some, many = torch.randn(products.MIN_ROWS, 8), torch.randn(products.MANY_ROWS, 8)
+    narrow, wide = (installed(nn.Linear(8, n, bias=False)) for n in (16, cpu_matmul.WIDE))
+    some, many = torch.randn(cpu_matmul.MIN_ROWS, 8), torch.randn(cpu_matmul.MANY_ROWS, 8)
     expected = {
         "forward:some:narrow": (narrow, some),
         "forward:some:wide": (wide, some),
@@ -88,29 +90,29 @@ def test_classes_of_shapes(monkeypatch):
         "forward:many:wide": (wide, many),
     }
     for name, by_it in expected.items():
-        products.use([name])
-        assert products.in_use() == [name]
+        cpu_matmul.use([name])
+        assert cpu_matmul.in_use() == [name]
         for layer, rows in expected.values():
             computed.clear()
             layer(rows)
             assert bool(computed) == (layer is by_it[0] and rows is by_it[1])
-    products.use(["packed:wide"])
-    assert products.packs(wide.weight) and not products.packs(narrow.weight)
-    products.use(["forward:some:narrow", "packed:wide", "packed:narrow"])
-    assert products.in_use() == ["packed", "forward:some:narrow"]
-    products.use([name for names in products.PRODUCTS.values() for name in names])
-    assert products.in_use() == list(products.KINDS)
+    cpu_matmul.use(["packed:wide"])
+    assert cpu_matmul.packs(wide.weight) and not cpu_matmul.packs(narrow.weight)
+    cpu_matmul.use(["forward:some:narrow", "packed:wide", "packed:narrow"])
+    assert cpu_matmul.in_use() == ["packed", "forward:some:narrow"]
+    cpu_matmul.use([name for names in cpu_matmul.PRODUCTS.values() for name in names])
+    assert cpu_matmul.in_use() == list(cpu_matmul.KINDS)
 
 
 def test_onednn_really_computes(monkeypatch):
-    asked, multiply = [], products.multiply
+    asked, multiply = [], cpu_matmul.multiply
     monkeypatch.setattr(
-        products, "multiply", lambda *given: asked.append(given[0].shape) or multiply(*given)
+        cpu_matmul, "multiply", lambda *given: asked.append(given[0].shape) or multiply(*given)
     )
     layer = installed(nn.Linear(24, 40))
     counts = {}
     for kinds in ((), *((kind,) for kind in LAYERS), LAYERS):
-        products.use(kinds)
+        cpu_matmul.use(kinds)
         asked.clear()
         layer(torch.randn(20, 24, requires_grad=True)).sum().backward()
         counts[kinds] = len(asked)
@@ -118,10 +120,10 @@ def test_onednn_really_computes(monkeypatch):
 
 
 def test_few_rows_and_other_precisions_are_left_to_torch(monkeypatch):
-    monkeypatch.setattr(products, "multiply", None)
-    products.use(products.KINDS)
+    monkeypatch.setattr(cpu_matmul, "multiply", None)
+    cpu_matmul.use(cpu_matmul.KINDS)
     layer = installed(nn.Linear(24, 40))
-    few = torch.randn(products.MIN_ROWS - 1, 24)
+    few = torch.randn(cpu_matmul.MIN_ROWS - 1, 24)
     assert torch.equal(layer(few), F.linear(few, layer.weight, layer.bias))
     many = torch.randn(64, 24)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -132,7 +134,7 @@ def test_few_rows_and_other_precisions_are_left_to_torch(monkeypatch):
 
 def test_what_is_frozen_gets_no_gradient():
     layer = installed(nn.Linear(24, 40)).requires_grad_(False)
-    products.use(products.KINDS)
+    cpu_matmul.use(cpu_matmul.KINDS)
     states = torch.randn(20, 24, requires_grad=True)
     layer(states).sum().backward()
     close(states.grad, layer.weight.sum(0).expand(20, 24))
@@ -159,7 +161,7 @@ def test_a_class_of_anothers_is_left_as_it_is():
         pass
 
     layers = installed(nn.Sequential(Own(4, 4), nn.Linear(4, 4)))
-    assert [type(layer) for layer in layers] == [Own, products.Linear]
+    assert [type(layer) for layer in layers] == [Own, cpu_matmul.Linear]
     assert isinstance(copy.deepcopy(layers)[1], nn.Linear)
 
 
@@ -168,7 +170,7 @@ def test_a_class_of_anothers_is_left_as_it_is():
 def test_a_policy_s_log_probs_and_gradients_are_those_of_mkl(name, options):
     policy = make_policy(make_model(name), onednn=None, **options)
     batch = policy.batch(make_samples())
-    assert any(type(layer) is products.Linear for layer in policy.model.modules())
+    assert any(type(layer) is cpu_matmul.Linear for layer in policy.model.modules())
 
     def work():
         policy.model.zero_grad()
@@ -189,8 +191,8 @@ def test_of_products_in_16_bits_nothing_changes():
         return list(gradients(policy.model).values())
 
     found = []
-    for kinds in (["bf16"], products.KINDS):
-        products.use(kinds)
+    for kinds in (["bf16"], cpu_matmul.KINDS):
+        cpu_matmul.use(kinds)
         found.append(work())
     assert all(map(torch.equal, *found))
 
@@ -213,26 +215,26 @@ def test_gradients_of_an_adapter():
 def test_packed_matrices(dtype):
     torch.manual_seed(0)
     matrix = torch.randn(40, 24).to(dtype)
-    products.use(["packed"])
-    assert not products.packs(matrix.double())
-    if not products.packs(matrix):
+    cpu_matmul.use(["packed"])
+    assert not cpu_matmul.packs(matrix.double())
+    if not cpu_matmul.packs(matrix):
         assert dtype == torch.bfloat16
         with pytest.raises(RuntimeError, match="bf16 path needs the cpu support"):
-            products.pack(matrix)
+            cpu_matmul.pack(matrix)
         return
-    packed = products.pack(matrix)
+    packed = cpu_matmul.pack(matrix)
     for rows in (1, 2, 15, 16, 200):
         given = torch.randn(rows, 24).to(dtype)
         wanted = given.float() @ matrix.float().t()
         limits = {"rtol": 1e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {}
-        torch.testing.assert_close(products.multiply(given, packed).float(), wanted, **limits)
+        torch.testing.assert_close(cpu_matmul.multiply(given, packed).float(), wanted, **limits)
 
 
 @pytest.fixture
 def unmeasured(tmp_path, monkeypatch):
     """A machine of which nothing is known."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    measured = (products.choose, products.fault, products.can_pack)
+    measured = (cpu_matmul.choose, cpu_matmul.fault, cpu_matmul.can_pack)
     for known in measured:
         known.cache_clear()
     yield
@@ -241,27 +243,27 @@ def unmeasured(tmp_path, monkeypatch):
 
 
 def test_a_tie_goes_to_mkl(monkeypatch, unmeasured):
-    monkeypatch.setattr(products, "_seconds", lambda work: 1.0)
-    assert products.choose() == []
+    monkeypatch.setattr(cpu_matmul, "_seconds", lambda work: 1.0)
+    assert cpu_matmul.choose() == []
 
 
 def test_another_start_chooses_what_the_first_one_did(monkeypatch, unmeasured):
     """Whatever it would measure itself, unless it asks of other classes or has another torch."""
     everything = ["packed", *LAYERS]
-    monkeypatch.setattr(products, "_is_faster", lambda name: True)
-    assert products.choose() == everything
-    monkeypatch.setattr(products, "_is_faster", lambda name: False)
-    products.choose.cache_clear()
-    assert products.choose() == everything
-    assert products.choose(bf16=True) == []
-    products.choose.cache_clear()
+    monkeypatch.setattr(cpu_matmul, "_is_faster", lambda name: True)
+    assert cpu_matmul.choose() == everything
+    monkeypatch.setattr(cpu_matmul, "_is_faster", lambda name: False)
+    cpu_matmul.choose.cache_clear()
+    assert cpu_matmul.choose() == everything
+    assert cpu_matmul.choose(bf16=True) == []
+    cpu_matmul.choose.cache_clear()
     monkeypatch.setattr(torch, "__version__", "2.8.0")
-    assert products.choose() == []
+    assert cpu_matmul.choose() == []
 
 
 def timed(monkeypatch, seconds_of):
     """Have each call take `seconds_of` the library and the rows and matrix that it multiplies."""
-    told, multiply, linear = {}, products.multiply, F.linear
+    told, multiply, linear = {}, cpu_matmul.multiply, F.linear
 
     def watched(name, work):
         def compute(rows, matrix, *rest):
@@ -270,21 +272,21 @@ def timed(monkeypatch, seconds_of):
 
         return compute
 
-    monkeypatch.setattr(products, "multiply", watched("onednn", multiply))
-    monkeypatch.setattr(products.F, "linear", watched("mkl", linear))
+    monkeypatch.setattr(cpu_matmul, "multiply", watched("onednn", multiply))
+    monkeypatch.setattr(cpu_matmul.F, "linear", watched("mkl", linear))
     monkeypatch.setattr(
-        products, "_seconds", lambda work: work() is None or seconds_of(*told["of"])
+        cpu_matmul, "_seconds", lambda work: work() is None or seconds_of(*told["of"])
     )
 
 
 def test_a_class_is_chosen_only_where_all_of_its_rows_gain(monkeypatch, unmeasured):
     def seconds(library, rows, width):
-        gains = (rows >= products.MANY_ROWS and width < products.WIDE) or (rows == 64)
+        gains = (rows >= cpu_matmul.MANY_ROWS and width < cpu_matmul.WIDE) or (rows == 64)
         return 1.0 if library == "onednn" and gains else 2.0
 
     timed(monkeypatch, seconds)
     # 64 rows alone do not make a class; of gradients no call of MKL's is seen here.
-    chosen = [name for name in products.choose() if name.startswith(("packed", "forward"))]
+    chosen = [name for name in cpu_matmul.choose() if name.startswith(("packed", "forward"))]
     assert chosen == ["forward:many:narrow"]
 
 
@@ -293,15 +295,17 @@ def test_products_in_16_bits_are_chosen_where_they_gain_and_are_wanted(
     monkeypatch, unmeasured, gains
 ):
     # Who computes is seen in small matrices too.
-    monkeypatch.setattr(products, "_MATRICES", dict.fromkeys(products._MATRICES, (64, 32)))
+    monkeypatch.setattr(cpu_matmul, "_MATRICES", dict.fromkeys(cpu_matmul._MATRICES, (64, 32)))
     computed, linear = [], F.linear
-    monkeypatch.setattr(products.F, "linear", lambda a, b: computed.append(a.dtype) or linear(a, b))
+    monkeypatch.setattr(
+        cpu_matmul.F, "linear", lambda a, b: computed.append(a.dtype) or linear(a, b)
+    )
     fast = torch.bfloat16 if gains else torch.float32
     monkeypatch.setattr(
-        products, "_seconds", lambda work: work() is None or 2.0 - (computed[-1] == fast)
+        cpu_matmul, "_seconds", lambda work: work() is None or 2.0 - (computed[-1] == fast)
     )
-    assert "bf16" not in products.choose() and torch.bfloat16 not in computed
-    assert ("bf16" in products.choose(bf16=True)) == gains
+    assert "bf16" not in cpu_matmul.choose() and torch.bfloat16 not in computed
+    assert ("bf16" in cpu_matmul.choose(bf16=True)) == gains
     assert torch.bfloat16 in computed
 
 
@@ -314,10 +318,10 @@ def test_what_is_unclear_is_measured_more_often(monkeypatch):
             calls.append(work)
             return ratio if len(calls) % 2 else 1.0
 
-        monkeypatch.setattr(products, "_seconds", seconds)
-        assert products._wins("packed", 4, "narrow") == (ratio > 1.04)
+        monkeypatch.setattr(cpu_matmul, "_seconds", seconds)
+        assert cpu_matmul._wins("packed", 4, "narrow") == (ratio > 1.04)
         turns.append(len(calls) // 2 - 1)
-    clear, unclear = products._TURNS, products._MOST_TURNS
+    clear, unclear = cpu_matmul._TURNS, cpu_matmul._MOST_TURNS
     assert turns == [clear, unclear, unclear, unclear, clear]
 
 
@@ -330,14 +334,14 @@ def test_where_onednn_is_missing_or_computes_something_else_mkl_is_chosen(
 
     found = None if problem == "missing" else ones
     monkeypatch.setattr(torch_compat, "multiply_packed", found)
-    monkeypatch.setattr(products, "_MARGIN", 0.0)
-    assert products.choose() == []
+    monkeypatch.setattr(cpu_matmul, "_MARGIN", 0.0)
+    assert cpu_matmul.choose() == []
     says = {"missing": "no such products", "other numbers": "not those of MKL"}
-    assert says[problem] in products.fault()
+    assert says[problem] in cpu_matmul.fault()
 
 
 def test_threads_are_as_before_the_measurement(unmeasured):
     before = torch.get_num_threads()
-    chosen = products.choose()
-    assert {name.split(":")[0] for name in chosen} <= set(products.KINDS)
+    chosen = cpu_matmul.choose()
+    assert {name.split(":")[0] for name in chosen} <= set(cpu_matmul.KINDS)
     assert torch.get_num_threads() == before

@@ -14,10 +14,10 @@ from transformers import BitsAndBytesConfig
 from rloo import RLOOConfig, RLOOTrainer, kernels
 from rloo.engines import EngineInputs, build_engine
 from rloo.model import quantization
-from rloo.model.adapters import load_adapter
-from rloo.model.loading import load_model
-from rloo.model.memory import optimizer_bytes, phase_peaks, weight_bytes
-from rloo.run.setup import make_engine
+from rloo.model.lora import load_adapter
+from rloo.model.memory_estimate import optimizer_bytes, phase_peaks, weight_bytes
+from rloo.model.model_loading import load_model
+from rloo.trainer.build import make_engine
 from rloo.types import Prompt, Sampling
 from support.adapters import logits_of, make_lora, perturb, trained_weights, wrap
 from support.marks import in_pairs

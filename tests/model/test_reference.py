@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rloo.model import offload
-from rloo.model.memory import weight_bytes
+from rloo.model.memory_estimate import weight_bytes
 from rloo.model.reference import FrozenCopy, frozen_copy
 from support.adapters import make_adapted
 from support.models import CONFIGS, CPU, make_model, make_samples

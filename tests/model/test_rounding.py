@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rloo import kernels
-from rloo.config.checks import OF_LAYERS
-from rloo.engines.native.engine import NativeEngine
-from rloo.model import products, rounding
-from rloo.model.head import Asked, blocked_logprobs, blocked_scores
-from rloo.model.products import matrix_of
+from rloo.config.validation import OF_LAYERS
+from rloo.engines.native.native_engine import NativeEngine
+from rloo.kernels import bf16_rounding, cpu_matmul
+from rloo.kernels.cpu_matmul import matrix_of
+from rloo.kernels.fused_lm_head import Asked, blocked_logprobs, blocked_scores
 from rloo.types import Prompt, Sampling
 from support.models import make_model, make_samples
 from support.policies import gradients, make_policy, weights_of
@@ -70,15 +70,15 @@ def test_numbers_are_rounded_as_torch_does():
     bits[:3] = torch.tensor([0x7FFFFFFF, 0x7F800001, -1])  # NaNs that addition makes others of
     given = torch.cat([torch.tensor(SPECIAL), bits.view(torch.float32)])
     expected = given.to(HALF).float()
-    for found in (rounding.rounded(given), rounding.rounded(given.to(HALF))):
+    for found in (bf16_rounding.rounded(given), bf16_rounding.rounded(given.to(HALF))):
         assert torch.equal(found.isnan(), expected.isnan())
         known = ~expected.isnan()
         assert torch.equal(found[known].view(torch.int32), expected[known].view(torch.int32))
     turned = torch.randn(7, 5).t()
-    assert torch.equal(rounding.rounded(turned), turned.to(HALF).float())
+    assert torch.equal(bf16_rounding.rounded(turned), turned.to(HALF).float())
     place = torch.randn(33)
     expected = place.to(HALF).float()
-    rounding.round_in_place(place)
+    bf16_rounding.round_in_place(place)
     assert torch.equal(place, expected)
 
 
@@ -88,19 +88,19 @@ def test_numbers_are_rounded_as_torch_does():
 @pytest.mark.parametrize("shape", [(24,), (3, 7, 24), (300, 24)])
 def test_a_layer_and_its_gradients(shape, bias, checkpointed, by_onednn):
     torch.manual_seed(0)
-    products.use(by_onednn)
+    cpu_matmul.use(by_onednn)
     layer, given, weigh = nn.Linear(24, 40, bias=bias), torch.randn(shape), torch.randn(40)
 
     def computed(call, *, bf16=False):
         layer.zero_grad()
         leaf = given.clone().requires_grad_()
-        with torch.autocast("cpu", dtype=HALF, enabled=bf16), rounding.keeping():
+        with torch.autocast("cpu", dtype=HALF, enabled=bf16), bf16_rounding.keeping():
             output = checkpoint(call, leaf, use_reentrant=False) if checkpointed else call(leaf)
         (output.tanh() * weigh).sum().backward()
         return [output.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())]
 
     plain, expected = computed(layer), computed(lambda x: defined(x, layer))
-    products.install(layer)
+    cpu_matmul.install(layer)
     ours = computed(layer, bf16=True)
     assert ours[0].dtype == torch.float32
     require_defined(ours, expected, plain)
@@ -108,8 +108,8 @@ def test_a_layer_and_its_gradients(shape, bias, checkpointed, by_onednn):
 
 @pytest.mark.parametrize("chunk_elements", [97 * 7, 97 * 1000])
 def test_the_head(chunk_elements, monkeypatch):
-    monkeypatch.setattr("rloo.model.head._MIN_ROWS", 7)
-    monkeypatch.setattr("rloo.model.head.CACHED_ELEMENTS", 97)
+    monkeypatch.setattr("rloo.kernels.fused_lm_head._MIN_ROWS", 7)
+    monkeypatch.setattr("rloo.kernels.fused_lm_head.CACHED_ELEMENTS", 97)
     torch.manual_seed(0)
     head, hidden, targets = nn.Linear(16, 97), 3 * torch.randn(50, 16), torch.arange(50)
 
@@ -127,7 +127,7 @@ def test_the_head(chunk_elements, monkeypatch):
 
     def blocked(leaf):
         with torch.autocast("cpu", dtype=HALF):
-            asked = Asked(targets, 0.5, chunk_elements, products.rounds())
+            asked = Asked(targets, 0.5, chunk_elements, cpu_matmul.rounds())
             return blocked_logprobs(leaf, matrix_of(head), asked)
 
     ours, expected = scored(blocked), scored(lambda leaf: by_table(defined(leaf, head)))
@@ -142,7 +142,7 @@ def test_an_update_is_as_near_to_float32_as_with_16_bits(name):
     """Of logarithms and gradients: what is rounded less is not farther away."""
     found = {}
     for kind, by_onednn in (("exact", []), ("rounded", []), ("16 bits", ["bf16"])):
-        products.use(by_onednn)
+        cpu_matmul.use(by_onednn)
         policy = make_policy(make_model(name), bf16=kind != "exact", beta=0.1)
         batch = policy.batch(make_samples())
         logprobs = policy.logprobs(batch).logprobs
@@ -157,10 +157,12 @@ def test_an_update_is_as_near_to_float32_as_with_16_bits(name):
 
 
 def test_an_engine_that_runs_the_module_rounds_each_weight_once(monkeypatch):
-    model, counts, rounded = make_model("qwen3"), Counter(), rounding.rounded
+    model, counts, rounded = make_model("qwen3"), Counter(), bf16_rounding.rounded
     engine = NativeEngine(model, pad_token_id=0, fused=False, precision=HALF)
-    products.install(model)
-    monkeypatch.setattr(rounding, "rounded", lambda x: counts.update([x.data_ptr()]) or rounded(x))
+    cpu_matmul.install(model)
+    monkeypatch.setattr(
+        bf16_rounding, "rounded", lambda x: counts.update([x.data_ptr()]) or rounded(x)
+    )
     prompts = [Prompt(0, [3, 4, 5], "")]
     engine.sample(prompts, 2, Sampling(max_tokens=6, stop_token_ids=()), noise=1)
     layers = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
@@ -173,13 +175,13 @@ def test_what_is_kept_is_that_of_the_same_numbers():
 
     def product(x):
         with torch.autocast("cpu", dtype=HALF), torch.no_grad():
-            return products.Linear.forward(layer, x)
+            return cpu_matmul.Linear.forward(layer, x)
 
     def expected(x):
         return defined(x, layer).detach()
 
-    layer.__class__ = products.Linear
-    with rounding.keeping():
+    layer.__class__ = cpu_matmul.Linear
+    with bf16_rounding.keeping():
         for x in (rows, rows.t(), rows, rows.view(8, 8)[:, :]):
             torch.testing.assert_close(product(x), expected(x))
         rows.mul_(1.7)
@@ -189,12 +191,12 @@ def test_what_is_kept_is_that_of_the_same_numbers():
         torch.testing.assert_close(product(rows), expected(rows))
         for _ in range(50):  # memory that is given out again
             torch.testing.assert_close(product(x := torch.randn(8, 8)), expected(x))
-    assert rounding._kept.get() is None
+    assert bf16_rounding._kept.get() is None
 
 
 def test_a_model_of_another_precision_is_left_to_torch():
     layer = copy.deepcopy(nn.Linear(8, 8)).double()
-    products.install(layer)
+    cpu_matmul.install(layer)
     given = torch.randn(20, 8, dtype=torch.float64)
     with torch.autocast("cpu", dtype=HALF):
         assert torch.equal(layer(given), F.linear(given, layer.weight, layer.bias))

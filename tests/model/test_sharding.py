@@ -6,14 +6,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rloo import RLOOConfig
-from rloo.dist.world import make_world
-from rloo.model.division import divide, full, is_divided, local, whole_copy
-from rloo.model.loading import load_model
-from rloo.model.memory import phase_peaks
+from rloo.distributed.sharded_tensor import divide, full, is_divided, local, whole_copy
+from rloo.distributed.world import make_world
+from rloo.model.memory_estimate import phase_peaks
+from rloo.model.model_loading import load_model
+from rloo.model.parallel.fsdp2 import check
 from rloo.model.policy import Policy
-from rloo.model.sharding import check
-from rloo.run import setup
-from rloo.run.setup import make_engine
+from rloo.trainer import build
+from rloo.trainer.build import make_engine
 from support.adapters import make_lora, perturb, wrap
 from support.models import make_model, make_samples, make_wide
 from support.text import make_tokenizer
@@ -150,7 +150,7 @@ def test_an_engine_is_made_with_one_layer_after_the_other(make):
     assert made[0].facts.copies_weights and policy.notes == []
     assert weights < peak < 1.4 * weights and largest < 0.4 * weights
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "available_bytes", lambda device: weights - 1)
+        patch.setattr(build, "available_bytes", lambda device: weights - 1)
         said = r"parallel is fsdp2 and an engine .* needs vLLM on devices of its own"
         with pytest.raises(ValueError, match=said):
             make_engine(policy, policy.config)

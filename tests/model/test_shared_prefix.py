@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo.model import attention
 from rloo.model.attention import Options
-from rloo.model.batch import pack
+from rloo.model.micro_batch import pack
 from rloo.model.shared_prefix import PackedLayout, Span
 from rloo.types import Sample
 from support.marks import every_second

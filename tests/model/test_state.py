@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rloo.model.state import (
+from rloo.model.training_state import (
     capture_rng,
     first_not_finite,
     parameter_shapes,

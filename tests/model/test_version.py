@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rloo.model.memory import predicted_peak_bytes, step_bytes
+from rloo.model.memory_estimate import predicted_peak_bytes, step_bytes
 from support.adapters import make_adapted
 from support.models import make_model, make_samples
 from support.policies import make_policy

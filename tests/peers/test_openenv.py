@@ -22,9 +22,9 @@ from openenv.core.env_server.types import Action, Observation, State
 from openenv.core.mcp_client import MCPToolClient
 
 from rloo import RLOOTrainer
-from rloo.episodes.engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.proof import find_dialect
-from rloo.episodes.stage import Stage, tools_of
+from rloo.episodes.environments import Stage, tools_of
+from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
+from rloo.episodes.renderer_check import find_dialect
 from rloo.episodes.tools import Tools
 from rloo.types import Prompt, Sampling
 from support.chat import make_brace_tokenizer, make_chat_tokenizer, make_talkative_model

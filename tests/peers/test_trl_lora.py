@@ -8,7 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from rloo.config.config import RLOOConfig
-from rloo.model.adapters import add_adapter
+from rloo.model.lora import add_adapter
 from support.beside_trl import PROMPTS, K, judge, make_rollout
 from support.models import make_model
 from support.text import make_tokenizer
@@ -110,7 +110,7 @@ def test_advantages_loss_and_every_gradient_equal_trl(tmp_path, start, packing):
 def test_the_options_make_the_adapter_that_trl_makes_of_its_own():
     from trl import ModelConfig, get_peft_config
 
-    from rloo.model.adapters import lora_config
+    from rloo.model.lora import lora_config
 
     for options in (
         {},

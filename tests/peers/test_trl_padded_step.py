@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.padded_step import Rollout, leave_one_out, loss_sum, sum_kl
 from benchmarks.trl_side import _use_onednn
-from rloo.config.checks import OF_LAYERS
-from rloo.model import products
+from rloo.config.validation import OF_LAYERS
+from rloo.kernels import cpu_matmul
 from support.beside_trl import make_rollout, perturb, theirs
 from support.models import make_model
 
@@ -70,12 +70,12 @@ def test_products_of_trl_by_onednn_are_those_it_makes_itself(kinds, monkeypatch)
         return found, {name: p.grad for name, p in model.named_parameters()}
 
     expected, their_gradients = pass_through(None)
-    multiply, multiplies = products.multiply, products.multiplies
+    multiply, multiplies = cpu_matmul.multiply, cpu_matmul.multiplies
     monkeypatch.setattr(
-        products, "multiply", lambda *words: computed.append(len(words)) or multiply(*words)
+        cpu_matmul, "multiply", lambda *words: computed.append(len(words)) or multiply(*words)
     )
     monkeypatch.setattr(
-        products, "multiplies", lambda *words: asked.append(words) or multiplies(*words)
+        cpu_matmul, "multiplies", lambda *words: asked.append(words) or multiplies(*words)
     )
     found, gradients = pass_through(kinds)
     # 7 matrices of each of 3 layers, and the head, of all tokens but the first, which goes forward

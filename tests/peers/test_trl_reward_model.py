@@ -5,7 +5,7 @@ import transformers
 from datasets import Dataset
 
 from rloo.config.config import RLOOConfig
-from rloo.run.setup import make_rewards
+from rloo.trainer.build import make_rewards
 from support.models import CPU, make_model
 from support.reward_models import (
     COMPLETIONS,

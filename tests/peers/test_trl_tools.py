@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rloo.episodes.proof import find_dialect
+from rloo.episodes.renderer_check import find_dialect
 from rloo.episodes.tools import Tools
 from support.chat import add, make_chat_tokenizer
 

@@ -19,9 +19,9 @@ from datasets import Dataset
 
 from rloo import RLOOTrainer
 from rloo.cli import EMBEDDED
-from rloo.config.parsing import parse_command_line
-from rloo.engines.vllm.serving import OwnServer, guarded_environment
-from rloo.run.servers import must_untie, serving_of
+from rloo.config.parser import parse_command_line
+from rloo.engines.vllm.server_process import OwnServer, guarded_environment
+from rloo.trainer.remote_engines import must_untie, serving_of
 from rloo.types import Sampling
 from support import training
 from support.chat import add, make_brace_tokenizer, make_talkative_model

@@ -5,7 +5,7 @@ import unicodedata
 
 import pytest
 
-from rloo.report.curve import MOST_POINTS, Curve, draw
+from rloo.addons.report.live.text_plot import MOST_POINTS, Curve, draw
 
 # Dots of a braille cell as Unicode numbers them: 1 2 3 7 downwards, then 4 5 6 8.
 PLACES = {int(d): (x, y) for x, column in enumerate(("1237", "4568")) for y, d in enumerate(column)}

@@ -10,14 +10,20 @@ from dataclasses import asdict
 
 import pytest
 
-from rloo.report.comparison import change_of, sides
-from rloo.report.doctor import completions, data, rewards, signal, training
-from rloo.report.doctor.finding import Run
-from rloo.report.doctor.folder import describe, findings_of, read_run, report
-from rloo.report.doctor.rules import RULES, diagnose
-from rloo.report.doctor.watch import Watch
-from rloo.report.figures import figures
-from rloo.report.verdict import headline, training_of, verdict
+from rloo.addons.report.doctor import (
+    completion_rules,
+    data_rules,
+    learning_signal,
+    reward_rules,
+    training_rules,
+)
+from rloo.addons.report.doctor.doctor_command import describe, findings_of, read_run, report
+from rloo.addons.report.doctor.live_rules import Watch
+from rloo.addons.report.doctor.rules import RULES, diagnose
+from rloo.addons.report.doctor.run_record import Run
+from rloo.tracking.before_after import change_of, sides
+from rloo.tracking.progress_line import figures
+from rloo.tracking.summary_text import headline, training_of, verdict
 from tools.doctor_page import PAGE, filled
 
 NORMAL = {
@@ -222,7 +228,7 @@ def test_the_room_of_completions_makes_no_alarm_early():
 def test_every_rule_is_seen_to_hold():
     seen = {name for name, *_ in SICK.values()} | {"gibberish", "same_text", "hacking", "silent"}
     assert seen == {rule.name for rule in RULES}
-    parts = (data, signal, training, rewards, completions)
+    parts = (data_rules, learning_signal, training_rules, reward_rules, completion_rules)
     assert len(RULES) == sum(len(part.RULES) for part in parts), "each rule stands in the list once"
 
 
@@ -305,7 +311,7 @@ def test_the_hacking_of_a_real_run_is_named():
 
 @pytest.mark.parametrize("case", SICK)
 def test_a_command_can_be_given_as_it_stands(case, tmp_path):
-    from rloo.config.parsing import parse_command_line
+    from rloo.config.parser import parse_command_line
 
     path = tmp_path / "config.yaml"
     path.write_text("model: countdown\ndataset: countdown\nreward: [a.py:f, b.py:g]\n")
@@ -318,7 +324,10 @@ def test_a_command_can_be_given_as_it_stands(case, tmp_path):
 
 
 def test_a_folder_is_examined_without_torch():
-    code = "import sys, rloo.report.doctor.folder; print(*{'torch', 'datasets'} & set(sys.modules))"
+    code = (
+        "import sys, rloo.addons.report.doctor.doctor_command\n"
+        "print(*{'torch', 'datasets'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from rloo.report.comparison import since_first
-from rloo.report.doctor.causes import EXPLAINS, causes_of
-from rloo.report.doctor.finding import Found, Rule, Run
-from rloo.report.doctor.rules import RULES, diagnose
-from rloo.report.doctor.training import leap, noise_of_baselines
-from rloo.report.verdict import training_of, verdict
+from rloo.addons.report.doctor.causes import EXPLAINS, causes_of
+from rloo.addons.report.doctor.rules import RULES, diagnose
+from rloo.addons.report.doctor.run_record import Found, Rule, Run
+from rloo.addons.report.doctor.training_rules import leap, noise_of_baselines
+from rloo.tracking.before_after import since_first
+from rloo.tracking.summary_text import training_of, verdict
 
 GROUP = {"groups/signal": 0.8, "baseline/variance": 0.1}
 WELL = {

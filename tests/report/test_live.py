@@ -20,13 +20,13 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rloo.report import screen as module
-from rloo.report.console import evaluation_phrases, is_graded
-from rloo.report.figures import figures
-from rloo.report.live import make_console, region_of
-from rloo.report.metrics import rollout_metrics
-from rloo.report.screen import Screen
-from rloo.run.evaluate import kind_of
+from rloo.addons.report.live import screen as module
+from rloo.addons.report.live.live_display import make_console, region_of
+from rloo.addons.report.live.screen import Screen
+from rloo.tracking.console import evaluation_phrases, is_graded
+from rloo.tracking.metrics import rollout_metrics
+from rloo.tracking.progress_line import figures
+from rloo.trainer.evaluate import kind_of
 from rloo.types import Completion, Group, Prompt
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]bold[/red] <b>x</b> \u202eabc\x9b31m\r\ud800 :boom:"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rloo.report.table import Band, find
-from rloo.rewards.normalizer import Normalized
+from rloo.rewards.running_norm import Normalized
+from rloo.tracking.metric_registry import Band, find
 from support.models import make_model
 from support.training import ROWS, count_words, make_config, make_trainer
 from tools.metrics_page import filled

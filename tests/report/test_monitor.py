@@ -13,17 +13,17 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rloo.config.batches import batches_of
+from rloo.addons.report.live import screen as screen_module
+from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.presets import PRESETS, objective_line
-from rloo.report import console
-from rloo.report import screen as screen_module
-from rloo.report.comparison import direction
-from rloo.report.figures import figures
-from rloo.report.monitor import Monitor
-from rloo.report.records import strict, versions
-from rloo.report.verdict import verdict
-from rloo.run.evaluate import flatten
+from rloo.tracking import console
+from rloo.tracking.before_after import direction
+from rloo.tracking.jsonl import strict, versions
+from rloo.tracking.monitor import Monitor
+from rloo.tracking.progress_line import figures
+from rloo.tracking.summary_text import verdict
+from rloo.trainer.evaluate import flatten
 from rloo.types import Completion, Group, Prompt
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]bold[/red] \u202eabc\x9b31m\r\ud800 :boom:"
@@ -526,7 +526,7 @@ def make_policy():
 
 def attach(watcher, state, control, callbacks=()):
     """Have `watcher` tell its loggers and these callbacks."""
-    from rloo.report.callbacks import Events, make_loggers
+    from rloo.tracking.callbacks import Events, make_loggers
 
     events = Events(
         [*make_loggers(watcher.config), *callbacks],
@@ -630,7 +630,7 @@ def test_an_unknown_logger_is_named(tmp_path):
 
 
 def test_watching_needs_no_torch_before_training():
-    code = "import sys, rloo.report.monitor; sys.exit('torch' in sys.modules)"
+    code = "import sys, rloo.tracking.monitor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -655,7 +655,7 @@ def vars_of(shown):
 
 def test_a_logger_that_is_not_installed_is_refused_and_nothing_else_is_said():
     """MLflow's fails in its constructor, and then again when it is deleted."""
-    from rloo.report.callbacks import make_loggers
+    from rloo.tracking.callbacks import make_loggers
 
     told, before, sys.unraisablehook = [], sys.unraisablehook, lambda found: told.append(found)
     try:

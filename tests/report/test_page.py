@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from rloo import cli
-from rloo.report.page import PAGE, document, write_page
-from rloo.report.page.follow import server_of
-from rloo.report.page.series import curve, outside
+from rloo.addons.report.html import PAGE, document, write_page
+from rloo.addons.report.html.downsampling import curve, outside
+from rloo.addons.report.html.server import server_of
 from support.run_folders import HOSTILE, make_run, write_rows
 from support.training import count_words, make_config, make_trainer
 
@@ -293,7 +293,7 @@ def test_a_report_that_cannot_be_written_is_no_error_of_the_run(tmp_path, capsys
     def fails(folders, path):
         raise RuntimeError("what nobody thought of")
 
-    monkeypatch.setattr("rloo.report.monitor.write_page", fails)
+    monkeypatch.setattr("rloo.tracking.monitor.write_page", fails)
     config = make_config(tmp_path, max_steps=1)
     folder = Path(config.output_dir)
     make_trainer(config, count_words).train()

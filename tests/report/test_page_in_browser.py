@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rloo.report.page import PAGE, write_page
-from rloo.report.page.follow import server_of
+from rloo.addons.report.html import PAGE, write_page
+from rloo.addons.report.html.server import server_of
 from support.browser import Browser, chromium
 from support.run_folders import HOSTILE, make_run
 

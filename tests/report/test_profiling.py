@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rloo.report.profiling import StepProfile
+from rloo.tracking.profiler import StepProfile
 from support.training import (
     count_words,
     equal,

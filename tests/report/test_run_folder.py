@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from rloo import cli
-from rloo.launch.status import status
-from rloo.report.doctor import folder as doctor
-from rloo.report.doctor.finding import Finding
-from rloo.report.page import document
-from rloo.report.run_folder import read_folder, read_summary, row_of
-from rloo.report.verdict import training_of
+from rloo.addons.launch.run_status import status
+from rloo.addons.report.doctor import doctor_command as doctor
+from rloo.addons.report.doctor.run_record import Finding
+from rloo.addons.report.html import document
+from rloo.tracking.run_reader import read_folder, read_summary, row_of
+from rloo.tracking.summary_text import training_of
 from support.run_folders import make_run, write_rows
 
 FILES = ("metrics", "evaluations", "completions", "groups", "alarms")

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from rloo import RLOOConfig
-from rloo.report.tables import log_tables
+from rloo.tracking.completion_tables import log_tables
 from rloo.types import Group, Prompt
 
 

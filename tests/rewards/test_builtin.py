@@ -129,7 +129,7 @@ def test_tag_count_is_a_quarter_for_each_tag_that_is_there_once():
         ("repetition", "repetition_reward"),
         ("tag_count", "tag_count_reward"),
         ("soft_overlong(max_tokens=9, cache_tokens=3)", "soft_overlong_reward"),
-        ("rloo.rewards.gsm8k:gsm8k_reward", "gsm8k_reward"),
+        ("rloo.addons.graders.math.gsm8k:gsm8k_reward", "gsm8k_reward"),
     ],
 )
 def test_every_built_in_is_found_by_name(spec, name):
@@ -195,7 +195,7 @@ def test_an_error_inside_the_users_file_is_passed_on(tmp_path):
         ("no_such_module:reward", "there is no module 'no_such_module'"),
         ("rloo.no_such_module:reward", "there is no module 'rloo.no_such_module'"),
         (":reward", "is no module name"),
-        ("rloo.rewards.gsm8k:gsm8k_rewrad", "did you mean 'gsm8k_reward'?"),
+        ("rloo.addons.graders.math.gsm8k:gsm8k_rewrad", "did you mean 'gsm8k_reward'?"),
         ("rloo.rewards:", "rloo.rewards has no function ''"),
     ],
 )

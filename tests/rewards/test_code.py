@@ -9,13 +9,13 @@ import time
 import pytest
 import torch
 
+from rloo.addons.graders.code import sandbox_pool
+from rloo.addons.graders.code.code_reward import make_code
+from rloo.addons.graders.code.isolation import WALLS
+from rloo.addons.graders.code.sandbox_pool import why_not
 from rloo.rewards import load_reward
-from rloo.rewards.code import staff
-from rloo.rewards.code.reward import make_code
-from rloo.rewards.code.staff import why_not
-from rloo.rewards.code.walls import WALLS
-from rloo.rewards.combine import RewardSet
-from rloo.rewards.workers import Scorers
+from rloo.rewards.reward_set import RewardSet
+from rloo.rewards.reward_workers import Scorers
 from support.cases.attacks import by_name, with_before
 from support.cases.hacks import HACKS
 from support.cases.honest import HONEST
@@ -152,7 +152,9 @@ def test_columns_and_walls_are_checked_before_the_first_sample(monkeypatch):
     other = make_code(command="node main.js", file="main.js")
     with pytest.raises(ValueError, match="needs the columns 'inputs' and 'outputs'"):
         other.check_columns(["tests"])
-    monkeypatch.setattr("rloo.rewards.code.staff.why_not", lambda wall: f"{wall} is broken")
+    monkeypatch.setattr(
+        "rloo.addons.graders.code.sandbox_pool.why_not", lambda wall: f"{wall} is broken"
+    )
     with pytest.raises(ValueError, match=r"no wall .* holds .*bwrap is broken; landlock: landlock"):
         RewardSet([reward]).check(["tests"])
     with pytest.raises(ValueError, match=r"\(landlock: landlock is broken\); install"):
@@ -220,7 +222,7 @@ def test_a_worker_that_is_killed_loses_nothing(wall):
 
 
 FAILS = """
-from rloo.rewards.code.inside.stage import SandboxFailed
+from rloo.addons.graders.code.guest.process_tree import SandboxFailed
 
 def answer(request, stage):
     raise SandboxFailed("for once")
@@ -228,8 +230,10 @@ def answer(request, stage):
 
 
 def test_a_sandbox_that_fails_again_and_again_is_missing_not_zero(wall, monkeypatch, capfd):
-    text = staff._text
-    monkeypatch.setattr(staff, "_text", lambda name: FAILS if name == "judge" else text(name))
+    text = sandbox_pool._text
+    monkeypatch.setattr(
+        sandbox_pool, "_text", lambda name: FAILS if name == "judge" else text(name)
+    )
     reward, logged = make_code(wall=wall, workers=1), {}
     try:
         assert reward([RIGHT], log_metric=logged.__setitem__, **ADD) == [None]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rloo.rewards.code.reward import make_code
-from rloo.rewards.code.staff import why_not
-from rloo.rewards.code.walls import WALLS, find_python
+from rloo.addons.graders.code.code_reward import make_code
+from rloo.addons.graders.code.isolation import WALLS, find_python
+from rloo.addons.graders.code.sandbox_pool import why_not
 from support.cases.attacks import ATTACKS
 from support.cases.hacks import HACKS
 from support.cases.honest import HONEST

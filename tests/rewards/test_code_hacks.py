@@ -3,8 +3,8 @@ tests are what their authors mean by them."""
 
 import pytest
 
-from rloo.rewards.code.staff import Limits, Staff, why_not
-from rloo.rewards.code.walls import WALLS
+from rloo.addons.graders.code.isolation import WALLS
+from rloo.addons.graders.code.sandbox_pool import Limits, Staff, why_not
 
 
 @pytest.fixture(scope="module", params=[WALLS[0], pytest.param(WALLS[1], marks=pytest.mark.slow)])

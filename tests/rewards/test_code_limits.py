@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from rloo.rewards.code.inside import watch
-from rloo.rewards.code.staff import Limits, Staff, why_not
-from rloo.rewards.code.walls import WALLS
+from rloo.addons.graders.code.guest import resource_limits
+from rloo.addons.graders.code.isolation import WALLS
+from rloo.addons.graders.code.sandbox_pool import Limits, Staff, why_not
 
 MEMORY = 1 << 28
 
@@ -257,19 +257,19 @@ while True: pass
 """
     begun = time.monotonic()
     assert run(staff, program)["status"] is None
-    assert time.monotonic() - begun < watch.wall_seconds(4)
+    assert time.monotonic() - begun < resource_limits.wall_seconds(4)
 
 
 def family(*members, waited=0.0):
-    made = [watch.Process(f"/proc/{pid}", 0, state, own, reaped, 0, 0, *slept)
+    made = [resource_limits.Process(f"/proc/{pid}", 0, state, own, reaped, 0, 0, *slept)
             for pid, state, own, reaped, *slept in members]  # fmt: skip
-    return watch.Family(made, waited)
+    return resource_limits.Family(made, waited)
 
 
 def test_time_is_counted_that_is_used_or_that_nobody_wants(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
-    clock = watch.Clock({"seconds": 1.0, "total_seconds": 2.0})
+    monkeypatch.setattr(resource_limits.time, "monotonic", lambda: now[0])
+    clock = resource_limits.Clock({"seconds": 1.0, "total_seconds": 2.0})
 
     def look(*members, waited=0.0, after=0.05):
         now[0] += after
@@ -289,10 +289,10 @@ def test_time_is_counted_that_is_used_or_that_nobody_wants(monkeypatch):
     assert look((1, "R", 0.5, 0.6)) == (False, False)
     assert look((1, "R", 0.6, 0.6), waited=0.5) == (False, True) or clock.is_over
     # One that was woken just now has slept before.
-    clock = watch.Clock({"seconds": 1.0, "total_seconds": 2.0})
+    clock = resource_limits.Clock({"seconds": 1.0, "total_seconds": 2.0})
     states = [look((1, "R", 0.0, 0.0, step))[0] for step in range(24)]
     assert states.index(True) in (20, 21)
     # By the clock it ends anyway.
-    clock = watch.Clock({"seconds": 1.0, "total_seconds": 2.0})
-    now[0] += watch.wall_seconds(1.0)
+    clock = resource_limits.Clock({"seconds": 1.0, "total_seconds": 2.0})
+    now[0] += resource_limits.wall_seconds(1.0)
     assert clock.is_over and not clock.is_all_over

@@ -2,10 +2,10 @@
 
 import pytest
 
+from rloo.addons.graders.code.code_reward import make_code
+from rloo.addons.graders.code.isolation import WALLS
+from rloo.addons.graders.code.sandbox_pool import why_not
 from rloo.rewards import load_reward
-from rloo.rewards.code.reward import make_code
-from rloo.rewards.code.staff import why_not
-from rloo.rewards.code.walls import WALLS
 from support.walls import require_a_wall
 
 

@@ -9,9 +9,9 @@ import zlib
 
 import pytest
 
-from rloo.rewards.code import formats
-from rloo.rewards.code.blocks import blocks_of, said_in
-from rloo.rewards.code.reward import make_code
+from rloo.addons.graders.code import problem_formats
+from rloo.addons.graders.code.code_blocks import blocks_of, said_in
+from rloo.addons.graders.code.code_reward import make_code
 from support.walls import require_a_wall
 
 SUMS = {"inputs": ["1 2\n", "5 7\n"], "outputs": ["3\n", "12\n"]}
@@ -147,7 +147,7 @@ def score(reward, text, row, prompt=None):
 @pytest.mark.parametrize("name", ROWS)
 def test_a_published_row_is_read_as_it_is(reward, name):
     row, right, known = ROWS[name]
-    assert formats.format_of(row).name == known
+    assert problem_formats.format_of(row).name == known
     reward.check_columns(row)
     assert reward.taken_for(row).startswith(f"the reward code takes rows for {known} (")
     # Columns of other datasets in the same file are empty there.
@@ -176,12 +176,12 @@ class Runs:
 def test_a_pickle_of_anything_but_a_text_is_refused_and_not_run(capsys):
     evil = base64.b64encode(zlib.compress(pickle.dumps(Runs()))).decode()
     row = {**LCB, "public_test_cases": "[]", "private_test_cases": evil, "metadata": "{}"}
-    with pytest.raises(formats.Unreadable, match="the pickle has"):
-        formats.read(row)
+    with pytest.raises(problem_formats.Unreadable, match="the pickle has"):
+        problem_formats.read(row)
     assert capsys.readouterr().out == ""
     for protocol in range(6):
         text = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(STDIN), protocol))).decode()
-        _, asked = formats.read({**row, "private_test_cases": text})
+        _, asked = problem_formats.read({**row, "private_test_cases": text})
         assert asked["outputs"] == ["3", "12"]
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from rloo.rewards.code.inside import filter as calls
-from rloo.rewards.code.inside import values
-from rloo.rewards.code.staff import Limits, Staff, why_not
-from rloo.rewards.code.walls import WALLS
+from rloo.addons.graders.code.guest import codec
+from rloo.addons.graders.code.guest import seccomp as calls
+from rloo.addons.graders.code.isolation import WALLS
+from rloo.addons.graders.code.sandbox_pool import Limits, Staff, why_not
 
 Point = namedtuple("Point", "x y")
 
@@ -55,7 +55,7 @@ def judge(staff, program, *tests):
     ids=repr,
 )  # fmt: skip
 def test_a_value_comes_back_as_it_was(value):
-    found = values.decode(json.loads(json.dumps(values.encode(value))))
+    found = codec.decode(json.loads(json.dumps(codec.encode(value))))
     assert found == value and type(found).__name__ == type(value).__name__
     assert repr(found) == repr(value)
 
@@ -68,12 +68,12 @@ def test_subclasses_come_as_the_plain_types_that_they_extend():
         __hash__ = int.__hash__
 
     def there_and_back(value):
-        return values.decode(json.loads(json.dumps(values.encode(value))))
+        return codec.decode(json.loads(json.dumps(codec.encode(value))))
 
     for value, plain in ((Number(3), 3), (Counter("aab"), {"a": 2, "b": 1}), (OrderedDict(), {})):
         assert type(there_and_back(value)) is type(plain) and there_and_back(value) == plain
-    with pytest.raises(values.NotPlain, match="a object is no plain value"):
-        values.encode([object()])
+    with pytest.raises(codec.NotPlain, match="a object is no plain value"):
+        codec.encode([object()])
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_subclasses_come_as_the_plain_types_that_they_extend():
 )  # fmt: skip
 def test_what_is_no_value_is_refused(data):
     with pytest.raises(ValueError):
-        values.decode(data)
+        codec.decode(data)
 
 
 # -- the filter, run by an interpreter of its own --------------------------------------------------

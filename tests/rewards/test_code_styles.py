@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from rloo.rewards.code import formats
-from rloo.rewards.code.inside import arrays, nodes, source, values
-from rloo.rewards.code.reward import make_code, program_of
+from rloo.addons.graders.code import problem_formats
+from rloo.addons.graders.code.code_reward import make_code, program_of
+from rloo.addons.graders.code.guest import codec, leetcode_nodes, numpy_subset, program_source
 from support.walls import require_a_wall
 
 CODE = "n = int(input())\nprint(n * n)"
@@ -34,25 +34,25 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_program_of_a_text_is_found(name):
-    assert source.choose(program_of(TEXTS[name])).strip() == CODE
+    assert program_source.choose(program_of(TEXTS[name])).strip() == CODE
 
 
 def test_a_block_that_only_calls_has_what_it_calls():
     blocks = [*PARTS, "main()"]
     text = "\n".join(f"```python\n{block}\n```" for block in blocks)
-    assert source.choose(program_of(text)).split() == "\n".join(blocks).split()
+    assert program_source.choose(program_of(text)).split() == "\n".join(blocks).split()
 
 
 def test_an_example_that_calls_is_no_program_where_another_block_runs_by_itself():
     whole = "\n".join([*PARTS, "main()"])
     text = f"```python\n{whole}\n```\nTry it:\n```python\nprint(square(3))\nmain()\n```"
-    assert source.choose(program_of(text)).strip() == whole
+    assert program_source.choose(program_of(text)).strip() == whole
 
 
 def test_a_definition_may_stand_behind_what_uses_it():
     text = "\n".join(f"```python\n{block}\n```" for block in reversed(PARTS))
-    found = source.choose(program_of(text), ["main"])
-    assert source.definitions(source.parse(found)).keys() == {"square", "main"}
+    found = program_source.choose(program_of(text), ["main"])
+    assert program_source.definitions(program_source.parse(found)).keys() == {"square", "main"}
 
 
 PROMPT = 'def half(n):\n    """The half."""\n'
@@ -66,29 +66,37 @@ PROMPT = 'def half(n):\n    """The half."""\n'
 )  # fmt: skip
 def test_a_completion_may_go_on_with_its_prompt_however_it_is_indented(text):
     names = {}
-    exec(source.choose({**program_of(text), "prompt": PROMPT}, ["half"]), names)
+    exec(program_source.choose({**program_of(text), "prompt": PROMPT}, ["half"]), names)
     assert names["half"](5) == 2.5
 
 
 def test_lists_stand_for_nodes():
     begun = "class Solution:\n    def f(self, a: 'Optional[TreeNode]', "
-    hints = nodes.signature("f", [begun + "b: List[Optional[ListNode]]) -> Optional[ListNode]:"])
+    hints = leetcode_nodes.signature(
+        "f", [begun + "b: List[Optional[ListNode]]) -> Optional[ListNode]:"]
+    )
     seen = []
 
     def f(a, b):
         seen.extend([a.left is None, a.right.val, a.right.left.val, [item.val for item in b]])
         return b[1]
 
-    assert nodes.solve(nodes.KINDS, f, hints, [[1, None, 2, 3], [[7], [8, 9]]]) == [8, 9]
+    assert leetcode_nodes.solve(
+        leetcode_nodes.KINDS, f, hints, [[1, None, 2, 3], [[7], [8, 9]]]
+    ) == [8, 9]
     assert seen == [True, 2, 3, [7, 8]]
     tree = ["TreeNode", "TreeNode"]
-    back = nodes.solve(nodes.KINDS, lambda root: root, tree, [[4, 2, 7, None, 3, None, None, 5]])
+    back = leetcode_nodes.solve(
+        leetcode_nodes.KINDS, lambda root: root, tree, [[4, 2, 7, None, 3, None, None, 5]]
+    )
     assert back == [4, 2, 7, None, 3, None, None, 5]
-    assert nodes.solve(nodes.KINDS, lambda root: root, tree, [[]]) == []
-    assert nodes.signature("f", ["def f(a: int): pass"]) is None
-    loop = nodes.ListNode(1)
+    assert leetcode_nodes.solve(leetcode_nodes.KINDS, lambda root: root, tree, [[]]) == []
+    assert leetcode_nodes.signature("f", ["def f(a: int): pass"]) is None
+    loop = leetcode_nodes.ListNode(1)
     loop.next = loop
-    assert len(nodes.solve(nodes.KINDS, lambda: loop, ["ListNode"], [])) == 1_000_000
+    assert (
+        len(leetcode_nodes.solve(leetcode_nodes.KINDS, lambda: loop, ["ListNode"], [])) == 1_000_000
+    )
 
 
 def test_moments_of_datetime_are_values():
@@ -101,16 +109,16 @@ def test_moments_of_datetime_are_values():
         datetime.time(1, 2),
         datetime.timedelta(days=-1, microseconds=5),
     ):
-        found = values.decode(json.loads(values.written(values.encode(value))))
+        found = codec.decode(json.loads(codec.written(codec.encode(value))))
         assert found == value and type(found) is type(value)
     with pytest.raises(ValueError, match="shorter"):
-        values.decode({"datetime": ["date", [2024]]})
+        codec.decode({"datetime": ["date", [2024]]})
 
 
 def test_the_judges_own_closeness_is_numpys():
     import numpy
 
-    own = arrays.module()
+    own = numpy_subset.module()
     for a, b in (
         (1.0, 1.0 + 1e-9), (1.0, 1.1), ([1, 2.0], [1, 2.0000001]), ([1.0, 2.0], 1.0), ([1], []),
         (float("inf"), float("inf")), (float("nan"), float("nan")), ([[1.0], [2.0]], [[1.0], [3]]),
@@ -284,7 +292,7 @@ def test_a_class_that_extends_a_built_in_one_does_not_decide(reward):
 
 def test_tests_that_need_more_of_numpy_are_missing(reward):
     row = {"tests": ["import numpy as np\nassert f(np.array([1])) == 1"]}
-    assert formats.read(row) is not None
+    assert problem_formats.read(row) is not None
     assert reward(["def f(x): return 1"], **{name: [value] for name, value in row.items()}) == [
         None
     ]

@@ -15,11 +15,11 @@ import torch
 
 from benchmarks.chaos.rewards import CASES, try_case
 from rloo.config.config import RLOOConfig
-from rloo.config.functions import NotAllowed
-from rloo.dist.signals import STOP_SIGNALS
+from rloo.config.user_functions import NotAllowed
+from rloo.distributed.signal_numbers import STOP_SIGNALS
 from rloo.rewards import RewardSet, load_reward
-from rloo.rewards.deadline import DeadlinePassed, call_within_reward_timeout
-from rloo.run.setup import make_rewards
+from rloo.rewards.timeout import DeadlinePassed, call_within_reward_timeout
+from rloo.trainer.build import make_rewards
 
 
 def score(*functions, state=None, **options):
@@ -77,7 +77,7 @@ def test_a_reward_that_hangs_is_an_error_with_name_deadline_and_knob(hangs):
 
 
 def test_the_coroutine_that_blocks_the_loop_is_blamed_and_not_those_that_wait(monkeypatch):
-    monkeypatch.setattr("rloo.rewards.coroutines._RESPONSE_SECONDS", 0.1)
+    monkeypatch.setattr("rloo.rewards.async_functions._RESPONSE_SECONDS", 0.1)
     with pytest.raises(TimeoutError, match="'blocks_its_loop' did not"):
         score(awaits, blocks_its_loop, timeout=0.2)
 
@@ -404,7 +404,7 @@ def test_the_options_reach_the_rewards():
 def test_a_reward_that_takes_the_last_timer_and_catches_everything_is_ended_and_shown():
     code = (
         "import faulthandler, time\n"
-        "from rloo.rewards.deadline import call_within_reward_timeout\n"
+        "from rloo.rewards.timeout import call_within_reward_timeout\n"
         "def hangs():\n"
         "    faulthandler.cancel_dump_traceback_later()\n"
         "    while True:\n        try:\n            time.sleep(0.01)\n"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rloo.rewards import RewardSet, gsm8k_reward, load_reward, make_exact_match, make_math
-from rloo.rewards.first_look import look
+from rloo.rewards.dataset_check import look
 
 
 def tokenizer_with(*special):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rloo.addons.graders.math.numbers import read_numeral
 from rloo.rewards import gsm8k_format_reward, gsm8k_reward
-from rloo.rewards.numerals import read_numeral
 
 ROWS = [
     json.loads(line)

@@ -6,13 +6,13 @@ import time
 import pytest
 
 from rloo import RLOOConfig
-from rloo.data.gym import library
+from rloo.addons.graders.code import packages
+from rloo.addons.graders.code.sandbox_pool import Library
+from rloo.addons.integrations.reasoning_gym import gym_reward as module
+from rloo.addons.integrations.reasoning_gym import gym_tasks
+from rloo.addons.integrations.reasoning_gym.gym_reward import answer_of, make_gym
 from rloo.data.tasks import load_task_rows
-from rloo.rewards import gym as module
-from rloo.rewards.code import packages
-from rloo.rewards.code.staff import Library
-from rloo.rewards.gym import answer_of, make_gym
-from rloo.rewards.load import load_reward
+from rloo.rewards.registry import load_reward
 from support.gym_wall import why_not_scored
 
 pytest.importorskip("reasoning_gym")
@@ -113,10 +113,10 @@ def test_an_answer_is_read_and_never_run(reward):
 
 def test_what_a_formula_may_consist_of():
     plain = ["3*x**2 + C", "(1 + 2.5)/4 - sqrt(x)", "exp(-x)*sin(2*x)", "pi*r^2", "E**x", ""]
-    assert all(library._FORMULA.fullmatch(text) for text in plain)
+    assert all(gym_tasks._FORMULA.fullmatch(text) for text in plain)
     programs = ["x.real", "().__class__", "a_b", "'x'", "x[0]", "lambda: 1", "1 if x else 2", "x;y"]
-    assert not any(library._FORMULA.fullmatch(text) for text in programs)
-    assert not library._FUNCTIONS.fullmatch("exec") and library._FUNCTIONS.fullmatch("asinh")
+    assert not any(gym_tasks._FORMULA.fullmatch(text) for text in programs)
+    assert not gym_tasks._FUNCTIONS.fullmatch("exec") and gym_tasks._FUNCTIONS.fullmatch("asinh")
 
 
 def test_a_score_that_is_none_is_told(monkeypatch):
@@ -124,14 +124,14 @@ def test_a_score_that_is_none_is_told(monkeypatch):
         def score_answer(self, answer, entry):
             return {"more": 1.5, "nan": float("nan"), "half": 0.5}[answer]
 
-    monkeypatch.setattr(library, "_scorer", lambda *_: Odd())
-    monkeypatch.setattr(library, "_harden", lambda: None)
+    monkeypatch.setattr(gym_tasks, "_scorer", lambda *_: Odd())
+    monkeypatch.setattr(gym_tasks, "_harden", lambda: None)
     entry = '{"task": "t", "level": null, "options": {}, "entry": {}}'
     lines = []
-    library.score_all([(entry, a) for a in ("half", "more", "nan", "unknown")], 9.0, lines.append)
+    gym_tasks.score_all([(entry, a) for a in ("half", "more", "nan", "unknown")], 9.0, lines.append)
     assert lines == ["0.5\n", "null\n", "null\n", "null\n"]
     lines.clear()
-    library.score_all([(entry, "half")] * 3, -1.0, lines.append)
+    gym_tasks.score_all([(entry, "half")] * 3, -1.0, lines.append)
     assert lines == ["0.5\n"]  # the time is over: the rest is asked for again
 
 

@@ -15,6 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from rloo.addons.graders.math.answer_extraction import Answer, boxed_answer, read_answer
+from rloo.addons.graders.math.denial import denies_after, denies_before
+from rloo.addons.graders.math.equation_sides import last_side, value_side
+from rloo.addons.graders.math.normal_form import clean
+from rloo.addons.graders.math.special_answers import as_tuples
 from rloo.rewards import (
     gsm8k_format_reward,
     gsm8k_reward,
@@ -22,11 +27,6 @@ from rloo.rewards import (
     make_format,
     make_math,
 )
-from rloo.rewards.denial import denies_after, denies_before
-from rloo.rewards.normal import clean
-from rloo.rewards.reading import Answer, boxed_answer, read_answer
-from rloo.rewards.sides import last_side, value_side
-from rloo.rewards.special import as_tuples
 
 PAIRS = [
     json.loads(line)

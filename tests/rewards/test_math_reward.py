@@ -120,7 +120,7 @@ def test_after_an_interrupt_no_verdict_is_taken_for_the_next_one(math_reward, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("rloo.rewards.math._read", interrupt)
+        patch.setattr("rloo.addons.graders.math.math_reward._read", interrupt)
         reward([first], answer=["2x"])
     assert reward([second, first], answer=["2x", "2x"]) == [0.0, 1.0]
 
@@ -160,7 +160,7 @@ def test_a_judge_or_worker_that_is_stopped_is_missing_once_and_replaced(math_rew
         stop(math_reward._process.pid)
         with monkeypatch.context() as patch:
             patch.setattr(math_reward, "_seconds", 0.1)
-            patch.setattr("rloo.rewards.math._REPLY_SECONDS", 0.3)
+            patch.setattr("rloo.addons.graders.math.math_reward._REPLY_SECONDS", 0.3)
             assert math_reward([r"\boxed{x \cdot 2}"], answer=["2x"]) == [None]
         assert math_reward([r"\boxed{x \cdot 2}"], answer=["2x"]) == [1.0]
 

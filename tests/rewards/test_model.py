@@ -9,15 +9,15 @@ import transformers
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm.sharing import Judge
-from rloo.config.parsing import parse_command_line
-from rloo.dist import World
+from rloo.algorithm.rank_rollout import Judge
+from rloo.config.parser import parse_command_line
+from rloo.distributed import World
 from rloo.rewards import RewardSet
-from rloo.rewards.model import RewardModel, as_reward
-from rloo.rewards.normalizer import Normalized
-from rloo.run.evaluate import Settings, evaluate
-from rloo.run.preflight import check_inputs
-from rloo.run.setup import make_rewards
+from rloo.rewards.reward_model import RewardModel, as_reward
+from rloo.rewards.running_norm import Normalized
+from rloo.trainer.build import make_rewards
+from rloo.trainer.evaluate import Settings, evaluate
+from rloo.trainer.preflight import check_inputs
 from rloo.types import Completion, Prompt, Sampling
 from support.models import CPU, make_model
 from support.reward_models import (

@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 
-from rloo.config.functions import NotAllowed
-from rloo.rewards.guard import keep_state
+from rloo.config.user_functions import NotAllowed
 from rloo.rewards.process_state import list_states
+from rloo.rewards.state_guard import keep_state
 
 KEPT = []  # what was entered must not end with the function, by being forgotten
 # The suite's own deadline is a timer, beside which one of a reward cannot be told.

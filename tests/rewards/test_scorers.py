@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from rloo.config.functions import NotAllowed
+from rloo.config.user_functions import NotAllowed
 from rloo.rewards import RewardSet, load_reward
-from rloo.rewards.workers import Scorers, why_not, written
+from rloo.rewards.reward_workers import Scorers, why_not, written
 
 COLUMNS = {"answer": ["4", "5"]}
 ARGUMENTS = (["p", "p"], ["is 4", "is 4"], [[1, 2], [3]], COLUMNS)

@@ -22,8 +22,8 @@ from benchmarks.chaos.verifiers import (
     MATH_RIGHT,
     rewards_of,
 )
+from rloo.addons.graders.math.answer_extraction import boxed_answer
 from rloo.rewards import gsm8k_reward, make_math
-from rloo.rewards.reading import boxed_answer
 
 HELD_OUT_MATH_HACKS = [
     ("17+25", "42"),

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from rloo import RLOOTrainer
-from rloo.run.lock import locked
+from rloo.trainer.run_lock import locked
 from support.training import equal, make_config, make_trainer, metrics_of, weights
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-from rloo.algorithm.interrupts import Stopped
+from rloo.algorithm.stop_signals import Stopped
 from support.launched_runs import wait_until
 from support.training import equal, make_config, make_trainer, metrics_of, weights
 

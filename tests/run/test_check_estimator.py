@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rloo import cli
-from rloo.algorithm.chosen import chosen_estimator
-from rloo.algorithm.enumeration import Bandit, logits_table, measure
+from rloo.algorithm.estimator_registry import chosen_estimator
 from rloo.config.config import RLOOConfig
-from rloo.run import check_estimator
+from rloo.tools import check_estimator
+from rloo.tools.exact_gradient import Bandit, logits_table, measure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "estimator.py"
 MINE = """

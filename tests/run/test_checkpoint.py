@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError
 
 from rloo import RLOOConfig
-from rloo.model.state import capture_rng, restore_rng
-from rloo.run import checkpoint as module
-from rloo.run.checkpoint import (
+from rloo.model.training_state import capture_rng, restore_rng
+from rloo.trainer import checkpoint as module
+from rloo.trainer.checkpoint import (
     Checkpoint,
     find_checkpoint,
     load_checkpoint,
@@ -22,7 +22,7 @@ from rloo.run.checkpoint import (
     save_model,
     verify_checkpoint,
 )
-from rloo.run.folder import Start, clear
+from rloo.trainer.run_dir import Start, clear
 from support.checkpoints import make_checkpoint, names, save, write_model
 from support.optimizers import load_state, make_optimizer, state_of, take_step
 from support.training import identical

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from rloo.addons.report.doctor.dataset_stats import answered_prompts, facts_of
+from rloo.addons.report.doctor.dry_run import dry_run, examine
+from rloo.addons.report.doctor.rules import diagnose
+from rloo.addons.report.doctor.run_record import Run
 from rloo.cli import main
-from rloo.report.doctor.finding import Run
-from rloo.report.doctor.rules import diagnose
 from rloo.rewards import RewardSet
-from rloo.run.doctor import dry_run, examine
-from rloo.run.facts import answered_prompts, facts_of
 from rloo.types import Prompt
 from support.text import make_tokenizer
 from support.training import ROWS, make_config, make_trainer

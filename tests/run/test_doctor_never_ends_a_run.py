@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from rloo.report.doctor.attempt import attempt
-from rloo.report.doctor.finding import Run
-from rloo.report.doctor.folder import report
-from rloo.report.doctor.rules import diagnose
-from rloo.report.doctor.watch import Watch
-from rloo.run.facts import facts_of_error, of_template
+from rloo.addons.report.doctor.dataset_stats import facts_of_error, of_template
+from rloo.addons.report.doctor.doctor_command import report
+from rloo.addons.report.doctor.live_rules import Watch
+from rloo.addons.report.doctor.rules import diagnose
+from rloo.addons.report.doctor.run_record import Run
+from rloo.tracking.guarded import attempt
 from rloo.types import Prompt
 from support.text import make_tokenizer
 from support.training import make_config, make_trainer
@@ -92,7 +92,7 @@ def test_a_template_that_refuses_made_up_conversations_does_not_end_training(nam
 
 def test_nothing_that_is_told_at_the_end_ends_a_run(tmp_path, monkeypatch):
     """A run whose every diagnosis raises: it is finished, and says so."""
-    from rloo.report import monitor
+    from rloo.tracking import monitor
 
     def broken(*_, **__):
         raise ZeroDivisionError("broken")
@@ -100,8 +100,8 @@ def test_nothing_that_is_told_at_the_end_ends_a_run(tmp_path, monkeypatch):
     for name in ("findings_of", "training_of", "verdict"):
         monkeypatch.setattr(monitor, name, broken)
     monkeypatch.setattr("rloo.algorithm.train.detailed", broken)
-    monkeypatch.setattr("rloo.report.doctor.watch.diagnose", broken)
-    monkeypatch.setattr("rloo.run.facts.of_template", broken)
+    monkeypatch.setattr("rloo.addons.report.doctor.live_rules.diagnose", broken)
+    monkeypatch.setattr("rloo.addons.report.doctor.dataset_stats.of_template", broken)
     trainer = make_trainer(make_config(tmp_path, max_steps=2))
     trainer.train()
     summary = json.loads((tmp_path / "run/summary.json").read_text())

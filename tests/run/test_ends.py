@@ -19,8 +19,8 @@ from same_folders import compare_folders
 from same_words import SPOKEN, Words
 
 import rloo
-from rloo.algorithm.interrupts import ForcedInterrupt, Stop
-from rloo.report import records
+from rloo.algorithm.stop_signals import ForcedInterrupt, Stop
+from rloo.tracking import jsonl
 from support.marks import every_second
 from support.training import count_words, make_config, make_trainer
 
@@ -283,7 +283,7 @@ def full_disk(monkeypatch, names, calls):
         return file
 
     with monkeypatch.context() as patch:
-        patch.setattr(records.Path, "open", opening)
+        patch.setattr(jsonl.Path, "open", opening)
         yield opened
 
 

@@ -13,8 +13,8 @@ import yaml
 from rloo import RLOOConfig
 from rloo.config.config import option_types
 from rloo.engines import MAKERS
-from rloo.engines.hf import HFEngine
-from rloo.run.setup import make_engine
+from rloo.engines.hf_engine import HFEngine
+from rloo.trainer.build import make_engine
 from rloo.types import Prompt, Sampling
 from support.models import make_model
 from support.policies import make_policy

@@ -3,11 +3,11 @@ import math
 
 import pytest
 
-from rloo.algorithm.sharing import Judge
-from rloo.dist import World
-from rloo.report.metrics import deviation, rollout_metrics, standard_error, window_mean
+from rloo.algorithm.rank_rollout import Judge
+from rloo.distributed import World
 from rloo.rewards import RewardSet
-from rloo.run.evaluate import Settings, evaluate, interval, pass_at_k
+from rloo.tracking.metrics import deviation, rollout_metrics, standard_error, window_mean
+from rloo.trainer.evaluate import Settings, evaluate, interval, pass_at_k
 from rloo.types import Completion, Group, Prompt, Sampling
 from support.models import CPU
 

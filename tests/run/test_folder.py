@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rloo import RLOOConfig
-from rloo.config.rendering import render_resolved
-from rloo.run.folder import MARK, Start, claimed, clear, find_start
-from rloo.run.lock import LOCK, locked
+from rloo.config.show import render_resolved
+from rloo.trainer.run_dir import MARK, Start, claimed, clear, find_start
+from rloo.trainer.run_lock import LOCK, locked
 from support.checkpoints import names, save
 from support.training import make_config
 

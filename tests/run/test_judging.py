@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rloo.report.doctor.folder import findings_of
-from rloo.report.records import START
+from rloo.addons.report.doctor.doctor_command import findings_of
 from rloo.rewards import RewardSet
-from rloo.run.judging import Judging
+from rloo.tracking.jsonl import START
+from rloo.trainer.eval_rewards import Judging
 from rloo.types import Completion, Group, Prompt
 from support.training import ROWS, count_words, make_config, make_trainer
 
@@ -53,7 +53,7 @@ class Longest:
 
 
 def measure(judging, texts, step):
-    from rloo.algorithm.sharing import Judge
+    from rloo.algorithm.rank_rollout import Judge
 
     judge = Judge(judging.rewards, Words(texts), World())
     return judging.measure("", groups_of(*texts), judge, step)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from rloo import cli
+from rloo.addons.launch.local_ranks import launch, restarted
 from rloo.config.config import RLOOConfig
-from rloo.config.launchers import check_launch
-from rloo.run.launch import launch, restarted
+from rloo.config.launcher_env import check_launch
 
 # Started by `python -c`, without torch. PLAN: rank -> what it does, by attempt.
 RANK = """
@@ -61,7 +61,7 @@ while time.time() < deadline and not os.path.exists("end"):
 LAUNCHER = """
 import json, sys
 from rloo.config.config import RLOOConfig
-from rloo.run import launch as launcher
+from rloo.addons.launch import local_ranks as launcher
 options, plan, patience, rank = map(json.loads, sys.argv[1:])
 vars(launcher).update(patience)
 config = RLOOConfig(**options)
@@ -252,7 +252,8 @@ def test_no_rank_outlives_a_killed_launcher():
 
 def test_a_ranks_output_moves_to_the_runs_folder_with_what_it_had_printed():
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom rloo.run.launch import redirect_output\n"
+        "import os, sys\nfrom pathlib import Path\n"
+        "from rloo.addons.launch.local_ranks import redirect_output\n"
         "rank = os.environ['RANK']\nprint('early')\n"
         "redirect_output(Path(f'logs/rank-{rank}.log'))\n"
         "print('late', flush=True)\nos.write(2, b'error\\n')\n"
@@ -358,7 +359,8 @@ def refusal(capsys, *arguments: str) -> str:
 def test_the_command_starts_as_many_as_it_is_told(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "rloo.run.launch.launch", lambda arguments, config: calls.append((arguments, config)) or 7
+        "rloo.addons.launch.local_ranks.launch",
+        lambda arguments, config: calls.append((arguments, config)) or 7,
     )
     given = ["--num_processes", "2", "--output_dir", "run"]
     assert cli.main(["train", *given]) == 7 and calls[0][0] == given

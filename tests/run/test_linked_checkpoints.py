@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from rloo.dist.folders import discard
-from rloo.run.checkpoint import find_checkpoint, list_checkpoints
-from rloo.run.folder import claimed, find_start
+from rloo.distributed.atomic_io import discard
+from rloo.trainer.checkpoint import find_checkpoint, list_checkpoints
+from rloo.trainer.run_dir import claimed, find_start
 from support.checkpoints import names, save
 from support.training import make_config
 

@@ -13,13 +13,13 @@ import threading
 import psutil
 import pytest
 
-from rloo.run import lock
-from rloo.run.lock import LOCK, locked
+from rloo.trainer import run_lock
+from rloo.trainer.run_lock import LOCK, locked
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from rloo.run.lock import locked
+from rloo.trainer.run_lock import locked
 
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
@@ -92,15 +92,15 @@ def test_two_runs_of_one_process_do_not_share_a_folder(tmp_path):
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_lock_of_another_host_counts_while_it_shows_signs_of_life(tmp_path, monkeypatch, alive):
     """As on file systems whose locks are each host's own."""
-    monkeypatch.setattr(lock, "BEAT", 0.05)
+    monkeypatch.setattr(run_lock, "BEAT", 0.05)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     with locked(tmp_path):
         left = (tmp_path / LOCK).read_text()
     monkeypatch.undo()
-    monkeypatch.setattr(lock, "BEAT", 0.05)
+    monkeypatch.setattr(run_lock, "BEAT", 0.05)
     (tmp_path / LOCK).write_text(left)
     over = threading.Event()
-    beat = threading.Thread(target=lock._beat, args=(tmp_path / LOCK, over))
+    beat = threading.Thread(target=run_lock._beat, args=(tmp_path / LOCK, over))
     if alive:
         beat.start()
         with pytest.raises(ValueError, match=r"host elsewhere .*signs of life"), locked(tmp_path):
@@ -151,13 +151,13 @@ def test_a_process_that_began_at_another_time_is_not_the_owner(tmp_path, later, 
         began = psutil.Process(other.pid).create_time() - later
         owner = {"host": socket.gethostname(), "process": other.pid, "began": began}
         (tmp_path / LOCK).write_text(json.dumps(owner))
-        assert lock.lives(tmp_path) is alive
+        assert run_lock.lives(tmp_path) is alive
         other.kill()
 
 
 @pytest.mark.parametrize("content", ["{}", '{"host": 1}', '{"host": "HOST"}', "[", '"x"'])
 def test_a_lock_made_by_hand_is_nobodys(tmp_path, content):
     (tmp_path / LOCK).write_text(content.replace("HOST", socket.gethostname()))
-    assert not lock.lives(tmp_path)
+    assert not run_lock.lives(tmp_path)
     with locked(tmp_path):
-        assert lock.lives(tmp_path)
+        assert run_lock.lives(tmp_path)

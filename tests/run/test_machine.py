@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rloo.run.machine import let_segments_grow
+from rloo.trainer.cpu_settings import let_segments_grow
 from support.models import CPU
 
 CUDA = torch.device("cuda", 0)

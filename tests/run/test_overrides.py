@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.run.overrides import CALLED
+from rloo.trainer.trl_overrides import CALLED
 from support.models import make_model
 from support.text import make_tokenizer
 

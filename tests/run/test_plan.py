@@ -8,14 +8,14 @@ import pytest
 import yaml
 
 from rloo import cli
-from rloo.config.parsing import parse_command_line
+from rloo.addons.planner import update_timing
+from rloo.addons.planner.plan import _rows, make_plan
+from rloo.config.parser import parse_command_line
 from rloo.engines import MAKERS
-from rloo.model import budget
-from rloo.model.memory import phase_peaks, weight_bytes
+from rloo.model import token_budget
+from rloo.model.memory_estimate import phase_peaks, weight_bytes
 from rloo.model.policy import Policy
-from rloo.run import learning_cost
-from rloo.run.plan import _rows, make_plan
-from rloo.run.trainer import RLOOTrainer
+from rloo.trainer.trainer import RLOOTrainer
 from support.marks import slow
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
@@ -124,13 +124,13 @@ def test_the_command_prints_the_plan_and_writes_nothing(folder, capsys):
 
 
 def test_the_work_of_several_processes_is_that_of_one_divided(folder, monkeypatch):
-    learn = learning_cost._learn
+    learn = update_timing._learn
 
     def measured(policy, terms, samples, **how):
         found, seconds = learn(policy, terms, samples, **how), float(len(samples))
         return replace(found, credit=seconds, update=seconds)
 
-    monkeypatch.setattr(learning_cost, "_learn", measured)
+    monkeypatch.setattr(update_timing, "_learn", measured)
     both = ["--num_prompts", "null", "--per_device_train_batch_size"]
     one = make_plan(config_of(*both, "16"))
     two = make_plan(config_of(*both, "8", "--num_processes", "2"))
@@ -192,7 +192,7 @@ def test_a_fault_is_reported_as_in_training(folder, capsys):
 def test_a_budget_that_does_not_fit_is_planned_as_training_would_lower_it(folder, monkeypatch):
     plan = make_plan(config_of())
     room = plan.memory["micro-batch"] // 2 + plan.memory["gradients"] + plan.memory["optimizer"]
-    monkeypatch.setattr(budget, "available_bytes", lambda device: room)
+    monkeypatch.setattr(token_budget, "available_bytes", lambda device: room)
     lowered = make_plan(config_of())
     assert lowered.max_tokens < plan.max_tokens == 500
     assert lowered.micro_batches > plan.micro_batches
@@ -200,5 +200,5 @@ def test_a_budget_that_does_not_fit_is_planned_as_training_would_lower_it(folder
     trainer = RLOOTrainer(args=config_of("--max_steps", "1"))
     trainer.train()
     assert trainer.policy.max_tokens == lowered.max_tokens
-    monkeypatch.setattr(budget, "available_bytes", lambda device: 10**5)
+    monkeypatch.setattr(token_budget, "available_bytes", lambda device: 10**5)
     assert cli.main(["plan", "run.yaml"]) == 2

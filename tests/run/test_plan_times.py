@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from rloo.config.batches import batches_of
+from rloo.addons.planner import update_timing
+from rloo.addons.planner.rollout_timing import SamplingCost, made_up, share_alive
+from rloo.addons.planner.stopwatch import Stopwatch
+from rloo.addons.planner.time_estimate import Case, Times, _draw
+from rloo.addons.planner.update_timing import LearningCost, Measured, unsampled
+from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
-from rloo.run import learning_cost
-from rloo.run.due import count_due, never_due, writing_seconds
-from rloo.run.learning_cost import LearningCost, Measured, unsampled
-from rloo.run.sampling_cost import SamplingCost, made_up, share_alive
-from rloo.run.setup import make_state
-from rloo.run.times import Case, Times, _draw
-from rloo.run.timing import Stopwatch
+from rloo.trainer.build import make_state
+from rloo.trainer.schedule import count_due, never_due, writing_seconds
 from rloo.types import Completion, EngineFacts, Sampling
 
 CPU = torch.device("cpu")
@@ -236,9 +236,9 @@ class KnownSteps:
             self.clock.spend(2 * seconds + 0.5)
             return Measured(10 * len(samples), seconds, seconds, 0.5, True)
 
-        monkeypatch.setattr(learning_cost, "_learn", learn)
-        monkeypatch.setattr(learning_cost, "exceeds", lambda *_, **__: False)
-        monkeypatch.setattr(learning_cost, "count_tokens", lambda policy, some: 10 * len(some))
+        monkeypatch.setattr(update_timing, "_learn", learn)
+        monkeypatch.setattr(update_timing, "exceeds", lambda *_, **__: False)
+        monkeypatch.setattr(update_timing, "count_tokens", lambda policy, some: 10 * len(some))
         policy = SimpleNamespace(max_tokens=100, packed=True)
         parts = SimpleNamespace(policy=policy, batches=SimpleNamespace(num_iterations=2))
         self.cost = LearningCost(parts, SimpleNamespace(terms=lambda _: None))

@@ -7,8 +7,8 @@ import torch
 import yaml
 
 from rloo.config.config import RLOOConfig
-from rloo.model import products
-from rloo.run import machine
+from rloo.kernels import cpu_matmul
+from rloo.trainer import cpu_settings
 from support.training import make_config, make_trainer, metrics_of, weights
 
 
@@ -17,17 +17,17 @@ def make(folder, **options):
 
 
 def test_what_was_chosen_is_recorded_and_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_WORTH_MEASURING", 0)
+    monkeypatch.setattr(cpu_settings, "_WORTH_MEASURING", 0)
     chosen = ["packed", "forward:many:wide", "backward"]
-    monkeypatch.setattr(products, "choose", lambda **_: chosen)
+    monkeypatch.setattr(cpu_matmul, "choose", lambda **_: chosen)
     first = make(tmp_path, onednn=None, max_steps=1)
     first.train()
     recorded = yaml.safe_load(Path(first.args.output_dir, "config.yaml").read_text())
     assert recorded["onednn"] == chosen
-    monkeypatch.setattr(products, "choose", lambda **_: ["forward"])
+    monkeypatch.setattr(cpu_matmul, "choose", lambda **_: ["forward"])
     resumed = make(tmp_path, onednn=None, max_steps=2, resume_from_checkpoint="auto")
     resumed.train()
-    assert products.in_use() == chosen
+    assert cpu_matmul.in_use() == chosen
     assert not any("onednn" in note for note in resumed.policy.notes)
 
 
@@ -40,7 +40,7 @@ def test_another_choice_is_told(tmp_path):
 
 def test_a_run_with_onednn_is_the_run_with_mkl_to_rounding(tmp_path):
     runs = {}
-    for name, kinds in (("mkl", []), ("onednn", list(products.KINDS))):
+    for name, kinds in (("mkl", []), ("onednn", list(cpu_matmul.KINDS))):
         trainer = make(tmp_path / name, onednn=kinds, max_steps=3)
         trainer.train()
         runs[name] = weights(trainer), metrics_of(trainer.args)
@@ -59,11 +59,11 @@ def test_an_unknown_kind_is_refused():
 
 
 def test_a_small_model_is_not_measured_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(products, "choose", None)
-    products.use(["packed"])  # by another run of this process
+    monkeypatch.setattr(cpu_matmul, "choose", None)
+    cpu_matmul.use(["packed"])  # by another run of this process
     trainer = make(tmp_path)
-    assert trainer.args.onednn is None and products.in_use() == []
-    monkeypatch.setattr(machine, "_WORTH_MEASURING", trainer.model.num_parameters())
+    assert trainer.args.onednn is None and cpu_matmul.in_use() == []
+    monkeypatch.setattr(cpu_settings, "_WORTH_MEASURING", trainer.model.num_parameters())
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         make(tmp_path / "measured")
 
@@ -74,9 +74,9 @@ def test_where_16_bits_cannot_be_packed_a_note_says_so_and_they_are_not(tmp_path
             raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw")
         return whole(matrix)
 
-    whole = products.pack
-    monkeypatch.setattr(products, "pack", pack)
-    monkeypatch.setattr(products, "can_pack", products.can_pack.__wrapped__)
+    whole = cpu_matmul.pack
+    monkeypatch.setattr(cpu_matmul, "pack", pack)
+    monkeypatch.setattr(cpu_matmul, "can_pack", cpu_matmul.can_pack.__wrapped__)
     options = {"onednn": ["packed"], "rollout_dtype": "bfloat16", "max_steps": 1}
     trainer = make(tmp_path / "torch", cpu_kernels=False, **options)
     trainer.train()
@@ -88,12 +88,12 @@ def test_where_16_bits_cannot_be_packed_a_note_says_so_and_they_are_not(tmp_path
 
 
 def test_without_onednn_a_note_says_that_mkl_computes(tmp_path, monkeypatch):
-    monkeypatch.setattr(products, "fault", lambda: "this torch has no such products")
+    monkeypatch.setattr(cpu_matmul, "fault", lambda: "this torch has no such products")
     notes = make(tmp_path / "asked", onednn=["packed"]).policy.notes
     assert (
         "MKL computes all products, not oneDNN: this torch has no such products (onednn)" in notes
     )
-    assert products.in_use() == []
-    monkeypatch.setattr(machine, "_WORTH_MEASURING", 0)
+    assert cpu_matmul.in_use() == []
+    monkeypatch.setattr(cpu_settings, "_WORTH_MEASURING", 0)
     assert any("not oneDNN" in note for note in make(tmp_path / "measured").policy.notes)
     assert not any("not oneDNN" in n for n in make(tmp_path / "mkl", onednn=[]).policy.notes)

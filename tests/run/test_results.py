@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from rloo import cli
-from rloo.config.parsing import parse_command_line
+from rloo.config.parser import parse_command_line
 from support.adapters import logits_of, make_adapted
 from support.models import COMMON
 from support.text import make_tokenizer

@@ -178,6 +178,8 @@ def test_tools_beside_it_are_refused(tmp_path):
 
 def test_environments_of_verifiers_need_their_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
-    monkeypatch.delitem(sys.modules, "rloo.episodes.player", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "rloo.addons.integrations.verifiers.verifiers_environment", raising=False
+    )
     with pytest.raises(ValueError, match=r"before 0\.4, .*: pip install 'verifiers<0\.4"):
         from_verifiers(None)

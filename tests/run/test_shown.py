@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from rloo.run.evaluate import loss_of
+from rloo.trainer.evaluate import loss_of
 from rloo.types import Group, Prompt
 from support.reward_models import make_reward_model, make_reward_tokenizer
 from support.training import ROWS, count_words, make_config, make_trainer, metrics_of

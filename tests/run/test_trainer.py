@@ -14,7 +14,7 @@ import yaml
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.config.rendering import render_resolved
+from rloo.config.show import render_resolved
 from support.models import make_model
 from support.text import make_tokenizer
 from support.training import (

@@ -12,10 +12,10 @@ import torch
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
+from rloo.addons.planner.plan import make_plan
 from rloo.cli import main
 from rloo.rewards import RewardSet
-from rloo.run.plan import make_plan
-from rloo.run.turns import Turns
+from rloo.trainer.multi_turn import Turns
 from support.chat import (
     add,
     make_brace_tokenizer,
@@ -106,10 +106,10 @@ def test_prompts_tell_of_the_tools(tmp_path):
 
 
 def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_path, monkeypatch):
-    from rloo.episodes import engine
+    from rloo.episodes import multi_turn_engine
 
     failing = {2, 5}
-    original = engine._Episode.completion
+    original = multi_turn_engine._Episode.completion
     count = iter(range(10_000))
 
     def completion(self):
@@ -117,7 +117,7 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
             self.lease.failed = "the tool has gone"
         return original(self)
 
-    monkeypatch.setattr(engine._Episode, "completion", completion)
+    monkeypatch.setattr(multi_turn_engine._Episode, "completion", completion)
     sizes = []
 
     def reward(completions, log_extra, **_):

@@ -5,12 +5,12 @@ import random
 import torch
 from datasets import Dataset
 
-from rloo.algorithm import objective
 from rloo.algorithm.advantages import assign
-from rloo.algorithm.shaping import shape
+from rloo.algorithm.loss import loss_denominator
+from rloo.algorithm.reward_shaping import shape
 from rloo.algorithm.update import micro_loss
 from rloo.config.config import RLOOConfig
-from rloo.dist import World
+from rloo.distributed import World
 from rloo.model.policy import Policy
 from rloo.types import Completion, Group, Prompt
 from support.models import CPU, VOCAB_SIZE, make_model
@@ -131,7 +131,7 @@ def judge(model, rollout, change, **options):
         given = given.after_first_step(parts)
     change(policy, 3)
     batch = policy.batch(samples)
-    denominator = objective.loss_denominator(
+    denominator = loss_denominator(
         config.loss_aggregation,
         num_sequences=len(completions),  # TRL counts the unscored ones, too
         num_tokens=sum(map(len, completions)),

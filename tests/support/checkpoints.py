@@ -1,7 +1,7 @@
 """Small checkpoints of no run."""
 
-from rloo.model.state import capture_rng
-from rloo.run.checkpoint import Checkpoint, save_checkpoint
+from rloo.model.training_state import capture_rng
+from rloo.trainer.checkpoint import Checkpoint, save_checkpoint
 from support.optimizers import make_optimizer, state_of, take_step
 
 

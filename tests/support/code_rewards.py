@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rloo.rewards.code.reward import CodeReward
-from rloo.rewards.code.staff import Limits, Staff
+from rloo.addons.graders.code.code_reward import CodeReward
+from rloo.addons.graders.code.sandbox_pool import Limits, Staff
 from support.cases import Attack, Case
 from support.cases.attack_host import Host
 

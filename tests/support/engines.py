@@ -4,8 +4,8 @@ import functools
 
 import torch
 
-from rloo.engines.hf import HFEngine
-from rloo.engines.native.engine import NativeEngine
+from rloo.engines.hf_engine import HFEngine
+from rloo.engines.native.native_engine import NativeEngine
 from rloo.types import Completion, Prompt
 from support.models import VOCAB_SIZE
 

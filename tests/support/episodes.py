@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from rloo.engines.sampling import numbers_of
-from rloo.episodes.dialect import Call, Said
-from rloo.episodes.engine import Cast, EpisodeEngine, Limits
+from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
+from rloo.episodes.renderer import Call, Said
 from rloo.episodes.tools import Tools
 from rloo.types import Completion, EngineFacts, Prompt, Sampling
 

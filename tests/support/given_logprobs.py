@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rloo.algorithm.advantages import assign
-from rloo.algorithm.shaping import shape
+from rloo.algorithm.reward_shaping import shape
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
-from rloo.dist import World
-from rloo.model.batch import pack
+from rloo.distributed import World
 from rloo.model.logprobs import TokenScores
+from rloo.model.micro_batch import pack
 from rloo.model.policy import Turn
 from rloo.types import Completion, Group, Prompt
 from support.terms import rollout_of, terms_of

@@ -1,8 +1,8 @@
 """Whether scorers of reasoning-gym can run behind a wall here."""
 
-from rloo.rewards.code.staff import why_not
-from rloo.rewards.code.walls import WALLS
-from rloo.rewards.gym import library_here
+from rloo.addons.graders.code.isolation import WALLS
+from rloo.addons.graders.code.sandbox_pool import why_not
+from rloo.addons.integrations.reasoning_gym.gym_reward import library_here
 
 
 def why_not_scored() -> str:

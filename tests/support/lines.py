@@ -5,8 +5,8 @@ from threading import Barrier
 
 import torch
 
-from rloo.dist import World
-from rloo.dist.trees import decode, encode
+from rloo.distributed import World
+from rloo.distributed.pytree import decode, encode
 
 
 class Lines:

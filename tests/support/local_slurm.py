@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from rloo.engines.vllm.serving import free_port
+from rloo.engines.vllm.server_process import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONF = """\

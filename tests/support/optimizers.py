@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from rloo.dist.trees import flatten, unflatten
-from rloo.model.state import load_optimizer, optimizer_state, parameter_names
+from rloo.distributed.pytree import flatten, unflatten
+from rloo.model.training_state import load_optimizer, optimizer_state, parameter_names
 
 
 def make_optimizer(size=3, kind=torch.optim.AdamW, **options):

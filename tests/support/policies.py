@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from rloo.config.config import RLOOConfig
-from rloo.dist import World, make_world
+from rloo.distributed import World, make_world
 from rloo.model.policy import Policy
 from support.models import CPU, make_model
 from support.text import make_tokenizer

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.model.division import full, shape_of
-from rloo.model.memory import phase_peaks
-from rloo.run.plan import lasting_bytes
-from rloo.run.servers import exported
-from rloo.run.setup import make_engine
+from rloo.addons.planner.plan import lasting_bytes
+from rloo.distributed.sharded_tensor import full, shape_of
+from rloo.model.memory_estimate import phase_peaks
+from rloo.trainer.build import make_engine
+from rloo.trainer.remote_engines import exported
 from support import played
 from support.models import make_model
 from support.text import WORDS, make_tokenizer

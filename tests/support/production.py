@@ -14,12 +14,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from rloo.algorithm.adaptive import Adaptive
 from rloo.algorithm.advantages import assign
-from rloo.algorithm.shaping import shape
+from rloo.algorithm.kl_controller import Adaptive
+from rloo.algorithm.reward_shaping import shape
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
-from rloo.dist import World
+from rloo.distributed import World
 from rloo.model.policy import Policy
 from rloo.types import Completion, Group, Prompt
 from support.models import CPU

@@ -4,7 +4,7 @@ import torch
 
 from rloo.algorithm.advantages import Terms
 from rloo.algorithm.estimators import Returns
-from rloo.config.batches import batches_of
+from rloo.config.batch_sizes import batches_of
 from rloo.types import Rollout
 
 

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm.interrupts import ForcedInterrupt
+from rloo.algorithm.stop_signals import ForcedInterrupt
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 

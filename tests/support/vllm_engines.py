@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from rloo.dist import World
+from rloo.distributed import World
 from rloo.engines import EngineInputs, build_engine
-from rloo.engines.vllm.engine import Settings, VLLMEngine
-from rloo.engines.vllm.serving import Serving
-from rloo.model.batch import make_sample
+from rloo.engines.vllm.server_process import Serving
+from rloo.engines.vllm.vllm_engine import Settings, VLLMEngine
 from rloo.model.export import Exported
+from rloo.model.micro_batch import make_sample
 from rloo.model.policy import Policy
 from rloo.types import Sampling
 from support.fake_vllm import FakeVLLM

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rloo.rewards.code.staff import choose_wall
+from rloo.addons.graders.code.sandbox_pool import choose_wall
 
 
 def require_a_wall() -> str:

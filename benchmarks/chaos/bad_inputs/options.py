@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.chaos.bad_inputs.cases import Case, write_options
 from rloo.config.config import option_types
-from rloo.config.reading import kinds_of
+from rloo.config.fields import kinds_of
 
 # An option and its text on the command line.
 _WRONG: tuple[tuple[str, str], ...] = (

@@ -15,14 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rloo.algorithm import objective
-from rloo.algorithm.chosen import Chosen, chosen_estimator
+from rloo.algorithm import loss
+from rloo.algorithm.completion_exchange import holders_of, with_tokens
+from rloo.algorithm.estimator_registry import Chosen, chosen_estimator
 from rloo.algorithm.estimators import Returns
-from rloo.algorithm.tally import Sums, Tally, add, gather, on_host, read, watched_sum
-from rloo.algorithm.transfer import holders_of, with_tokens
-from rloo.config.batches import Batches
+from rloo.algorithm.update_metrics import Sums, Tally, add, gather, on_host, read, watched_sum
+from rloo.config.batch_sizes import Batches
 from rloo.config.config import RLOOConfig
-from rloo.model.batch import MicroBatch, deal, exceeds
+from rloo.model.micro_batch import MicroBatch, deal, exceeds
 from rloo.model.offload import send
 from rloo.model.policy import Policy
 from rloo.types import Sample
@@ -218,7 +218,7 @@ def batch_advantages(batch: MicroBatch, now: Tensor, reference: Tensor, terms: T
 
 def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
     """The KL penalty of each token: beta times its KL estimate, (T,), float64, detached."""
-    estimate = objective.kl_estimate(
+    estimate = loss.kl_estimate(
         logprobs.detach().double(),
         reference.double(),
         estimator=terms.config.kl_estimator,

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rloo.algorithm.centring import Level, centred, scale, standardise
-from rloo.algorithm.objective import return_to_go, sum_by
-from rloo.config.composed import PAPER, Composition
+from rloo.algorithm.baselines import Level, centred, scale, standardise
+from rloo.algorithm.loss import return_to_go, sum_by
+from rloo.config.estimator_config import PAPER, Composition
 
 
 @dataclass(frozen=True, slots=True)

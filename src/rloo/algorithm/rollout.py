@@ -7,22 +7,22 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rloo.algorithm.shaping import has_signal
-from rloo.algorithm.sharing import Judge, sample
-from rloo.config.batches import Batches
+from rloo.algorithm.rank_rollout import Judge, sample
+from rloo.algorithm.reward_shaping import has_signal
+from rloo.config.batch_sizes import Batches
 from rloo.config.config import RLOOConfig
-from rloo.data.stream import Prompts, StreamSource
-from rloo.dist import World
-from rloo.engines.noise import noise_key
-from rloo.report.metrics import (
+from rloo.data.iterable_dataset import Prompts, StreamSource
+from rloo.distributed import World
+from rloo.engines.counter_rng import noise_key
+from rloo.rewards import RewardSet
+from rloo.tracking.metrics import (
     mean_of_parts,
     require_free,
     rollout_metrics,
     sampled_entropy,
     task_metrics,
 )
-from rloo.report.profiling import Clock
-from rloo.rewards import RewardSet
+from rloo.tracking.profiler import Clock
 from rloo.types import Engine, Group, Rollout, Sampling, of_trained
 
 

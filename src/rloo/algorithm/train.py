@@ -1,7 +1,7 @@
 """The method on one page: load, sample and score, shape, credit, update, record.
 
-`run/session.py` calls `train_on_rollout` until the run is over, and evaluates and saves in between.
-"""
+`trainer/training_loop.py` calls `train_on_rollout` until the run is over, and evaluates and saves
+in between."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
-from rloo.algorithm.detail import detailed
-from rloo.algorithm.fitting import check_first, credit_that_fits, update_that_fits
-from rloo.algorithm.parts import InHand, Parts, RunState
-from rloo.algorithm.shaping import shape, shaped_rewards
+from rloo.algorithm.oom_retry import check_first, credit_that_fits, update_that_fits
+from rloo.algorithm.reward_shaping import shape, shaped_rewards
+from rloo.algorithm.state import InHand, Parts, RunState
+from rloo.algorithm.token_records import detailed
 from rloo.algorithm.update import minibatches
-from rloo.model.state import capture_rng
+from rloo.model.training_state import capture_rng
 
 MAX_REFUSED_STEPS = 3
 

@@ -8,17 +8,36 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rloo.algorithm import objective
 from rloo.algorithm.advantages import Credit, Terms
-from rloo.algorithm.tally import Sums, Tally, add, averages, gather, imbalance, read, watched_sum
-from rloo.algorithm.transfer import bring_seen, holders_of, with_tokens
-from rloo.config.batches import Batches
+from rloo.algorithm.completion_exchange import bring_seen, holders_of, with_tokens
+from rloo.algorithm.loss import (
+    Completions,
+    Surrogate,
+    aggregate,
+    importance_weights,
+    kl_estimate,
+    loss_denominator,
+    policy_loss,
+    ratio_of,
+    sum_by,
+)
+from rloo.algorithm.update_metrics import (
+    Sums,
+    Tally,
+    add,
+    averages,
+    gather,
+    imbalance,
+    read,
+    watched_sum,
+)
+from rloo.config.batch_sizes import Batches
 from rloo.config.config import RLOOConfig
-from rloo.model.batch import MicroBatch, deal
-from rloo.model.casts import casting_once
+from rloo.model.autocast_cache import casting_once
 from rloo.model.logprobs import TokenScores
+from rloo.model.micro_batch import MicroBatch, deal
 from rloo.model.policy import Policy
-from rloo.report.metrics import sampled_entropy
+from rloo.tracking.metrics import sampled_entropy
 from rloo.types import Sample
 
 
@@ -45,7 +64,7 @@ def update(
     which that is known to be exactly 0 is not computed, but counts in the divisor of the loss;
     where no sample is computed, there is no step."""
     config = terms.config
-    denominator = objective.loss_denominator(
+    denominator = loss_denominator(
         config.loss_aggregation,
         num_sequences=len(samples),
         num_tokens=sum(s.num_trained for s in samples),
@@ -117,15 +136,13 @@ def micro_loss(
         sums["kl"] = watched_sum(now - reference, watched_T)
     advantages = credit.advantages(batch, now, reference)
     old = credit.old(batch, now)
-    completions = objective.Completions(batch.sequence_T, batch.size)
+    completions = Completions(batch.sequence_T, batch.size)
     weights = _correction(batch, old, completions, config, sums)
-    result = objective.policy_loss(
-        scores.logprobs, old, advantages, completions, _surrogate(config), weights
-    )
+    result = policy_loss(scores.logprobs, old, advantages, completions, _surrogate(config), weights)
     others: Tensor | float = 0.0
     if _has_other_terms(terms):
         others_T = _other_terms(scores, old, reference, batch, terms)
-        others = objective.aggregate(others_T, completions, config.loss_aggregation)
+        others = aggregate(others_T, completions, config.loss_aggregation)
     loss = result.loss / denominator + others / denominator
     if scores.balance is not None:
         loss = loss + policy.aux_loss_weight * _share(scores.balance, batch, input_tokens, sums)
@@ -150,8 +167,8 @@ def _compares(credit: Credit, terms: Terms) -> bool:
     return terms.kl_in_loss or credit.from_update
 
 
-def _surrogate(config: RLOOConfig) -> objective.Surrogate:
-    return objective.Surrogate(
+def _surrogate(config: RLOOConfig) -> Surrogate:
+    return Surrogate(
         ratio_level=config.importance_sampling_level,
         aggregation=config.loss_aggregation,
         epsilon_low=config.epsilon,
@@ -192,11 +209,11 @@ def _other_terms(
         total_T = total_T - config.entropy_coef * scores.entropy
     if terms.kl_in_loss:
         assert reference is not None
-        kl = objective.kl_estimate(
+        kl = kl_estimate(
             scores.logprobs, reference, estimator=config.kl_estimator, clip=config.kl_clip
         )
         if config.use_bias_correction_kl:
-            kl = kl * objective.ratio_of(scores.logprobs - old)
+            kl = kl * ratio_of(scores.logprobs - old)
         total_T = total_T + terms.beta * kl
     if config.mask_truncated_completions:
         total_T = torch.where(batch.truncated_N[batch.sequence_T], 0.0, total_T)
@@ -206,7 +223,7 @@ def _other_terms(
 def _correction(
     batch: MicroBatch,
     old: Tensor,
-    completions: objective.Completions,
+    completions: Completions,
     config: RLOOConfig,
     sums: Sums,
 ) -> Tensor | None:
@@ -214,7 +231,7 @@ def _correction(
     mode = config.rollout_importance_sampling_mode
     if mode is None or mode == "off":
         return None
-    weights = objective.importance_weights(
+    weights = importance_weights(
         old - batch.behavior_T,
         completions,
         mode=mode,
@@ -223,7 +240,7 @@ def _correction(
     )
     sums["weight"] = weights.sum()
     one_T = torch.ones_like(weights)
-    each_N = objective.sum_by(weights, *completions) / objective.sum_by(one_T, *completions)
+    each_N = sum_by(weights, *completions) / sum_by(one_T, *completions)
     sums["completion_weight"] = each_N.sum()
     sums["completion_weight_squares"] = (each_N**2).sum()
     sums["sampling/importance_sampling_ratio/max"] = weights.max()

@@ -12,9 +12,10 @@ from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rloo.config import deepspeed
-from rloo.config.accelerate import launched_options
-from rloo.config.aliases import (
+from rloo.config.async_validation import correction_of
+from rloo.config.compat import deepspeed_config
+from rloo.config.compat.accelerate_env import launched_options
+from rloo.config.compat.aliases import (
     ALIASES,
     CONVERSIONS,
     GLOBAL_BATCH,
@@ -23,17 +24,16 @@ from rloo.config.aliases import (
     resolve,
     with_prompts,
 )
-from rloo.config.asked import Asked, setter_of
-from rloo.config.beside import correction_of
-from rloo.config.checks import check, out_of_range
-from rloo.config.generation_kwargs import sampling_options
-from rloo.config.gym_options import follows_from_gym
+from rloo.config.compat.generation_kwargs import sampling_options
+from rloo.config.compat.parser_fields import Signature, option_types, seen_by_parsers
+from rloo.config.compat.training_arguments_mixin import Asked, setter_of
+from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.fields import Faults, default_of, suggest
 from rloo.config.options import DEFAULT_BATCH, DEFAULT_GROUP, LORA
-from rloo.config.parsed import Signature, option_types, seen_by_parsers
 from rloo.config.presets import LossForm, loss_form, over_preset
-from rloo.config.reading import Faults, default_of, suggest
+from rloo.config.reasoning_gym_options import follows_from_gym
 from rloo.config.secrets import hide
-from rloo.config.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.validation import check, out_of_range
 from rloo.config.vllm_options import OPTIONS, VLLMOptions, engine_of
 
 # The options that say how long a run is.
@@ -56,7 +56,8 @@ else:
 
 @dataclass(repr=False, eq=False)
 class RLOOConfig(Base):
-    """The options of a run. Takes every field by keyword, and every alias (`rloo.config.aliases`).
+    """The options of a run. Takes every field by keyword, and every alias
+    (`rloo.config.compat.aliases`).
 
     Raises ValueError for an unknown option, a value of the wrong type or out of range, options
     that contradict each other, and an option of TRL or transformers that this version does not
@@ -84,7 +85,7 @@ class RLOOConfig(Base):
             hint_of_grpo(given)
             values |= sampling_options(values.get("generation_kwargs"))
             values |= launched_options(values)
-            values |= deepspeed.options_of(values)
+            values |= deepspeed_config.options_of(values)
             defaults = {option.name: default_of(option) for option in (*fields(self), *OPTIONS)}
             vars(self).update(defaults | _idle_of(given) | own | values, _named=frozenset(named))
             if missing := [name for name, value in vars(self).items() if value is MISSING]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rloo.config.option_groups import MEMORY
 from rloo.config.options import Options
-from rloo.config.subjects import MEMORY
 
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rloo.config.reading import SHARED
+from rloo.config.fields import SHARED
 
-from rloo.config.subjects import (  # isort: skip - one name a line is as long as a subject
+from rloo.config.option_groups import (  # isort: skip - one name a line is as long as a subject
     BATCHES, COMPATIBILITY, DATA, EVALUATION, HUB, KL, LOGGING, LORA, MACHINE, MEMORY, OBJECTIVE,
     OPTIMIZER, PROCESSES, QUANTISATION, REWARDS, SAMPLING, SAVING,
 )  # fmt: skip

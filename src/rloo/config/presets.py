@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rloo.config.composed import ARGUMENTS
+from rloo.config.estimator_config import ARGUMENTS
+from rloo.config.fields import suggest
 from rloo.config.options import Options
-from rloo.config.reading import suggest
 
 
 @dataclass(frozen=True, slots=True)

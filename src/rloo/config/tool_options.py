@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from rloo.config.gym_options import GymOptions
-from rloo.config.reading import Subject, default_of
+from rloo.config.fields import Subject, default_of
+from rloo.config.reasoning_gym_options import GymOptions
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from typing import Any, Literal
 
-from rloo.config.reading import Subject
+from rloo.config.fields import Subject
 from rloo.config.tool_options import ToolOptions
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
@@ -65,7 +65,8 @@ class VLLMOptions(ToolOptions):
     # fmt: on
 
 
-# Every option. RLOOConfig's own fields are what others see of it (rloo.config.parsed).
+# Every option. RLOOConfig's own fields are what others see of it
+# (rloo.config.compat.parser_fields).
 OPTIONS = fields(VLLMOptions)
 
 

@@ -16,7 +16,7 @@ from rloo.engines.in_process import InProcessEngine, Tell, Whole
 from rloo.types import Engine, Weights
 
 if TYPE_CHECKING:
-    from rloo.engines.vllm.engine import Settings, Source
+    from rloo.engines.vllm.vllm_engine import Settings, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ def build_engine(name: str, inputs: EngineInputs) -> Made:
 
 
 def _make_native(inputs: EngineInputs) -> Made:
-    from rloo.engines.native.engine import NativeEngine
-    from rloo.engines.native.fused import can_fuse
-    from rloo.engines.native.supported import supports
+    from rloo.engines.native.fused_decoder import can_fuse
+    from rloo.engines.native.native_engine import NativeEngine
+    from rloo.engines.native.support import supports
 
     model, no_copy = inputs.model, inputs.no_copy
     make = partial(
@@ -83,7 +83,7 @@ def _make_native(inputs: EngineInputs) -> Made:
 
 
 def _make_hf(inputs: EngineInputs) -> Made:
-    from rloo.engines.hf import HFEngine, find_way
+    from rloo.engines.hf_engine import HFEngine, find_way
 
     way = find_way(inputs.model)
     engine = HFEngine(
@@ -109,7 +109,7 @@ def _make_hf(inputs: EngineInputs) -> Made:
 
 
 def _make_vllm(name: str, inputs: EngineInputs) -> Made:
-    from rloo.engines.vllm.engine import VLLMEngine
+    from rloo.engines.vllm.vllm_engine import VLLMEngine
 
     if inputs.servers is None:
         raise ValueError(f"engine is {name!r}, and nothing is said of its servers")

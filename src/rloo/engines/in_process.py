@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rloo.config.files import largest_of_layers
-from rloo.engines.noise import behind, row_keys
+from rloo.config.file_checks import largest_of_layers
+from rloo.distributed.sharded_tensor import is_divided
+from rloo.engines.counter_rng import behind, row_keys
 from rloo.engines.sampling import check_request, collect_completions, numbers_of
+from rloo.kernels.bf16_rounding import keeping
 from rloo.model.attention import head_size
-from rloo.model.budget import available_bytes
-from rloo.model.division import is_divided
-from rloo.model.rounding import keeping
+from rloo.model.token_budget import available_bytes
 from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
 
 # One row: a prompt and the sample's number k in its group.

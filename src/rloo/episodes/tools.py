@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from rloo.episodes.calls import Asked, Caller, EpisodeLost, Outcome
-from rloo.episodes.dialect import Call
+from rloo.episodes.renderer import Call
+from rloo.episodes.tool_executor import Asked, Caller, EpisodeLost, Outcome
 from rloo.types import sound
 
 

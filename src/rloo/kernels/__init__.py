@@ -23,6 +23,6 @@ def why_not() -> str | None:
     """Why torch must compute here, in words that go on a sentence: there is no library, or its
     numbers are others. None where it may be used. It takes seconds the first time on a machine,
     later milliseconds."""
-    from rloo.kernels import build, checks
+    from rloo.kernels import c_build, self_test
 
-    return build.why_not() or checks.difference()
+    return c_build.why_not() or self_test.difference()

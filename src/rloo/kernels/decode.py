@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rloo.kernels.calls import call
+from rloo.kernels.ffi import call
 
 _INT = ctypes.c_int64
 _POINTER = ctypes.c_void_p

@@ -19,9 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rloo.config.files import largest_of_layers
+from rloo.config.file_checks import largest_of_layers
 from rloo.data.images import is_vision_config
-from rloo.model import gpu_attention, torch_compat
+from rloo.kernels import torch_compat
+from rloo.model import flash_gpu
 
 IMPLEMENTATION = "rloo"
 
@@ -89,8 +90,8 @@ def attend_part(
     gives the softmax over all of their keys. Of 16-bit inputs both are float32.
     """
     fuses = options.softcap is None and query.shape[-1] == value.shape[-1]
-    if fuses and gpu_attention.has_dense(query.device, query.dtype, query.shape[-1]):
-        output, normalizer = gpu_attention.attend_dense(
+    if fuses and flash_gpu.has_dense(query.device, query.dtype, query.shape[-1]):
+        output, normalizer = flash_gpu.attend_dense(
             query, key, value, mask, options.scaling_of(query)
         )
         return output.to(normalizer.dtype), normalizer

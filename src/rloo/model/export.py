@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from rloo.model.adapters import Adapter
-from rloo.model.batch import make_sample
-from rloo.model.division import full, is_divided, local
-from rloo.model.loading import num_embedded
+from rloo.distributed.sharded_tensor import full, is_divided, local
+from rloo.model.lora import Adapter
+from rloo.model.micro_batch import make_sample
+from rloo.model.model_loading import num_embedded
 
 if TYPE_CHECKING:
     from rloo.model.policy import Policy

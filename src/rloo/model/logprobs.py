@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils.checkpoint import checkpoint
 
-from rloo.model import gpu_kernels, products
-from rloo.model.head import Asked, HasMatrix, blocked_logprobs, blocked_scores, rows_of
-from rloo.model.products import Matrix
-from rloo.model.softmax import Rows, differentiate, select
+from rloo.kernels import cpu_matmul, gpu_kernels
+from rloo.kernels.cpu_matmul import Matrix
+from rloo.kernels.fused_lm_head import Asked, HasMatrix, blocked_logprobs, blocked_scores, rows_of
+from rloo.kernels.fused_softmax import Rows, differentiate, select
 
 # The number of logits in a chunk. With gradients, the probabilities of a single chunk are kept
 # until the backward (256 MiB in float32, twice that on a GPU); those of several chunks are
@@ -96,7 +96,7 @@ def token_logprobs(
     """
 
     if (matrix := _matrix(head)) is not None:
-        asked = Asked(targets, temperature, chunk_elements, products.rounds())
+        asked = Asked(targets, temperature, chunk_elements, cpu_matmul.rounds())
         return blocked_logprobs(hidden, matrix, asked)
 
     def select_from(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
 
-from rloo.config.arguments import to_training_arguments
+from rloo.config.compat.training_arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
-from rloo.model.division import is_divided
+from rloo.distributed.sharded_tensor import is_divided
 
 # These optimizers need more than the parameters and the usual options.
 OTHER_OPTIMIZERS = ("lomo", "galore", "apollo", "schedule_free")

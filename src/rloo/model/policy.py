@@ -11,25 +11,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from rloo.config import deepspeed
+from rloo.config.compat import deepspeed_config
 from rloo.config.config import RLOOConfig
 from rloo.data.images import tokenizer_of
-from rloo.dist import World
-from rloo.model import preparation, sharding, zero
-from rloo.model.batch import MicroBatch, make_sample, pack, pad, split
-from rloo.model.division import is_divided, shape_of
-from rloo.model.files import ModelFiles
-from rloo.model.loading import num_embedded
+from rloo.distributed import World
+from rloo.distributed.sharded_tensor import is_divided, shape_of
+from rloo.kernels.bf16_rounding import reduced_precision
+from rloo.model import prepare_model
+from rloo.model.forward import Scorer, balancing_coefficient
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
+from rloo.model.micro_batch import MicroBatch, make_sample, pack, pad, split
+from rloo.model.model_loading import num_embedded
 from rloo.model.offload import activations_on_host
+from rloo.model.optimizer_step import Stepper
 from rloo.model.optimizers import Given, Scheduler, make_optimizers
+from rloo.model.parallel import deepspeed_zero, fsdp2
+from rloo.model.parallel.deepspeed_optimizer import ZeroStepper
 from rloo.model.quantization import count_parameters
 from rloo.model.reference import make_reference
-from rloo.model.rounding import reduced_precision
-from rloo.model.scorer import Scorer, balancing_coefficient
-from rloo.model.state import Version, digest
-from rloo.model.stepper import Stepper
-from rloo.model.zero_stepper import ZeroStepper
+from rloo.model.save_load import ModelFiles
+from rloo.model.training_state import Version, digest
 from rloo.types import Engine, Sample
 
 
@@ -78,7 +79,7 @@ class Policy:
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
         self.device = world.device
         self.divides = config.parallel != "replicate"
-        prepared = preparation.prepare(model, config, self.device)
+        prepared = prepare_model.prepare(model, config, self.device)
         self.model, self.adapter = prepared.model, prepared.adapter
         pad, vocabulary = self.tokenizer.pad_token_id, num_embedded(self.model)
         known = pad is not None and pad < vocabulary  # what is padded is masked, so any will do
@@ -93,7 +94,7 @@ class Policy:
             self.model, temperature=config.temperature, balanced=self.aux_loss_weight != 0
         )
         self.reference = make_reference(self.scorer, self.adapter, config)
-        self.notes += preparation.enable_checkpointing(self.model, config)
+        self.notes += prepare_model.enable_checkpointing(self.model, config)
         self.start = digest(list(self.model.parameters()))
         if self.divides:
             self._divide()
@@ -107,7 +108,7 @@ class Policy:
         self.files.dtype = getattr(torch, config.save_dtype) if config.save_dtype else None
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
-        self.max_tokens = config.max_tokens_per_micro_batch or preparation.token_budget(
+        self.max_tokens = config.max_tokens_per_micro_batch or prepare_model.token_budget(
             self.model, self.device, config
         )
 
@@ -118,21 +119,21 @@ class Policy:
                 f"parallel is {config.parallel} and the model has been divided for another "
                 "trainer; give this one a model of its own (parallel, model)"
             )
-        sharding.check(self.model, config.parallel)
+        fsdp2.check(self.model, config.parallel)
         few_bits = any(not p.is_floating_point() for p in self.model.parameters())
         if few_bits and config.parallel == "fsdp2":
             self.notes.append(
                 "the base of few bits stays whole in every process; the rest is divided (parallel)"
             )
         if config.parallel != "fsdp2":
-            zero.prepare(self.world)
+            deepspeed_zero.prepare(self.world)
             if config.parallel == "zero3":
-                settings = deepspeed.complete(config)
-                divide = partial(zero.divide, settings=settings, device=self.device)
+                settings = deepspeed_config.complete(config)
+                divide = partial(deepspeed_zero.divide, settings=settings, device=self.device)
                 self.reference.divide(partial(divide, frozen=True))
                 divide(self.scorer)
             return
-        shard = partial(sharding.shard, world=self.world, on_host=config.offload_params)
+        shard = partial(fsdp2.shard, world=self.world, on_host=config.offload_params)
         self.reference.divide(shard)
         shard(self.scorer)
         # Which weights take gradients is settled at the first forward, and what is called first is
@@ -144,7 +145,7 @@ class Policy:
 
     def _make_stepper(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler) -> Stepper:
         if self.divides and self.config.parallel != "fsdp2":
-            settings = deepspeed.complete(self.config)
+            settings = deepspeed_config.complete(self.config)
             return ZeroStepper(self.scorer, optimizer, scheduler, self.config, self.world, settings)
         return Stepper(self.model, optimizer, scheduler, self.config, self.world)
 
@@ -209,7 +210,7 @@ class Policy:
         """`preparation.check_forward` on real samples. If packing changes the result, updates fall
         back to padding, with a note; if our output head differs, to the model's own logits."""
         self.checked = True
-        reason = preparation.check_forward(
+        reason = prepare_model.check_forward(
             self.scorer, samples, self.device, self.pad_token_id, packed=self.packed
         )
         if self.scorer.own_logits:
@@ -218,7 +219,7 @@ class Policy:
                 "memory: what it does between hidden states and logits is not known here"
             )
         if reason is not None:
-            self.notes.append(preparation.without_packing(self.config, reason))
+            self.notes.append(prepare_model.without_packing(self.config, reason))
             self.packed = False
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -252,7 +253,7 @@ class Policy:
     def _gathered(self, *, layers: bool = True) -> AbstractContextManager[None]:
         if isinstance(self.stepper, ZeroStepper):
             return self.stepper.zero.whole()
-        return sharding.whole(self.scorer, layers=layers)
+        return fsdp2.whole(self.scorer, layers=layers)
 
     @property
     def version(self) -> int:

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from transformers import BitsAndBytesConfig
 
 from rloo.config.config import RLOOConfig
-from rloo.config.extras import install
-from rloo.model.division import shape_of
-from rloo.model.products import rounds
-from rloo.model.rounding import in_float32, operands, reduced_precision, rounded
+from rloo.config.optional_packages import install
+from rloo.distributed.sharded_tensor import shape_of
+from rloo.kernels.bf16_rounding import in_float32, operands, reduced_precision, rounded
+from rloo.kernels.cpu_matmul import rounds
 
 
 def quantization_of(config: RLOOConfig, given: Any = None) -> Any:

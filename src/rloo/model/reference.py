@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
-from rloo.config.files import quiet
-from rloo.model.adapters import Adapter
-from rloo.model.batch import MicroBatch
-from rloo.model.division import lerp
-from rloo.model.loading import load_weights
+from rloo.config.file_checks import quiet
+from rloo.distributed.sharded_tensor import lerp
+from rloo.kernels.bf16_rounding import reduced_precision
+from rloo.model.forward import Scorer
+from rloo.model.lora import Adapter
+from rloo.model.micro_batch import MicroBatch
+from rloo.model.model_loading import load_weights
 from rloo.model.offload import keep_on_host
-from rloo.model.rounding import reduced_precision
-from rloo.model.scorer import Scorer
 
 # The folder of a checkpoint for a reference that `sync_ref_model` moves.
 FOLDER = "reference"

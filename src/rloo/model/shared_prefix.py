@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rloo.model import gpu_attention, torch_compat
+from rloo.kernels import torch_compat
+from rloo.model import flash_gpu
 from rloo.model.attention import Options, attend
-from rloo.model.flash import Calls, attend_packed
+from rloo.model.flash_cpu import Calls, attend_packed
 from rloo.model.offload import send
 
 # The number of elements of the largest mask that is kept. A larger one is replaced by masks of
@@ -143,15 +144,15 @@ class PackedLayout:
         return Calls(own, shared)
 
     @cached_property
-    def _segments(self) -> gpu_attention.Calls:
+    def _segments(self) -> flash_gpu.Calls:
         """`_calls` for a GPU."""
         own, shared = self._calls.own, self._calls.shared
 
-        def segments(queries: Sequence[slice], keys: Sequence[slice]) -> gpu_attention.Segments:
+        def segments(queries: Sequence[slice], keys: Sequence[slice]) -> flash_gpu.Segments:
             lengths = [[s.stop - s.start for s in slices] for slices in (queries, keys)]
             edges = (torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in lengths)
             of_queries, of_keys = (send(x, self._device) for x in edges)
-            return gpu_attention.Segments(of_queries, of_keys, max(lengths[0]), max(lengths[1]))
+            return flash_gpu.Segments(of_queries, of_keys, max(lengths[0]), max(lengths[1]))
 
         def tokens(slices: Sequence[slice]) -> Tensor:
             ranges = [torch.arange(s.start, s.stop) for s in slices]
@@ -159,7 +160,7 @@ class PackedLayout:
 
         queries, keys = [q for q, _ in shared], [k for _, k in shared]
         pairs = segments(queries, keys) if shared else None
-        return gpu_attention.Calls(segments(own, own), pairs, tokens(queries), tokens(keys))
+        return flash_gpu.Calls(segments(own, own), pairs, tokens(queries), tokens(keys))
 
     @cached_property
     def _rows(self) -> tuple[list[_Rows], Tensor]:
@@ -185,10 +186,10 @@ class PackedLayout:
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         same = query.shape[-1] == value.shape[-1]
-        if same and gpu_attention.has_segments(device, dtype, query.shape[-1]):
+        if same and flash_gpu.has_segments(device, dtype, query.shape[-1]):
             query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
             calls = self._segments
-            return gpu_attention.attend_packed(query, key, value, calls, scaling=scaling)[None]
+            return flash_gpu.attend_packed(query, key, value, calls, scaling=scaling)[None]
         if device.type == "cpu" and torch_compat.has_cpu_flash():
             # Not in 16 bits, in which its backward is many times slower on a CPU.
             dtype = torch.promote_types(value.dtype, torch.float32)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from rloo.dist.signals import STOP_SIGNALS
+from rloo.distributed.signal_numbers import STOP_SIGNALS
 
 # Its name, how it is read, which gives None for what cannot be told, and how it is restored.
 State = tuple[str, Callable[[], Any], Callable[[Any], Any]]

@@ -5,10 +5,10 @@ import torch
 import transformers
 
 from rloo import kernels
-from rloo.engines.native import compiled
-from rloo.engines.native import engine as native
-from rloo.engines.native.engine import NativeEngine
-from rloo.engines.native.fused import FusedDecoder
+from rloo.engines.native import c_decoding
+from rloo.engines.native import native_engine as native
+from rloo.engines.native.fused_decoder import FusedDecoder
+from rloo.engines.native.native_engine import NativeEngine
 from rloo.kernels.decode import Wave, round_up
 from rloo.types import Prompt, Sampling
 from support.engines import expected_logprobs, rounding_errors
@@ -71,13 +71,13 @@ def texts(groups):
 @pytest.fixture
 def calls(monkeypatch):
     """How many waves were decoded in C."""
-    counted, decode = [], compiled.decode
+    counted, decode = [], c_decoding.decode
 
     def counting(*args):
         counted.append(1)
         return decode(*args)
 
-    monkeypatch.setattr(compiled, "decode", counting)
+    monkeypatch.setattr(c_decoding, "decode", counting)
     return counted
 
 

@@ -5,9 +5,9 @@ import torch
 import transformers
 
 from rloo.engines import EngineInputs, build_engine
-from rloo.engines.native.engine import NativeEngine
-from rloo.engines.native.fused import FusedDecoder, can_fuse
-from rloo.model import products
+from rloo.engines.native.fused_decoder import FusedDecoder, can_fuse
+from rloo.engines.native.native_engine import NativeEngine
+from rloo.kernels import cpu_matmul
 from rloo.types import Prompt, Sampling
 from support.engines import expected_logprobs, rounding_errors
 from support.models import COMMON, VOCAB_SIZE, WINDOW, disturb, make_model
@@ -135,7 +135,7 @@ def test_packed_matrices_give_the_same_completions(dtype):
     model = make_fusable("qwen2")
     found = []
     for kinds in ((), ("packed",)):
-        products.use(kinds)
+        cpu_matmul.use(kinds)
         engine = NativeEngine(model, pad_token_id=0, dtype=dtype)
         engine.load(model.named_parameters, 0)
         found.append(

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo.engines.hf import HFEngine
-from rloo.engines.native.engine import NativeEngine
-from rloo.episodes.engine import kept
+from rloo.engines.hf_engine import HFEngine
+from rloo.engines.native.native_engine import NativeEngine
+from rloo.episodes.multi_turn_engine import kept
 from rloo.types import Prompt, Sampling
 from support.engines import make_prompts
 from support.marks import every_second
@@ -140,7 +140,7 @@ def test_what_is_new_may_come_in_several_parts(cut, monkeypatch):
     engine = NativeEngine(make_sharp("gemma3"), pad_token_id=0)
     shapes = counting(engine)
     tokens = cut * len(expected[1])
-    monkeypatch.setattr("rloo.engines.native.engine.PREFILL_TOKENS", tokens)
+    monkeypatch.setattr("rloo.engines.native.native_engine.PREFILL_TOKENS", tokens)
     assert_same(play(engine), expected)
     rows = len(expected[1])
     assert shapes.count((rows, cut)) >= 2
@@ -151,8 +151,8 @@ def test_what_is_new_may_come_in_several_parts(cut, monkeypatch):
 def test_rows_that_are_taken_out_can_go_on(share, monkeypatch):
     """At once, or never; while caches of 2 slots grow."""
     expected = played(HFEngine, "qwen3")
-    monkeypatch.setattr("rloo.engines.native.engine._COMPACTION_SHARE", share)
-    monkeypatch.setattr("rloo.engines.native.cache._FIRST_SLOTS", 2)
+    monkeypatch.setattr("rloo.engines.native.native_engine._COMPACTION_SHARE", share)
+    monkeypatch.setattr("rloo.engines.native.kv_cache._FIRST_SLOTS", 2)
     assert_same(play(NativeEngine(make_sharp("qwen3"), pad_token_id=0)), expected)
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo.engines.native import static
-from rloo.engines.native.engine import NativeEngine
-from rloo.engines.native.static import LEAST_ROWS, StaticCache, smaller_size
-from rloo.engines.noise import uniforms, uniforms_at
+from rloo.engines.counter_rng import uniforms, uniforms_at
+from rloo.engines.native import static_decoding
+from rloo.engines.native.native_engine import NativeEngine
+from rloo.engines.native.static_decoding import LEAST_ROWS, StaticCache, smaller_size
 from rloo.types import Sampling
 from support.engines import make_prompts
 from support.gpu import pretended
@@ -101,7 +101,7 @@ def test_smaller_sizes():
 
 
 def test_a_wave_is_recorded_twice_for_each_size_and_nothing_is_lost(device, monkeypatch):
-    shrink, sizes = static.StaticDecoding._shrink, []
+    shrink, sizes = static_decoding.StaticDecoding._shrink, []
 
     def shrinking(decoding, size, left):
         shrink(decoding, size, left)
@@ -109,7 +109,7 @@ def test_a_wave_is_recorded_twice_for_each_size_and_nothing_is_lost(device, monk
         assert (len(alive), int(alive.sum())) == (size, left)
         sizes.append(size)
 
-    monkeypatch.setattr(static.StaticDecoding, "_shrink", shrinking)
+    monkeypatch.setattr(static_decoding.StaticDecoding, "_shrink", shrinking)
     found, expected = both(replace(SAMPLING, stop_token_ids=tuple(range(2, 12))), num=40)
     require_equal(found, expected)
     lengths = {len(c.token_ids) for c in found}
@@ -132,15 +132,15 @@ def test_a_capture_that_finds_no_memory_takes_what_torch_keeps():
 
 def test_the_host_waits_once_in_some_steps(device, monkeypatch):
     asked = Counter()
-    count = static.ActiveRows.count_unfinished
+    count = static_decoding.ActiveRows.count_unfinished
 
     def counting(rows):
         asked["times"] += 1
         return count(rows)
 
-    monkeypatch.setattr(static.ActiveRows, "count_unfinished", counting)
+    monkeypatch.setattr(static_decoding.ActiveRows, "count_unfinished", counting)
     draws(on_device(), replace(SAMPLING, stop_token_ids=()))
-    assert asked["times"] == (SAMPLING.max_tokens - 1) // static.STEPS_A_LOOK
+    assert asked["times"] == (SAMPLING.max_tokens - 1) // static_decoding.STEPS_A_LOOK
     assert device.waits_of("token") == 0
 
 

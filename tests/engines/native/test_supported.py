@@ -3,9 +3,9 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForConditionalGeneration
 
 from rloo.engines import EngineInputs, build_engine
-from rloo.engines.hf import HFEngine
-from rloo.engines.native.engine import NativeEngine
-from rloo.engines.native.supported import supports
+from rloo.engines.hf_engine import HFEngine
+from rloo.engines.native.native_engine import NativeEngine
+from rloo.engines.native.support import supports
 from rloo.model import attention
 from rloo.types import Prompt, Sampling
 from support.models import CONFIGS, make_linear_attention_model, make_model

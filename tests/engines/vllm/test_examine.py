@@ -5,10 +5,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rloo.engines.vllm.answers import ROUTE, TOKENS_ROUTE
 from rloo.engines.vllm.client import Client, ServerError
-from rloo.engines.vllm.examine import examine
-from rloo.engines.vllm.serving import Serving
+from rloo.engines.vllm.requests import ROUTE, TOKENS_ROUTE
+from rloo.engines.vllm.server_check import examine
+from rloo.engines.vllm.server_process import Serving
 from support.fake_vllm import FakeVLLM
 from support.models import make_model
 from support.text import make_tokenizer

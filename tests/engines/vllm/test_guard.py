@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rloo.engines.vllm.inside.rloo_guard import WEIGHTS, Guard
-from rloo.engines.vllm.serving import KEY, require_key
-from rloo.launch.cluster import Cluster
-from rloo.launch.local import environment_of
-from rloo.launch.roles import make_job
-from rloo.launch.slurm import FOLDER, script
+from rloo.addons.launch.cluster import Cluster
+from rloo.addons.launch.local_backend import environment_of
+from rloo.addons.launch.roles import make_job
+from rloo.addons.launch.slurm_backend import FOLDER, script
+from rloo.engines.vllm.server_plugin.rloo_guard import WEIGHTS, Guard
+from rloo.engines.vllm.server_process import KEY, require_key
 
 # A vLLM that tells how it was started.
 TELLS = """

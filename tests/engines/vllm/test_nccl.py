@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rloo.engines.vllm import nccl
-from rloo.engines.vllm.serving import Serving
-from rloo.run import servers
+from rloo.engines.vllm.server_process import Serving
+from rloo.trainer import remote_engines
 from support.engines import make_prompts
 from support.fake_vllm import Status
 from support.vllm_engines import SAMPLING, change, made_on_fakes, make_policy, sample_of
@@ -207,8 +207,8 @@ def test_a_server_that_takes_none_is_given_files(made):
 def test_where_weights_may_go_over_nccl(monkeypatch, options, gpu, transfers, noted):
     given = {"rollout_engine": "vllm_server", "vllm_server_base_url": ["http://h:1"], **options}
     policy = make_policy(**given)
-    monkeypatch.setattr(servers, "why_not", (lambda _: None) if gpu else nccl.why_not)
-    settings = servers.settings_of(policy, servers.exported(policy))
+    monkeypatch.setattr(remote_engines, "why_not", (lambda _: None) if gpu else nccl.why_not)
+    settings = remote_engines.settings_of(policy, remote_engines.exported(policy))
     assert settings.serving.transfers == transfers
     line = ["--weight-transfer-config", '{"backend": "nccl"}']
     assert (line[0] in settings.serving.command()) == transfers

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from rloo.engines.vllm import places as module
-from rloo.engines.vllm.members import Member
-from rloo.engines.vllm.places import NoServers, Places
+from rloo.engines.vllm import router as module
+from rloo.engines.vllm.router import NoServers, Places
+from rloo.engines.vllm.server_state import Member
 
 
 def make_members(*rooms: int) -> list[Member]:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rloo.engines.vllm.client import ServerError
-from rloo.engines.vllm.serving import OwnServer, Serving, start_all
+from rloo.engines.vllm.server_process import OwnServer, Serving, start_all
 
 PROGRAM = (sys.executable, str(Path(__file__).parents[2] / "support" / "small_server.py"))
 
@@ -107,7 +107,7 @@ def test_a_program_that_does_not_exist_is_named(tmp_path):
 def test_a_server_ends_when_we_are_killed(tmp_path):
     program = (
         "import sys, time; sys.path[:0] = sys.argv[2:];"
-        "from pathlib import Path; from rloo.engines.vllm.serving import OwnServer, Serving;"
+        "from pathlib import Path; from rloo.engines.vllm.server_process import OwnServer, Serving;"
         f"server = OwnServer(Serving('m', executable={PROGRAM!r}), Path(sys.argv[1]));"
         "server.start(); print(server._process.pid, flush=True); time.sleep(1000)"
     )

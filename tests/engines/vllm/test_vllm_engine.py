@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from rloo.engines import EngineInputs, build_engine
-from rloo.engines.versions import locked
 from rloo.engines.vllm.client import ServerError
-from rloo.engines.vllm.places import NoServers
+from rloo.engines.vllm.router import NoServers
+from rloo.engines.weight_store import locked
 from rloo.model.export import Exported
 from support.adapters import make_adapted, perturb
 from support.engines import make_prompts

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from rloo.algorithm.advantages import assign
-from rloo.algorithm.shaping import shape
+from rloo.algorithm.reward_shaping import shape
 from rloo.algorithm.update import micro_loss
-from rloo.dist import World
-from rloo.engines.vllm.fleet import Fleet
-from rloo.episodes.engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.proof import find_dialect
+from rloo.distributed import World
+from rloo.engines.vllm.server_pool import Fleet
+from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
+from rloo.episodes.renderer_check import find_dialect
 from rloo.episodes.tools import Tools
 from rloo.model.policy import Policy
 from rloo.types import Group, Prompt, Sampling

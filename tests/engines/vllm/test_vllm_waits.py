@@ -9,8 +9,9 @@ import rloo
 PACKAGE = Path(rloo.__file__).parent
 FOLDER = PACKAGE / "engines" / "vllm"
 BESIDE = (
-    "dist/workers.py", "dist/crew.py", "dist/hub.py", "dist/placed.py", "engines/apart.py",
-    "rewards/workers.py", "algorithm/beside.py",
+    "distributed/worker_process.py", "distributed/worker_pool.py", "distributed/worker_registry.py",
+    "distributed/remote_worker.py", "engines/remote_engine.py",
+    "rewards/reward_workers.py", "algorithm/async_rollout.py",
 )  # fmt: skip
 WAITING = {"wait", "join", "communicate", "acquire", "result", "recv", "accept", "read", "select"}
 # What has none of its own, and why it needs none.

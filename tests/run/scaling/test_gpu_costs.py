@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rloo.run.scaling.costs import ENGINE, Job
-from rloo.run.scaling.hardware import GPUS, RATES
-from rloo.run.scaling.layouts import Layout, best, forecast, most_samples
-from rloo.run.scaling.shapes import TYPICAL, shape_of_size
+from rloo.addons.planner.gpu.cost_model import ENGINE, Job
+from rloo.addons.planner.gpu.gpu_specs import GPUS, RATES
+from rloo.addons.planner.gpu.layouts import Layout, best, forecast, most_samples
+from rloo.addons.planner.gpu.model_shapes import TYPICAL, shape_of_size
 
 
 def make_job(shape=TYPICAL[3], gpu="h100", **changes) -> Job:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rloo.addons.planner.gpu.gpu_plan_command import OPTIONS, split
+from rloo.addons.planner.gpu.gpu_specs import RATES
 from rloo.cli import main
-from rloo.run.scaling.command import OPTIONS, split
-from rloo.run.scaling.hardware import RATES
 
 USUAL = ["--num_prompts", "64", "--num_generations", "8", "--max_completion_length", "1024"]
 SIZE = ["--parameters", "8B"]

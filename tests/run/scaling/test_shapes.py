@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from rloo.model.layers import CACHES
-from rloo.run.scaling.shapes import TYPICAL, shape_of_config, shape_of_size
+from rloo.addons.planner.gpu.model_shapes import TYPICAL, shape_of_config, shape_of_size
+from rloo.kernels.fused_layers import CACHES
 from support.models import make_model
 
 

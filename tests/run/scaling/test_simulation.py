@@ -5,7 +5,7 @@ from math import exp
 
 import pytest
 
-from rloo.run.scaling.simulation import Flow, simulate
+from rloo.addons.planner.gpu.simulation import Flow, simulate
 
 
 def flow(**changes) -> Flow:

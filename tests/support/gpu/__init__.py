@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_map
 
-from rloo.model import gpu_attention
+from rloo.model import flash_gpu
 from support.gpu.device import GIB, WHERE, Device
 from support.gpu.kernels import Kernels
 from support.gpu.modes import Operations, Places
@@ -46,9 +46,9 @@ def pretended(
         stack.callback(kernels.remove)
         if exact:
             precise = {torch.float64: 1e-4}  # of a definition in float32
-            stack.enter_context(patch.dict(gpu_attention._ROUNDING, precise))
-            kinds = (*gpu_attention.HALF, torch.float64)
-            stack.enter_context(patch.object(gpu_attention, "HALF", kinds))
+            stack.enter_context(patch.dict(flash_gpu._ROUNDING, precise))
+            kinds = (*flash_gpu.HALF, torch.float64)
+            stack.enter_context(patch.object(flash_gpu, "HALF", kinds))
         for target, name, value in _names(device, places):
             stack.enter_context(patch.object(target, name, value, create=True))
         stack.enter_context(places)

@@ -13,14 +13,14 @@ from support.gpu.device import Device
 
 # Functions of the project, and the phase that each is; of nested phases the inner one counts.
 PARTS = (
-    ("rloo.engines.native.graphs:Repeated.__call__", "token"),
-    ("rloo.engines.native.graphs:Repeated._record", "capture"),
+    ("rloo.engines.native.cuda_graphs:Repeated.__call__", "token"),
+    ("rloo.engines.native.cuda_graphs:Repeated._record", "capture"),
     ("rloo.model.policy:Policy.batch", "micro_batch"),
     ("rloo.algorithm.update:micro_loss", "micro_batch"),
-    ("rloo.model.stepper:Stepper.backward", "micro_batch"),
-    ("rloo.algorithm.fitting:rehearse", "rehearsal"),
-    ("rloo.algorithm.fitting:check_first", "check"),
-    ("rloo.run.saving:write_checkpoint", "save"),
+    ("rloo.model.optimizer_step:Stepper.backward", "micro_batch"),
+    ("rloo.algorithm.oom_retry:rehearse", "rehearsal"),
+    ("rloo.algorithm.oom_retry:check_first", "check"),
+    ("rloo.trainer.checkpoint_writer:write_checkpoint", "save"),
 )
 
 
@@ -29,7 +29,7 @@ def counted(device: Device) -> Iterator[None]:
     """Inside, waits and launches are counted by phase: `sample`, `credit`, `update` (the run's own
     clock), in them `token`, `micro_batch` and `capture`; else `other`. `device.steps` has
     how often the host waited in each step's update."""
-    from rloo.report.profiling import Clock
+    from rloo.tracking.profiler import Clock
 
     of_clock = Clock.phase
     device.steps = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rloo.config.gym_options import GymOptions, is_gym
+from rloo.config.reasoning_gym_options import GymOptions, is_gym
 from rloo.data.tasks.countdown import base_model_path, make_problems
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def load_task_rows(name: str, split: str, options: GymOptions | None = None) -> 
     """The "train" or "heldout" rows of the embedded task, or of `gym:NAME`, as `options` (or
     the defaults) want them; None for a name of neither."""
     if is_gym(name):
-        from rloo.data.gym.rows import load_gym_rows
+        from rloo.addons.integrations.reasoning_gym.gym_dataset import load_gym_rows
 
         return load_gym_rows(name, split, options or GymOptions())
     if name != EMBEDDED:

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rloo.engines.vllm.client import Client
-from rloo.engines.vllm.members import Member, Weights
-from rloo.engines.vllm.serving import free_port
+from rloo.engines.vllm.server_process import free_port
+from rloo.engines.vllm.server_state import Member, Weights
 
 TRANSFER_ROUTE = "/init_weight_transfer_engine"
 # For the first version, with which the two ends connect: where they do not see each other, it is

@@ -1,0 +1,1 @@
+"""Rewards that decide whether an answer is right."""

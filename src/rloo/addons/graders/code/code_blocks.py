@@ -1,0 +1,80 @@
+"""The blocks of code in a completion, as Markdown has them. Which of them is the program is decided
+behind the wall, where they are read as Python (`inside.source`)."""
+
+from __future__ import annotations
+
+import re
+
+from rloo.addons.graders.code.guest.program_source import UNSEEN
+
+# A fence may stand in a list or a quotation, or behind a sentence where a language follows. What
+# closes a block is at least as long, and may stand behind the last line or before a tag.
+_OPENS = re.compile(
+    r"^(?P<indent>[ \t]*(?:(?:[-*+>]|\d+[.)])[ \t]+)*)(?:"
+    r"(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)|[^`]*[^`\s](?P<glued>`{3,})(?P<language>[\w+#.-]+))$"
+)
+_LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]*)")
+_DEEPEST = 3  # how much deeper than what has opened a block its end may stand
+_BEHIND = "<[(|*_.,;:!?)]}"  # what may stand behind an end: a tag, and the end of a sentence
+# Between these stands a program, too, where no fence is: as prompts ask for it.
+_TAGS = re.compile(
+    r"^[ \t]*(?:<pre>)?(?:<(?P<tag>answer|code|solution|python|final_answer)\b[^>\n]*>"
+    r"|\[(?P<word>BEGIN|PYTHON|CODE|ANSWER|SOLUTION)\])(?P<body>.*?)"
+    r"(?:</(?P=tag)>|\[(?:DONE|END|/(?P=word))\]|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def said_in(text: str) -> str:
+    """What a completion says after a model's thoughts; these, where nothing follows."""
+    _, _, said = text.rpartition("</think>")
+    return said if said.strip() else text
+
+
+def blocks_of(text: str) -> list[tuple[str, str]]:
+    """The languages (in lower case, empty where none is said) and texts of the blocks; the last one
+    may lack its end. Without a fence, the text between tags."""
+    found, lines, at = [], text.split("\n"), 0
+    while at < len(lines):
+        opened = _OPENS.match(lines[at].rstrip("\r"))
+        at += 1
+        if opened is None:
+            continue
+        indent, fence = len(opened["indent"].expandtabs(4)), opened["fence"] or opened["glued"]
+        quoted = ">" in opened["indent"]
+        body: list[str] = []
+        while at < len(lines):
+            line = _unquoted(lines[at]) if quoted else lines[at]
+            at += 1
+            rest = _closes(line, fence, indent)
+            if rest is not None:
+                body += [_without(rest, indent)] if rest.strip() else []
+                break
+            body.append(_without(line, 0 if quoted else indent))
+        match = _LANGUAGE.match(opened["info"] or opened["language"] or "")
+        found.append((match[1].lower() if match else "", "\n".join(body) + "\n"))
+    return found or [("", match["body"]) for match in _TAGS.finditer(text)]
+
+
+def _closes(line: str, fence: str, indent: int) -> str | None:
+    """The text before the end of a block in a line; None where that is not its end."""
+    bare = line.translate(UNSEEN).strip().lstrip(">").strip()
+    deep = len(line.expandtabs(4)) - len(line.expandtabs(4).lstrip())
+    if bare.startswith(fence):
+        rest = bare.lstrip(fence[0]).lstrip()
+        return "" if deep <= indent + _DEEPEST and (not rest or rest[0] in _BEHIND) else None
+    before, found, after = bare.partition(fence)
+    if found and before.strip() and not after and "`" not in before and fence[0] == "`":
+        return line[: line.index(fence)]
+    return None
+
+
+def _unquoted(line: str) -> str:
+    return re.sub(r"^[ \t]*>[ ]?", "", line)
+
+
+def _without(line: str, indent: int) -> str:
+    """A line without as much of the white space before it as its block has."""
+    expanded = line[: len(line) - len(line.lstrip())].expandtabs(4) if indent else ""
+    rest = line.lstrip() if indent else line
+    return expanded[indent:] + rest

@@ -1,0 +1,207 @@
+"""The reward `code`: the share, or the whole, of a row's tests that a program passes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rloo.addons.graders.code import problem_formats
+from rloo.addons.graders.code.code_blocks import blocks_of, said_in
+from rloo.addons.graders.code.isolation import WALLS
+from rloo.addons.graders.code.packages import check_packages, library_of
+from rloo.addons.graders.code.sandbox_pool import Library, Limits, Staff, choose_wall
+from rloo.distributed.platform_info import num_processors
+from rloo.distributed.worker_pool import result_of
+from rloo.distributed.worker_process import WorkerLost
+from rloo.rewards.completion_text import question_of, text_of
+from rloo.rewards.reward_function import RESERVED
+from rloo.types import Text
+
+_NEEDS = (
+    "the reward 'code' needs the columns 'tests', 'inputs' and 'outputs', or 'function' and "
+    "'cases', or those of a published dataset (docs/programs.md)"
+)
+
+
+def make_code(
+    *,
+    partial: bool = False,
+    command: str | None = None,
+    build: str | None = None,
+    file: str = "main.py",
+    wall: str | None = None,
+    packages: Sequence[str] = (),
+    **limits: Any,
+) -> CodeReward:
+    """A `CodeReward`. `partial`: the share of the tests that pass; else 1.0 where all do. Programs
+    in another language are run by `command` and, before it, once by `build`, in a folder where the
+    program's text is `file`: `command="node main.js", file="main.js"`. `wall`: `bwrap` or
+    `landlock`; else the first that holds. `workers` is how many work side by side, one a processor
+    if it is not given. `packages` are what programs and tests may import beside the standard
+    library: `packages=["numpy"]`. `limits` are those of
+    `rloo.addons.graders.code.sandbox_pool.Limits`."""
+    if not sys.platform.startswith("linux"):
+        raise ValueError("the reward 'code' needs Linux")
+    if wall not in (None, *WALLS):
+        raise ValueError(f"wall is {wall!r}; it is {' or '.join(WALLS)} (option of code)")
+    workers = limits.pop("workers", None)
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise ValueError(f"workers is {workers!r}; it is a number of at least 1 (option of code)")
+    if build is not None and command is None:
+        raise ValueError("build has no command to build for (options of code)")
+    if not re.fullmatch(r"[\w-][\w.-]*", file):
+        raise ValueError(f"file is {file!r}; it is the name of a file (option of code)")
+    if isinstance(packages, str) or not all(
+        isinstance(name, str) and name.isidentifier() for name in packages
+    ):
+        raise ValueError(f"packages is {packages!r}; it is a list of names to import, as in "
+                         "packages=['numpy'] (option of code)")  # fmt: skip
+    how = {"command": command, "build": build}
+    split = {key: shlex.split(line) for key, line in how.items() if line is not None}
+    request: dict[str, Any] = {"file": file, **split} if split else {}
+    request |= {"all_or_nothing": not partial, "packages": list(packages)}
+    return CodeReward(request, wall, workers or num_processors(), Limits(**limits))
+
+
+class CodeReward:
+    """Runs the program that a completion ends with behind a wall, and has tests judge it.
+
+    The program is a fenced block of Python (of any language where `command` is given): the last one
+    that defines what the tests ask for, or else the whole text. A row has `tests` (a list of
+    Python's statements, or one text), `inputs` and `outputs` (what a whole program reads, and what
+    it is to write), or `function` and `cases` (pairs of the list of arguments and the value), or
+    the columns of a published dataset (`rloo.addons.graders.code.problem_formats`). Lists may be
+    JSON's text.
+
+    The reward is None where the row has no tests, the tests themselves cannot be run, and where the
+    sandbox has failed: the metric `rewards/code_reward/unjudged` is the share of the latter two.
+    """
+
+    def __init__(
+        self, request: dict[str, Any], wall: str | None, size: int, limits: Limits
+    ) -> None:
+        self.__name__ = "code_reward"
+        self._request, self._wall, self._size, self._limits = request, wall, size, limits
+        self._staff: Staff | None = None
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise ValueError where the dataset has no tests, or no wall holds on this machine."""
+        known = set(columns)
+        found = problem_formats.format_of(known)
+        if found is None:
+            raise ValueError(
+                f"{_NEEDS}; the dataset has: {', '.join(sorted(known)) or 'no column'}"
+            )
+        if "command" in self._request and found.own and found.columns != ("inputs", "outputs"):
+            raise ValueError(
+                "a program in another language is judged by what it writes: the reward 'code' with "
+                "a command needs the columns 'inputs' and 'outputs'"
+            )
+        if self._request["packages"]:
+            self._begin_staff()
+        self._wall = choose_wall(self._wall)
+
+    def taken_for(self, columns: Iterable[str]) -> str:
+        """What rows with these columns are taken for, in words."""
+        found = problem_formats.format_of(columns)
+        if found is None:
+            return "the reward code finds no tests in the dataset's columns"
+        return f"the reward code takes rows for {found.name} ({', '.join(found.columns)})"
+
+    def __call__(
+        self,
+        completions: Sequence[Text],
+        prompts: Sequence[Text] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """The rewards. Workers judge side by side, in processes of their own."""
+        staff = self._begin_staff()
+        begun: dict[str, Future[dict[str, Any]]] = {}
+        keys: list[str | None] = []
+        unreadable = 0
+        for row, text in enumerate(completions):
+            given = {} if prompts is None else {"prompt": question_of(prompts[row])}
+            given |= {name: column[row] for name, column in columns.items()
+                      if column is not None and name not in RESERVED}  # fmt: skip
+            try:
+                asked = self._of_row(given)
+            except problem_formats.Unreadable as error:
+                warnings.warn(f"a row has no tests that can be read: {error}", stacklevel=2)
+                unreadable += 1
+                asked = None
+            if asked is None:
+                keys.append(None)
+                continue
+            request = self._request | asked | program_of(text_of(text))
+            keys.append(key := json.dumps(request))
+            if key not in begun:
+                begun[key] = staff.begin(request)
+        try:
+            rewards = {key: self._result(future) for key, future in begun.items()}
+        finally:
+            staff.forget()  # after Ctrl-C or a deadline nothing goes on
+        found = [None if key is None else rewards[key] for key in keys]
+        if log_metric is not None and completions:
+            unjudged = unreadable + sum(key is not None and rewards[key] is None for key in keys)
+            log_metric("rewards/code_reward/unjudged", unjudged / len(completions))
+        return found
+
+    def close(self) -> None:
+        """End the workers; the next call starts new ones."""
+        if self._staff is not None:
+            self._staff.close()
+            self._staff = None
+
+    @property
+    def pids(self) -> list[int]:
+        """The numbers of the workers' outermost processes."""
+        return [] if self._staff is None else self._staff.pids
+
+    def _begin_staff(self) -> Staff:
+        if self._staff is None:
+            self._wall = choose_wall(self._wall)
+            packages = self._request["packages"]
+            library = library_of(packages, "code") if packages else Library()
+            staff = Staff(self._wall, self._size, self._limits, library=library)
+            if packages:
+                check_packages(staff, packages, self._wall)
+            self._staff = staff
+        return self._staff
+
+    def _of_row(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """What is asked of the workers about a row, None where it has no tests."""
+        found = problem_formats.read(row)
+        if found is None or found[1] is None:
+            return None
+        return found[1] if "command" not in self._request or found[1]["kind"] == "inputs" else None
+
+    def _result(self, future: Future[dict[str, Any]]) -> float | None:
+        try:
+            answer = result_of(future)
+        except WorkerLost:  # again and again
+            return None
+        except Exception as error:  # the judge's own: no fault of the program's
+            if not any("in another process" in note for note in getattr(error, "__notes__", ())):
+                raise
+            warnings.warn(f"a program could not be judged: {error!r}", stacklevel=3)
+            return None
+        if answer.get("spent"):
+            return 0.0
+        if "missing" in answer:
+            return None
+        share = float(answer["passed"] / answer["count"])
+        return float(share == 1.0) if self._request["all_or_nothing"] else share
+
+
+def program_of(text: str) -> dict[str, Any]:
+    """The part of a request that tells of the program: blocks of a completion, or the whole."""
+    said = said_in(text)
+    blocks = blocks_of(said)
+    return {"blocks": blocks} if blocks else {"program": said}

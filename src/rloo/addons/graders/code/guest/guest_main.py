@@ -1,0 +1,198 @@
+"""What a worker does behind the wall: for every request a fork of its own, which answers.
+
+This process never reads a request: each is read by a fork (the clerk), after that has forked the
+stage on which programs run. So no program descends from a process that knew what an earlier one,
+or it itself, was to be compared with.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from rloo.addons.graders.code.guest import program, syscalls
+from rloo.addons.graders.code.guest import seccomp as calls
+from rloo.addons.graders.code.guest.process_tree import SandboxFailed, Stage, empty, kill_all
+from rloo.addons.graders.code.guest.resource_limits import wall_seconds
+
+# With these the clerk ends, where it has not answered.
+_CLOSED, _FAILED = 3, 4
+_CLERK_MEMORY = 1 << 30
+_SPENT = b'a{"spent": true}'
+# What a clerk dies of that has been sent too much, or what no interpreter survives.
+_BY_A_PROGRAM = (signal.SIGXCPU, signal.SIGALRM, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+# What most programs import; loaded once, here.
+_WARM = (
+    "array bisect collections copy decimal fractions functools heapq itertools json math operator "
+    "random re statistics string threading typing"
+)
+
+
+def main(channel: int, setup: dict[str, Any]) -> None:
+    """Answer requests over the file `channel` until the other end closes it."""
+    wall = setup["wall"]
+    if wall["kind"] == "landlock":
+        folder = wall["folder"]
+        read, use = [*wall["read"], "/proc"], [*wall["use"], "/dev/null"]
+        syscalls.restrict_files(read, use, [folder], [os.path.dirname(folder)])
+    importlib.import_module("builtins").__dict__.update(_exits())
+    for name in _WARM.split():
+        importlib.import_module(name)
+    _load(setup["library"], wall, setup["limits"])
+    handler = sys.modules[setup["handler"]].answer
+    gc.collect()
+    gc.freeze()
+    while True:
+        clerk = os.fork()
+        if clerk == 0:
+            _answer_one(channel, setup, handler)
+        status = _wait_for(clerk, channel)
+        if wall["kind"] == "landlock" and status != 0:
+            kill_all(os.getppid())
+            empty(wall["folder"])
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) in _BY_A_PROGRAM:
+            _send(channel, _SPENT)
+        elif status != 0:
+            os._exit(0 if os.waitstatus_to_exitcode(status) == _CLOSED else 1)
+
+
+def _load(modules: list[str], wall: dict[str, Any], limits: dict[str, Any]) -> None:
+    """Load modules that programs may import; what cannot be loaded, they are told themselves."""
+    if not modules:
+        return
+    if wall["kind"] == "bwrap":  # some write into a folder of the user's when they are loaded
+        syscalls.mount_memory(program.PRIVATE, size=limits["disk"], files=limits["files"])
+    # Threads would not be there after a fork.
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    sys.path += wall["library"]
+    said, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # where something is missed that nobody needs
+    for name in modules:
+        with suppress(Exception):
+            importlib.import_module(name)
+    os.dup2(said, 2)
+    os.close(said)
+    os.close(nowhere)
+
+
+def _exits() -> dict[str, Any]:
+    """What `site`, which is not loaded, gives to programs."""
+    quitter: Any = importlib.import_module("_sitebuiltins").Quitter
+    return {name: quitter(name, "Ctrl-D") for name in ("exit", "quit")}
+
+
+def _wait_for(clerk: int, channel: int) -> int:
+    """With what it ends; where nobody waits for an answer any more, so does this process."""
+    ended = os.pidfd_open(clerk)
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    poll.register(channel, 0)  # its end alone
+    while not any(file == ended for file, _ in poll.poll()):
+        os.kill(clerk, signal.SIGTERM)
+        poll.unregister(channel)
+    os.close(ended)
+    return os.waitpid(clerk, 0)[1]
+
+
+def _answer_one(
+    channel: int, setup: dict[str, Any], handler: Callable[[dict[str, Any], Stage], Any]
+) -> None:
+    """Read one request, answer it, and leave nothing behind. Never returns."""
+    status, worker = _FAILED, os.getppid()
+    try:
+        stage = Stage(setup["wall"], setup["limits"], channel)
+
+        def stop(*_: Any) -> None:
+            if not stage.closed:
+                with suppress(SandboxFailed):
+                    stage.close()
+            _remove_folder(setup["wall"])
+            os._exit(_FAILED)
+
+        signal.signal(signal.SIGTERM, stop)
+        syscalls.be_told_of_the_parents_end(signal.SIGTERM)
+        if os.getppid() != worker:
+            stop()
+        _limit(setup["limits"])
+        message = _receive(channel)
+        said = None
+        if message is not None:
+            signal.alarm(int(2 * wall_seconds(setup["limits"]["total_seconds"])))
+            said = _handled(message, stage, handler)
+        stage.close()
+        if message is None:
+            _remove_folder(setup["wall"])
+            status = _CLOSED
+        elif said is not None:
+            _send(channel, said)
+            status = 0
+    except ConnectionError:  # nobody waits for it any more
+        status = _CLOSED
+    except BaseException:
+        if os.getppid() == worker:  # else its folder may have gone with it
+            traceback.print_exc()
+    finally:  # nothing of this process may go on as if it were the worker
+        os._exit(status)
+
+
+def _remove_folder(wall: dict[str, Any]) -> None:
+    """Nobody else may be there to do it."""
+    with suppress(OSError):
+        os.rmdir(wall.get("folder", ""))
+
+
+def _limit(limits: dict[str, Any]) -> None:
+    """What a program says may cost the clerk so much; then it is the program that has spent it."""
+    seconds = int(limits["total_seconds"]) + 5
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (_CLERK_MEMORY, _CLERK_MEMORY))
+    syscalls.drop_capabilities()
+    syscalls.filter_calls(calls.program(os.uname().machine, shared_user=False))
+
+
+def _handled(
+    message: bytes, stage: Stage, handler: Callable[[dict[str, Any], Stage], Any]
+) -> bytes | None:
+    try:
+        return b"a" + json.dumps(handler(json.loads(message), stage)).encode()
+    except SandboxFailed:
+        traceback.print_exc()
+        return None
+    except Exception as error:
+        kind = type(error)
+        known = {"type": kind.__name__, "module": kind.__module__, "text": str(error), "notes": []}
+        return b"f" + json.dumps(known | {"trace": traceback.format_exc()}).encode()
+
+
+def _receive(channel: int) -> bytes | None:
+    """The next message, as multiprocessing's connections frame them; None when there is none."""
+    head = _read(channel, 4)
+    return None if head is None else _read(channel, struct.unpack("!i", head)[0])
+
+
+def _read(channel: int, count: int) -> bytes | None:
+    parts = []
+    while count > 0:
+        part = os.read(channel, min(count, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _send(channel: int, message: bytes) -> None:
+    left = memoryview(struct.pack("!i", len(message)) + message)
+    while left:
+        left = left[os.write(channel, left) :]

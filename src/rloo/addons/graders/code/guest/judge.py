@@ -1,0 +1,110 @@
+"""Decides about a program: the process that knows what is expected, and never runs the program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rloo.addons.graders.code.guest import codec, leetcode_nodes, program_source
+from rloo.addons.graders.code.guest.compare import same_output, same_value
+from rloo.addons.graders.code.guest.object_proxy import Gone, Program
+from rloo.addons.graders.code.guest.process_tree import Ended, Stage
+from rloo.addons.graders.code.guest.test_cases import run_tests
+
+
+def answer(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    """Of the request's `kind`: `run` gives `output` (of both sorts) and `status` of a program that
+    is `given` something to read, the others `passed` of `count`, or why the tests cannot tell
+    (`missing`). With `all_or_nothing`, what follows a failure is not run. The `program` is a text,
+    or one of the `blocks` of a completion (`source.choose`)."""
+    kinds = {"run": _run, "inputs": _judge_inputs, "function": _judge_function, "tests": run_tests}
+    return kinds[request["kind"]](request, stage)
+
+
+def _run(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    try:
+        output, status = _Whole(request, stage).run(request["given"])
+    except Ended as ended:
+        return {"output": "", "status": None, "ended": str(ended)}
+    return {"output": output.decode(errors="replace"), "status": status}
+
+
+class _Whole:
+    """A whole program, which is built before it is first run, where `build` says how."""
+
+    def __init__(self, request: dict[str, Any], stage: Stage) -> None:
+        self._request, self._stage = request, stage
+        self._build = request.get("build")
+        self._source = program_source.choose(request)
+
+    def run(self, given: str) -> tuple[bytes, int | None]:
+        """What it writes when it is given this to read, and its exit status."""
+        if self._build:
+            output, status = self._run(self._build, b"")
+            if status != 0:
+                return output, status
+            self._build = None
+        return self._run(self._request.get("command"), given.encode(errors="surrogatepass"))
+
+    def _run(self, arguments: list[str] | None, given: bytes) -> tuple[bytes, int | None]:
+        how: dict[str, Any] = {"mode": "run", "source": self._source}
+        how |= {"errors": self._request["kind"] == "run"}
+        how |= {"implied": self._request.get("implied", False)}
+        if arguments is not None:
+            file = self._request["file"]
+            how.update(mode="execute", arguments=arguments, file=file)
+        return self._stage.run(how, given)
+
+
+def _judge_inputs(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    passed, whole = 0, _Whole(request, stage)
+    cases = list(zip(request["inputs"], request["outputs"], strict=True))
+    for given, wanted in cases:
+        try:
+            output, status = whole.run(given)
+        except Ended:
+            break
+        if status == 0 and same_output(output.decode(errors="replace"), wanted, request):
+            passed += 1
+        elif request["all_or_nothing"]:
+            break
+    return {"passed": passed, "count": len(cases)}
+
+
+def _judge_function(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    passed, program, name = 0, None, request["function"]
+    cases = [codec.decode(case) for case in request["cases"]]
+    asked = {
+        "source": program_source.choose(request, name.replace("()", "").split(".")),
+        "implied": request.get("implied", False),
+    }
+    last = name.rpartition(".")[2]
+    hints = leetcode_nodes.signature(last, [str(asked["source"]), str(request.get("starter", ""))])
+    for given, wanted in cases:
+        try:
+            if program is None or program.ended:
+                program = Program(stage, asked)
+            stage.grant()
+            function = program.ask("name", name)
+            found = (
+                program.ask("call", function, *given)
+                if hints is None
+                else program.ask("solve", function, hints, given)
+            )
+            right = _is_plain(found) and same_value(found, wanted, request)
+        except Ended:
+            break
+        except (Gone, Exception):  # whatever comes of what the program has sent is its failure
+            right = False
+        if right is True:
+            passed += 1
+        elif request["all_or_nothing"]:
+            break
+    return {"passed": passed, "count": len(cases)}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        codec.encode(value)
+    except codec.NotPlain:
+        return False
+    return True

@@ -1,0 +1,155 @@
+"""The process of a program: limits, the filter of calls, and then what the model wrote.
+
+From `begin` on nothing here is trusted by the others. It was told no expected value.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+import types
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from rloo.addons.graders.code.guest import leetcode_nodes, syscalls
+from rloo.addons.graders.code.guest import seccomp as calls
+from rloo.addons.graders.code.guest.object_server import Objects
+from rloo.addons.graders.code.guest.program_source import implied
+
+PRIVATE = "/tmp"  # in the program's own mounts
+_CALLS, _RESULTS = 250, 251  # far from the numbers that a program opens
+_OPEN = open
+_SHARED_MEMORY = 1 << 24
+_OPEN_FILES = 256
+_SIGNALS = 1024  # that wait, and timers
+
+
+def enter_own_files(limits: dict[str, Any]) -> None:
+    """New mounts for this process: empty folders in memory, no /proc."""
+    syscalls.unshare(syscalls.NEW_MOUNTS)
+    syscalls.mount_memory("/proc", size=4096, files=2, read_only=True)
+    syscalls.mount_memory("/dev/shm", size=_SHARED_MEMORY, files=limits["files"])
+    syscalls.mount_memory(PRIVATE, size=limits["disk"], files=limits["files"])
+
+
+def begin(request: dict[str, Any], files: list[int], here: dict[str, Any]) -> NoReturn:
+    """Become the program `request`: its `mode` is `run` (a whole program, whose standard input and
+    output are `files`), `serve` (what it defines is called over `files`), or `execute` (the
+    command `arguments`). Its `source` is the text, which `setup` goes before where it serves; with
+    `implied` it may use what it has not imported."""
+    status = 1
+    try:
+        mode = request["mode"]
+        serving = mode == "serve"
+        _take(files, serving, bool(request.get("errors")))
+        os.chdir(here["folder"])
+        os.environ.update(HOME=here["folder"], TMPDIR=here["folder"])
+        if "file" in request:
+            with open(request["file"], "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(request["source"])
+        _confine(here, request)
+        if mode == "execute":
+            os.execvp(request["arguments"][0], request["arguments"])
+        status = _python(request, serving)
+    except BaseException:
+        with suppress(BaseException):
+            traceback.print_exc()
+    finally:
+        with suppress(BaseException):
+            sys.stdout.flush()
+        os._exit(status)
+
+
+def _take(files: list[int], serving: bool, errors: bool) -> None:
+    """Have no files but those that are given; what is said of errors goes where output goes, or
+    nowhere."""
+    silence = os.open(os.devnull, os.O_RDWR)
+    if serving:
+        files = [silence, silence, *files]
+    for file, number in zip(files, (0, 1, _CALLS, _RESULTS), strict=False):
+        os.dup2(file, number)
+    os.dup2(1 if errors else silence, 2)
+    os.closerange(3, _CALLS)
+    os.closerange(_RESULTS + 1 if serving else _CALLS, 4096)
+
+
+def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
+    """Give up all that a program does not need, for good."""
+    wall, limits = here["wall"], here["limits"]
+    by_path = wall["kind"] == "landlock"
+    os.setsid()
+    for number in range(1, signal.NSIG):
+        with suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # However many processes and sessions it makes, they share one processor.
+    os.sched_setaffinity(0, {wall["processor"]})
+    seconds = limits["total_seconds"] if request["mode"] == "serve" else limits["seconds"]
+    # V8 and others reserve far more addresses than they use.
+    memory = resource.RLIMIT_DATA if request["mode"] == "execute" else resource.RLIMIT_AS
+    for what, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, int(-(-seconds // 1))),
+        (memory, limits["memory"]),
+        (resource.RLIMIT_FSIZE, limits["disk"]),
+        (resource.RLIMIT_NOFILE, _OPEN_FILES),
+        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, _SIGNALS),
+        (resource.RLIMIT_MEMLOCK, 0),
+    ):
+        resource.setrlimit(what, (limit, limit))
+    if by_path:
+        syscalls.restrict_files(wall["read"], wall["use"], [here["folder"]])
+    syscalls.drop_capabilities()
+    syscalls.filter_calls(calls.program(os.uname().machine, shared_user=wall["shared_user"]))
+
+
+def _opened(file: Any, *given: Any, **named: Any) -> Any:
+    """`open`, where no /proc is that /dev/stdin could lead to."""
+    is_input = isinstance(file, str) and file == "/dev/stdin"
+    return _OPEN(0 if is_input else file, *given, **named)
+
+
+def _python(request: dict[str, Any], serving: bool) -> int:
+    """Run Python's text as an interpreter would; its exit status."""
+    source = request["source"]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rloo"]:
+        del sys.modules[name]
+    name = "solution" if serving else "__main__"
+    module = types.ModuleType(name)
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules[name] = module
+    sys.argv = ["main.py"]
+    status = 0
+    module.__dict__.update(leetcode_nodes.KINDS)
+    module.__dict__.update(implied(source, always=bool(request.get("implied"))))
+    builtins.open = _opened
+    try:
+        if serving:
+            setup = request.get("setup", "")
+            Objects(module.__dict__).serve(source, setup, (_CALLS, _RESULTS))
+        else:
+            exec(compile(source, "main.py", "exec"), module.__dict__)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as an interpreter
+        atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except BaseException:
+        status = status or 120
+    return status & 0xFF

@@ -1,0 +1,377 @@
+"""Rows of datasets of programming problems, as they are published, and what is asked about them.
+
+A format is recognised by its columns. Each reader gives what the judge is asked (`inside.judge`),
+with the rule by which the format compares by convention; None for a row without tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import json
+import pickletools
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rloo.addons.graders.code.guest import codec
+
+Row = Mapping[str, Any]
+Asked = dict[str, Any]
+# Graders of contests compare floats to 1e-5, and words without the white space between them.
+_CONTEST: Asked = {"tolerance": 1e-5, "tokens": True, "implied": True, "json": True}
+_MOST_BYTES = 1 << 28
+_PLAIN_PICKLE = {"PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE",
+                 "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}  # fmt: skip
+
+
+class Unreadable(ValueError):
+    """A published row's tests are not what its format has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Rows with these `columns` (and, if any, one of `some`), which `read` makes a request of."""
+
+    name: str
+    columns: tuple[str, ...]
+    read: Callable[[Row], Asked | None]
+    some: tuple[str, ...] = ()
+    # Whether users write such rows for this reward: then one that cannot be read is an error.
+    own: bool = False
+
+    def fits(self, columns: Iterable[str]) -> bool:
+        """Whether rows with these columns may have it."""
+        known = set(columns)
+        return known.issuperset(self.columns) and (not self.some or bool(known & {*self.some}))
+
+
+def format_of(columns: Iterable[str]) -> Format | None:
+    """The format of rows with these columns."""
+    columns = set(columns)
+    return next((known for known in FORMATS if known.fits(columns)), None)
+
+
+def read(row: Row) -> tuple[Format, Asked | None] | None:
+    """The format of a row by its columns that are not None, and what is asked about it; None where
+    it has no format. Raises ValueError for what is no test, which is Unreadable in a published
+    row."""
+    known = format_of(name for name, value in row.items() if value is not None)
+    if known is None:
+        return None
+    try:
+        asked = known.read(row)
+        if asked is not None and asked["kind"] == "function" and row.get("starter_code"):
+            asked["starter"] = str(row["starter_code"])
+        return known, asked
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if known.own and isinstance(error, ValueError):
+            raise
+        raise Unreadable(f"{error} (as {known.name})") from error
+
+
+# -- our own ---------------------------------------------------------------------------------------
+
+
+def _own_output(row: Row) -> Asked | None:
+    inputs, outputs = _texts(row, "inputs"), _texts(row, "outputs")
+    if len(inputs) != len(outputs):
+        raise ValueError(
+            f"a row has {len(inputs)} inputs and {len(outputs)} outputs; each input needs its "
+            "output"
+        )
+    return {"kind": "inputs", "inputs": inputs, "outputs": outputs} if inputs else None
+
+
+def _own_cases(row: Row) -> Asked | None:
+    cases = [_case(case) for case in _listed(row, "cases")]
+    asked = {"kind": "function", "function": str(row["function"]), "cases": cases}
+    return asked if cases else None
+
+
+def _own_tests(row: Row) -> Asked | None:
+    value = row["tests"]
+    if isinstance(value, str):
+        value = _from_json(value, value)
+    if isinstance(value, Mapping) or (_is_list(value) and len(value) and _is_map(value[0])):
+        return _payload(value, row)
+    tests = _texts(row, "tests")
+    return {"kind": "tests", "tests": tests} if tests else None
+
+
+def _listed(row: Row, name: str) -> list[Any]:
+    """A column's list, which may be the text of one in JSON."""
+    value = row[name]
+    if isinstance(value, str):
+        value = _from_json(value, [value] if name == "tests" else value)
+    if not _is_list(value):
+        raise ValueError(f"the column {name!r} has {value!r:.80}; it is a list (reward code)")
+    return list(value)
+
+
+def _texts(row: Row, name: str) -> list[str]:
+    texts = _listed(row, name)
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(
+                f"the column {name!r} has {text!r:.80}; it is a list of texts (reward code)"
+            )
+    return texts
+
+
+def _case(case: Any) -> Any:
+    """A case as workers read it."""
+    if not (_is_list(case) and len(case) == 2 and _is_list(case[0])):
+        raise ValueError(
+            f"a case is {case!r:.80}; it is the list of arguments and the value (reward code)"
+        )
+    try:
+        return codec.encode(case)
+    except codec.NotPlain as error:
+        raise ValueError(f"a case is {case!r:.80}; {error} (reward code)") from error
+
+
+# -- published ones --------------------------------------------------------------------------------
+
+
+def _apps(row: Row) -> Asked | None:
+    """APPS and TACO: `{"inputs": [...], "outputs": [...], "fn_name": ...}` as text."""
+    return _payload(row["input_output"], row)
+
+
+def _live_code_bench(row: Row) -> Asked | None:
+    cases = list(_from_json(row["public_test_cases"], ()))
+    private = row.get("private_test_cases")
+    if private:
+        cases += _from_json(private, None) or _unpacked(str(private))
+    metadata = _from_json(row.get("metadata"), row.get("metadata"))
+    return _payload(cases, {**row, "metadata": metadata})
+
+
+def _code_contests(row: Row) -> Asked | None:
+    names = ("public_tests", "private_tests", "generated_tests")
+    inputs: list[Any] = []
+    outputs: list[Any] = []
+    for tests in (_from_json(row.get(name), row.get(name)) for name in names):
+        if isinstance(tests, Mapping):
+            inputs += list(tests.get("input", ()))
+            outputs += list(tests.get("output", ()))
+        elif _is_list(tests):  # one at a time
+            inputs += [test["input"] for test in tests]
+            outputs += [test["output"] for test in tests]
+    return _whole_programs(inputs, outputs)
+
+
+def _mbpp(row: Row) -> Asked | None:
+    """MBPP; MBPP+ has all that is tested in one text."""
+    setup = [str(row.get("test_setup_code") or ""), *map(str, row.get("test_imports") or ())]
+    tests = [*row["test_list"], *(row.get("challenge_test_list") or ())]
+    if isinstance(row.get("test"), str) and row["test"].strip():
+        tests = [row["test"]]
+    return _statements(tests, "\n".join(setup).strip())
+
+
+def _checked(row: Row) -> Asked | None:
+    """HumanEval and LeetCodeDataset: `check(candidate)` in `test`, and what `entry_point` names;
+    the prompt has what both use."""
+    entry, test = str(row["entry_point"]), str(row["test"])
+    prompt = str(row.get("prompt") or "")
+    tree = _tree_in(prompt)
+    if tree is None:
+        return {**_statements([test]), "entry": entry}
+    setup = _before(tree, entry)
+    return {**_statements([test], setup), "entry": entry, "prompt": prompt}
+
+
+def _kod_code(row: Row) -> Asked | None:
+    test = row["test"]
+    return _statements(list(test) if _is_list(test) else [str(test)])
+
+
+def _verl(row: Row) -> Asked | None:
+    model = _from_json(row["reward_model"], row["reward_model"])
+    return _payload(model.get("ground_truth"), row) if _is_map(model) else None
+
+
+def _column(name: str) -> Callable[[Row], Asked | None]:
+    return lambda row: _payload(row[name], row)
+
+
+FORMATS = (
+    Format("inputs and outputs", ("inputs", "outputs"), _own_output, own=True),
+    Format("function and cases", ("function", "cases"), _own_cases, own=True),
+    Format("LiveCodeBench", ("public_test_cases",), _live_code_bench),
+    Format("CodeContests", ("public_tests",), _code_contests),
+    Format("open-r1 (Codeforces)", ("official_tests",), _column("official_tests")),
+    Format("open-r1", ("verification_info",), _column("verification_info")),
+    Format("verl", ("reward_model",), _verl),
+    Format("LeetCodeDataset", ("entry_point", "test"), _checked,
+           ("problem_description", "starter_code", "completion", "question_id")),
+    Format("BigCodeBench", ("entry_point", "test"), _kod_code, ("libs", "complete_prompt")),
+    Format("HumanEval", ("entry_point", "test"), _checked),
+    Format("TACO", ("input_output",), _apps, ("tags", "raw_tags", "skill_types", "time_limit")),
+    Format("APPS", ("input_output",), _apps),
+    Format("MBPP", ("test_list",), _mbpp),
+    Format("AceCode", ("test_cases",), _column("test_cases")),
+    Format("KodCode", ("test",), _kod_code, ("test_info", "solution", "question")),
+    Format("DeepCoder", ("tests", "problem"), _own_tests,
+           ("solutions", "starter_code", "metadata")),
+    Format("tests", ("tests",), _own_tests, own=True),
+    Format("rllm", ("ground_truth", "data_source"), _column("ground_truth")),
+)  # fmt: skip
+
+
+# -- what they have in common ----------------------------------------------------------------------
+
+
+def _payload(given: Any, row: Row) -> Asked | None:
+    """Tests as they are packed, perhaps as the text of JSON: a mapping of `inputs` and `outputs`,
+    a list of mappings with an `input` and an `output` each, or Python's statements."""
+    given = _from_json(given, given)
+    if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):  # as Python writes it
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            given = ast.literal_eval(given.strip())
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return None
+    if isinstance(given, str):
+        return _statements([given])
+    if _is_map(given):
+        for name in ("inputs", "input"):
+            if given.get(name) is not None and given.get(f"out{name[2:]}") is not None:
+                inputs, outputs = given[name], given[f"out{name[2:]}"]
+                if (called := _name_in(given)) and all(isinstance(text, str) for text in inputs):
+                    inputs = [_lines_of_json(text) for text in inputs]
+                    outputs = [_from_json(text, text) for text in outputs]
+                return _pairs(inputs, outputs, called or None)
+        for name in ("test_cases", "tests", "unit_tests", "assert_case", "functional", "pytest",
+                     "ground_truth", "test_code"):  # fmt: skip
+            if given.get(name):
+                return _payload(given[name], {**row, **given})
+        return None
+    if _is_list(given) and given and all(isinstance(item, str) for item in given):
+        return _statements(given)
+    if _is_list(given) and given and all(_is_map(item) for item in given):
+        return _listed_cases(given, row)
+    return None
+
+
+def _listed_cases(cases: Sequence[Row], row: Row) -> Asked | None:
+    first = cases[0]
+    if "input" not in first or "output" not in first:
+        return None
+    kinds = {str(case.get("testtype") or case.get("type") or "").lower() for case in cases}
+    name = _name_in(first) or _name_in(row)
+    inputs, outputs = ([case[key] for case in cases] for key in ("input", "output"))
+    if "functional" in kinds and name:  # each argument is a line of JSON, and the value is JSON
+        arguments = [[json.loads(line) for line in text.strip().split("\n")] for text in inputs]
+        wanted = [json.loads(text) if isinstance(text, str) else text for text in outputs]
+        return _calls(name, arguments, wanted, unwrap=False)
+    calls = "function_call" in kinds or (not kinds & {"stdin", "stdin_stdout"} and _name_in(first))
+    return _pairs(inputs, outputs, name if calls else None)
+
+
+def _name_in(given: Row) -> str:
+    """The name of the function that is called, where there is one."""
+    places = [given, _from_json(given.get("metadata"), given.get("metadata"))]
+    for place in places:
+        for key in ("fn_name", "func_name", "function_name"):
+            if _is_map(place) and place.get(key):
+                return str(place[key])
+    return ""
+
+
+def _pairs(inputs: Any, outputs: Any, name: str | None) -> Asked | None:
+    if not name:
+        return _whole_programs(inputs, outputs)
+    arguments = [_from_json(given, given) for given in inputs]
+    return _calls(name, [a if _is_list(a) else [a] for a in arguments], outputs, unwrap=True)
+
+
+def _whole_programs(inputs: Any, outputs: Any) -> Asked | None:
+    given, wanted = ([_joined(text) for text in texts] for texts in (inputs, outputs))
+    if len(given) != len(wanted):
+        raise ValueError(f"a row has {len(given)} inputs and {len(wanted)} outputs")
+    return {"kind": "inputs", "inputs": given, "outputs": wanted, **_CONTEST} if given else None
+
+
+def _lines_of_json(text: str) -> list[Any]:
+    """Arguments that are a line of JSON each; else a text is the only one."""
+    try:
+        return [json.loads(line) for line in text.strip().split("\n")]
+    except ValueError:
+        return [text]
+
+
+def _joined(text: Any) -> str:
+    """What is read or written, of which some rows have the lines."""
+    return "\n".join(map(str, text)) if _is_list(text) else str(text)
+
+
+def _calls(name: str, given: list[Any], wanted: Sequence[Any], *, unwrap: bool) -> Asked | None:
+    if len(given) != len(wanted):
+        raise ValueError(f"a row has {len(given)} inputs and {len(wanted)} outputs")
+    cases = [_case([a, b]) for a, b in zip(given, wanted, strict=True)]
+    asked = {"kind": "function", "function": name, "cases": cases, "unwrap": unwrap, **_CONTEST}
+    return asked if cases else None
+
+
+def _statements(tests: Sequence[Any], setup: str = "") -> Asked:
+    texts = [str(test) for test in tests]
+    return {"kind": "tests", "tests": texts, **({"setup": setup} if setup else {})}
+
+
+def _before(tree: ast.Module, entry: str) -> str:
+    """What a prompt that is Python defines beside the function that is to be completed."""
+    name = entry.replace("()", "").partition(".")[0]
+    kept = [node for node in tree.body if getattr(node, "name", None) != name]
+    return "\n".join(ast.unparse(node) for node in kept if not isinstance(node, ast.Expr))
+
+
+def _tree_in(prompt: str) -> ast.Module | None:
+    """The Python that a prompt ends with: the whole, or from some line on that may begin it."""
+    lines = prompt.replace("```python", "").replace("```", "").split("\n")
+    begins = ("import ", "from ", "def ", "class ", "@")
+    for at, line in enumerate(lines):
+        if at == 0 or line.startswith(begins):
+            try:
+                return ast.parse("\n".join(lines[at:]))
+            except (SyntaxError, ValueError, RecursionError):
+                continue
+    return None
+
+
+def _unpacked(text: str) -> list[Any]:
+    """LiveCodeBench's hidden tests: JSON in a pickled text, compressed, in base 64. A pickle that
+    is anything but a text is refused, and none is run."""
+    try:
+        packed = zlib.decompressobj().decompress(base64.b64decode(text), _MOST_BYTES)
+        found = ""
+        for operation, argument, _ in pickletools.genops(packed):
+            if operation.name not in _PLAIN_PICKLE:
+                raise ValueError(f"the pickle has {operation.name}")
+            if "UNICODE" in operation.name:
+                found = str(argument)
+        return list(json.loads(found))
+    except (ValueError, zlib.error, binascii.Error) as error:
+        raise ValueError(f"private_test_cases cannot be read: {error}") from error
+
+
+def _from_json(value: Any, other: Any) -> Any:
+    """What a text of JSON stands for; `other` where it is none."""
+    if not isinstance(value, str):
+        return value if value is not None else other
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return other
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Mapping)

@@ -1,0 +1,236 @@
+"""Workers behind a wall, and what they are asked. What a request means is the handler's: a module
+of `inside` with a function `answer(request, stage)`, which is sent to them with those it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, fields
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rloo.addons.graders.code import isolation
+from rloo.addons.graders.code.guest.resource_limits import wall_seconds
+from rloo.addons.graders.code.isolation import NoWall
+from rloo.distributed.worker_pool import Crew
+from rloo.distributed.worker_process import Worker
+
+_INSIDE = "rloo.addons.graders.code.guest"
+_BASE = (
+    "codec", "seccomp", "syscalls", "program_source", "leetcode_nodes", "object_server", "program",
+    "resource_limits", "process_tree",
+)  # fmt: skip
+JUDGE = (
+    "compare", "proxy_types", "object_proxy", "numpy_subset", "pytest_subset", "test_suite",
+    "test_cases", "judge",
+)  # fmt: skip
+_START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one program: seconds of one run or case, and of all: of a processor, of all its processes
+    together, and those in which none of them wants one (by the clock at most `wall_seconds`); bytes
+    that all its processes hold, also in the kernel (and of addresses in each that runs our
+    interpreter); processes and threads; bytes that it writes for us in one run or value; bytes and
+    number of its files."""
+
+    seconds: float = 5.0
+    total_seconds: float = 30.0
+    memory: int = 1 << 30
+    processes: int = 64
+    output: int = 1 << 22
+    disk: int = 1 << 26
+    files: int = 4096
+
+    def __post_init__(self) -> None:
+        for known in fields(self):
+            value, least = getattr(self, known.name), 1 << 26 if known.name == "memory" else 0
+            kinds = (int, float) if known.type == "float" else (int,)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not value > least:
+                kind = "a number" if known.type == "float" else "an integer"
+                raise ValueError(
+                    f"{known.name} is {value!r}; it is {kind} above {least} (option of code)"
+                )
+        if not self.seconds <= self.total_seconds <= 3600:
+            raise ValueError(
+                f"seconds is {self.seconds} and total_seconds {self.total_seconds}; they need "
+                "seconds <= total_seconds <= 3600 (options of code)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What programs may import besides the standard library: the folders that it is in, and the
+    modules that a worker loads before it forks, as far as they can be loaded."""
+
+    folders: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+
+class WalledWorker(Worker):
+    """A process behind a wall, with forks of its own for what it is asked. It ends with us."""
+
+    def __init__(
+        self,
+        wall: str,
+        limits: Limits,
+        modules: Sequence[str],
+        library: Library,
+        processor: int | None,
+    ) -> None:
+        """`modules` of `inside`, in an order in which they can be loaded; the last one answers. Its
+        programs run on `processor`. Raises NoWall."""
+        self.processor = processor
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._started = isolation.start(wall, theirs, library.folders, processor)
+            except BaseException:
+                ours.close()
+                raise
+        setup = {
+            "package": _INSIDE,
+            "modules": [(name, _text(name)) for name in (*modules, "guest_main")],
+            "handler": f"{_INSIDE}.{modules[-1]}",
+            "wall": self._started.told,
+            "limits": asdict(limits),
+            "library": library.modules,
+        }
+        super().__init__(f"behind {wall}", Connection(ours.detach()), json.dumps(setup).encode())
+
+    @property
+    def lives(self) -> bool:
+        """Whether its outermost process does."""
+        return self._started.process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The number of the outermost process."""
+        return self._started.process.pid
+
+    def kill(self) -> None:
+        """See `Worker`."""
+        self._started.process.kill()
+
+    def end(self) -> None:
+        """See `Worker`."""
+        self.kill()
+        self._started.process.wait()
+        with self._closing:
+            self._disconnect()
+        self._started.remove_folder()
+
+    def _status(self) -> int:
+        return self._started.process.wait()
+
+
+class Staff:
+    """So many workers behind a wall, which answer requests in their order; where one is lost, its
+    request is answered by another. Close it to end them; the end of this process does the same."""
+
+    def __init__(
+        self,
+        wall: str,
+        size: int,
+        limits: Limits,
+        modules: Sequence[str] = JUDGE,
+        library: Library = Library(),
+    ) -> None:
+        modules = (*_BASE, *modules)
+        self._seconds = _START_SECONDS + 3 * wall_seconds(limits.total_seconds)
+        made: list[WalledWorker] = []
+        choosing = threading.Lock()
+
+        def make() -> Worker:
+            with choosing:
+                processor = _choose_processor([w.processor for w in made if w.lives])
+                made.append(WalledWorker(wall, limits, modules, library, processor))
+                return made[-1]
+
+        self._crew = Crew(size, make)
+        self.close = weakref.finalize(self, _end, self._crew, made)
+
+    def begin(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Have a request answered. The future raises WorkerLost where the sandbox failed, again
+        and again, and what the handler raised."""
+        message = json.dumps(request).encode()
+
+        def job(worker: Worker) -> dict[str, Any]:
+            answer: dict[str, Any] = json.loads(worker.call(message, self._seconds))
+            return answer
+
+        return self._crew.begin(job)
+
+    @property
+    def pids(self) -> list[int]:
+        """The numbers of the outermost processes."""
+        return self._crew.pids
+
+    @property
+    def lost(self) -> int:
+        """How many workers were lost so far."""
+        return self._crew.lost
+
+    def forget(self) -> None:
+        """Give up what was begun and waits."""
+        self._crew.forget()
+
+
+def _choose_processor(taken: Sequence[int | None]) -> int | None:
+    """One that the fewest of the living workers have; which comes first differs among processes."""
+    mine = sorted(os.sched_getaffinity(0))
+    first = os.getpid() % len(mine)
+    return min(mine[first:] + mine[:first], key=taken.count)
+
+
+def _end(crew: Crew, made: Sequence[Worker]) -> None:
+    crew.close()
+    for worker in made:  # the crew's threads end them, too, but nobody waits for these
+        worker.end()
+
+
+@cache
+def _text(name: str) -> str:
+    return (Path(__file__).parent / "inside" / f"{name}.py").read_text(encoding="utf-8")
+
+
+@cache
+def why_not(wall: str) -> str | None:
+    """Why a wall does not hold here; None where it does. A program tries it, once in a process."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        program = isolation.write_probe(folder, server.getsockname())
+        staff = Staff(wall, 1, Limits())
+        try:
+            begun = staff.begin({"kind": "run", "program": program, "given": ""})
+            said = begun.result(2 * _START_SECONDS)["output"]
+        except (NoWall, OSError, TimeoutError, ValueError) as error:
+            return str(error)
+        finally:
+            staff.close()
+    if said.strip() == "probed":
+        return None
+    return "it does not hold: " + "; ".join(said.strip().split("\n")[-3:])
+
+
+def choose_wall(asked: str | None = None) -> str:
+    """The wall that was asked for, or else the first that holds. Raises ValueError."""
+    reasons = {}
+    for wall in (asked,) if asked else isolation.WALLS:
+        if (reason := why_not(wall)) is None:
+            return wall
+        reasons[wall] = reason
+    told = "; ".join(f"{wall}: {reason}" for wall, reason in reasons.items())
+    raise ValueError(
+        "the reward 'code' runs what the model wrote, and no wall to contain it holds on this "
+        f"machine ({told}); install bubblewrap and util-linux where user namespaces are allowed, "
+        "or use Linux 6.12 with Landlock (reward)"
+    )

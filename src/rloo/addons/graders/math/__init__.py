@@ -1,0 +1,1 @@
+"""Whether a mathematical answer is the reference."""

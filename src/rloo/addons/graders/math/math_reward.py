@@ -1,0 +1,240 @@
+r"""The reward of mathematical equivalence.
+
+This module decides which part of a completion is the answer and whether it has the form of one.
+Numbers it compares itself, exactly; other forms are judged by math-verify in processes that may
+hang, crash and need too much memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rloo.addons.graders.math.answer_equality import Reference, references_of
+from rloo.addons.graders.math.answer_extraction import TAGS, answer_of_reference, read_answer
+from rloo.addons.graders.math.numbers import MAX_CHARACTERS
+from rloo.addons.graders.math.wording import asked_in
+from rloo.rewards.completion_text import question_of, text_of
+from rloo.types import Text
+
+_MAX_WORKERS = 8
+_SECONDS_PER_ANSWER = 0.1
+# What a busy machine may add on the clock to the time of a judge's processor.
+_MOST_TIMES, _MOST_SECONDS = 9.0, 120.0
+# To start, of the processor and on the clock, which a busy machine takes most of.
+_START_PROCESSOR, _START_SECONDS, _REPLY_SECONDS = 60.0, 1800.0, 1.0
+_NO_REFERENCE = "the reward 'math' needs the reference in a column 'answer' or 'solution'"
+
+
+def make_math(*, seconds: float = 5.0) -> MathReward:
+    """A `MathReward` that gives each judge about `seconds` of its processor for a call."""
+    if not 0 < seconds <= 3600:
+        raise ValueError(
+            f"seconds is {seconds}; the time of a call needs to be above 0 and at most 3600 "
+            "(option of math)"
+        )
+    if not hasattr(os, "fork"):
+        raise ValueError("the reward 'math' needs os.fork, which this system does not have")
+    return MathReward(seconds)
+
+
+class MathReward:
+    r"""1.0 if the answer equals the column `answer` (or else `solution`), otherwise 0.0.
+
+    The answer is the last `\boxed{...}`, of at most 1,000 characters; without a box, the last LaTeX
+    formula or the last number, whichever ends later, within the last 1,000 characters.
+
+    It must be a number or a closed form of the kind that the reference is (docs/rewards.md). Two
+    numbers are compared exactly; other forms are equal where math-verify finds them so, by up to
+    `os.cpu_count()` judges (at most 8) side by side. Each has `seconds` of its processor for the
+    whole call and 0.1 s more for each answer; on the clock, where a machine is busy, a call takes
+    at most ten times that, and at most 120 s more. An expression that takes a judge more than 0.5 s
+    of processor time (0.25 s at first, the rest when all others are judged and time is left), or
+    too much memory, scores 0.
+
+    The reward is None where the reference is None or cannot be read, and where a judge was killed,
+    stopped, or out of time before it had its share; the metric `rewards/math_reward/unjudged` is
+    the share of these.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.__name__ = "math_reward"
+        self.seeks = TAGS
+        self._seconds = seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], Any] = lambda: None
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise ValueError when the dataset has neither `answer` nor `solution`."""
+        if not {"answer", "solution"} & set(columns):
+            given = ", ".join(columns) or "no column"
+            raise ValueError(f"{_NO_REFERENCE}; the dataset has: {given}")
+
+    def check_row(self, row: Mapping[str, Any]) -> Any:
+        """The reference of a row if it cannot be read, else None."""
+        given = row.get("answer") if "answer" in row else row.get("solution")
+        texts = references_of(given)
+        return given if texts and not read_references(tuple(texts), "") else None
+
+    def __call__(
+        self,
+        completions: Sequence[Text],
+        answer: Sequence[Any] | None = None,
+        solution: Sequence[Any] | None = None,
+        prompts: Sequence[Text] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+    ) -> list[float | None]:
+        wanted = answer if answer is not None else solution
+        if wanted is None:
+            raise ValueError(_NO_REFERENCE)
+        questions = [""] * len(completions) if prompts is None else map(question_of, prompts)
+        found = [
+            _compare(text_of(text), given, question)
+            for text, given, question in zip(completions, wanted, questions, strict=True)
+        ]
+        asked = dict.fromkeys(pair for pairs in found if isinstance(pairs, list) for pair in pairs)
+        judged = dict(zip(asked, self._judge(list(asked)), strict=True))
+        rewards = [
+            _any([judged[pair] for pair in pairs]) if isinstance(pairs, list) else pairs
+            for pairs in found
+        ]
+        unjudged = sum(
+            reward is None and isinstance(pairs, list)
+            for reward, pairs in zip(rewards, found, strict=True)
+        )
+        if log_metric is not None and completions:
+            log_metric("rewards/math_reward/unjudged", unjudged / len(completions))
+        return [None if reward is None else float(reward) for reward in rewards]
+
+    def close(self) -> None:
+        """End the worker process; the next call starts a new one."""
+        self._end()
+        self._process = None
+
+    def _judge(self, pairs: list[tuple[str, str]]) -> list[bool | None]:
+        verdicts: list[bool | None] = [None] * len(pairs)
+        if pairs:
+            workers = min(os.cpu_count() or 1, _MAX_WORKERS)
+            budget = self._seconds + _SECONDS_PER_ANSWER * len(pairs)
+            limit = budget + min(_MOST_TIMES * budget, _MOST_SECONDS)
+            request = {"pairs": pairs, "budget": budget, "limit": limit, "workers": workers}
+            for line in self._ask(json.dumps(request).encode() + b"\n", limit):
+                index, verdict = json.loads(line)
+                verdicts[index] = verdict
+        return verdicts
+
+    def _ask(self, request: bytes, seconds: float) -> list[bytes]:
+        """The lines that the worker replies with, as far as it does in time."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+        process, end = self._process, b"\n\n"
+        # A worker that was stopped reads nothing, and the pipe holds less than a long request.
+        threading.Thread(target=_write, args=(process.stdin, request), daemon=True).start()
+        try:
+            reply = b"\n" + _read(process, end, seconds + _REPLY_SECONDS, b"\n")
+        except BaseException:  # Ctrl-C: the pending reply must not be taken for that of the next
+            self.close()
+            raise
+        if not reply.endswith(end):
+            self.close()
+        return [line for line in reply.rpartition(b"\n")[0].split(b"\n") if line]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Not multiprocessing: spawn and forkserver run the user's script a second time if it has no
+        # `__main__` guard. -P keeps this folder, which has a math.py, off the module path.
+        self._end()
+        worker = Path(__file__).with_name("math_worker.py")
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(worker), str(_START_PROCESSOR)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # one group, to be killed as one; Ctrl-C is ours alone
+        )
+        self._end = weakref.finalize(self, _end, process)
+        if _read(process, b"ready\n", _START_SECONDS) != b"ready\n":
+            self.close()
+            raise RuntimeError(
+                "the worker of the reward 'math' did not start: math-verify could not be imported "
+                f"(its error is above), or not within {_START_PROCESSOR:g} s of the processor"
+            )
+        return process
+
+
+def _write(pipe: Any, request: bytes) -> None:
+    with suppress(OSError, ValueError):  # the worker ended, its pipe was closed
+        pipe.write(request)
+        pipe.flush()
+
+
+def _read(
+    process: subprocess.Popen[bytes], end: bytes, seconds: float, before: bytes = b""
+) -> bytes:
+    """What the process writes up to `end` (of `before` and it), its end or the deadline."""
+    assert process.stdout is not None
+    number, read, deadline = process.stdout.fileno(), b"", time.monotonic() + seconds
+    poll = select.poll()
+    poll.register(number, select.POLLIN)
+    while not (before + read).endswith(end):
+        left = deadline - time.monotonic()
+        chunk = os.read(number, 1 << 16) if left > 0 and poll.poll(1000 * left) else b""
+        if not chunk:
+            break
+        read += chunk
+    return read
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):  # an unsent request to a dead worker
+                pipe.close()
+
+
+def _any(verdicts: list[bool | None]) -> bool | None:
+    return True if True in verdicts else (None if None in verdicts else False)
+
+
+def _compare(text: str, given: Any, question: str) -> bool | list[tuple[str, str]] | None:
+    """Whether the answer is right, None if no reference can be read, or the LaTeX of both for a
+    judge, for each reference that may be met."""
+    references = read_references(tuple(references_of(given)), question)
+    if not references:
+        return None
+    answer = read_answer(text, asked_in(question))
+    if answer is None:
+        return False
+    pairs = []
+    for reference in references:
+        parts = [reference.judge(part) for part in answer.parts if len(part) <= MAX_CHARACTERS]
+        if parts and parts == [True] * len(answer.parts):
+            return True
+        verdict = len(answer.text) <= MAX_CHARACTERS and reference.judge(answer.text)
+        if verdict is True:
+            return True
+        pairs += [verdict] if isinstance(verdict, tuple) else []
+    return pairs or False
+
+
+@lru_cache(maxsize=1024)
+def read_references(texts: tuple[str, ...], question: str) -> list[Reference]:
+    """The references that can be read of those that are accepted."""
+    read = []
+    for text in texts:
+        reference = Reference(answer_of_reference(text), question)
+        read += [reference] if reference.is_readable else []
+    return read

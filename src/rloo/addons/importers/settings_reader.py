@@ -1,0 +1,282 @@
+"""The settings of another system while they are read: each is taken, or left with a reason."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rloo.addons.importers.known_keys import Known, is_known, may_be_group_size, unknown
+from rloo.addons.importers.shell_expansion import is_resolved
+from rloo.config.compat.aliases import our_name
+from rloo.config.config import option_types
+from rloo.config.fields import coerce, not_null
+from rloo.config.yaml_io import read_value
+
+# Reasons that several systems share.
+ENGINES = "completions are sampled by our own engines (rollout_engine)"
+IN_MEMORY = "micro-batches follow from memory (max_tokens_per_micro_batch)"
+PROCESSES = "num_processes or a launcher says how many, and parallel whether they divide weights"
+NOT_AHEAD = "dynamic_sample draws further prompts by the scores, so not ahead of training"
+_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+_UNKNOWN = object()
+CUT = "the shell leaves it out: a comment or a missing backslash ends the command before it"
+NOT_IN_FILE = "what it refers to is not in the file"
+_LOGGERS = ("wandb", "tensorboard", "swanlab", "trackio", "mlflow")
+_RESOLVERS: dict[str, Callable[..., float]] = {
+    "mul": operator.mul, "add": operator.add, "div": operator.truediv, "max": max,
+}  # fmt: skip
+
+
+class Left(NamedTuple):
+    """A setting that has no counterpart here."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Imported:
+    """`options` under our names, `taken` the keys of the source that they came from, `left` those
+    that have no counterpart, `notes` what a reader must know besides."""
+
+    options: dict[str, Any]
+    taken: list[str]
+    left: list[Left]
+    notes: list[str] = field(default_factory=list)
+
+
+class Source:
+    """Another system's settings by their dotted names; what is read of them is remembered."""
+
+    def __init__(self, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
+        """`names`: ours for keys that are no alias, for `take_same`."""
+        self.values = dict(values)
+        self.original = dict(values)
+        self._names = names or {}
+        self.taken: list[str] = []
+        self.left: list[Left] = []
+        self.notes: list[str] = []
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether `key` is given with a value."""
+        return self.values.get(key) is not None
+
+    def take(self, key: str, kind: Any = None, default: Any = None) -> Any:
+        """The value of `key` as a `kind` (an annotation; None takes it as it is), or `default`.
+        Raises ValueError where it is of another kind."""
+        self._read.add(key)
+        if key not in self.values:
+            return default
+        value = self.values.pop(key)
+        if not _is_known(value):
+            self.left.append(Left(key, value, NOT_IN_FILE))
+            return default
+        self.taken.append(key)
+        if value is None or kind is None:
+            return default if value is None else value
+        return coerce(key, kind, value)
+
+    def take_count(self, key: str, default: int) -> int:
+        """A number of things, of which there must be one."""
+        count = int(self.take(key, int, default))
+        if count < 1:
+            raise ValueError(f"{key} is {count}; it must be at least 1")
+        return count
+
+    def expect(self, key: str, same: Any, reason: str) -> None:
+        """Take `key` if it is `same`, which changes nothing here; else leave it with `reason`."""
+        self._read.add(key)
+        if key not in self.values:
+            return
+        kind = None if same is None else type(same)
+        try:
+            equal = coerce(key, kind, self.values[key]) == same if kind else not self.has(key)
+        except ValueError:
+            equal = False
+        if equal:
+            self.take(key)
+        else:
+            self.leave(key, reason)
+
+    def take_same(self, same: Mapping[str, Any]) -> dict[str, Any]:
+        """Our options for keys that mean the same, which are given with their defaults."""
+        options: dict[str, Any] = {}
+        for key, default in same.items():
+            ours = self._names.get(key) or our_name(key)
+            value = self.take(key, not_null(option_types()[ours]), default)
+            if value is not None:  # another key may have set it
+                options[ours] = value
+        return options
+
+    def expect_all(self, only: Mapping[str, tuple[Any, str]]) -> None:
+        """`expect` for each key -> (the value at which it changes nothing, the reason)."""
+        for key, (harmless, reason) in only.items():
+            self.expect(key, harmless, reason)
+
+    def leave(self, key: str, reason: str) -> None:
+        """Put `key`, where it is given, among those without a counterpart."""
+        if key in self.values:
+            self.left.append(Left(key, self.values.pop(key), reason))
+
+    def give_back(self, key: str, value: Any, reason: str) -> None:
+        """Leave `key` after all, although it was taken."""
+        if key in self.taken:
+            self.taken.remove(key)
+            self.left.append(Left(key, value, reason))
+
+    def leave_unread(self, unread: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put what is no setting of the command, by its reason, among what has no counterpart."""
+        for reason, words in unread.items():
+            for key, value in words.items():
+                why = reason if _is_known(key) else NOT_IN_FILE
+                self.left.append(Left(key, value, why))
+
+    def finish(
+        self,
+        options: dict[str, Any],
+        reasons: Mapping[str, tuple[str, ...]],
+        known: Known | None = None,
+    ) -> Imported:
+        """All that was read; what remains is left with the first of `reasons` -> the beginnings of
+        keys that it is for, unless it is none that the system has in its `known` sections."""
+        for key in list(self.values):
+            if not is_resolved(key):
+                self.leave(key, NOT_IN_FILE)
+                continue
+            why = next((w for w, starts in reasons.items() if f"{key}.".startswith(starts)), "")
+            if not why or not is_known(key, known or {}):
+                why = unknown(key, self._read)
+                if may_be_group_size(key):
+                    why += "; is it a fork's group size (num_generations)?"
+                    self.notes.append(
+                        f"{key} {self.values[key]} is no key that is known; if it is how many "
+                        f"completions a prompt has, set num_generations, here "
+                        f"{options.get('num_generations')}"
+                    )
+                elif "did you mean" in why:
+                    self.notes.append(f"{key} is no key that is known{why.partition('known')[2]}")
+            self.leave(key, why)
+        if unsaid := [left.key for left in self.left if left.reason == NOT_IN_FILE]:
+            told = ", ".join(unsaid[:6]) + (", ..." if len(unsaid) > 6 else "")
+            self.notes.append(f"only a run would tell {told}: the value there is not taken over")
+        return Imported(options, self.taken, self.left, self.notes)
+
+
+def greedy(source: Source, key: str) -> None:
+    """Evaluation at temperature 0, which is not asked for here."""
+    source.notes.append(f"evaluation is sampled and greedy, both ({key} 0)")
+
+
+def one_of(source: Source, key: str, ours: str, files: list[str]) -> str:
+    """The folder that has these `files` and no others, or the first of them, which is said."""
+    folders = {os.path.dirname(file) for file in files}
+    folder = folders.pop() if len(folders) == 1 else ""
+    if len(files) == 1:
+        return files[0]
+    if folder and os.path.isdir(folder):
+        there = {n for n in os.listdir(folder) if n.endswith((".parquet", ".jsonl", ".json"))}
+        if there == {os.path.basename(file) for file in files}:
+            return folder
+    source.give_back(key, files, f"{ours} is one file or folder, here the first of them")
+    source.notes.append(
+        f"{key} names {len(files)} files, and {ours} is the first of them alone: put them into a "
+        "folder of their own, and give that"
+    )
+    return files[0]
+
+
+def _is_known(value: Any) -> bool:
+    """Whether nothing in a value is left that only a run would tell."""
+    if isinstance(value, list):
+        return all(map(_is_known, value))
+    if isinstance(value, dict):
+        return all(map(_is_known, value.values()))
+    return not isinstance(value, str) or is_resolved(value)
+
+
+def read_batches(
+    source: Source, prompts: int, completions_per_step: int, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], int]:
+    """Options for rollouts of `prompts` whose steps learn from so many completions; and the number
+    of optimizer steps that a rollout serves, in all passes over it."""
+    size = options["num_generations"]
+    for name, number in (("a prompt's", size), ("an optimizer step's", completions_per_step)):
+        if number < 1:
+            raise ValueError(f"{name} completions are {number}; there must be at least 1")
+    parts, rest = divmod(prompts * size, completions_per_step)
+    if rest or parts < 1:
+        source.notes.append(
+            f"{prompts} prompts of {size} completions cannot be parted into steps of "
+            f"{completions_per_step}: each pass over a rollout is one optimizer step"
+        )
+        parts, completions_per_step = 1, prompts * size
+    read: dict[str, Any] = {"steps_per_generation": parts} if parts > 1 else {}
+    if completions_per_step % size == 0:
+        read["num_prompts"] = completions_per_step // size
+    else:
+        read["per_device_train_batch_size"] = completions_per_step
+    return read, parts * options["num_iterations"]
+
+
+def steps_between(what: str, rollouts: int | None, each: int) -> dict[str, Any]:
+    """Our strategy for what acts after so many rollouts, of `each` optimizer steps."""
+    if rollouts is None or rollouts <= 0:
+        return {f"{what}_strategy": "no"}
+    return {f"{what}_strategy": "steps", f"{what}_steps": rollouts * each}
+
+
+def read_loggers(source: Source, key: str, names: list[str]) -> list[str] | str:
+    """Those of `names` that `report_to` takes; others are said."""
+    known = [name for name in names if name in _LOGGERS]
+    others = [name for name in names if name not in (*known, "console")]
+    if others:
+        source.notes.append(f"{key} {', '.join(others)} is no logger here (report_to)")
+    return known or "none"
+
+
+def follow_references(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with OmegaConf's `${other.key}` replaced by the value of that key, if there is one,
+    and so `${oc.select:key,default}`; `${mul:a,b}`, `${add:a,b}`, `${div:a,b}` and `${max:a,b}` are
+    computed. Raises ValueError for references that go in a circle."""
+
+    def resolve(value: Any, path: tuple[str, ...]) -> Any:
+        while isinstance(value, str) and (found := _REFERENCE.search(value)):
+            meant = look_up(found[1].strip(), path)
+            if meant is _UNKNOWN:
+                break
+            if found[0] == value.strip():
+                return meant
+            value = value[: found.start()] + str(meant) + value[found.end() :]
+        return value
+
+    def look_up(name: str, path: tuple[str, ...]) -> Any:
+        resolver, colon, rest = name.partition(":")
+        parts = [part.strip() for part in rest.split(",")]
+        if resolver == "oc.select":
+            default = read_value(parts[1]) if len(parts) == 2 else _UNKNOWN
+            found = look_up(parts[0], path)
+            return default if found is _UNKNOWN else found
+        if resolver in _RESOLVERS and len(parts) == 2:
+            return _computed(_RESOLVERS[resolver], parts)
+        key = f"{path[-1].rpartition('.')[0]}{name}" if name.startswith(".") else name
+        if colon or key not in values:
+            return _UNKNOWN
+        if key in path:
+            raise ValueError(f"{' -> '.join((*path, key))}: these references go in a circle")
+        return resolve(values[key], (*path, key))
+
+    return {key: resolve(value, (key,)) for key, value in values.items()}
+
+
+def _computed(function: Callable[..., float], parts: list[str]) -> Any:
+    try:
+        result = function(*(float(part) for part in parts))
+    except (ValueError, ZeroDivisionError):
+        return _UNKNOWN
+    return int(result) if result == int(result) else result

@@ -1,0 +1,60 @@
+"""Parts of an objective that several systems share, and their form as options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rloo.addons.importers.settings_reader import Source
+from rloo.config.estimator_config import ARGUMENTS
+from rloo.config.presets import BASE
+
+LEAVE_ONE_OUT = {"mean_level": "group", "mean_leave1out": True}
+GROUP_MEAN = {"mean_level": "group", "mean_leave1out": False}
+# Standardised over all tokens, with a smallest variance.
+WHITENED = {
+    "normalize_advantages": True, "normalize_over": "tokens", "advantage_epsilon": 1e-8,
+    "epsilon_in_variance": True,
+}  # fmt: skip
+
+
+def clip_bounds(low: float, high: float) -> dict[str, Any]:
+    """The two bounds on the ratio, as one where they are equal."""
+    return {"epsilon": low, "epsilon_high": None if high == low else high}
+
+
+def without_estimator(
+    source: Source, key: str, name: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Leave-one-out where an estimator has no counterpart, no baseline for single completions."""
+    alone = options["num_generations"] < 2
+    source.give_back(key, name, "this estimator is not part of this version")
+    instead = "no baseline (leave-one-out needs num_generations 2)" if alone else "leave-one-out"
+    source.notes.append(
+        f"{key} {name} is left out, which changes the objective: {instead} is in its place"
+    )
+    return {"mean_level": "none"} if alone else dict(LEAVE_ONE_OUT)
+
+
+def by_completion(source: Source, read: dict[str, Any]) -> None:
+    """One ratio of a completion wants one advantage for it: what was by token is by completion."""
+    if read.get("kl_placement") == "reward_to_go":
+        read["kl_placement"] = "reward"
+        if read.get("beta", 1.0):
+            source.notes.append("the KL is by completion, as the ratio is")
+    if read.get("normalize_over") == "tokens":
+        read["normalize_over"] = "completions"
+        source.notes.append("whitening is by completion, as the ratio is")
+    if read.pop("mean_over", None) == "tokens":
+        source.notes.append("the baseline is by completion, as the ratio is")
+
+
+def in_our_form(source: Source, read: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the estimator apart, and under a preset that allows any KL where that is one."""
+    arguments = {name: read.pop(name) for name in ARGUMENTS if name in read}
+    in_loss, k1 = read["kl_placement"] == "loss", read["kl_estimator"] == "k1"
+    if not read["beta"] or in_loss != k1 or read.get("use_bias_correction_kl"):
+        unlike = {name: v for name, v in arguments.items() if v != ARGUMENTS[name]}
+        return {**read, "estimator_kwargs": unlike or None}
+    source.notes.append("preset areal stands for no more than that any KL is allowed")
+    parts = {name: value for name, value in BASE.items() if name not in options}
+    return {**parts, "preset": "areal", **read, "estimator_kwargs": ARGUMENTS | arguments}

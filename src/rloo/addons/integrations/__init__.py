@@ -1,0 +1,1 @@
+"""Other projects' tasks and environments as rewards, datasets and rollouts."""

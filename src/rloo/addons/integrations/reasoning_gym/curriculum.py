@@ -1,0 +1,183 @@
+"""Draws problems by the pass rates of earlier steps: most where about half of the completions pass,
+which is where a group's rewards differ most, and a harder level once the one below is passed."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from rloo.addons.integrations.reasoning_gym.gym_dataset import Cell
+from rloo.config.config import RLOOConfig
+from rloo.config.reasoning_gym_options import weights_of
+from rloo.data.iterable_dataset import Prompts
+from rloo.data.prompt_dataset import PromptSource
+from rloo.data.sampler import Passes, Place
+from rloo.types import Group
+
+# A level opens where at least this share of the one below passes, of so many completions.
+OPENS_AT, OPENS_AFTER = 0.7, 32
+# What is mastered, or never solved, is still drawn this much as often as what passes half the time:
+# its pass rate would not be known otherwise.
+LEAST_SIGNAL = 0.05
+# Completions of a task and level after which an earlier one counts half: the policy changes.
+HALF_LIFE = 128
+
+
+@dataclass(slots=True)
+class _Cell:
+    """A task at a level: the indices of its prompts, the order in which they come, how many of the
+    last completions passed, and of how many that were scored."""
+
+    name: Cell
+    indices: list[int]
+    order: Passes
+    is_open: bool
+    passed: float = 0.0
+    scored: float = 0.0
+
+    @property
+    def pass_rate(self) -> float:
+        """Smoothed by one completion that passed and one that did not: 0.5 where none is known."""
+        return (self.passed + 1.0) / (self.scored + 2.0)
+
+    @property
+    def signal(self) -> float:
+        """The variance of passing over the largest that it can be, 0.25."""
+        return max(4.0 * self.pass_rate * (1.0 - self.pass_rate), LEAST_SIGNAL)
+
+    def add(self, passed: int, scored: int) -> None:
+        """Count completions, and those before them for less."""
+        kept = 0.5 ** (scored / HALF_LIFE)
+        self.passed = kept * self.passed + passed
+        self.scored = kept * self.scored + scored
+
+
+@dataclass(slots=True)
+class Curriculum:
+    """An order of prompts (`rloo.data.sampler.Order`), of which each is of one of `cells`, by
+    index.
+
+    A task and level is drawn with a probability in proportion to weight / open levels of the task *
+    max(4 p (1 - p), 0.05), p being the share of its completions that pass; within it, prompts come
+    in passes, each in a random order. A draw is a function of (seed, how many were drawn before,
+    the pass rates): every process draws the same, and so does a run that goes on. A completion
+    passes if its first reward is at least `threshold`; one without a score counts for nothing.
+    """
+
+    cells: Sequence[Cell]
+    weights: Mapping[str, float]
+    seed: int
+    threshold: float
+    drawn: int = 0
+    _cells: list[_Cell] = field(init=False)
+
+    def __post_init__(self) -> None:
+        lowest: dict[str, Cell] = {}
+        for cell in sorted(set(self.cells), key=_place):
+            lowest.setdefault(cell.task, cell)
+        self._cells = []
+        for cell in sorted(set(self.cells), key=_place):
+            indices = [index for index, other in enumerate(self.cells) if other == cell]
+            order = Passes(len(indices), seed=_number(self.seed, *cell), shuffle=True)
+            self._cells.append(_Cell(cell, indices, order, cell == lowest[cell.task]))
+
+    def next(self, num: int) -> list[Place]:
+        """Draw `num` prompts."""
+        opened = [cell for cell in self._cells if cell.is_open]
+        bounds = list(accumulate(self.chances().values()))
+        places = []
+        for position in range(self.drawn, self.drawn + num):
+            number = bisect_right(bounds, _uniform(self.seed, position) * bounds[-1])
+            cell = opened[min(number, len(opened) - 1)]
+            (place,) = cell.order.next(1)
+            places.append(Place(cell.indices[place.number], place.turn))
+        self.drawn += num
+        return places
+
+    def chances(self) -> dict[Cell, float]:
+        """The probability that the next prompt is of a task and level, of those that are open."""
+        opened = [cell for cell in self._cells if cell.is_open]
+        levels = Counter(cell.name.task for cell in opened)
+        parts = {
+            cell.name: self.weights[cell.name.task] / levels[cell.name.task] * cell.signal
+            for cell in opened
+        }
+        total = sum(parts.values())
+        return {name: part / total for name, part in parts.items()}
+
+    def see(self, groups: Sequence[Group]) -> None:
+        """Count the completions of prompts that were drawn, and open levels."""
+        for cell in self._cells:
+            found = [g for g in groups if _cell_of(g) == cell.name]
+            scores = [s for g in found for s in next(iter(g.scores.values())) if s is not None]
+            cell.add(sum(score >= self.threshold for score in scores), len(scores))
+        for below, cell in zip(self._cells, self._cells[1:], strict=False):
+            if below.name.task == cell.name.task and below.is_open:
+                passes = below.pass_rate >= OPENS_AT and below.scored >= OPENS_AFTER
+                cell.is_open = cell.is_open or passes
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many were drawn, of each task and level too, and what is known of it."""
+        cells = [
+            [*cell.name, cell.order.drawn, cell.passed, cell.scored, cell.is_open]
+            for cell in self._cells
+        ]
+        return {"drawn": self.drawn, "cells": cells}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there. Raises ValueError for a position of other tasks and levels, or of a run
+        without a curriculum."""
+        saved = state.get("cells", [])
+        if [tuple(values[:2]) for values in saved] != [cell.name for cell in self._cells]:
+            raise ValueError(
+                "the saved position has no pass rates of these tasks and levels; resume with the "
+                "dataset and the curriculum of the run (gym_curriculum, resume_from_checkpoint)"
+            )
+        self.drawn = state["drawn"]
+        for cell, (_, _, drawn, passed, scored, is_open) in zip(self._cells, saved, strict=True):
+            cell.order.load_state_dict({"drawn": drawn})
+            cell.passed, cell.scored, cell.is_open = passed, scored, is_open
+
+
+def with_curriculum(source: Prompts, config: RLOOConfig) -> Prompts:
+    """The same prompts, drawn by a curriculum where `gym_curriculum` asks for it. Raises ValueError
+    for prompts that are not of `gym:NAME`."""
+    if not config.gym_curriculum:
+        return source
+    if not isinstance(source, PromptSource):
+        raise ValueError("gym_curriculum is true and the dataset is a stream (gym_curriculum)")
+    tasks, levels = (source.values(column).values() for column in ("task", "level"))
+    cells = list(map(Cell, tasks, levels))
+    weights = weights_of(str(config.dataset))
+    if unknown := {cell.task for cell in cells} - weights.keys():
+        raise ValueError(
+            f"gym_curriculum is true and the prompts are of {min(unknown)}, which {config.dataset} "
+            "does not name (gym_curriculum, dataset)"
+        )
+    seed = config.seed if config.data_seed is None else config.data_seed
+    source.follow(Curriculum(cells, weights, seed, config.pass_threshold))
+    return source
+
+
+def _cell_of(group: Group) -> Cell:
+    columns = group.prompt.columns
+    return Cell(columns["task"], columns["level"])
+
+
+def _place(cell: Cell) -> tuple[str, int]:
+    return cell.task, -1 if cell.level is None else cell.level
+
+
+def _number(*words: Any) -> int:
+    """A number of 64 bits that is a function of the words."""
+    return int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:8], "little")
+
+
+def _uniform(seed: int, position: int) -> float:
+    """A number from 0 to 1, 1 excluded, that is a function of the seed and the position."""
+    return (_number(seed, "draw", position) >> 11) / 2**53

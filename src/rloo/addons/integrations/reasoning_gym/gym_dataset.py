@@ -1,0 +1,114 @@
+"""From `gym:NAME[,NAME:weight...]` to rows, which are the same in every process and session."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from datasets import Dataset, Features, Value
+
+from rloo.addons.integrations.reasoning_gym.gym_tasks import Problem, problems
+from rloo.addons.integrations.reasoning_gym.task_names import check_names
+from rloo.config.reasoning_gym_options import GymOptions, task_options, weights_of
+
+# One problem in so many is held out, by its text, whatever the seed and the sizes are.
+_ONE_IN = 5
+# Held out at most, of all tasks and levels together: 512 of them tell a rate within 4.4 points.
+MOST_HELD_OUT = 512
+_FEATURES = Features(
+    {name: Value("string") for name in ("prompt", "answer", "task", "entry")}
+    | {"level": Value("int64")}
+)
+
+
+class Cell(NamedTuple):
+    """One task at one level; None where it has the options that it has by default."""
+
+    task: str
+    level: int | None
+
+
+def load_gym_rows(name: str, split: str, options: GymOptions) -> Dataset:
+    """The "train" or "heldout" rows of `gym:NAME[,NAME:weight...]`.
+
+    Columns: `prompt` (the question), `answer` (the library's own, or None), `task`, `level` (None
+    without `gym_levels`), and `entry`, by which the reward `gym` scores. A row is a function of
+    (gym_seed, split, task, level, number in it). Tasks have rows in proportion to their weights,
+    those of a task are the same number at each level, and they alternate, so that the first rows
+    are in these proportions too. No problem is in both splits. Raises ValueError for another split,
+    for what `check_names` refuses, and where there are too few rows or different problems.
+    """
+    if split not in ("train", "heldout"):
+        raise ValueError(f"{name} has the splits train and heldout, not {split} (dataset_split)")
+    check_names(name, options)
+    weights, configs = weights_of(name), task_options(options)
+    rows: list[tuple[float, int, dict[str, Any]]] = []
+    counts = _counts(weights, options, split)
+    for number, (cell, count) in enumerate(counts.items()):
+        chosen = _chosen(cell, split, options, configs.get(cell.task, {}), count)
+        for index, problem in enumerate(islice(chosen, count)):
+            row = {
+                "prompt": problem.question,
+                "answer": problem.answer,
+                "task": cell.task,
+                "level": cell.level,
+                "entry": problem.entry,
+            }
+            rows.append(((index + 0.5) / count, number, row))
+    rows.sort(key=lambda row: row[:2])
+    return Dataset.from_list([row for *_, row in rows], features=_FEATURES)
+
+
+def _counts(weights: Mapping[str, float], options: GymOptions, split: str) -> dict[Cell, int]:
+    """How many rows each task has at each level: what is left over by rounding down goes to those
+    that have lost most."""
+    total = options.gym_size
+    if split == "heldout":
+        total = min(total, MOST_HELD_OUT)
+    levels: list[int] | list[None] = options.gym_levels or [None]
+    shares = {
+        Cell(task, level): total * weight / (sum(weights.values()) * len(levels))
+        for task, weight in weights.items()
+        for level in levels
+    }
+    counts = {cell: int(share) for cell, share in shares.items()}
+    by_loss = sorted(shares, key=lambda cell: counts[cell] - shares[cell])
+    for cell in by_loss[: total - sum(counts.values())]:
+        counts[cell] += 1
+    if none := [cell for cell, count in counts.items() if not count]:
+        task, level = none[0]
+        at = "" if level is None else f" at level {level}"
+        raise ValueError(
+            f"gym_size is {options.gym_size}, of which {task}{at} would have no problem in the "
+            f"split {split}; each task needs at least 1 at each level (gym_size, weights)"
+        )
+    return counts
+
+
+def _chosen(
+    cell: Cell, split: str, options: GymOptions, config: Mapping[str, Any], count: int
+) -> Iterator[Problem]:
+    """The first `count` problems of a cell that belong to the split."""
+    key = f"{options.gym_seed} {split} {cell.task} {cell.level}"
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little")
+    # Where there are enough different problems, this many contain enough of a split with near
+    # certainty.
+    tried = 5 * _ONE_IN * count + 100
+    found = 0
+    for problem in problems(cell.task, cell.level, config, seed=seed, size=tried):
+        if _is_held_out(problem) == (split == "heldout"):
+            found += 1
+            yield problem
+        if found == count:
+            return
+    at = "" if cell.level is None else f" at level {cell.level}"
+    raise ValueError(
+        f"of {tried} problems of {cell.task}{at} only {found} are for the split {split}, and "
+        f"{count} are needed: it has too few different ones (gym_size, gym_levels, gym_config)"
+    )
+
+
+def _is_held_out(problem: Problem) -> bool:
+    return hashlib.sha256(problem.question.encode()).digest()[0] % _ONE_IN == 0

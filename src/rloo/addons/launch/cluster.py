@@ -1,0 +1,199 @@
+"""What a run is launched on: nodes, GPUs and roles, and what schedulers must know. A recipe, which
+says what is trained, knows nothing of it: `rloo launch` takes it by options, or from a file."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from rloo.config.fields import Faults, Subject, coerce, faults_of, suggest
+from rloo.config.yaml_io import read_yaml
+
+# ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
+
+PLACES = Subject("What is placed where")
+SLURM, RAY = Subject("Slurm"), Subject("Ray")
+# AReaL: an engine's GPUs by data, tensor and pipeline parallelism (d, t, p), and the trainer's.
+_ALLOCATION = re.compile(r"(?:(?P<engine>vllm|sglang)\.?(?:\[\w+\])?:?(?P<theirs>[dtp0-9]+)\+)?"
+                         r"(?:(?:fsdp|megatron)\.?:?)?(?P<ours>[dtpc0-9]+)")  # fmt: skip
+_WITHOUT_VALUE = ("dry_run",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The options of `rloo launch`."""
+
+    # fmt: off
+    backend: Literal["local", "ray", "slurm"] = PLACES.own("local",
+        "What places the processes: this machine, Ray or Slurm.")
+    nodes: int = PLACES.own(1, "Machines.")
+    gpus_per_node: int = PLACES.own(0, "GPUs of each; 0 computes on their CPUs.")
+    trainer_gpus: int | None = PLACES.own(None,
+        "Processes that train, with a GPU each; null takes what engine_gpus leaves, or 1 on a CPU.")
+    engine_gpus: int = PLACES.own(0,
+        "GPUs that sample: native engines with one each, vLLM's servers with as many as "
+        "vllm_tensor_parallel_size; on CPUs so many processes. 0 samples where it is trained.")
+    scorers: int = PLACES.own(0,
+        "Processes that call reward functions; 0 leaves that to the trainer's machine.")
+    threads: int | None = PLACES.own(None,
+        "Threads of each process (OMP_NUM_THREADS); null leaves the environment as it is.")
+    port: int = PLACES.own(10000,
+        "First of the ports of vLLM's servers, and by Slurm of the trainer's first process.")
+    setup: list[str] = PLACES.own([],
+        "Lines of shell before anything starts: modules, an environment, variables.")
+    ray_address: str | None = RAY.own(None,
+        "The cluster; null takes RAY_ADDRESS, or the one of this machine, or starts one here.")
+    ray_placement: Literal["pack", "spread"] = RAY.own("pack",
+        "What samples and what trains: on as few nodes as possible, or on none together.")
+    ray_restarts: int = RAY.own(3,
+        "How often the ranks start again, at the last checkpoint, when one or its node has died.")
+    slurm_partition: str | None = SLURM.own(None, "Partition.")
+    slurm_account: str | None = SLURM.own(None, "Account.")
+    slurm_time: str | None = SLURM.own(None, "Time limit, as 04:00:00.")
+    slurm_signal: int = SLURM.own(300,
+        "Seconds before the time limit at which the run saves and its job is queued again.")
+    slurm_requeue: bool = SLURM.own(True,
+        "Queue the job again at its time limit, when it is preempted and when a node fails.")
+    slurm_restarts: int = SLURM.own(3,
+        "How often a job starts the run again, from its last checkpoint, after a process has died.")
+    slurm_container: str | None = SLURM.own(None,
+        "What stands before every command: `apptainer exec --nv image.sif`.")
+    slurm_array: str | None = SLURM.own(None,
+        "Numbers of an array of jobs, as 0-4: each trains with its number as the seed, in a folder "
+        "of its own.")
+    slurm_chain: int = SLURM.own(1, "Jobs, of which each goes on where the one before it ended.")
+    slurm_engine_options: list[str] | None = SLURM.own(None,
+        "Options of sbatch for the nodes that sample, as [--partition=l40s]: a heterogeneous job.")
+    slurm_options: list[str] = SLURM.own([], "Further options of sbatch, as [--exclusive].")
+    # fmt: on
+
+    @property
+    def trainers(self) -> int:
+        """How many processes train."""
+        if self.trainer_gpus is not None:
+            return self.trainer_gpus
+        return max(1, self.nodes * self.gpus_per_node - self.engine_gpus)
+
+
+def read_cluster(arguments: Sequence[str]) -> tuple[Cluster, list[str], bool]:
+    """The cluster that a command line of `rloo launch` tells of, by `--cluster FILE`, by options
+    over it, or by AReaL's `--allocation_mode`; what is left of the line, for the run; and whether
+    it is only to be shown. Raises ValueError for every fault at once."""
+    known, hints = {f.name: f for f in fields(Cluster)}, typing.get_type_hints(Cluster)
+    given: dict[str, Any] = {}
+    left: list[str] = []
+    words, faults = list(arguments), []
+    while words:
+        word = words.pop(0)
+        key, equals, text = word.partition("=")
+        name = key.removeprefix("--").replace("-", "_").replace(".", "_")
+        is_ours = name in known or name in ("cluster", "allocation_mode", *_WITHOUT_VALUE)
+        if not (is_ours and (word.startswith("--") or equals)):
+            left.append(word)
+        elif name in _WITHOUT_VALUE and not equals:
+            given[name] = True
+        elif equals or words:
+            given[name] = text if equals else words.pop(0)
+        else:
+            faults.append(f"--{name} needs a value")
+    written = _file(given.pop("cluster", None), known, faults)
+    if mode := given.pop("allocation_mode", None):
+        written |= _allocated(mode, faults)
+    shown = bool(given.pop("dry_run", False))
+    values = {}
+    for name, value in (written | given).items():
+        try:
+            values[name] = coerce(name, hints[name], value)
+        except ValueError as error:
+            faults += faults_of(error)
+    if not faults:
+        cluster = Cluster(**values)
+        faults += _faults(cluster)
+    if faults:
+        raise Faults(faults)
+    return cluster, left, shown
+
+
+def _file(path: str | None, known: Any, faults: list[str]) -> dict[str, Any]:
+    if path is None:
+        return {}
+    values, lines = read_yaml(path, lambda name: False)
+    found = {}
+    for name, value in values.items():
+        if (ours := name.replace(".", "_")) in known:
+            found[ours] = value
+        else:
+            where = lines.get(name, f"{path}: ")
+            faults.append(f"{where}{name} is no option of a cluster{suggest(ours, known)}")
+    return found
+
+
+def _allocated(mode: str, faults: list[str]) -> dict[str, int]:
+    """What AReaL's allocation string says: `sglang.d4p1t1+d4p1t1`, `vllm:d2t2+fsdp:d4`."""
+    found = _ALLOCATION.fullmatch(mode.strip())
+    if found is None or not found["ours"]:
+        faults.append(
+            f"allocation_mode is {mode!r}; what is read is ENGINE.dXtYpZ+dXtYpZ, of an engine and "
+            "of the trainer (engine_gpus, trainer_gpus)"
+        )
+        return {}
+    sizes = {}
+    for part in ("ours", "theirs"):
+        sizes[part] = {
+            letter: int(n) for letter, n in re.findall(r"([dtpc])(\d+)", found[part] or "")
+        }
+        for letter, what in (("p", "pipeline"), ("c", "context")):
+            if sizes[part].get(letter, 1) != 1:
+                faults.append(
+                    f"allocation_mode has {what} parallelism, of which there is none here"
+                )
+    if sizes["ours"].get("t", 1) != 1:
+        faults.append(
+            "allocation_mode divides the trainer's matrices (t); here weights are divided by "
+            "parallel fsdp2, among as many processes (trainer_gpus)"
+        )
+    theirs = sizes["theirs"]
+    engines = theirs.get("d", 1) * theirs.get("t", 1) if theirs else 0
+    return {"trainer_gpus": sizes["ours"].get("d", 1), "engine_gpus": engines}
+
+
+def _faults(cluster: Cluster) -> list[str]:
+    """What is wrong with it."""
+    c, found = cluster, []
+    least = {
+        "nodes": 1, "gpus_per_node": 0, "engine_gpus": 0, "scorers": 0, "slurm_signal": 0,
+        "slurm_restarts": 0, "slurm_chain": 1, "ray_restarts": 0,
+    }  # fmt: skip
+    for name, number in least.items():
+        if getattr(c, name) < number:
+            found.append(f"{name} is {getattr(c, name)}; it must be at least {number}")
+    for name in ("trainer_gpus", "threads"):
+        if (value := getattr(c, name)) is not None and value < 1:
+            found.append(f"{name} is {value}; it must be at least 1")
+    if not 1024 <= c.port <= 64_000:
+        found.append(f"port is {c.port}; it must be from 1,024 to 64,000")
+    if c.backend == "local" and c.nodes > 1:
+        found.append(f"nodes is {c.nodes} and backend is local, which is this machine (backend)")
+    total, wanted = c.nodes * c.gpus_per_node, c.trainers + c.engine_gpus
+    if c.gpus_per_node and wanted > total:
+        found.append(
+            f"trainer_gpus {c.trainers} and engine_gpus {c.engine_gpus} are {wanted} GPUs, and "
+            f"nodes {c.nodes} with gpus_per_node {c.gpus_per_node} have {total}"
+        )
+    if c.nodes > 1 and c.gpus_per_node and c.backend == "slurm":
+        found += [
+            f"{name} is {value} on nodes of {c.gpus_per_node} GPUs; of several nodes each trains "
+            f"or samples as a whole: give a multiple ({name})"
+            for name, value in (("trainer_gpus", c.trainers), ("engine_gpus", c.engine_gpus))
+            if value % c.gpus_per_node
+        ]
+    if c.slurm_array is not None and c.slurm_chain > 1:
+        found.append("slurm_array and slurm_chain are both given; a chain is of one run")
+    if c.slurm_engine_options is not None and not (c.engine_gpus and c.nodes > 1):
+        found.append(
+            "slurm_engine_options is given, and no node samples alone (engine_gpus, nodes above 1)"
+        )
+    return found

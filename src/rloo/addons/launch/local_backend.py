@@ -1,0 +1,100 @@
+"""A job on this machine: the ranks as `rloo train --num_processes` starts them, and beside them the
+processes that sample, serve and score, each started again when it has died."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rloo.addons.launch.local_ranks import SAVING, launch
+from rloo.addons.launch.roles import Job, Role
+from rloo.addons.launch.supervisor import Keeper
+from rloo.tracking.jsonl import LOGS
+
+
+def run_here(job: Job, *, saving: float = SAVING) -> int:
+    """Run a job on this machine; its status, as that of `rloo.addons.launch.local_ranks.launch`."""
+    environment = {"MASTER_ADDR": "127.0.0.1", **job.environment}
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ |= environment
+    try:
+        with _beside(job):
+            config = job.config.with_values(num_processes=job.trainer.count)
+            arguments = [*job.arguments, *job.extra, *urls(job)]
+            program = job.started("train") if job.cluster.setup else None
+            return launch(arguments, config, program=program, saving=saving)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def script(job: Job) -> str:
+    """The job as a script of bash, without the watch over what dies: what `--dry_run` shows."""
+    count = ["--num_processes", str(job.trainer.count)]
+    return by_hand(job, [], [f"{job.trainer.line} {shlex.join([*count, *job.extra, *urls(job)])}"])
+
+
+def by_hand(job: Job, remarks: Sequence[str], ranks: Sequence[str]) -> str:
+    """A script of bash with these remarks that starts what is beside the ranks, and `ranks`."""
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# {job.trainer.count} to train" + "".join(f", {r.count} {r.name}s" for r in job.others),
+        *(f"# {remark}" for remark in remarks),
+        "set -u",
+        "trap 'kill $(jobs -p) 2>/dev/null' EXIT",
+        *(f"export {name}={value}" for name, value in job.environment.items()),
+        *job.cluster.setup,
+        "",
+    ]
+    for role in job.others:
+        for number in range(role.count):
+            settings = "".join(f"{n}={v} " for n, v in environment_of(job, role, number).items())
+            lines.append(f"{settings}{role.line} &")
+    return "\n".join([*lines, *ranks, ""])
+
+
+def urls(job: Job) -> list[str]:
+    """The addresses of the servers on this machine."""
+    ports = range(job.servers.count if job.servers else 0)
+    return [f"http://127.0.0.1:{job.cluster.port + 1 + number}" for number in ports]
+
+
+def environment_of(job: Job, role: Role, number: int) -> dict[str, str]:
+    """The variables of process `number` of a role on this machine."""
+    found = {}
+    if role.gpus:
+        first = job.trainer.count + number * role.gpus
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + role.gpus)))
+    if role.name == "server":
+        found |= {"ADDRESS": "127.0.0.1", "PORT": str(job.cluster.port + 1 + number)}
+    return found
+
+
+@contextmanager
+def _beside(job: Job) -> Iterator[None]:
+    """The processes beside the ranks, as long as this block takes."""
+    folder = Path(job.config.output_dir).absolute() / LOGS
+    keepers = []
+    for role in job.others:
+        for number in range(role.count):
+            environment = environment_of(job, role, number)
+            command = job.command(role, *(environment.get(n, "") for n in ("ADDRESS", "PORT")))
+            keepers.append(Keeper(role.name, number, command, environment, folder))
+    threads = [keeper.start() for keeper in keepers]
+    try:
+        yield
+    finally:
+        for keeper in keepers:
+            keeper.over.set()
+        for keeper in keepers:
+            keeper.end()
+        for thread in threads:
+            thread.join(15.0)
+        sys.stderr.flush()

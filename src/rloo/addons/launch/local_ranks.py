@@ -1,0 +1,311 @@
+"""Several processes of this machine as one run: what `rloo train --num_processes N` starts.
+
+They find the environment that torchrun gives. Its agent (torch.distributed.launcher) is not used,
+since it restarts what bad input has ended, ends a run at every signal that it passes on, where
+SIGUSR1 may only mean save, and kills after 30 s, whatever its shutdown_timeout, those that are
+still saving when another has died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+
+from rloo.algorithm.stop_signals import ECHO
+from rloo.config.config import RLOOConfig
+from rloo.config.launcher_env import restart_count
+from rloo.distributed.platform_info import num_processors
+from rloo.distributed.signal_numbers import STOP_SIGNALS
+from rloo.distributed.standard_streams import say
+
+BAD_INPUT = 2
+# Seconds that ranks are given to end: those that a signal has told to save, those that are left
+# when one has died, and those that were told a second time or have read the same bad input.
+SAVING, LEFT, AT_ONCE = 1800.0, 120.0, 5.0
+SHOWN_LINES = 20
+# Ranks for each processor.
+MOST = 8
+# The variable that tells a rank where its output goes until the run has a folder.
+OUTPUT = "RLOO_RANK_OUTPUT"
+_PR_SET_PDEATHSIG = 1
+
+
+def launch(
+    arguments: Sequence[str],
+    config: RLOOConfig,
+    *,
+    program: Sequence[str] | None = None,
+    saving: float = SAVING,
+) -> int:
+    """Start `config.num_processes` ranks of `rloo train` (or `program`) with these arguments, on
+    this machine, and wait for them. Returns the status of the one that failed first, 128 and the
+    number of the signal that stopped the run, or 0. Ranks that a signal asks to save are given
+    `saving` seconds. One that dies ends the others, and all are started again up to
+    `config.max_restarts` times. Call it in the main thread; Linux only (ValueError)."""
+    if sys.platform != "linux":
+        raise ValueError(
+            f"num_processes is {config.num_processes}, and processes are started on Linux only; "
+            "use torchrun -m rloo train (num_processes)"
+        )
+    size, processors = config.num_processes or 1, num_processors()
+    if size > MOST * processors:
+        raise ValueError(
+            f"num_processes is {size}, and this machine has {processors} processors; it must be at "
+            f"most {MOST} for each of them, which more would only wait for (num_processes)"
+        )
+    command = [*([*this_program(), "train"] if program is None else program), *arguments]
+    with (
+        TemporaryDirectory(prefix="rloo-launch-") as folder,
+        _caught() as caught,
+        free_port() as port,
+    ):
+        for attempt in range(config.max_restarts + 1):
+            environment = {
+                "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                "LOCAL_WORLD_SIZE": str(size), "MASTER_PORT": str(port),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+            }  # fmt: skip
+            ranks = _Ranks(caught, saving, usr1_saves=config.on_sigusr1 == "save")
+            status = ranks.run(command, environment, Path(folder) / str(attempt))
+            _say(ranks.verdict())
+            if ranks.stopped or status in (0, BAD_INPUT) or attempt == config.max_restarts:
+                break
+            _say(f"the run starts again ({attempt + 1} of max_restarts {config.max_restarts})")
+    return status
+
+
+def redirect_output(path: Path) -> None:
+    """Append to the file `path` what this process prints from now on, and before it what it has
+    printed so far where the launcher keeps that. Makes the file's folder. Raises OSError."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    path.parent.mkdir(exist_ok=True)
+    early = Path(os.environ[OUTPUT]) if OUTPUT in os.environ else None
+    with path.open("ab", buffering=0) as log:
+        if early is not None and not early.is_symlink():
+            log.write(early.read_bytes())
+            link = early.with_suffix(".link")  # so that the launcher finds what was printed last
+            link.symlink_to(path.absolute())
+            link.replace(early)
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
+    with suppress(AttributeError):  # a script may have put something else in its place
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def restarted(config: RLOOConfig) -> RLOOConfig:
+    """The options of a rank: where its launcher, torchrun or ours, has started the run again, it
+    goes on by itself, at a checkpoint of its own if there is one."""
+    if restart_count() == 0:
+        return config
+    from rloo.trainer.checkpoint import list_checkpoints  # needs torch
+
+    began = psutil.Process(os.getppid()).create_time()
+    made = [path for _, path in list_checkpoints(Path(config.output_dir))]
+    own = any(path.stat().st_mtime >= began for path in made)
+    # Until it has saved something, what it was told to overwrite or to resume from holds, and the
+    # refusal of a folder with another run's checkpoints.
+    if own or not (made or config.resume_from_checkpoint or config.overwrite_output_dir):
+        return replace(config, resume_from_checkpoint="auto", overwrite_output_dir=False)
+    return config
+
+
+class _Ranks:
+    """The processes of one attempt. Signals that are `caught` are blocked and waited for, so that
+    none comes at a bad moment."""
+
+    def __init__(self, caught: set[int], saving: float, *, usr1_saves: bool) -> None:
+        self.stopped: int | None = None  # the first signal that asked the run to stop
+        self._caught = caught
+        self._saving = saving
+        self._usr1_saves = usr1_saves
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._outputs: dict[int, Path] = {}
+        self._ended: dict[int, int] = {}
+        self._failed: int | None = None  # the rank that failed first
+        self._sent: dict[int, float] = {}  # signal -> when it was passed on
+        self._deadline = float("inf")
+
+    def run(self, command: list[str], environment: dict[str, str], folder: Path) -> int:
+        """Start all ranks and wait until they have ended; the status of the run."""
+        try:
+            self._start(command, environment, folder)
+            self._wait()
+        finally:
+            self._send(signal.SIGKILL)
+            for process in self._running.values():  # something has failed here
+                process.wait()
+        if self._failed is not None:
+            return self._ended[self._failed]
+        return 128 + self.stopped if self.stopped and any(self._ended.values()) else 0
+
+    def _start(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
+        """Rank 0 has the launcher's streams, each other one a file in `folder`."""
+        folder.mkdir()
+        for rank in range(int(environment["WORLD_SIZE"])):
+            output = None
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if rank > 0:
+                self._outputs[rank] = folder / f"rank-{rank}.log"
+                own[OUTPUT] = str(self._outputs[rank])
+                output = self._outputs[rank].open("ab")
+            self._running[rank] = subprocess.Popen(
+                command,
+                env={**os.environ, **environment, **own},
+                stdin=subprocess.DEVNULL if rank else None,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # a terminal's Ctrl-C is ours alone, to be passed on once
+                preexec_fn=in_child(self._caught),
+            )
+            if output is not None:
+                output.close()
+
+    def _wait(self) -> None:
+        while self._running:
+            left = min(self._deadline - time.monotonic(), 3600.0)
+            got = signal.sigtimedwait(self._caught, max(0.0, left))
+            if time.monotonic() >= self._deadline:
+                self._deadline = float("inf")
+                if self._sent:
+                    self._send(signal.SIGKILL)
+                else:
+                    self._end_others()
+            if got is None:
+                continue
+            if got.si_signo == signal.SIGCHLD:
+                self._reap()
+            else:
+                self._pass_on(got.si_signo)
+
+    def verdict(self) -> str:
+        """What a rank cannot have told the user itself; empty if there is no such thing."""
+        rank = self._failed
+        if rank is None or (rank == 0 and self._ended[0] <= 128):
+            return ""
+        status = self._ended[rank]
+        if status == BAD_INPUT == self._ended[0]:
+            return ""  # all have read the same input
+        how = (
+            f"was ended by {_name(status - 128)}" if status > 128 else f"ended with status {status}"
+        )
+        printed = self._outputs[rank].read_text(errors="replace") if rank else ""
+        lines = "".join(f"\n  {line}" for line in printed.splitlines()[-SHOWN_LINES:])
+        return f"rank {rank} {how}" + (f"; the end of what it printed:{lines}" if lines else "")
+
+    def _reap(self) -> None:
+        for rank, process in list(self._running.items()):
+            how = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if how is None:
+                continue
+            if how.si_status != 0:  # its children die with it; the number is its own until wait()
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            del self._running[rank]
+            self._ended[rank] = code if code >= 0 else 128 - code
+            self._judge(rank, code)
+
+    def _judge(self, rank: int, code: int) -> None:
+        """What the end of a rank means for the others."""
+        status = self._ended[rank]
+        if status == 0 or status - 128 in self._sent or self._failed is not None:
+            return
+        if code - 128 in self._caught:  # asked by somebody else, it has ended in order
+            self.stopped = self.stopped or code - 128
+            self._give(self._saving)
+            return
+        self._failed = rank
+        if status == BAD_INPUT and not self._sent:
+            self._give(AT_ONCE)  # the others have read the same, and shall say so themselves
+        else:
+            self._end_others()
+
+    def _end_others(self) -> None:
+        if not self._sent:
+            self._send(signal.SIGTERM)
+        self._give(LEFT)
+
+    def _pass_on(self, number: int) -> None:
+        now = time.monotonic()
+        if number == signal.SIGUSR1 and self._usr1_saves:
+            self._send(number)
+            del self._sent[number]  # nobody ends of it
+            return
+        self.stopped = self.stopped or number
+        before = self._sent.get(number)
+        if before is None or now - before > ECHO:
+            self._send(number)
+            self._give(self._saving if before is None else AT_ONCE)
+
+    def _send(self, number: int) -> None:
+        self._sent[number] = time.monotonic()
+        for process in self._running.values():
+            process.send_signal(number)
+
+    def _give(self, seconds: float) -> None:
+        """The ranks that are left are killed after so many seconds."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+
+def _say(text: str) -> None:
+    if text:
+        say(f"rloo: {text}", sys.stderr)
+
+
+def this_program() -> list[str]:
+    """This command: with the current folder on the module path only if it is on ours."""
+    here = {"", os.getcwd()} & set(sys.path)
+    return [sys.executable, *([] if here else ["-P"]), "-m", "rloo"]
+
+
+@contextmanager
+def _caught() -> Iterator[set[int]]:
+    """Block the signals to be waited for: the end of a rank, and what asks to stop unless it is
+    ignored (nohup, a background job)."""
+    asking = {getattr(signal, name) for name in STOP_SIGNALS}
+    caught = {n for n in asking if signal.getsignal(n) != signal.SIG_IGN} | {signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, caught)
+    try:
+        yield caught
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def free_port(host: str = "127.0.0.1") -> Iterator[int]:
+    """A free port. It stays bound, so that nobody else is given it; rank 0 can listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))
+        yield held.getsockname()[1]
+
+
+def in_child(caught: set[int]) -> Callable[[], None]:
+    """What a new rank does first: it hears signals, and dies with the launcher."""
+    launcher, prctl = os.getpid(), ctypes.CDLL(None).prctl
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
+        if os.getppid() != launcher:
+            os._exit(1)
+
+    return prepare
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

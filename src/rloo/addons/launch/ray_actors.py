@@ -1,0 +1,281 @@
+"""What Ray runs of a job, and what asks it to. Needs Ray; torch, and what needs it, is loaded where
+ranks are: an actor beside them takes 300 MB less without."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rloo.addons.launch.local_ranks import BAD_INPUT, free_port, in_child
+from rloo.addons.launch.roles import AGAIN, Job, Role
+from rloo.addons.launch.supervisor import RESTARTS, SIGNALS, Keeper, note
+from rloo.algorithm.stop_signals import Stop, Stopped
+from rloo.distributed.standard_streams import say
+from rloo.engines.vllm.server_process import KEY
+from rloo.tracking.jsonl import EVENTS, LOGS
+from rloo.tracking.run_reader import read_rows
+from rloo.trainer.heartbeat import STOP
+from rloo.trainer.run_lock import lives
+
+# What of the environment is of this process or machine alone; the rest goes along, as by sbatch.
+_OURS = ("RAY_", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_")
+_KILLED = 137
+_ANSWER_SECONDS = 60.0
+_NODE = "ray.io/node-id"  # a label that Ray gives each
+
+
+class Beside:
+    """An actor that keeps a process which samples, serves or scores. Ray starts the actor again,
+    elsewhere if its node is lost."""
+
+    def __init__(self, job: Job, role: Role, number: int, cwd: str) -> None:
+        with free_port("") as port:
+            self._port = port
+        command = job.command(role, ray.util.get_node_ip_address(), str(self._port))
+        folder = _logs(job)
+        self._keeper = Keeper(role.name, number, command, job.environment, folder, cwd)
+        self._keeper.start()
+
+    def url(self) -> str:
+        """Where a server is."""
+        return f"http://{ray.util.get_node_ip_address()}:{self._port}"
+
+    def end(self) -> None:
+        """Have the process end."""
+        self._keeper.end()
+
+
+def run_by_ray(job: Job, signals: Stop) -> int:
+    """See `rloo.addons.launch.ray_backend.run`."""
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    if job.servers:  # on other nodes, where whoever reaches one could load weights into it
+        os.environ.setdefault(KEY, secrets.token_hex(16))
+    ray.init(address=job.cluster.ray_address)
+    try:
+        if os.environ.get("RAY_AUTH_MODE") != "token":
+            say(
+                "rloo: this Ray cluster asks for no token: whoever reaches it may run what they "
+                "like (RAY_AUTH_MODE=token)",
+                sys.stderr,
+            )
+        # Ray has put its own handlers in place of ours.
+        with signals.listening(), _beside(job) as (servers, label_selector):
+            # Not by train_loop_config, which Ray's own processes read, and need not know rloo.
+            trainer = TorchTrainer(
+                partial(rank_by_ray, job, servers, os.getcwd()),
+                torch_config=TorchConfig(backend="gloo"),  # Ray's own group: the run has another
+                scaling_config=ray.train.ScalingConfig(
+                    num_workers=job.trainer.count,
+                    use_gpu=job.trainer.gpus > 0,
+                    resources_per_worker=job.needs(job.trainer),
+                    placement_strategy="PACK",
+                    label_selector=label_selector,
+                ),
+                run_config=ray.train.RunConfig(
+                    name="ray",
+                    storage_path=str(_logs(job)),
+                    failure_config=ray.train.FailureConfig(max_failures=job.cluster.ray_restarts),
+                    worker_runtime_env={"env_vars": _environment()},
+                ),
+            )
+            before = len(_statuses(job))
+            _fit(trainer, Path(job.config.output_dir).absolute())
+            last = _statuses(job)[before:][-job.trainer.count :]
+            if len(last) < job.trainer.count:
+                raise OSError(f"{_logs(job) / EVENTS} does not say how the ranks have ended")
+            return next(filter(None, last), 0)
+    finally:
+        ray.shutdown()
+
+
+def rank_by_ray(job: Job, servers: list[Any], cwd: str) -> None:
+    """What a worker of Ray Train does: run `rloo train` as a rank, in a child. Raises RuntimeError
+    where that has died, upon which Ray starts all of them again."""
+    import ray.train
+    import torch.distributed as dist
+
+    context = ray.train.get_context()
+    rank, size = context.get_world_rank(), context.get_world_size()
+    urls = list(_urls(servers)) if rank == 0 else []
+    with free_port("") as port:
+        place: list[Any] = [ray.util.get_node_ip_address(), port, urls]
+        dist.broadcast_object_list(place, src=0)
+        environment = {
+            "MASTER_ADDR": place[0], "MASTER_PORT": str(place[1]),
+            "RANK": str(rank), "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(context.get_local_rank()),
+            "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+            **job.environment,
+        }  # fmt: skip
+        arguments = [*job.arguments, *AGAIN, *job.extra, *place[2]]
+        status = _child(job, rank, job.started("train", *arguments), environment, cwd)
+    note(_logs(job), job.trainer.name, rank, "ended", status=status)
+    # Else it is done, its input is bad, or it was asked to stop and has saved.
+    if status == _KILLED or (0 < status < 128 and status != BAD_INPUT):
+        raise RuntimeError(f"rank {rank} ended with status {status}")
+
+
+def _child(job: Job, rank: int, command: list[str], environment: dict[str, str], cwd: str) -> int:
+    """The status of a rank. Rank 0 prints where Ray collects it; the others have logs."""
+    path = Path(os.devnull) if rank == 0 else _logs(job) / f"trainer-{rank}.log"
+    with path.open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=log if rank else None,
+            stderr=log if rank else None,
+            start_new_session=True,
+            preexec_fn=in_child(SIGNALS),
+        )
+    code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+def _urls(servers: list[Any]) -> Iterator[str]:
+    """The addresses of the servers that answer: after a loss they may be elsewhere."""
+    for server in servers:
+        with suppress(RayError):
+            yield ray.get(server.url.remote(), timeout=_ANSWER_SECONDS)
+
+
+@contextmanager
+def _beside(job: Job) -> Iterator[tuple[list[Any], dict[str, str] | None]]:
+    """The actors beside the ranks, as long as this block takes: those that serve, and on which
+    nodes, by Ray's labels, the ranks may be."""
+    actors: list[Any] = []
+    servers: list[Any] = []
+    _logs(job).mkdir(parents=True, exist_ok=True)
+    engines = [(role, n) for role in job.others if role.name != "scorer" for n in range(role.count)]
+    group = _group(job, [job.needs(role) for role, _ in engines]) if engines else None
+    try:
+        for index, (role, number) in enumerate(engines):
+            place = {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
+            actors.append(_actor(job, role, number, place))
+            servers += actors[-1:] if role.name == "server" else []
+        for role in job.others:
+            if role.name == "scorer":
+                actors += [_actor(job, role, n, _without_gpus()) for n in range(role.count)]
+        yield servers, _apart(job, group) if group is not None else None
+    finally:
+        ends = [actor.end.remote() for actor in actors]
+        with suppress(RayError):
+            ray.wait(ends, num_returns=len(ends), timeout=15.0) if ends else None
+        for actor in actors:
+            ray.kill(actor)
+        if group is not None:
+            remove_placement_group(group)
+
+
+def _group(job: Job, bundles: list[dict[str, int]]) -> PlacementGroup:
+    """A place for the processes that sample. Raises ValueError where there is none."""
+    group = placement_group(bundles, strategy="PACK")
+    if not group.wait(5):
+        here = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+        say(f"rloo: waiting for Ray to place {bundles}; the cluster has {here}")
+        if not group.wait(job.config.ddp_timeout):
+            remove_placement_group(group)
+            raise ValueError(
+                f"Ray has found no place for {bundles} within {job.config.ddp_timeout} s; it has "
+                f"{here} (engine_gpus, threads)"
+            )
+    return group
+
+
+def _apart(job: Job, group: PlacementGroup) -> dict[str, str] | None:
+    """Where the ranks may be, by the labels of Ray's nodes; None: anywhere. Raises ValueError where
+    that is nowhere."""
+    if job.cluster.ray_placement == "pack":
+        return None
+    taken = {*ray.util.placement_group_table(group)["bundles_to_node_id"].values()}
+    if not {node["NodeID"] for node in ray.nodes() if node["Alive"]} - taken:
+        raise ValueError(
+            f"ray_placement is spread, and what samples is on all of Ray's {len(taken)} nodes; "
+            "have more of them, or pack (ray_placement)"
+        )
+    return {_NODE: f"!in({','.join(sorted(taken))})"}
+
+
+def _without_gpus() -> dict[str, Any]:
+    """On a node without GPUs, if there is one with room, else anywhere, in Ray's words."""
+    found: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
+    up = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    if some := sorted(name for name, has in up.items() if not has.get("GPU")):
+        found["label_selector"] = {_NODE: f"in({','.join(some)})"}
+        found["fallback_strategy"] = [{"label_selector": {_NODE: "!in(none)"}}]
+    return found
+
+
+def _actor(job: Job, role: Role, number: int, place: dict[str, Any]) -> Any:
+    resources = job.needs(role)
+    return (
+        ray.remote(Beside)
+        .options(
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            **place,
+            max_restarts=RESTARTS,
+            max_task_retries=2,
+            runtime_env={"env_vars": _environment()},
+        )
+        .remote(job, role, number, os.getcwd())
+    )
+
+
+def _statuses(job: Job) -> list[int]:
+    """With which statuses ranks have ended, by and by."""
+    events = read_rows(_logs(job) / EVENTS)
+    return [row["status"] for row in events if row["role"] == job.trainer.name and "status" in row]
+
+
+def _fit(trainer: Any, folder: Path) -> None:
+    """Wait for the ranks. A signal has them save and end, a second one ends at once."""
+    errors: list[BaseException] = []
+    over = threading.Event()  # a thread whose join a signal interrupts passes for ended
+
+    def fit() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            over.set()
+
+    # In a thread of its own Ray leaves the signals to us.
+    threading.Thread(target=fit, daemon=True).start()
+    try:
+        over.wait()
+    except (KeyboardInterrupt, Stopped):
+        if lives(folder):
+            (folder / STOP).touch()
+            over.wait()
+        raise
+    if errors:
+        said = str(errors[0]).strip().splitlines()[-1:]
+        raise ChildProcessError(
+            f"Ray has given the run up: {' '.join(said)} ({folder / LOGS}; ray_restarts)"
+        ) from errors[0]
+
+
+def _environment() -> dict[str, str]:
+    return {n: value for n, value in os.environ.items() if not n.startswith(_OURS)}
+
+
+def _logs(job: Job) -> Path:
+    return Path(job.config.output_dir).absolute() / LOGS

@@ -1,0 +1,173 @@
+"""The processes of a run, by what they do: their command lines, their number, and their nodes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rloo.addons.launch.cluster import Cluster
+from rloo.addons.launch.local_ranks import this_program
+from rloo.config.config import RLOOConfig
+from rloo.config.parser import given_names, parse_command_line
+
+RLOO = "python -m rloo"
+# What ranks are told that a scheduler starts again: they go on.
+AGAIN = ("--resume_from_checkpoint", "auto")
+
+
+@dataclass(frozen=True)
+class Role:
+    """`count` processes of one kind, `per_node` on each of some neighbouring nodes, from node
+    `first` on, with `gpus` GPUs each. `line` is their command line, for a shell."""
+
+    name: str
+    count: int
+    line: str
+    per_node: int
+    first: int = 0
+    gpus: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """On how many nodes they are."""
+        return -(-self.count // self.per_node)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is launched: a cluster, the run's configuration as it was given, and its options with
+    what follows from the cluster."""
+
+    cluster: Cluster
+    arguments: tuple[str, ...]
+    config: RLOOConfig
+    # The addresses of servers are to follow, where there are some.
+    extra: tuple[str, ...]
+    trainer: Role
+    others: tuple[Role, ...]
+
+    @property
+    def servers(self) -> Role | None:
+        """vLLM's servers, if there are some: of them the trainer must know the addresses."""
+        return next((role for role in self.others if role.name == "server"), None)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of every process."""
+        threads = self.cluster.threads
+        return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+
+    def command(self, role: Role, address: str = "", port: str = "") -> list[str]:
+        """The command line of a role's processes as words: with this interpreter, or with `python`
+        once the lines of `setup` have run. `address` and `port` are those of a server."""
+        line = role.line.removeprefix(RLOO).replace("$ADDRESS", address).replace("$PORT", port)
+        return self.started(*shlex.split(line))
+
+    def needs(self, role: Role) -> dict[str, int]:
+        """What a process of a role takes of a node, by Ray's names."""
+        found = {"CPU": self.cluster.threads or 1}
+        return found | ({"GPU": role.gpus} if role.gpus else {})
+
+    def started(self, *words: str) -> list[str]:
+        """What starts `rloo` with these words."""
+        if not self.cluster.setup:
+            return [*this_program(), *words]
+        lines = "\n".join([*self.cluster.setup, 'exec "$@"'])
+        return ["bash", "-c", lines, "bash", *shlex.split(RLOO), *words]
+
+
+def make_job(
+    cluster: Cluster, arguments: Sequence[str], folder: str | None = None, under: str | None = None
+) -> Job:
+    """The processes of a run with these `arguments` of `rloo train` on a cluster. `folder` is what
+    a shell has for the run's output_dir, where it is not written down; `under` the file of the task
+    of those that name no model and no data. Raises ValueError where the run's options contradict
+    the cluster's."""
+    config = parse_command_line(list(arguments), under)
+    _check(cluster, config)
+    size = config.vllm_tensor_parallel_size if _is_vllm(config) else 1
+    engines, gpus = cluster.engine_gpus // size, size if cluster.gpus_per_node else 0
+    first = _trainers_nodes(cluster) % cluster.nodes
+    training, sampling = range(first or cluster.nodes), range(first, cluster.nodes)
+    folder = folder or shlex.quote(config.output_dir)
+    line = shlex.join(arguments)
+    others: list[Role] = []
+    extra: list[str] = []
+    if engines and _is_vllm(config):
+        serve = f"{RLOO} vllm-serve {line} --vllm_server_host $ADDRESS --vllm_server_port $PORT"
+        others.append(_role("server", engines, serve, sampling, gpus))
+        extra += ["--rollout_engine", "vllm_server", "--vllm_server_base_url"]
+    elif engines:
+        sample = f"{RLOO} worker sample {folder}"
+        others.append(_role("sampler", engines, sample, sampling, gpus))
+        extra += ["--sampler_processes", str(engines)]
+    if cluster.scorers:
+        score = f"{RLOO} worker score {folder}"
+        others.append(_role("scorer", cluster.scorers, score, training))
+        extra = ["--reward_workers", str(cluster.scorers), *extra]
+    placed = {role.name for role in others} & {"sampler", "scorer"}
+    if placed:
+        word = "both" if len(placed) == 2 else "sample" if "sampler" in placed else "score"
+        extra = ["--remote_workers", word, *extra]
+    train = f"{RLOO} train {line}"
+    trainer = _role("trainer", cluster.trainers, train, training, min(1, cluster.gpus_per_node))
+    known = ["http://server:8000"] if extra and extra[-1].endswith("_url") else []
+    # Only to see that these go together with what is said there.
+    parse_command_line([*arguments, *extra, *known], under)
+    return Job(cluster, tuple(arguments), config, tuple(extra), trainer, tuple(others))
+
+
+def check_again(job: Job) -> None:
+    """Raise ValueError for options of the run that a job which is started again would repeat."""
+    for name in {"resume_from_checkpoint", "overwrite_output_dir"} & given_names([*job.arguments]):
+        if (value := getattr(job.config, name)) not in ("auto", None, False):
+            raise ValueError(
+                f"{name} is {value}; a job that is started again goes on at the newest checkpoint "
+                f"of its own output_dir, and would do this once more: leave it out ({name})"
+            )
+
+
+def _trainers_nodes(cluster: Cluster) -> int:
+    """On how many nodes nothing samples, all of them where they do both."""
+    if cluster.gpus_per_node:
+        return -(-cluster.trainers // cluster.gpus_per_node)
+    if cluster.slurm_engine_options is None:
+        return cluster.nodes
+    both = cluster.trainers + cluster.engine_gpus
+    return min(cluster.nodes - 1, -(-cluster.nodes * cluster.trainers // both))
+
+
+def _is_vllm(config: RLOOConfig) -> bool:
+    return config.rollout_engine.startswith("vllm")
+
+
+def _role(
+    name: str,
+    count: int,
+    line: str,
+    nodes: range,
+    gpus: int = 0,
+) -> Role:
+    """Processes evenly on some nodes."""
+    return Role(name, count, line, -(-count // len(nodes)), nodes.start, gpus)
+
+
+def _check(cluster: Cluster, config: RLOOConfig) -> None:
+    size = config.vllm_tensor_parallel_size
+    if _is_vllm(config) and (cluster.engine_gpus == 0 or cluster.engine_gpus % size):
+        raise ValueError(
+            f"rollout_engine is {config.rollout_engine} and engine_gpus {cluster.engine_gpus}; it "
+            f"must be a multiple of vllm_tensor_parallel_size {size}, above 0 (engine_gpus)"
+        )
+    if config.num_processes not in (None, cluster.trainers):
+        raise ValueError(
+            f"num_processes is {config.num_processes} and trainer_gpus is {cluster.trainers}; "
+            "leave num_processes out of what is launched (num_processes)"
+        )
+    for name in ("sampler_processes", "remote_workers", "vllm_server_base_url"):
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}; it follows from what is placed where: leave "
+                f"it out of what is launched ({name}; engine_gpus, scorers)"
+            )

@@ -1,0 +1,81 @@
+"""`rloo status` and `rloo stop`: where a run stands, and its end, by the files of its folder."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rloo.tracking.json_values import count, record, several, text
+from rloo.tracking.jsonl import EVENTS, LOGS, METRICS
+from rloo.tracking.progress_line import figures
+from rloo.tracking.run_reader import (
+    NOT_ENDED,
+    Row,
+    read_folder,
+    read_object,
+    read_rows,
+    read_summary,
+)
+from rloo.trainer.heartbeat import MEMBERS, STOP
+from rloo.trainer.run_lock import lives
+
+_RECENT = 8
+_member = record({"role": text, "host": text, "pid": count}, {"number": count})
+_members = several(_member)
+_MEMBERS = record(known={"max_steps": count, "ranks": _members, "workers": _members})
+_SHOWN_FAILURES = 5
+# A run has so long to save when it is asked to stop, and looks for that every second.
+STOP_SECONDS = 1800.0
+
+
+def status(folder: Path) -> Iterator[str]:
+    """Where the run in a folder stands, who takes part, and what was lost last. Raises ValueError
+    where there is none."""
+    found, going_on = read_folder(folder), lives(folder)
+    rows, faults = found.metrics, [*found.faults]
+    members = read_object(folder / MEMBERS, _MEMBERS)
+    if not rows and not members and not found.summary and not going_on:
+        raise ValueError(f"{folder} has no run (no {METRICS}, and nobody is at work there)")
+    state = "has died" if found.status == NOT_ENDED else found.status
+    most = members.get("max_steps") or found.summary.get("max_steps")
+    of = f" of {most}" if most else ""
+    yield f"{folder}: {'is going on' if going_on else state}, step {found.steps}{of}"
+    if rows:
+        scored = [row for row in rows if math.isfinite(row.get("reward", math.nan))]
+        last = max(most or 0, found.steps) if going_on else found.steps
+        yield figures(found.steps, last, scored=scored, recent=rows[-_RECENT:]).line()
+    for member in [*members.get("ranks", []), *members.get("workers", [])] if going_on else []:
+        number = f" {member['number']}" if "number" in member else ""
+        yield f"up: {member['role']}{number} on {member['host']}, process {member['pid']}"
+    yield from _failures(folder, rows, faults)
+    yield from (f"note: {fault}" for fault in faults)
+
+
+def stop(folder: Path, *, seconds: float = STOP_SECONDS) -> Iterator[str]:
+    """Have the run in a folder save and end everywhere; waits for that. Raises ValueError where
+    none is going on, TimeoutError where it has not ended after so many seconds."""
+    if not lives(folder):
+        raise ValueError(f"no run is going on in {folder}")
+    (folder / STOP).touch()
+    yield f"{folder}: asked to save and stop"
+    deadline = time.monotonic() + seconds
+    while lives(folder):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the run in {folder} has not ended within {seconds:g} s")
+        time.sleep(1.0)
+    yield f"{folder}: {read_summary(folder).get('status', 'has ended without a summary')}"
+
+
+def _failures(folder: Path, rows: Sequence[Row], faults: list[str]) -> Iterator[str]:
+    for name in ("engine/lost", "scorers/lost"):
+        if rows and (lost := rows[-1].get(name, 0.0)) > 0:
+            yield f"lost so far: {lost:g} ({name})"
+    events = read_rows(folder / LOGS / EVENTS, faults)
+    ended = [row for row in events if row["event"] == "ended" and row.get("status")]
+    for row in ended[-_SHOWN_FAILURES:]:
+        when = time.strftime("%H:%M:%S", time.localtime(row["time"]))
+        who = f"{row['role']} {row['number']} on {row['host']}"
+        log = folder / LOGS / f"{row['role']}-{row['number']}.log"
+        yield f"{when}: {who} ended with {row['status']} ({log})"

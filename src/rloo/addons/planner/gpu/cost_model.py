@@ -1,0 +1,192 @@
+"""Bytes and seconds of the parts of a rollout on given GPUs, from counted operations and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import log, log1p
+from typing import Any
+
+import numpy as np
+
+from rloo.addons.planner.gpu.gpu_specs import GPU, IN_A_MACHINE
+from rloo.addons.planner.gpu.model_shapes import Shape
+
+# Of a parameter, in training: float32 weights, gradients, and AdamW's two numbers. Weights, and a
+# copy that an engine computes with.
+TRAINED, WEIGHTS, ENGINE = 16, 4, 2
+# vLLM's own default of --gpu-memory-utilization, and what training leaves free as well.
+USABLE = 0.9
+# Seconds of the least all-reduce over NVLink: an assumption, as in `hardware`.
+_ALL_REDUCE = 15e-6
+# Bytes of a token's activations: its layers' inputs, and of the one that is computed again, by its
+# hidden size (Korthikanti et al., arXiv 2205.05198: 34); logits in blocks of so many.
+_OF_LAYER, _LOGITS = 34, 2**26 * 4 * 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is computed: a rollout of `groups` groups of `samples` completions, of `completion`
+    tokens in the mean and `longest` at most, after prompts of `prompt` tokens. `rates`: the values
+    of `hardware.RATES`."""
+
+    shape: Shape
+    gpu: GPU
+    rates: Mapping[str, float]
+    groups: int
+    samples: int
+    prompt: int
+    completion: float
+    longest: int
+    reference: bool
+    checkpointing: bool
+
+    @property
+    def rows(self) -> int:
+        """Completions of a rollout."""
+        return self.groups * self.samples
+
+    @property
+    def sampled(self) -> float:
+        """Tokens that are sampled for a rollout."""
+        return self.rows * self.completion
+
+    @cached_property
+    def ending(self) -> float:
+        """The probability to go on after a token, equal at all positions, that gives the mean."""
+        if self.completion >= self.longest:
+            return 1.0
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            alive = (1 - middle**self.longest) / (1 - middle)
+            low, high = (middle, high) if alive < self.completion else (low, middle)
+        return high
+
+    @cached_property
+    def alive(self) -> np.ndarray:
+        """Shares of the completions that have more than 0, 1, 2, ... tokens."""
+        return self.ending ** np.arange(self.longest, dtype=np.float64)
+
+    def longest_of(self, rows: float) -> float:
+        """The expected length of the longest of so many completions."""
+        return float((1 - (1 - self.alive) ** rows).sum())
+
+    def length_of_longest(self, share: float) -> float:
+        """The length that so large a share of the completions does not exceed."""
+        if self.ending >= 1.0 or share >= 1.0:
+            return float(self.longest)
+        return min(float(self.longest), 1 + log1p(-share) / log(self.ending))
+
+    # -- sampling --------------------------------------------------------------------------------
+
+    def decoding(self, rows: np.ndarray | float, context: np.ndarray | float, parallel: int) -> Any:
+        """Seconds of a token of so many rows at that context, on `parallel` GPUs together."""
+        shape, gpu, rates = self.shape, self.gpu, self.rates
+        read = ENGINE * shape.products + rows * context * shape.cache_bytes
+        by_memory = read / parallel / (gpu.bandwidth * rates["decoding_share"])
+        computed = rows * (
+            2.0 * shape.products + 4.0 * shape.layers * shape.heads * shape.head_dim * context
+        )
+        by_operations = computed / parallel / (gpu.operations * rates["training_share"])
+        seconds = np.maximum(by_memory, by_operations) + rates["decoding_overhead"]
+        if parallel > 1:
+            sent = rows * shape.hidden * 2 * 2 * (parallel - 1) / parallel
+            each = _ALL_REDUCE + sent / (gpu.nvlink * rates["network_share"])
+            seconds = seconds + 2 * shape.layers * each
+        return seconds
+
+    def room(self, parallel: int, held: float = 0.0) -> int:
+        """Completions of the mean length whose cache fits beside the weights, and beside `held`
+        bytes of each GPU."""
+        free = USABLE * self.gpu.memory - held - ENGINE * self.shape.parameters / parallel
+        each = self.shape.cache_bytes * (self.prompt + self.completion) / parallel
+        return max(0, int(free / each))
+
+    def prefill(self, engines: int, parallel: int) -> float:
+        """Seconds of all prompts, each once."""
+        operations = self.groups * self.prompt * self.shape.operations(self.prompt / 2)
+        gpus = engines * parallel
+        return operations / gpus / (self.gpu.operations * self.rates["training_share"])
+
+    def wave(self, engines: int, parallel: int, held: float = 0.0) -> float:
+        """Seconds of sampling a rollout to its end: what has no room waits, and the last
+        completions run on alone."""
+        rows, room = self.rows / engines, self.room(parallel, held)
+        if room == 0:
+            return float("inf")
+        context = self.prompt + np.arange(self.longest, dtype=np.float64)
+        at_once = min(rows, room)
+        some = 1 - (1 - self.alive) ** max(1.0, at_once)
+        steps = self.decoding(np.maximum(at_once * self.alive, some), context, parallel)
+        seconds = float((some * steps).sum()) + self.prefill(engines, parallel)
+        full = self.decoding(room, self.prompt + self.completion / 2, parallel)
+        return seconds + max(0.0, rows - room) * self.completion * float(full) / room
+
+    def flow(self, engines: int, parallel: int, staleness: int) -> tuple[float, float]:
+        """Seconds between two rollouts where servers go on without a pause, and of a token then:
+        about `staleness` rollouts are under way, as far as there is room."""
+        rows = min(self.room(parallel), staleness * self.rows / engines)
+        if rows < 1:
+            return float("inf"), float("inf")
+        step = float(self.decoding(rows, self.prompt + self.completion / 2, parallel))
+        through = self.sampled * step / (engines * rows) + self.prefill(engines, parallel)
+        slowest = self.longest_of(self.rows) * step / (staleness + 1)
+        return max(through, slowest), step
+
+    # -- training --------------------------------------------------------------------------------
+
+    def training(self, trainers: int, *, divided: bool) -> tuple[float, float]:
+        """Seconds of computing a rollout's updates, and of what trainers send each other: gradients
+        once, or with divided weights these twice and gradients in every micro-batch."""
+        shape = self.shape
+        passes = 3 + self.checkpointing + self.reference
+        context = self.prompt + self.completion / 2
+        operations = passes * (
+            self.groups * self.prompt * shape.operations(self.prompt / 2)
+            + self.sampled * shape.operations(context)
+        )
+        computing = operations / trainers / (self.gpu.operations * self.rates["training_share"])
+        rate = self._network(trainers)
+        others = (trainers - 1) / trainers
+        if not divided:
+            return computing, 2 * WEIGHTS * shape.parameters * others / rate
+        tokens = self.tokens / trainers
+        times = max(1.0, np.ceil(tokens / max(1.0, self.micro_batch(trainers, divided=True))))
+        return computing, times * 3 * WEIGHTS * shape.parameters * others / rate
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that a rollout trains on, prompts once."""
+        return self.groups * self.prompt + self.sampled
+
+    def trainer_bytes(self, trainers: int, *, divided: bool) -> float:
+        """What a trainer's GPU holds throughout, with the reference; gathered layers where it has
+        but a part."""
+        shape = self.shape
+        each = (TRAINED + WEIGHTS * self.reference) * shape.parameters
+        layer = (shape.products - shape.hidden * shape.vocabulary) / shape.layers
+        ends = shape.hidden * shape.vocabulary
+        return each / trainers + 2 * WEIGHTS * max(layer, ends) if divided else float(each)
+
+    def micro_batch(self, trainers: int, *, divided: bool) -> float:
+        """Tokens whose activations fit beside that."""
+        shape = self.shape
+        free = USABLE * self.gpu.memory - self.trainer_bytes(trainers, divided=divided) - _LOGITS
+        inputs = 2 * shape.layers if self.checkpointing else _OF_LAYER * shape.layers
+        return max(0.0, free / (shape.hidden * (inputs + _OF_LAYER)))
+
+    def publishing(self, trainers: int, *, divided: bool, apart: bool) -> float:
+        """Seconds until engines have new weights: divided ones are gathered; servers of their own
+        are sent them, and on a trainer's own GPU they are copied."""
+        size = self.shape.parameters
+        copied = (WEIGHTS + ENGINE) * size / self.gpu.bandwidth
+        sent = ENGINE * size / self.rates["weight_rate"] if apart else copied
+        others = (trainers - 1) / trainers if divided else 0.0
+        return sent + WEIGHTS * size * others / self._network(trainers)
+
+    def _network(self, gpus: int) -> float:
+        """Bytes a second that each of so many sends the others."""
+        gpu = self.gpu
+        return self.rates["network_share"] * (gpu.nvlink if gpus <= IN_A_MACHINE else gpu.network)

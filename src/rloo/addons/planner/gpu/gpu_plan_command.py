@@ -1,0 +1,174 @@
+"""`rloo plan --num_gpus N --gpu NAME`: its own options beside those of a run, and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rloo.addons.planner.gpu.gpu_specs import GPUS, RATES
+from rloo.config.batch_sizes import batches_of
+from rloo.config.config import RLOOConfig
+from rloo.config.fields import suggest
+from rloo.config.file_checks import check_sizes, reading
+from rloo.config.parser import parse_command_line
+from rloo.data.tasks import resolve_model
+
+if TYPE_CHECKING:
+    from rloo.addons.planner.gpu.cost_model import Job
+    from rloo.addons.planner.gpu.model_shapes import Shape
+
+# Every option of it that is none of a run: what it means, and its default.
+OPTIONS = {
+    "num_gpus": "how many GPUs, from 1 to 1,024: plan for these instead of this machine",
+    "gpu": f"one of {', '.join(GPUS)} (h100)",
+    "gpu_price": "what an hour of a GPU costs (none)",
+    "parameters": "a size such as 7B with a typical shape, instead of the model",
+    "prompt_tokens": "tokens of a prompt in the mean (256)",
+    "completion_tokens": "tokens of a completion in the mean (half of max_completion_length)",
+    **{name: f"{rate.meaning} ({rate.value:g})" for name, rate in RATES.items()},
+}
+MOST_GPUS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line asks for: the options of a run, and these."""
+
+    config: RLOOConfig
+    values: dict[str, str]
+
+    def number(self, name: str, default: float | None, least: float = 0.0) -> float:
+        """A number above `least`. Raises ValueError."""
+        text = self.values.get(name)
+        if text is None:
+            assert default is not None, f"{name} has no default"
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not least < value < float("inf"):
+            raise ValueError(f"{name} is {text}; it must be a number above {least:g} ({name})")
+        return value
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments of a run, and the values of these options. Raises ValueError for one without a
+    value, or given twice."""
+    rest: list[str] = []
+    values: dict[str, str] = {}
+    remaining = list(arguments)
+    while remaining:
+        token = remaining.pop(0)
+        key, equals, text = token.partition("=")
+        name = key.lstrip("-").replace("-", "_")
+        if name not in OPTIONS or not (equals or key.startswith("--")):
+            rest.append(token)
+            continue
+        if not equals:
+            if not remaining or remaining[0].startswith("--"):
+                raise ValueError(f"{name} has no value; it is {OPTIONS[name]} ({name})")
+            text = remaining.pop(0)
+        if name in values:
+            raise ValueError(f"{name} is given twice, as {values[name]} and {text} ({name})")
+        values[name] = text
+    return rest, values
+
+
+def asks_for_gpus(arguments: Sequence[str]) -> bool:
+    """Whether any of these options is given."""
+    return bool(split(arguments)[1])
+
+
+def plan_gpus(arguments: Sequence[str]) -> None:
+    """Print the plan. Raises ValueError for what is wrong or does not fit."""
+    rest, values = split(arguments)
+    if "num_gpus" not in values:
+        raise ValueError(
+            f"num_gpus is missing; {', '.join(values)} belongs to a plan of GPUs (num_gpus)"
+        )
+    asked = Asked(parse_command_line(rest), values)
+    gpus = asked.number("num_gpus", None, least=-float("inf"))
+    if gpus != int(gpus) or not 1 <= gpus <= MOST_GPUS:
+        text = values["num_gpus"]
+        raise ValueError(
+            f"num_gpus is {text}; it must be a whole number from 1 to {MOST_GPUS:,} (num_gpus)"
+        )
+    name = values.get("gpu", "h100").lower()
+    if name not in GPUS:
+        known = ", ".join(GPUS)
+        raise ValueError(f"gpu is {name}; the table has {known}{suggest(name, GPUS)} (gpu)")
+    # What follows is imported once these are known to be right: it takes a second.
+    from rloo.addons.planner.gpu.layouts import best
+    from rloo.addons.planner.gpu.printing import GPUPlan, print_gpu_plan
+
+    job = job_of(asked, name)
+    ways = best(int(gpus), job)
+    if not ways:
+        raise ValueError(
+            f"{job.shape.name} does not fit {int(gpus):,} x {name}: neither weights, gradients and "
+            "optimizer of the trainer nor an engine's weights and cache have room in any way that "
+            "was tried (num_gpus, gpu, max_completion_length)"
+        )
+    price = asked.number("gpu_price", None) if "gpu_price" in values else None
+    print_gpu_plan(GPUPlan(job, int(gpus), ways, list(values), price))
+
+
+def job_of(asked: Asked, gpu: str) -> Job:
+    """What is computed for a rollout. Raises ValueError for options that a plan cannot do with."""
+    from rloo.addons.planner.gpu.cost_model import Job
+
+    config = asked.config
+    if config.num_prompts is None:
+        raise ValueError(
+            "num_prompts is not given; how long a rollout takes on many GPUs depends on it "
+            "(num_prompts)"
+        )
+    if config.use_peft:
+        raise ValueError(
+            "use_peft is true; a plan of GPUs knows the costs of full training only (use_peft)"
+        )
+    batches = batches_of(config, 1)
+    longest = config.max_completion_length
+    mean = asked.number("completion_tokens", max(1.0, longest / 2))
+    if mean > longest:
+        raise ValueError(
+            f"completion_tokens is {mean:g}; it must be at most max_completion_length {longest} "
+            "(completion_tokens)"
+        )
+    return Job(
+        shape=_shape(asked),
+        gpu=GPUS[gpu],
+        rates={name: asked.number(name, rate.value) for name, rate in RATES.items()},
+        groups=batches.prompts_per_rollout,
+        samples=config.num_generations,
+        prompt=int(asked.number("prompt_tokens", 256)),
+        completion=mean,
+        longest=longest,
+        reference=config.beta > 0,
+        checkpointing=config.gradient_checkpointing,
+    )
+
+
+def _shape(asked: Asked) -> Shape:
+    from rloo.addons.planner.gpu.model_shapes import shape_of_config, shape_of_size
+
+    if "parameters" in asked.values:
+        return shape_of_size(asked.values["parameters"])
+    config = asked.config
+    if config.model is None:
+        raise ValueError(
+            "there is no model to plan for; name one, or a size such as 7B (model, parameters)"
+        )
+    import transformers
+
+    given = config.model_init_kwargs or {}
+    with reading(f"the model {config.model}", "model"):
+        found = transformers.AutoConfig.from_pretrained(
+            resolve_model(config.model),
+            revision=given.get("revision") or "main",
+            trust_remote_code=config.trust_remote_code,
+        )
+    check_sizes(found, config.model, "model")
+    return shape_of_config(config.model, found)

@@ -1,0 +1,121 @@
+"""What a model is made of, as far as it costs: parameters, operations and cache of a token."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+_UNITS = {"m": 1e6, "b": 1e9, "": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder whose layers attend and have a gated feed-forward part. `parameters` are all of
+    them, `products` those of matrices that each token is multiplied with: the vocabulary's once,
+    without the lookup. `origin` says where it comes from."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+    products: int
+    vocabulary: int
+    origin: str
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of a token, in bf16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+    def operations(self, context: float) -> float:
+        """Of a token's forward pass after so many others: two for each product, and four for each
+        number of a head and each token that it attends to."""
+        return 2.0 * self.products + 4.0 * self.layers * self.heads * self.head_dim * context
+
+
+def _known(name: str, layers: int, hidden: int, heads: int, feed: int, matrices: int) -> Shape:
+    """A shape with eight heads of 128 numbers for keys and values, as all of these have, and so
+    many `matrices` of the vocabulary: one where it is tied."""
+    vocabulary = 128256 if name.startswith("Llama") else 151936
+    attention = 2 * hidden * heads * 128 + 2 * hidden * 8 * 128
+    products = layers * (attention + 3 * hidden * feed) + hidden * vocabulary
+    parameters = products + (matrices - 1) * hidden * vocabulary
+    origin = f"the shape of {name}, from its config.json"
+    return Shape(name, layers, hidden, heads, 8, 128, parameters, products, vocabulary, origin)
+
+
+TYPICAL = (
+    _known("Qwen3-0.6B", 28, 1024, 16, 3072, 1),
+    _known("Qwen3-1.7B", 28, 2048, 16, 6144, 1),
+    _known("Qwen3-4B", 36, 2560, 32, 9728, 1),
+    _known("Qwen3-8B", 36, 4096, 32, 12288, 2),
+    _known("Qwen3-14B", 40, 5120, 40, 17408, 2),
+    _known("Qwen3-32B", 64, 5120, 64, 25600, 2),
+    _known("Llama-3-70B", 80, 8192, 64, 28672, 2),
+)
+
+
+def shape_of_size(text: str) -> Shape:
+    """The typical shape nearest to a size such as 7B or 600M, with as many layers as make it that
+    large. Raises ValueError for what is no size."""
+    found = re.fullmatch(r"([0-9.]+)\s*([mMbB]?)", text.strip())
+    try:
+        size = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+    except ValueError:
+        size = 0.0
+    if not 1e8 <= size <= 1e12:
+        raise ValueError(
+            f"parameters is {text}; it must be a size from 100M to 1000B, as 7B (parameters)"
+        )
+    near = min(TYPICAL, key=lambda shape: max(shape.parameters / size, size / shape.parameters))
+    ends = near.vocabulary * near.hidden
+    layer = (near.products - ends) / near.layers
+    layers = max(1, round((size - (near.parameters - layer * near.layers)) / layer))
+    more = round(layer * (layers - near.layers))
+    return replace(
+        near,
+        name=text,
+        layers=layers,
+        parameters=near.parameters + more,
+        products=near.products + more,
+        origin=f"{near.origin}, with {layers} layers",
+    )
+
+
+def shape_of_config(name: str, config: Any) -> Shape:
+    """Of a model's configuration: its module is made without weights, and counted. Raises
+    ValueError for one whose tokens do not all meet the same matrices."""
+    import torch
+    import transformers
+
+    from rloo.config.file_checks import largest_of_layers
+    from rloo.model.attention import head_size
+
+    config = config.get_text_config()
+    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        raise ValueError(
+            f"the model {name} is a mixture of experts, of which a plan of GPUs knows no costs in "
+            "this version; give its active size (parameters)"
+        )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    lookup = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is lookup
+    heads = largest_of_layers(config, "num_attention_heads")
+    return Shape(
+        name=name,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=largest_of_layers(config, "num_key_value_heads") or heads,
+        head_dim=head_size(config),
+        parameters=sum(p.numel() for p in model.parameters()),
+        products=matrices - (0 if tied else lookup.numel()),
+        vocabulary=config.vocab_size,
+        origin="counted from its configuration",
+    )

@@ -1,0 +1,171 @@
+"""A plan of GPUs as text: what to put together, what it takes, and where each number comes from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from rloo.addons.planner.gpu.cost_model import Job
+from rloo.addons.planner.gpu.gpu_specs import RATES
+from rloo.addons.planner.gpu.layouts import Forecast, most_samples
+from rloo.addons.planner.gpu.simulation import Course, Flow, simulate
+from rloo.tracking.console import duration, write_line
+
+# Rollouts that are simulated, and those of them in which the line fills.
+_SIMULATED, _WARM_UP = 60, 10
+# Staleness is worth what it costs in bias from so much on.
+_WORTH = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class GPUPlan:
+    """The best of each way, which numbers were given, and dollars for an hour of a GPU."""
+
+    job: Job
+    gpus: int
+    ways: Mapping[str, Forecast]
+    given: Sequence[str]
+    price: float | None
+
+    @property
+    def chosen(self) -> str:
+        """The way to take: the next staler one only where it is faster by 5 %."""
+        names = list(self.ways)
+        name = names[0]
+        for other in names[1:]:
+            if self.ways[name].seconds > _WORTH * self.ways[other].seconds:
+                name = other
+        return name
+
+
+def print_gpu_plan(plan: GPUPlan) -> None:
+    """Print it to stdout."""
+    console, job = Console(), plan.job
+    shape = job.shape
+    write_line(console, f"model    {shape.name}: {shape.parameters / 1e9:.2f} B ({shape.origin})")
+    write_line(
+        console,
+        f"rollout  {job.groups:,} prompts of {job.prompt:,} tokens x {job.samples} completions of "
+        f"{job.completion:,.0f} tokens in the mean, {job.longest:,} at most",
+    )
+    write_line(console, f"GPUs     {plan.gpus:,} x {job.gpu.name} ({job.gpu.source})")
+    for line in ["", *table(plan), "", *advice(plan), "", *sources(plan)]:
+        write_line(console, line)
+
+
+def table(plan: GPUPlan) -> list[str]:
+    """A line for each way; the one to take has a star."""
+    names = ("", "trainers", "engines", "s a step", "tokens/s", "sample", "train", "send", "sync")
+    head = [*names, "GB", *(["per 1M"] if plan.price else []), "bottleneck"]
+    rows = [head]
+    for name, one in plan.ways.items():
+        at = one.layout
+        rate = plan.job.sampled / one.seconds
+        cost = plan.gpus * (plan.price or 0.0) / 3600 / rate * 1e6
+        seconds = (one.seconds, one.sampling, one.computing, one.sending, one.publishing)
+        step, *parts = (f"{each:.3g}" for each in seconds)
+        engines = f"{at.engines:,}" + (f" x {at.parallel}" if at.parallel > 1 else "")
+        rows.append(
+            [
+                f"{'*' if name == plan.chosen else ' '} {name}",
+                f"{at.trainers:,} {'fsdp2' if at.divided else 'replicate'}",
+                engines if at.engines else "the same",
+                step,
+                f"{rate:,.0f}",
+                *parts,
+                f"{one.trainer_bytes / 1e9:.1f}",
+                *([f"{cost:.3g}"] if plan.price else []),
+                one.bottleneck,
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def advice(plan: GPUPlan) -> list[str]:
+    """What to do, in sentences."""
+    one, job = plan.ways[plan.chosen], plan.job
+    at = one.layout
+    options = f"--parallel {'fsdp2' if at.divided else 'replicate'}"
+    if at.engines:
+        options += " --rollout_engine vllm_server"
+        options += f" --vllm_tensor_parallel_size {at.parallel}" if at.parallel > 1 else ""
+    if at.staleness:
+        options += f" --max_staleness {at.staleness} --partial_rollouts true"
+    lines = [f"take     {plan.chosen}: {options}"]
+    fits = most_samples(job, one)
+    lines.append(
+        f"K        up to {fits:,} completions of maximum length fit one engine and one micro-batch"
+        + ("; a larger group is scored in a second pass" if fits < job.samples else "")
+    )
+    course = simulated(job, one)
+    if course is not None:
+        seconds = course.seconds_a_rollout(_WARM_UP)
+        lines.append(
+            f"queue    {seconds:.3g} s a step simulated with lengths that differ and engines that "
+            f"fail; trainer busy {course.trainer_busy:.0%}, engines {course.engines_busy:.0%}"
+        )
+    hours = job.rates["failure_hours"] / plan.gpus
+    trainers = job.rates["failure_hours"] / at.trainers
+    lines.append(
+        f"failures one of all GPUs every {duration(3600 * hours)}; a trainer's, after which all go "
+        f"on from the last checkpoint, every {duration(3600 * trainers)}, and takes "
+        f"{job.rates['restart']:,.0f} s"
+    )
+    if plan.price:
+        cost = plan.gpus * plan.price
+        lines.append(
+            f"cost     {cost:,.0f} an hour, {cost * one.seconds / 3600:,.2f} a step (gpu_price)"
+        )
+    return lines
+
+
+def simulated(job: Job, one: Forecast) -> Course | None:
+    """The queue of a layout that samples beside training, None without that or without simpy."""
+    at = one.layout
+    if not at.staleness:
+        return None
+    # A group has its place until its longest completion ends, and by then the others have ended.
+    stretch = job.longest_of(job.samples) / job.completion
+    places = min(one.room * stretch / job.samples, at.staleness * job.groups / at.engines)
+    at_once = max(1, round(places))
+    rows = at_once * job.samples / stretch
+    token = float(job.decoding(rows, job.prompt + job.completion / 2, at.parallel))
+
+    def group(draw: random.Random, _: int) -> float:
+        return job.length_of_longest(draw.random() ** (1 / job.samples)) * token
+
+    flow = Flow(
+        groups=job.groups,
+        rollouts=_SIMULATED,
+        staleness=at.staleness,
+        sample=group,
+        train=lambda _: max(one.training, one.reading),
+        engines=at.engines,
+        at_once=at_once,
+        groups_a_call=1,
+        publish=one.publishing,
+        between_failures=3600 * job.rates["failure_hours"] / at.parallel,
+        restart=job.rates["restart"],
+    )
+    try:
+        return simulate(flow)
+    except ModuleNotFoundError:
+        return None
+
+
+def sources(plan: GPUPlan) -> list[str]:
+    """Where each number comes from."""
+    lines = [
+        "counted: parameters, operations, bytes. Nothing above was measured on these GPUs: all "
+        "seconds are extrapolated, from"
+    ]
+    for name, rate in RATES.items():
+        value = plan.job.rates[name]
+        kind = "given" if name in plan.given else rate.kind
+        text = "" if kind == "given" else f": {rate.source}"
+        lines.append(f"  {name} {value:g} ({kind}), {rate.meaning}{text}")
+    return lines

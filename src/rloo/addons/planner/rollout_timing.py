@@ -1,0 +1,288 @@
+"""How long sampling takes: measured whole where that is short, else from single decoding steps.
+
+An engine computes the prompts once, and then one token of every unfinished completion at a time. A
+step takes a time that depends on its rows, and for each row one that grows with its context; both
+are measured at a few sizes, and summed over the completions that are unfinished at each position.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rloo.addons.planner.stopwatch import Stopwatch, line
+from rloo.types import Completion, Engine, Prompt, Sampling
+
+# Seconds that are enough to measure the decoding steps of one size, and steps tried before.
+_ENOUGH, _TRIED = 0.2, 4
+# Steps that tell nothing about what context costs, how many times as many come next at most, and
+# how many times as long each may take then.
+_SHORT, _LONGER, _SLOWER = 16, 16, 1.5
+# The fewest positions that tell how often completions end.
+_FEWEST_POSITIONS = 128
+# Of what is left: for each size of a step, for one of long context, for the completions as they
+# are sampled now, and for those of maximum length.
+_FOR_SIZE, _FOR_CONTEXT, _FOR_EXPECTED, _FOR_WORST = 0.2, 0.35, 0.6, 0.9
+
+
+@dataclass(slots=True)
+class Decoding:
+    """Measured seconds: `prompts` (tokens, seconds) of prompts with the first token of each
+    completion, `steps` (rows, mean context, seconds) of one further token in each row. With
+    `keeps_finished`, rows are computed until the last one of their wave has ended."""
+
+    keeps_finished: bool = False
+    prompts: list[tuple[float, float]] = field(default_factory=list)
+    steps: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def step(self, rows: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """Seconds of steps of that many rows at that context."""
+        each, base = self._per_context(), defaultdict(list)
+        for measured, at, seconds in self.steps:
+            base[measured].append(max(0.0, seconds - each * measured * at))
+        points = [(float(n), found[-1]) for n, found in base.items()]  # of the longest context
+        if len(points) > 1:  # else the most that more rows can take is as many times the seconds
+            # Fewer rows than were ever measured do not take less.
+            points.append((1e-9, min(points)[1]))
+        return line(points, rows) + each * rows * context
+
+    def wave(self, lengths: Sequence[int], rows: int, alive: np.ndarray) -> float:
+        """Expected seconds of `rows` completions at the same time, after prompts of these lengths.
+        `alive[t]` is the share of completions that have more than t + 1 tokens."""
+        seconds = float(line(self.prompts, float(sum(lengths))))
+        if len(alive) == 0 or not self.steps:
+            return seconds
+        some = -np.expm1(rows * np.log1p(-np.minimum(alive, 1 - 1e-12)))
+        computed = np.full_like(alive, rows)
+        if not self.keeps_finished:
+            computed = rows * alive / np.maximum(some, 1e-12)
+        context = float(np.mean(lengths)) + 1 + np.arange(len(alive))
+        return seconds + float((some * self.step(computed, context)).sum())
+
+    def _per_context(self) -> float:
+        """Seconds for each token that a row attends to: least squares over steps of as many rows as
+        had contexts most apart. Of fewer rows each would take longer."""
+        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for rows, context, seconds in self.steps:
+            found[rows].append((rows * context, seconds))
+        centred = (np.subtract(some, np.mean(some, 0)).T for some in found.values())
+        tokens, seconds = max(centred, key=lambda group: float(group[0] @ group[0]))
+        spread = float(tokens @ tokens)
+        return max(0.0, float(tokens @ seconds) / spread) if spread else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What sampling takes: seconds, completions if all were drawn, and `alive` (see `Decoding`)."""
+
+    seconds: float
+    completions: list[list[Completion]] | None
+    alive: np.ndarray
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a completion."""
+        return 1.0 + float(self.alive.sum())
+
+
+class SamplingCost:
+    """Measures an engine that has its weights, with the draws of a `noise`, in the time of `watch`.
+    `calibrate` first."""
+
+    def __init__(self, engine: Engine, watch: Stopwatch, noise: int) -> None:
+        self.watch = watch
+        self._engine, self._noise = engine, noise
+        self.decoding = Decoding(engine.facts.keeps_finished)
+        # Rows -> seconds of their prompts and first tokens.
+        self._firsts: dict[int, float] = {}
+        # How completions ended that were drawn whole the last time.
+        self._alive: dict[Sampling, np.ndarray] = {}
+        # Of the rollouts that were measured whole; and the ratio of one at worst, whose contexts
+        # are longer.
+        self._measured, self._foretold = 0.0, 0.0
+        self._ratio_at_worst: float | None = None
+
+    @property
+    def _ratio(self) -> float:
+        """What whole rollouts took by what was predicted of them."""
+        return self._measured / self._foretold if self._foretold else 1.0
+
+    def calibrate(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> None:
+        """Measure equally long prompts with `size` completions each, and steps of one row up to as
+        many as are sampled at once, as far as time allows."""
+        longest, endless = len(prompts[0].token_ids), _endless(sampling)
+        at_once = self._wave(len(prompts) * size, longest, sampling)
+        self._seconds(
+            prompts[:1], 1, endless, min(1, endless.max_tokens - 1)
+        )  # allocates, compiles
+        shapes = [(1, n) for n in _growing(min(size, at_once))]
+        shapes += [(n, size) for n in _growing(max(1, at_once // size))[1:]]
+        for groups, each in shapes:
+            if not self._measure_step(prompts[:groups], each, endless):
+                break
+        firsts = list(self._firsts.items())
+        self.decoding.prompts = [
+            (float(longest * n // size), float(line(firsts, n)))
+            for n in (size, *(n for n in self._firsts if n > size))
+        ]
+        # A rollout that is measured whole tells what its context costs.
+        whole = self._predicted(prompts, size, np.ones(sampling.max_tokens - 1), sampling)
+        if _SLOWER * whole > _FOR_WORST / 2 * self.watch.left:
+            self._measure_context(prompts, size, endless)
+
+    def worst(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> float:
+        """Seconds of a rollout whose completions all have the maximum length."""
+        everyone = np.ones(sampling.max_tokens - 1)
+        foretold = self._predicted(prompts, size, everyone, sampling)
+        seconds = (self._ratio_at_worst or self._ratio) * foretold
+        if seconds > _FOR_WORST * self.watch.left:
+            return seconds
+        measured = self._seconds(prompts, size, _endless(sampling), sampling.max_tokens - 1)
+        self._ratio_at_worst = measured / foretold if foretold else None
+        return measured
+
+    def expected(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> Drawn:
+        """What a rollout takes whose completions are as the policy samples them now."""
+        most = _FOR_EXPECTED * self.watch.left
+        alive = self._alive.get(sampling, np.ones(sampling.max_tokens - 1))
+        predicted = self._ratio * self._predicted(prompts, size, alive, sampling)
+        if predicted > most:
+            part, positions = self._affordable(prompts, size, sampling, most / 2)
+            short = replace(sampling, max_tokens=positions)
+            some = self._engine.sample(prompts[:part], size, short, self._noise)
+            alive = share_alive(some, positions, sampling.max_tokens)
+            predicted = self._ratio * self._predicted(prompts, size, alive, sampling)
+        if predicted > most:
+            return Drawn(predicted, None, alive)
+        drawn: list[list[Completion]] = []
+
+        def draw() -> None:
+            drawn[:] = self._engine.sample(prompts, size, sampling, self._noise)
+
+        seconds = self.watch.of(draw)
+        alive = share_alive(drawn, sampling.max_tokens, sampling.max_tokens)
+        self._alive[sampling] = alive
+        self._measured += seconds
+        self._foretold += self._predicted(prompts, size, alive, sampling)
+        return Drawn(seconds, drawn, alive)
+
+    def _predicted(
+        self, prompts: Sequence[Prompt], size: int, alive: np.ndarray, sampling: Sampling
+    ) -> float:
+        """Seconds of all waves; the longest prompts come together, as in the engines."""
+        lengths = sorted(len(prompt.token_ids) for prompt in prompts)
+        rows = len(lengths) * size
+        wave = self._wave(rows, lengths[-1], sampling)
+        seconds = 0.0
+        for start in range(0, rows, wave):
+            end = min(start + wave, rows)
+            of_wave = lengths[start // size : -(-end // size)]
+            seconds += self.decoding.wave(of_wave, end - start, alive)
+        return seconds
+
+    def _affordable(
+        self, prompts: Sequence[Prompt], size: int, sampling: Sampling, seconds: float
+    ) -> tuple[int, int]:
+        """How many prompts, and how many positions of their completions, can be sampled in that
+        time: at least one prompt and one position, and rather fewer prompts than too few positions
+        to see completions end."""
+        fewest = min(_FEWEST_POSITIONS, sampling.max_tokens)
+        for part in (len(prompts) >> i for i in range(len(prompts).bit_length())):
+            cut = prompts[:part]
+            positions = bisect_right(
+                range(1, sampling.max_tokens + 1),
+                seconds,
+                key=lambda n: self._predicted(cut, size, np.ones(n - 1), sampling),
+            )
+            if positions >= fewest:
+                return part, positions
+        return 1, max(1, positions)
+
+    def _measure_step(self, prompts: Sequence[Prompt], each: int, endless: Sampling) -> bool:
+        """Measure the first tokens of that many completions of each prompt, and steps at short
+        context. False if there is no time for it."""
+        rows, longest = len(prompts) * each, len(prompts[0].token_ids)
+        most, number = _FOR_SIZE * self.watch.left, _TRIED
+        if self._firsts:
+            most -= 2 * float(line(list(self._firsts.items()), rows))
+            step = self._step_of(rows, longest) if self.decoding.steps else 0.0
+            number = min(_TRIED, int(most / max(step, 1e-6)))
+            if most < 0 or number == 0:
+                return False
+        self._firsts[rows] = first = self._seconds(prompts, each, endless, 0)
+        number = min(number, endless.max_tokens - 1)
+        if number == 0:
+            return True
+        step = (self._seconds(prompts, each, endless, number) - first) / number
+        more = min(endless.max_tokens - 1, int(_ENOUGH / max(step, 1e-6)))
+        if more > number and more * step + first < _FOR_SIZE * self.watch.left:
+            number = more
+            step = (self._seconds(prompts, each, endless, number) - first) / number
+        self.decoding.steps.append((rows, longest + (number + 1) / 2, max(0.0, step)))
+        return True
+
+    def _measure_context(self, prompts: Sequence[Prompt], size: int, endless: Sampling) -> None:
+        """Measure steps at contexts longer and longer, of as many rows as time allows."""
+        longest, whole, reached = len(prompts[0].token_ids), endless.max_tokens - 1, _SHORT
+        most = _FOR_CONTEXT * self.watch.left / _SLOWER
+        for rows in sorted({rows for rows, _, _ in self.decoding.steps}, reverse=True):
+            groups, each = max(1, rows // size), min(rows, size)
+            number = self._affordable_steps(rows, longest, min(whole, _LONGER * reached), most)
+            while number > 3 * reached // 2:
+                seconds = self._seconds(prompts[:groups], each, endless, number)
+                step = max(0.0, seconds - self._firsts[rows]) / number
+                self.decoding.steps.append((rows, longest + (number + 1) / 2, step))
+                reached, most = number, _FOR_CONTEXT * self.watch.left
+                number = self._affordable_steps(rows, longest, min(whole, _LONGER * reached), most)
+            if reached > _SHORT:
+                return
+
+    def _affordable_steps(self, rows: int, longest: int, most: int, seconds: float) -> int:
+        """How many steps after a prompt can be made in that time, at most `most`."""
+        context = longest + 1.0 + np.arange(most)
+        taken = np.cumsum(self.decoding.step(np.full_like(context, rows), context))
+        return int(np.searchsorted(taken, seconds - self._firsts[rows]))
+
+    def _step_of(self, rows: int, context: int) -> float:
+        return float(self.decoding.step(np.array(float(rows)), np.array(float(context))))
+
+    def _wave(self, rows: int, longest: int, sampling: Sampling) -> int:
+        return self._engine.facts.rows_at_once(rows, longest, sampling.max_tokens)
+
+    def _seconds(
+        self, prompts: Sequence[Prompt], size: int, endless: Sampling, number: int
+    ) -> float:
+        """Seconds of the first token of each completion and `number` steps."""
+        how = replace(endless, max_tokens=1 + number)
+        return self.watch.of(lambda: self._engine.sample(prompts, size, how, self._noise))
+
+
+def made_up(number: int, tokens: int) -> list[Prompt]:
+    """Prompts of that many tokens, which are arbitrary: they matter not for time."""
+    return [Prompt(i, [(i + j) % 64 for j in range(tokens)], "") for i in range(number)]
+
+
+def _endless(sampling: Sampling) -> Sampling:
+    return replace(sampling, stop_token_ids=(), stop_strings=())
+
+
+def share_alive(drawn: Sequence[Sequence[Completion]], seen: int, longest: int) -> np.ndarray:
+    """The share of completions with more than 1, 2, ..., `longest` - 1 tokens, from some of which
+    `seen` were drawn. Those unfinished go on ending as often as until then."""
+    completions = [c for group in drawn for c in group]
+    lengths = np.array([len(c.token_ids) for c in completions])
+    stopped = sum(c.finish == "stop" for c in completions)
+    known = [float(np.mean(lengths > t)) for t in range(1, min(seen, longest))]
+    unfinished = 1 - stopped / len(completions)
+    later = np.arange(max(0, longest - seen))
+    rate = min(1.0, stopped / lengths.sum())
+    return np.concatenate([np.array(known), unfinished * (1 - rate) ** later])
+
+
+def _growing(most: int) -> list[int]:
+    """1, 2, 8, 32, ... and `most`."""
+    return [n for n in (1, *(2 * 4**i for i in range(most.bit_length()))) if n < most] + [most]

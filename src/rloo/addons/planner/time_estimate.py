@@ -1,0 +1,174 @@
+"""How long a run will take: its parts measured in a limited time, as they are expected and at
+worst."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
+
+import numpy as np
+
+from rloo.addons.planner.rollout_timing import Drawn, SamplingCost, made_up
+from rloo.addons.planner.stopwatch import Stopwatch
+from rloo.addons.planner.update_timing import Learning, LearningCost, rewarded, unsampled
+from rloo.algorithm.rollout import SyncRollouts
+from rloo.algorithm.state import Parts, RunState
+from rloo.data.prompt_dataset import PromptSource
+from rloo.engines.counter_rng import noise_key
+from rloo.model import memory_estimate
+from rloo.trainer.evaluate import Sets, settings_of
+from rloo.trainer.schedule import count_due, writing_seconds
+from rloo.types import Prompt, Sampling
+
+# Of the time that is left: for sampling, for evaluations, for learning as it is expected.
+_FOR_SAMPLING, _FOR_EVALUATIONS, _FOR_EXPECTED = 0.55, 0.2, 0.5
+
+
+# Rollouts that are sampled at most.
+_ROLLOUTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Seconds of the parts of an optimizer step, which has its share of the rollout's, and of one
+    evaluation of all sets."""
+
+    sample: float
+    credit: float
+    update: float
+    optimizer: float
+    evaluation: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Seconds of an optimizer step."""
+        return self.sample + self.credit + self.update + self.optimizer
+
+    def at_least(self, other: Case) -> Case:
+        """The longer of both in every part."""
+        names = [field.name for field in fields(self)]
+        return Case(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of a run of `steps` steps, without its rewards. `expected`: completions as the policy
+    samples them now, after prompts of the dataset; `worst`: all of maximum length, after its
+    longest prompt. `start` is what comes before the first step, `checkpoint` one of `checkpoints`,
+    `result` writing the model at the end. `whole_groups`: see `split`."""
+
+    steps: int
+    expected: Case
+    worst: Case
+    expected_length: float
+    whole_groups: bool
+    evaluations: int
+    checkpoints: int
+    checkpoint: float
+    result: float
+    start: float
+
+    def to_the_end(self, case: Case) -> float:
+        """Seconds of the whole run."""
+        writing = self.checkpoints * self.checkpoint + self.result
+        return self.start + self.steps * case.step + self.evaluations * case.evaluation + writing
+
+
+def measure_times(
+    parts: Parts, state: RunState, sets: Sets, processes: int, *, start: float, watch: Stopwatch
+) -> Times:
+    """Measure what each of `processes` does, which share the work evenly. `sets` are those of the
+    evaluations, `start` the seconds until now. The policy is changed, and must be discarded."""
+    config, batches, rollouts = parts.config, parts.batches, parts.rollouts
+    assert isinstance(rollouts, SyncRollouts)
+    source = rollouts.prompts
+    assert isinstance(source, PromptSource)
+    groups, size = -(-batches.prompts_per_rollout // processes), config.num_generations
+    of_step = -(-batches.completions_per_step // processes)
+    longest = made_up(groups, parts.workload.longest_prompt)
+    parts.policy.load_into(parts.engine)
+    key = noise_key(config.seed, "train", 0)
+    cost = SamplingCost(parts.engine, watch.part(_FOR_SAMPLING), key)
+    cost.calibrate(longest, size, rollouts.sampling)
+    prompts, drawn = _draw(cost, source, groups, size, rollouts.sampling)
+    slowest = cost.worst(longest, size, rollouts.sampling)
+    evaluations, checkpoints = count_due(config, state.trainer, batches, len(source))
+    cost.watch = watch.part(_FOR_EVALUATIONS)
+    evaluation = _of_evaluation(cost, sets, parts) if evaluations else (0.0, 0.0)
+    own = [one.completions or unsampled(groups, size, one.alive) for one in drawn]
+    full = unsampled(groups, size, np.ones(config.max_completion_length - 1))
+    *some, most = (
+        [s for s in rewarded(*of_rollout, parts) if s.place < of_step]
+        for of_rollout in zip([*prompts, longest], [*own, full], strict=True)
+    )
+    tokens, *others = (float(memory_estimate.count_tokens(parts.policy, s)) for s in (most, *some))
+    learning = LearningCost(parts, state)
+    measured = learning.measure(some[0], watch.part(_FOR_EXPECTED)), learning.measure(most, watch)
+    learned = learning.of(fmean(others), measured[0])
+    at_worst = learning.of(tokens, measured[1])
+    load = watch.once(lambda: parts.policy.load_into(parts.engine))
+    shares = 1 / batches.steps_per_rollout, 1 / (processes if parts.policy.divides else 1)
+    expected = _case(fmean(one.seconds for one in drawn) + load, learned, evaluation[0], *shares)
+    worst = _case(slowest + load, at_worst, evaluation[1], *shares).at_least(expected)
+    checkpoint, result = _writing(parts)
+    return Times(
+        steps=state.trainer.max_steps,
+        expected=expected,
+        worst=worst,
+        expected_length=fmean(one.mean_length for one in drawn),
+        whole_groups=at_worst.whole_groups,
+        evaluations=evaluations,
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
+        result=result,
+        start=start,
+    )
+
+
+def _draw(
+    cost: SamplingCost, source: PromptSource, groups: int, size: int, sampling: Sampling
+) -> tuple[list[list[Prompt]], list[Drawn]]:
+    """The prompts of a rollout and what sampling it takes; of several, while another fits into half
+    of the time that is left, since their lengths differ."""
+    prompts: list[list[Prompt]] = []
+    drawn: list[Drawn] = []
+    while len(drawn) < _ROLLOUTS:
+        prompts.append(source.next(groups))
+        drawn.append(cost.expected(prompts[-1], size, sampling))
+        if drawn[-1].completions is None or drawn[-1].seconds > cost.watch.left / 2:
+            break
+    return prompts, drawn
+
+
+def _case(
+    rollout: float, learned: Learning, evaluation: float, of_rollout: float, of_step: float
+) -> Case:
+    """With the shares of a rollout, and of the optimizer's step, that an optimizer step has."""
+    return Case(
+        sample=rollout * of_rollout,
+        credit=learned.credit,
+        update=learned.update,
+        optimizer=learned.optimizer * of_step,
+        evaluation=evaluation,
+    )
+
+
+def _of_evaluation(cost: SamplingCost, sets: Sets, parts: Parts) -> tuple[float, float]:
+    """Seconds of one evaluation, expected and at worst: completions that are sampled, and a greedy
+    one for each prompt."""
+    settings = settings_of(parts.policy)
+    expected = worst = 0.0
+    for prompts in sets.values():
+        greedy = replace(settings.sampling, greedy=True)
+        for size, how in ((settings.num_samples, settings.sampling), (1, greedy)):
+            expected += cost.expected(prompts, size, how).seconds
+            worst += cost.worst(prompts, size, how)
+    return expected, worst
+
+
+def _writing(parts: Parts) -> tuple[float, float]:
+    """Seconds of writing a checkpoint, and the model alone."""
+    model = memory_estimate.gradient_bytes(parts.policy)  # as many as what is trained has
+    state = 0 if parts.config.save_only_model else memory_estimate.optimizer_bytes(parts.policy)
+    checkpoint = writing_seconds(parts.monitor.output_dir, model + state)
+    return checkpoint, checkpoint * model / (model + state)

@@ -1,0 +1,169 @@
+"""How long learning from a rollout takes: credit, update and optimizer step as training makes them,
+with rewards that are made up, on as many of the completions as time allows."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from statistics import fmean
+
+import numpy as np
+
+from rloo.addons.planner.stopwatch import Stopwatch, line
+from rloo.algorithm.advantages import Terms, assign
+from rloo.algorithm.reward_shaping import shape
+from rloo.algorithm.state import Parts, RunState
+from rloo.algorithm.update import update
+from rloo.model.memory_estimate import count_tokens
+from rloo.model.micro_batch import exceeds
+from rloo.model.policy import Policy
+from rloo.types import Completion, Group, Prompt, Rollout, Sample
+
+# Completions to begin with, and how many times as many are tried next at most.
+_FIRST, _GROWTH = 2, 16
+# Below this share of all tokens, what was measured with other samples tells more.
+_LITTLE = 1 / 8
+# How often what is short is measured at its last size.
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """Seconds of one optimizer step, with its share of the rollout's `credit`. `whole_groups`: see
+    `split`."""
+
+    credit: float
+    update: float
+    optimizer: float
+    whole_groups: bool
+
+
+def rewarded(
+    prompts: Sequence[Prompt], drawn: Sequence[Sequence[Completion]], parts: Parts
+) -> list[Sample]:
+    """The samples of completions whose rewards all differ, so that all of them are computed."""
+    generator = random.Random(0)
+    groups = [
+        Group(prompt, list(some), [""] * len(some), [generator.random() for _ in some])
+        for prompt, some in zip(prompts, drawn, strict=True)
+    ]
+    rollout = Rollout(groups, {}, 0, parts.policy.version, {}, 0.0)
+    return shape(rollout, parts.config)
+
+
+def unsampled(number: int, size: int, alive: np.ndarray) -> list[list[Completion]]:
+    """Completions of `number` groups of `size`, with arbitrary tokens and lengths spread as `alive`
+    says: its entries are the shares with more than 1, 2, ... tokens."""
+    places = (np.arange(number * size) + 0.5) / (number * size)
+    lengths = 1 + (alive[None, :] > places[:, None]).sum(axis=1)
+    random.Random(0).shuffle(lengths)
+    made = [_completion(int(length), len(alive) + 1) for length in lengths]
+    return [made[i * size : (i + 1) * size] for i in range(number)]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds of a step on so many input tokens, and whether its credit was of whole groups."""
+
+    tokens: float
+    credit: float
+    update: float
+    optimizer: float
+    whole_groups: bool
+
+
+class LearningCost:
+    """Measures optimizer steps, of which the second and later ones know what the others took. The
+    weights are changed, and the policy must be discarded."""
+
+    def __init__(self, parts: Parts, state: RunState) -> None:
+        self._parts, self._state = parts, state
+        self._all: list[Measured] = []
+
+    def measure(self, samples: Sequence[Sample], watch: Stopwatch) -> list[Measured]:
+        """Steps on some of the samples, more and more of them, if there is time on all."""
+        policy, number = self._parts.policy, len(samples)
+        too_large = exceeds(samples, policy.max_tokens, packed=policy.packed)
+        learn = partial(
+            _learn, policy, self._state.terms(self._parts), too_large=too_large, watch=watch
+        )
+        each = count_tokens(policy, samples) / number
+        own: list[Measured] = []
+        size, spent = 0, 0.0
+        while size < number:
+            larger = self._affordable(each, number, watch.left)
+            if larger < min(number, max(2 * size, _FIRST)):
+                break
+            size = min(larger, _GROWTH * size) if size else larger
+            began = watch.now()
+            own.append(learn(samples[:size]))
+            self._all.append(own[-1])
+            spent = watch.now() - began
+        if own and spent < watch.left / 2:  # by now its memory is allocated
+            again = [learn(samples[:size])]
+            while len(again) < _REPEATS and len(again) * spent < watch.left / 8:
+                again.append(learn(samples[:size]))
+            own[-1] = self._all[-1] = sorted(again, key=attrgetter("update"))[len(again) // 2]
+        return own
+
+    def of(self, whole: float, own: Sequence[Measured]) -> Learning:
+        """A step on that many tokens. Of what was measured its `own` counts alone, unless that was
+        little."""
+        few = not own or own[-1].tokens < _LITTLE * whole
+        known = sorted(self._all if few else own, key=attrgetter("tokens"))[-2:]
+
+        def scaled(name: str) -> float:
+            return float(line([(one.tokens, getattr(one, name)) for one in known], whole))
+
+        return Learning(
+            credit=scaled("credit") / self._parts.batches.num_iterations,
+            update=scaled("update"),
+            optimizer=known[-1].optimizer,
+            whole_groups=(own or known)[-1].whole_groups,
+        )
+
+    def _affordable(self, each: float, number: int, seconds: float) -> int:
+        """On how many samples of `each` tokens a step can be made in that time; a first one on
+        few."""
+        if not self._all:
+            return min(_FIRST, number)
+        points = [(one.tokens, one.credit + one.update) for one in self._all]
+        if len(points) == 1:  # about half of it does not grow with the tokens
+            tokens, taken = points[0]
+            points = [(1e-9, taken / 2), (tokens, taken)]
+        left = seconds - self._all[-1].optimizer
+        return bisect_right(range(1, number + 1), left, key=lambda n: float(line(points, n * each)))
+
+
+def _learn(
+    policy: Policy, terms: Terms, samples: Sequence[Sample], *, too_large: bool, watch: Stopwatch
+) -> Measured:
+    """The credit, and the mean of the steps on these samples: the first one may compute what others
+    are given. `too_large`: their groups are in truth larger than a micro-batch may be."""
+    tokens, limit = count_tokens(policy, samples), policy.max_tokens
+    if too_large:  # so that credit is computed as for whole groups
+        policy.max_tokens = min(limit, tokens - 1)
+    began = watch.now()
+    credit = assign(samples, policy, terms)
+    assigned = watch.now()
+    policy.max_tokens = limit
+    whole_groups, iterations = credit.from_update, terms.batches.num_iterations
+    updates, steps = [], []
+    computed: list[float] = []
+    for _ in range(min(2, iterations)):
+        begun = watch.now()
+        metrics = update(policy, samples, credit, terms, lambda: computed.append(watch.now()))
+        updates.append(computed[-1] - begun)
+        steps.append(watch.now() - computed[-1])
+        credit = credit.after_first_step(metrics)
+    mean = (updates[0] + (iterations - 1) * updates[-1]) / iterations
+    return Measured(tokens, assigned - began, mean, fmean(steps), whole_groups)
+
+
+def _completion(length: int, longest: int) -> Completion:
+    tokens, zeros = [i % 64 for i in range(length)], [0.0] * length
+    return Completion(tokens, "stop" if length < longest else "length", zeros, zeros)

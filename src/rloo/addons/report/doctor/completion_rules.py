@@ -1,0 +1,235 @@
+"""What is wrong with the completions themselves: their length, their end, their text."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from statistics import fmean
+
+from rloo.addons.report.doctor.data_rules import cut_beyond_chance, many_cut
+from rloo.addons.report.doctor.run_record import (
+    Found,
+    Rule,
+    Run,
+    excerpts,
+    longer_by,
+    says_nothing,
+    written,
+)
+from rloo.tracking.before_after import FEWEST, Change
+from rloo.tracking.console import percent
+from rloo.tracking.metrics import deviation
+
+# Tokens, the end included, of what says nothing; and the part of its length that is left.
+EMPTY, SHRUNK = 2.5, 0.34
+# Share of completions that reach the limit, above which nothing that was gained counts.
+MOSTLY_CUT = 0.8
+# Above it what is learned needs more than twice the limit.
+OFTEN_CUT = 1 / 3
+# A text whose repetitions compress it below this part of its size repeats itself.
+REPEATS = 0.35
+# Prompts of a rollout that are too few to be alike from one rollout to the next.
+FEW_PROMPTS = 4
+# Characters, below which a text says nothing of its own repetition.
+FEWEST_CHARACTERS = 60
+
+
+def repetition(text: str) -> float:
+    """The part of a text's characters that is left when its repetitions are written once: deflate's
+    size of it, less that of an empty text, over its own size."""
+    content = text.encode()
+    overhead = len(zlib.compress(b"", 9))
+    return (len(zlib.compress(content, 9)) - overhead) / max(1, len(content))
+
+
+def strangeness(text: str) -> float:
+    """The share of characters that no text has: replaced, unprintable, unassigned."""
+    return sum(not (c.isprintable() or c in "\n\t\r") or c == "�" for c in text) / max(1, len(text))
+
+
+def _degenerate(texts: Sequence[str]) -> tuple[list[str], str]:
+    """Those of `texts` that are gibberish, and why."""
+    repeating = [t for t in texts if len(t) >= FEWEST_CHARACTERS and repetition(t) < REPEATS]
+    strange = [t for t in texts if strangeness(t) > 0.1]
+    if len(strange) > len(repeating):
+        return strange, "have characters that no text has"
+    return repeating, "repeat themselves"
+
+
+def _gibberish(run: Run) -> Found | None:
+    before, after = run.texts(last=False), run.texts(last=True)
+    if len(after) < 4:
+        return None
+    (was, _), (bad, why) = _degenerate(before), _degenerate(after)
+    share, earlier = len(bad) / len(after), len(was) / max(1, len(before))
+    if share < 0.5 or share < earlier + 0.4:
+        return None
+    return Found(
+        f"{percent(share)} of {len(after)} recorded completions at the end {why} "
+        f"({percent(earlier)} of {len(before)} at the start), while the reward went from "
+        f"{run.change('reward').words}",
+        "add a reward that text like this does not get (repetition, or a reward model)",
+        examples=excerpts(bad),
+    )
+
+
+def grown(run: Run) -> Found | None:
+    """Whether completions grew into the limit, which nothing makes them pay for."""
+    length, cut = run.change("completions/mean_length"), run.change("completions/clipped_ratio")
+    if not length.after > 1.5 * length.before or not many_cut(run) or not cut.before < 0.5:
+        return None
+    # Of few prompts a rollout, some ask for more.
+    if 0 in (length.moved, cut.moved) or (run.prompts < FEW_PROMPTS and length.moved is None):
+        return None
+    if cut.after <= MOSTLY_CUT and _to_be_cut_costs(run):
+        return None
+    return Found(
+        f"completions grew from {length.words} tokens, and {percent(cut.after)} of them reach the "
+        f"limit ({percent(cut.before)} at the start); the reward went from "
+        f"{run.change('reward').words}",
+        "let completions that are cut pay for it",
+        {"missing_eos_penalty": 1.0},
+        excerpts(run.texts(last=True)),
+        voids=cut.after > MOSTLY_CUT,
+    )
+
+
+def _to_be_cut_costs(run: Run) -> bool:
+    """Whether, beyond chance, recorded completions that were cut have lower rewards than others:
+    nothing pays for length then, and they grow because they need more than the limit."""
+    of: dict[bool, list[float]] = {True: [], False: []}
+    for row in run.recorded(last=True):
+        if row.get("reward") is not None:
+            of[row.get("finish") == "length"].append(row["reward"])
+    size = min(len(of[True]), len(of[False]))
+    if size < FEWEST:
+        return False
+    cut, whole = ((fmean(r), deviation(r) / math.sqrt(len(r))) for r in (of[True], of[False]))
+    return Change.of_errors(cut, whole, size).moved == 1
+
+
+def _cut(run: Run) -> Found | None:
+    cut, length = (run.change(f"completions/{n}") for n in ("clipped_ratio", "mean_length"))
+    limit = int(run.option("max_completion_length", 512))
+    if many_cut(run):
+        seen = f"{percent(cut.after)} of completions reach max_completion_length {limit}"
+    elif cut_beyond_chance(run, run.start) and not run.gained:
+        seen = (
+            f"{percent(cut.before)} of completions reached max_completion_length {limit} at the "
+            f"start; they went from {length.words} tokens, and the reward from "
+            f"{run.change('reward').words}"
+        )
+    else:
+        return None
+    times = 4 if max(cut.before, cut.after) > OFTEN_CUT else 2
+    return Found(
+        seen,
+        *longer_by(run, limit, times),
+        [repr(t[-80:]) for t in run.texts(last=True)[:2]],
+    )
+
+
+def _silent(run: Run) -> Found | None:
+    if not (seen := says_nothing(run)):
+        return None
+    return Found(
+        seen,
+        "look at the end of a recorded prompt: it may close the turn that the model is to speak "
+        "in, or hold its end token; with a chat model make messages of the prompts",
+        examples=excerpts([written(row.get("prompt")) for row in run.recorded(last=False)]),
+    )
+
+
+def _empty(run: Run) -> Found | None:
+    length = run.change("completions/mean_length")
+    if not length.after < EMPTY or not length.after < SHRUNK * length.before:
+        return None
+    return Found(
+        f"completions shrank from {length.words} tokens, the end included; the reward went from "
+        f"{run.change('reward').words}",
+        "give an empty completion the lowest reward",
+        examples=excerpts(run.texts(last=True)),
+    )
+
+
+def one_and_the_same(texts: Sequence[str]) -> float:
+    """The share of texts that are the most frequent one."""
+    return fmean(text == max(set(texts), key=list(texts).count) for text in texts) if texts else 0.0
+
+
+def _sameness(run: Run) -> Found | None:
+    before, after = run.texts(last=False), run.texts(last=True)
+    if len(after) < 8:
+        return None
+    share, earlier = one_and_the_same(after), one_and_the_same(before)
+    if share < 0.5 or share < earlier + 0.3:
+        return None
+    return Found(
+        f"{percent(share)} of {len(after)} recorded completions at the end are one and the same, "
+        f"whatever the prompt ({percent(earlier)} at the start); the reward went from "
+        f"{run.change('reward').words}",
+        "find out why the reward pays for this text, and let it not",
+        examples=excerpts([max(set(after), key=after.count)]),
+    )
+
+
+RULES = (
+    Rule(
+        "silent",
+        "Completions are empty from the start",
+        "half of the recorded completions of the first rollouts have no text, and the reward does "
+        "not rise",
+        "A model that says nothing finds no answer, whatever the reward.",
+        "prompts that the model takes as its turn to speak",
+        _silent,
+    ),
+    Rule(
+        "gibberish",
+        "Completions have become gibberish",
+        "half of the recorded completions at the end repeat themselves (deflate leaves less than "
+        "35 %) or have characters that no text has, and few did so at the start",
+        "The reward is paid for what nobody wants to read.",
+        "a reward that gibberish does not get",
+        _gibberish,
+        voids=True,
+    ),
+    Rule(
+        "empty",
+        "Completions have become empty",
+        "`completions/mean_length` of at most 2 tokens and a third of what it was",
+        "The reward is paid for saying nothing.",
+        "the lowest reward for an empty completion",
+        _empty,
+        voids=True,
+    ),
+    Rule(
+        "same_text",
+        "Every prompt gets the same completion",
+        "half of the recorded completions at the end are one text, and were not at the start",
+        "What does not depend on the prompt answers none of them.",
+        "a reward that this text does not get",
+        _sameness,
+        voids=True,
+    ),
+    Rule(
+        "length_explosion",
+        "Completions grow into the length limit",
+        "`completions/mean_length` 1.5 times what it was, and `completions/clipped_ratio` above "
+        "its band, which was below one half at the start, where completions that are cut do not "
+        "get lower rewards than others; above 80 % it voids the run",
+        "Length is being paid for, or its cost is not; what is cut is judged without its end.",
+        "`missing_eos_penalty`",
+        grown,
+    ),
+    Rule(
+        "truncation",
+        "Many completions are cut",
+        "`completions/clipped_ratio` above its band at the end, or at the start of a run whose "
+        "reward did not rise",
+        "A completion that is cut is judged without its end, mostly as wrong.",
+        "twice `max_completion_length`, or four times where more than a third are cut, as far as "
+        "the model's context allows",
+        _cut,
+    ),
+)

@@ -1,0 +1,179 @@
+"""What is wrong by facts that no row of a run tells: data, chat template, end tokens, memory. They
+are counted in `rloo.addons.report.doctor.dataset_stats`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rloo.addons.report.doctor.run_record import (
+    Found,
+    Row,
+    Rule,
+    Run,
+    band,
+    excerpts,
+    longer_by,
+    mean,
+    says_nothing,
+)
+from rloo.distributed.standard_streams import counted
+from rloo.tracking.console import percent
+from rloo.tracking.metrics import Z
+
+# Of the prompts tried, the share whose own words earn the reward.
+ANSWERED = 0.1
+# Share of completions that reach the length limit where none can end.
+NEARLY_ALL_CUT = 0.95
+
+
+def many_cut(run: Run) -> bool:
+    """Whether more completions reach the length limit at the end than is healthy, beyond chance."""
+    return cut_beyond_chance(run, run.end)
+
+
+def cut_beyond_chance(run: Run, rows: Sequence[Row]) -> bool:
+    """Whether more completions of some rollouts reach the length limit than is healthy."""
+    high, size = band("completions/clipped_ratio").bounds()[1], run.completions_of(rows)
+    chance = Z * math.sqrt(high * (1 - high) / max(1, size))
+    return mean(rows, "completions/clipped_ratio") > high + chance
+
+
+def _held_out_trained(run: Run) -> Found | None:
+    for name, (shared, total, example) in run.facts.get("shared_prompts", {}).items():
+        if shared > 0:
+            of = f"the evaluation set {name}" if name else "the evaluation set"
+            return Found(
+                f"the training set has {shared:,} of {counted(total, 'prompt')} of {of}, too",
+                "evaluate on a split that is not trained on (eval_split, eval_dataset)",
+                examples=excerpts([example]),
+            )
+    return None
+
+
+def _answered(run: Run) -> Found | None:
+    tried = run.facts.get("answered_prompts")
+    if tried is None or tried[0] < ANSWERED * tried[1]:
+        return None
+    count, total, example = tried
+    return Found(
+        f"for {count} of {total} prompts their own last words, given as a completion, earn the "
+        "full reward",
+        "take the answer out of the prompt (prompt_template names the columns that stay)",
+        examples=excerpts([example], length=200),
+    )
+
+
+def _missing_eos(run: Run) -> Found | None:
+    if turn := run.facts.get("end_of_turn"):
+        return Found(
+            f"the chat template ends a turn with {turn!r}, which does not end a completion",
+            "let that token end one",
+            {"generation_kwargs": {"eos_token_id": run.facts["end_of_turn_id"]}},
+        )
+    start = mean(run.start, "completions/clipped_ratio")
+    if not start >= NEARLY_ALL_CUT or not many_cut(run):
+        return None
+    given = dict(run.option("generation_kwargs", {}))
+    if "eos_token_id" in given:
+        return Found(
+            f"{percent(start)} of completions never end; what ends them was set to token "
+            f"{given.pop('eos_token_id')} (generation_kwargs)",
+            "leave the end token to the model",
+            {"generation_kwargs": given},
+        )
+    limit = int(run.option("max_completion_length", 512))
+    change, options = longer_by(run, limit)
+    never = all(row.get("completions/clipped_ratio") == 1.0 for row in run.rollouts)
+    return Found(
+        f"{percent(start)} of completions reached {limit} tokens from the first rollout on"
+        + (", and none ever ended by itself" if never else ""),
+        "look at the end of one: if it goes on after the answer, its end token is not among those "
+        "that stop sampling (tokenizer.eos_token, generation_config.eos_token_id); if it is cut in "
+        f"the midst of it, {change}",
+        options,
+        [repr(text[-80:]) for text in run.texts(last=True)[:2]],
+    )
+
+
+def _chat_template(run: Run) -> Found | None:
+    how = run.facts.get("chat_template")
+    if how == "turn not opened":
+        return Found(
+            "prompts end without opening the assistant's turn (add_generation_prompt)",
+            "open it when they are rendered, or give the tokenizer a template that does",
+            examples=excerpts([run.facts["prompt"]], length=200),
+        )
+    cut = mean(run.start, "completions/clipped_ratio")
+    silent, given = says_nothing(run), run.option("prompt_template", "{prompt}")
+    if how != "unused" or not (silent or cut > band("completions/clipped_ratio").bounds()[1]):
+        return None
+    return Found(
+        "the tokenizer has a chat template and the prompts are plain text, which it is not applied "
+        f"to; {silent or f'{percent(cut)} of completions never end'}",
+        "make messages of the prompts",
+        {"prompt_template": [{"role": "user", "content": given}]},
+        excerpts([run.facts["prompt"]], length=200),
+    )
+
+
+def _memory(run: Run) -> Found | None:
+    if (said := run.facts.get("out_of_memory")) is None:
+        return None
+    limit = int(run.option("max_completion_length", 512))
+    if not run.option("gradient_checkpointing"):
+        how: dict[str, Any] = {"gradient_checkpointing": True}
+        change = "compute activations again in the backward pass"
+    else:
+        how = {"max_completion_length": max(1, limit // 2)}
+        change = "halve the length of completions, or sample fewer of a prompt (num_generations)"
+    return Found(f"the run ended with {said}", change, how)
+
+
+RULES = (
+    Rule(
+        "memory",
+        "Memory does not suffice",
+        "the error that ended the run",
+        "A rollout and the activations of an update must fit beside the weights.",
+        "`gradient_checkpointing`, then a shorter `max_completion_length` or fewer "
+        "`num_generations`",
+        _memory,
+    ),
+    Rule(
+        "held_out_trained",
+        "Held-out prompts are in the training set",
+        "prompts of `eval_dataset` whose tokens are those of a training prompt, before the start",
+        "What is measured on them is memory.",
+        "a split of its own (`eval_split`, `eval_dataset`)",
+        _held_out_trained,
+    ),
+    Rule(
+        "prompt_answers",
+        "The prompt already answers",
+        "the last words of some prompts, given to a reward of 0 and 1 as a completion, before the "
+        "start (`rloo doctor CONFIG`)",
+        "Copying is learned in place of answering.",
+        "`prompt_template` without the answer",
+        _answered,
+    ),
+    Rule(
+        "chat_template",
+        "The chat template is not used as it should be",
+        "plain prompts beside a tokenizer with a chat template, where completions do not end or "
+        "say nothing; or prompts that do not open the assistant's turn",
+        "A chat model that is not addressed as one does not answer, or does not stop.",
+        "messages as prompts (`prompt_template`)",
+        _chat_template,
+    ),
+    Rule(
+        "missing_eos",
+        "Completions do not end",
+        "the token that ends a turn of the chat template is none that ends a completion; or "
+        "`completions/clipped_ratio` of at least 95 % from the first rollout on",
+        "What is cut has no end to judge, and sampling always takes the longest time.",
+        "the end token, or a longer `max_completion_length`",
+        _missing_eos,
+    ),
+)

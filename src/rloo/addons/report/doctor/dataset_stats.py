@@ -1,0 +1,216 @@
+"""What can be told of a run before its first step, counted: prompts that are held out and trained
+on, the chat template, the tokens that end a completion. The rules that judge it are in
+`rloo.addons.report.doctor.data_rules`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rloo.addons.report.doctor.run_record import LONGEST, written
+from rloo.algorithm.state import Parts
+from rloo.config.file_checks import context_of
+from rloo.data.images import tokenizer_of, without_images
+from rloo.data.prompt_dataset import PromptSource
+from rloo.data.tokenization import ProcessingClass
+from rloo.rewards import RewardSet
+from rloo.tracking.guarded import Note, attempt
+from rloo.trainer.evaluate import Sets
+from rloo.types import Message, Prompt, Text
+
+# Prompts whose last words are tried as a completion, and how many words at most.
+_TRIED_PROMPTS, _TRIED_WORDS = 16, 12
+# What errors say that have no type of their own: those of other devices, and of a CPU.
+_LACKS_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+# Question and answer in conversations that are made up: words that no template has.
+_WORD, _ANSWER = "rloo", "oolr"
+
+
+def facts_of(parts: Parts, sets: Sets) -> dict[str, Any]:
+    """The facts of a run; `sets` are its evaluation sets. The prompts of a stream are not known. A
+    fact that cannot be found is missing, and a note of the run says why."""
+    source, policy = _prompts_of(parts), parts.policy
+    if source is None:
+        return {}
+
+    def template() -> dict[str, Any]:
+        (first,) = source.all_prompts(1)
+        given = policy.config.chat_template_kwargs or {}
+        return of_template(policy.processing_class, first, policy.stop_token_ids, given)
+
+    note = parts.monitor.note
+    shared = attempt("what evaluations share", lambda: _shared(source, sets), None, note)
+    counted = {"shared_prompts": shared, LONGEST: longest_completion(parts)}
+    known = {name: fact for name, fact in counted.items() if fact is not None}
+    nothing: dict[str, Any] = {}
+    return known | attempt("how the chat template is used", template, nothing, note)
+
+
+def longest_completion(parts: Parts) -> int | None:
+    """The most tokens that a completion can have after the longest prompt, in the model's context;
+    None where one of both is not known."""
+    source, context = _prompts_of(parts), context_of(parts.policy.model.config.get_text_config())
+    return None if source is None or context is None else context - max(source.lengths, default=0)
+
+
+def _prompts_of(parts: Parts) -> PromptSource | None:
+    source = getattr(parts.rollouts, "prompts", None)
+    return source if isinstance(source, PromptSource) else None
+
+
+def facts_of_error(error: BaseException, note: Note) -> dict[str, Any]:
+    """The cause of a run's end, as far as its error tells it; `note` is told where that raises."""
+    nothing: dict[str, Any] = {}
+    return attempt("why the run ended", lambda: _of_error(error), nothing, note)
+
+
+def _of_error(error: BaseException) -> dict[str, Any]:
+    said = " ".join(str(error).split())
+    lacks = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and _LACKS_MEMORY.search(said) is not None
+    )
+    return {"out_of_memory": f"{type(error).__name__}: {said[:200]}"} if lacks else {}
+
+
+def _shared(source: PromptSource, sets: Sets) -> dict[str, tuple[int, int, str]]:
+    return {
+        name: (len(shared), len(prompts), written(shared[0].content))
+        for name, prompts in sets.items()
+        if (shared := source.shared_with(prompts))
+    }
+
+
+def of_template(
+    processing_class: ProcessingClass,
+    prompt: Prompt,
+    stops: Sequence[int],
+    kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """How a prompt stands to the chat template, by conversations that continue the prompt's own
+    messages, or one that is made up where the prompt is a text. Raises what the template raises."""
+    content, tokenizer = prompt.content, tokenizer_of(processing_class)
+    if not processing_class.chat_template:
+        return {}
+    if not isinstance(content, str) and content[-1]["role"] == "assistant":  # its turn is open
+        return {}
+
+    def render(conversation: Sequence[Message], *, opens: bool = False) -> str:
+        fixed: dict[str, Any] = {"tokenize": False, "add_generation_prompt": opens}
+        return str(processing_class.apply_chat_template(list(conversation), **fixed, **kwargs))
+
+    messages, whole = _answered(render, _messages(content))
+    plain, opened = (render(messages, opens=opens) for opens in (False, True))
+    # Nothing where the answer is not rendered as it was said.
+    ending = whole.rpartition(_ANSWER)[2] if _ANSWER in whole else ""
+    if isinstance(content, str):
+        ends = (tokenizer.bos_token, tokenizer.eos_token)  # which a plain text may have
+        marks = [mark for mark in tokenizer.all_special_tokens if mark not in ends]
+        how = _how_rendered(content, plain, opened, marks)
+        if how == "unused":
+            return {"chat_template": how, "prompt": content}
+        found = {"chat_template": how, "prompt": content} if how else {}
+    else:
+        # Some templates open the turn without being asked to: then the answer follows at once.
+        gap = whole[len(plain) : whole.rfind(_ANSWER)] if whole.startswith(plain) else ""
+        unopened = plain == opened and gap.strip()
+        found = {"chat_template": "turn not opened", "prompt": plain} if unopened else {}
+    return found | _end_of_turn(tokenizer, ending, stops)
+
+
+def _messages(content: Text) -> list[Message]:
+    """The messages of a prompt without what is null, or one that is made up."""
+    if isinstance(content, str):
+        return [{"role": "user", "content": _WORD}]
+    bare = without_images(content)
+    assert not isinstance(bare, str)
+    return [{k: v for k, v in message.items() if v is not None} for message in bare]
+
+
+def _answered(
+    render: Callable[[Sequence[Message]], str], messages: list[Message]
+) -> tuple[list[Message], str]:
+    """The messages, and them with an answer of one word, rendered. Some templates read a content
+    as a text, others as parts, as models with images have it; some one role so and one so."""
+    parts = [{"type": "text", "text": _ANSWER}]
+    answers: list[Any] = [_ANSWER, parts]
+    if any(isinstance(message.get("content"), list) for message in messages):
+        answers.reverse()
+    for answer in answers:
+        with suppress(Exception):  # whatever a template raises: the next form is tried
+            return messages, render([*messages, {"role": "assistant", "content": answer}])
+    in_parts = [
+        {**message, "content": [{"type": "text", "text": said}]}
+        if isinstance(said, str)
+        else message
+        for message, said in ((message, message.get("content")) for message in messages)
+    ]
+    return in_parts, render([*in_parts, {"role": "assistant", "content": parts}])
+
+
+def _how_rendered(text: str, plain: str, opened: str, marks: Sequence[str]) -> str:
+    """How whoever wrote a prompt as a text applied the chat template to it: "" where the turn of
+    the assistant is open, "turn not opened", or "unused". `marks` are tokens that no plain text
+    has."""
+    opening, closing = (frame.rpartition(_WORD)[2].strip() for frame in (opened, plain))
+    said = text.rstrip()
+    if opened.strip() == _WORD:  # it adds nothing to what is said
+        return ""
+    if opening and said.endswith(opening):
+        return ""
+    if closing and said.endswith(closing):
+        return "turn not opened"
+    # Another ending of the same template: with other options, or a turn that has begun.
+    return "" if any(mark in opened and mark in text for mark in marks) else "unused"
+
+
+def _end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, ending: str, stops: Sequence[int]
+) -> dict[str, Any]:
+    """The special token that ends a turn, if it ends no completion."""
+    ends = tokenizer(ending, add_special_tokens=False)["input_ids"]
+    # A text for which no token stands is no end, unless that is its own text.
+    unknown = None if str(tokenizer.unk_token) in ending else tokenizer.unk_token_id
+    special = [i for i in ends if i in tokenizer.all_special_ids and i != unknown]
+    if not special or set(special) & set(stops):
+        return {}
+    return {"end_of_turn": tokenizer.decode(special[:1]), "end_of_turn_id": special[0]}
+
+
+def answered_prompts(
+    rewards: RewardSet, prompts: Sequence[Prompt], state: Any, threshold: float
+) -> tuple[int, int, str] | None:
+    """How many of some prompts earn the full first reward with their own last words as a
+    completion, of how many, and one of them. None for a reward that gives more than 0 and 1."""
+    tried = [
+        (prompt, " ".join(words[-count:]))
+        for prompt in prompts[:_TRIED_PROMPTS]
+        if (words := written(prompt.content).split())
+        for count in range(1, min(len(words), _TRIED_WORDS) + 1)
+    ]
+    if not tried:
+        return None
+    plain = [isinstance(prompt.content, str) for prompt, _ in tried]
+    said: list[Any] = [
+        text if is_text else [{"role": "assistant", "content": text}]
+        for (_, text), is_text in zip(tried, plain, strict=True)
+    ]
+    names = dict.fromkeys(name for prompt, _ in tried for name in prompt.columns)
+    columns = {name: [prompt.columns.get(name) for prompt, _ in tried] for name in names}
+    given = [prompt.content for prompt, _ in tried]
+    scores = rewards.score(given, said, [[0] for _ in tried], columns, state, learn=False)
+    first = next(iter(scores.by_function.values()))
+    if any(score not in (0.0, 1.0, None) for score in first):
+        return None
+    passed = [
+        prompt
+        for (prompt, _), score in zip(tried, first, strict=True)
+        if score is not None and score >= threshold
+    ]
+    earned = {prompt.id: prompt for prompt in passed}
+    example = written(next(iter(earned.values())).content) if earned else ""
+    return len(earned), len({prompt.id for prompt, _ in tried}), example

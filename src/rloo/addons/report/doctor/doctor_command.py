@@ -1,0 +1,126 @@
+"""A run from its files, whether it ended or died, and what the doctor says of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rloo.addons.report.doctor.rules import diagnose
+from rloo.addons.report.doctor.run_record import LONGEST, Finding, Run
+from rloo.config.config import RLOOConfig
+from rloo.tracking.jsonl import CONFIG, METRICS
+from rloo.tracking.run_reader import RunFolder, read_folder, read_summary
+from rloo.tracking.summary_text import training_of, verdict
+
+
+def read_run(folder: Path, options: RLOOConfig | None = None) -> Run:
+    """The run in a folder, with its options or else those that its files name. Raises ValueError
+    where there is none."""
+    return _run_in(_require_steps(_read(folder, options)))
+
+
+def findings_of(
+    folder: Path,
+    options: RLOOConfig | None = None,
+    summary: Mapping[str, Any] | None = None,
+) -> list[Finding]:
+    """What is wrong with the run in a folder: by its files, and by alarms of what no row tells, a
+    run that ended before its first step among them. `summary` is one that is yet to be written."""
+    found = _read(folder, options)
+    found = found if summary is None else replace(found, summary=summary)
+    return _findings_in(found, _run_in(found))
+
+
+def summary_of(folder: Path, run: Run) -> dict[str, Any]:
+    """The summary that the run has written; what that lacks, as all of it for a run that has died,
+    by its rows."""
+    start, end = run.measured or ({}, {})
+    by_rows = {
+        "status": "died",
+        "steps": int(run.rows[-1]["step"]) if run.rows else 0,
+        "max_steps": run.option("max_steps", 0),
+        "start": start,
+        "end": end,
+        "wall_seconds": math.fsum(_known(row, "step_time") for row in run.rows),
+        "refused_steps": sum(bool(row.get("update/nonfinite")) for row in run.rows),
+        "training": training_of(run.rollouts),
+    }
+    return by_rows | read_summary(folder)
+
+
+def _read(folder: Path, options: RLOOConfig | None) -> RunFolder:
+    return read_folder(folder, None if options is None else options.to_dict())
+
+
+def _require_steps(found: RunFolder) -> RunFolder:
+    if not (found.metrics or found.evaluations or found.alarms):
+        raise ValueError(
+            f"{found.path} has no {METRICS}: no run has made a step there"
+            if not found.faults
+            else f"{found.path} has no row of a run that can be read: {'; '.join(found.faults)}"
+        )
+    return found
+
+
+def _run_in(found: RunFolder) -> Run:
+    path, values = found.path / CONFIG, found.options
+    longest = found.summary.get(LONGEST)
+    named = path.exists() and all(values.get(name) for name in ("model", "dataset", "reward"))
+    return Run(
+        found.metrics,
+        found.completions,
+        found.evaluations,
+        values,
+        {} if longest is None else {LONGEST: longest},
+        source=(str(path),) if named else (),
+    )
+
+
+def _findings_in(found: RunFolder, run: Run) -> list[Finding]:
+    told = [(row["step"], Finding(**row["finding"])) for row in found.alarms]
+    return diagnose(run, told=told)
+
+
+def report(folder: Path) -> Iterator[str]:
+    """The lines of `rloo doctor FOLDER`: the verdict, then each finding with all that belongs to
+    it, and what of the folder could not be read."""
+    found = _require_steps(read_folder(folder))
+    run = _run_in(found)
+    findings = _findings_in(found, run)
+    known = {"findings": [asdict(finding) for finding in findings]}
+    yield from verdict(summary_of(folder, run) | known).split("\n")
+    yield from describe(findings)
+    yield from (f"note: {fault}" for fault in found.faults)
+
+
+def closing(findings: Sequence[Finding], folder: str) -> Iterator[str]:
+    """Findings as lines under a verdict, which begins with the first one that voids a run."""
+    void = next((finding for finding in findings if finding.voids), None)
+    for finding in findings:
+        yield f"Change: {finding.change}." if finding is void else finding.line
+    if findings:
+        yield f"More about it: rloo doctor {folder}"
+
+
+def describe(findings: list[Finding]) -> Iterator[str]:
+    """Each finding in full."""
+    if not findings:
+        yield "Nothing is wrong by any rule (docs/doctor.md)."
+    for number, finding in enumerate(findings, 1):
+        yield ""
+        yield f"{number}. {finding.title} ({finding.name})"
+        yield f"   seen:    {finding.evidence}"
+        for example in finding.examples:
+            yield f"            {example}"
+        yield f"   why:     {finding.why}"
+        yield f"   change:  {finding.change}"
+        if finding.command:
+            yield f"   command: {finding.command}"
+
+
+def _known(row: Mapping[str, float], name: str) -> float:
+    value = row.get(name, math.nan)
+    return value if math.isfinite(value) else 0.0

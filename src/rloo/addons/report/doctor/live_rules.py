@@ -1,0 +1,77 @@
+"""The rules over a run that is under way. Nothing that they raise ends it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rloo.addons.report.doctor.rules import diagnose
+from rloo.addons.report.doctor.run_record import LONGEST, Finding, Run
+from rloo.tracking.before_after import WINDOW
+from rloo.tracking.guarded import Note, attempt, warn
+
+# Rollouts and completions before which nothing is said of a run that goes on.
+PATIENCE, FEWEST = 4, 32
+
+
+class Watch:
+    """The same rules over a run that is under way, of which it keeps the first rollouts and the
+    last ones. What it has `told` it does not tell again; `note` is told what cannot be
+    judged."""
+
+    def __init__(self, config: Mapping[str, Any], note: Note = warn) -> None:
+        self.config = config
+        self._note = note
+        self.facts: Mapping[str, Any] = {}
+        self.told: set[str] = set()
+        self._first: list[Kept] = []
+        self._last: deque[Kept] = deque(maxlen=WINDOW)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take a row of metrics.jsonl."""
+        if "reward" in row:
+            kept = Kept([], [])
+            (self._first if len(self._first) < WINDOW else self._last).append(kept)
+        if self._first:
+            self._newest.rows.append(row)
+
+    def add_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take rows of completions.jsonl of rollouts that were added."""
+        kept = {part.rows[0].get("step"): part for part in (*self._first, *self._last)}
+        for row in rows:
+            if (part := kept.get(row.get("step"))) is not None:
+                part.completions.append(row)
+
+    def news(self) -> list[Finding]:
+        """What was not told yet."""
+        return attempt("what is wrong with the run", self._news, [], self._note)
+
+    def _news(self) -> list[Finding]:
+        kept = [*self._first, *self._last]
+        run = Run(
+            [row for part in kept for row in part.rows],
+            [row for part in kept for row in part.completions],
+            config=self.config,
+            facts=self.facts,
+            over=False,
+        )
+        early = len(kept) < PATIENCE or run.completions_of(run.rollouts) < FEWEST
+        tells = self.facts.keys() - {LONGEST}  # which is nothing that is wrong
+        found = [] if early and not tells else diagnose(run, self._note)
+        found = [f for f in found if f.name not in self.told and not (early and f.voids)]
+        self.told |= {finding.name for finding in found}
+        return found
+
+    @property
+    def _newest(self) -> Kept:
+        return self._last[-1] if self._last else self._first[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of a rollout: rows of metrics.jsonl and of completions.jsonl."""
+
+    rows: list[Mapping[str, Any]]
+    completions: list[Mapping[str, Any]]

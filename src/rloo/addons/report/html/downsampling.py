@@ -1,0 +1,79 @@
+"""Curves of a run: at most 200 points each, of which every one that stands for several steps has
+their mean, minimum and maximum, so that no peak is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from rloo.tracking.metric_registry import find
+
+POINTS = 200
+# Steps at either end over which a value is averaged before it is judged by its band.
+WINDOW = 8
+
+Values = Sequence[tuple[int, float]]
+
+
+def known(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """For every metric, in the order of appearance, (step, value) where the value is a finite
+    number."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
+                found.setdefault(name, []).append((row["step"], float(value)))
+    return found
+
+
+def curve(values: Values) -> dict[str, Any]:
+    """`from` and `to`, the steps that each point stands for, and `mean`; where that is more than
+    one step, also `low` and `high`."""
+    size = max(1, math.ceil(len(values) / POINTS))
+    parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
+    steps = [[part[side][0] for part in parts] for side in (0, -1)]
+    shown: dict[str, Any] = {"from": steps[0], "to": steps[1]}
+    shown["mean"] = [rounded(fmean(v for _, v in part)) for part in parts]
+    if size > 1:
+        shown["low"] = [rounded(min(v for _, v in part)) for part in parts]
+        shown["high"] = [rounded(max(v for _, v in part)) for part in parts]
+    return shown
+
+
+def rounded(value: float) -> float | None:
+    """Four digits, which is more than anybody sees; None for what JSON cannot say."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+def ends(values: Values) -> tuple[float, float]:
+    """The means of the first and the last steps, at most 8 and at most a third of all."""
+    size = min(WINDOW, max(1, len(values) // 3))
+    return fmean(v for _, v in values[:size]), fmean(v for _, v in values[-size:])
+
+
+def bounds_of(name: str, values: Values) -> tuple[float, float] | None:
+    """The healthy band of a metric in this run."""
+    row = find(name)
+    if row is None or row.band is None:
+        return None
+    return row.band.bounds(ends(values)[0])
+
+
+def outside(series: Mapping[str, Values]) -> list[dict[str, Any]]:
+    """The metrics that left their band at the end of the run; those that must be 0, at any time.
+    Each with its value then, its band, and in how many of its steps it was outside."""
+    found = []
+    for name, values in series.items():
+        row, bounds = find(name), bounds_of(name, values)
+        if row is None or row.band is None or bounds is None:
+            continue
+        start, end = ends(values)
+        times = sum(not bounds[0] <= v <= bounds[1] for _, v in values)
+        never = row.band.low is None and row.band.high == 0
+        if times and (never or not row.band.holds(end, start)):
+            value = rounded(max(v for _, v in values) if never else end)
+            said = {"name": name, "value": value, "band": str(row.band)}
+            found.append(said | {"steps": times, "of": len(values)})
+    return found

@@ -1,0 +1,65 @@
+"""The report served on this machine's own address while a run goes on: nothing else can be asked
+for, and nobody else can ask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from rloo.addons.report.html.document import data_of, document
+
+HOST = "127.0.0.1"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def __init__(self, folders: Sequence[Path], *arguments: object) -> None:
+        self._folders = folders
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        """Answer with the page, or with what it shows now."""
+        port = self.connection.getsockname()[1]
+        # A page of another site whose name was made to mean this address has that name here.
+        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+            self._answer(403, "text/plain", "this report is for 127.0.0.1 alone\n")
+        elif self.path not in ("/", "/data.json"):
+            self._answer(404, "text/plain", "there is only the report: /\n")
+        else:
+            self._report()
+
+    def _report(self) -> None:
+        try:
+            data = data_of(self._folders)
+        except ValueError as error:  # a run that was moved aside meanwhile
+            self._answer(503, "text/plain", f"{error}\n")
+            return
+        if self.path == "/":
+            self._answer(200, "text/html; charset=utf-8", document(data, follows=True))
+        else:
+            self._answer(200, "application/json", json.dumps(data))
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Say nothing: the page asks every few seconds."""
+
+
+def server_of(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """A server of the report of these runs, on this machine's own address alone; port 0 is any that
+    is free. Raises OSError for one that is not."""
+    server = ThreadingHTTPServer((HOST, port), partial(_Handler, folders))
+    server.daemon_threads = True
+    return server

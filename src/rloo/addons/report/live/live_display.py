@@ -1,0 +1,186 @@
+"""What a terminal or a notebook shows while a run goes on: a view of its present state, drawn anew
+after a step, below the finished lines, which stay. Nothing here is drawn elsewhere.
+
+A refresh is drawn in the thread that trains, at most every quarter of a second.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text as RichText
+
+from rloo.addons.report.live.text_plot import Curve, bounds, draw
+from rloo.tracking.console import flow, safe
+from rloo.tracking.progress_line import Figures
+
+SECONDS_BETWEEN_REFRESHES = 0.25
+# A terminal with fewer lines gets curves of one line, and nothing else less.
+FEWEST_LINES = 20
+_NARROWEST_PAIR = 70
+_WIDEST = 160
+_BAR = 20
+_GAP = 2
+_LABEL = 9
+
+
+@dataclass(slots=True)
+class Plot:
+    """A curve with what stands above and below it; `form` is how its bounds are written."""
+
+    curve: Curve
+    title: str
+    below: list[str]
+    style: str
+    form: str = "{:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The state of a run as lines that fit any width: what does not fit goes on in the next one."""
+
+    figures: Figures
+    plots: list[Plot]
+    alarms: list[tuple[int, str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The lines, for rich."""
+        width = min(options.max_width, _WIDEST)
+        for line in self._lines(console, width):
+            line.overflow = "fold"
+            yield line
+
+    def _lines(self, console: Console, width: int) -> Iterator[RichText]:
+        figures, ascii_only = self.figures, console.options.ascii_only
+        full = round(_BAR * figures.step / max(1, figures.max_steps))
+        done, left = "=-" if ascii_only else "━─"
+        bar = RichText.assemble((done * full, "cyan"), (left * (_BAR - full), "dim"))
+        for line in flow(figures.progress, width - _BAR - 2):
+            yield RichText.assemble(bar, "  ", safe(line, console, "bold"))
+            bar = RichText(" " * _BAR)
+        yield from self._curves(console, width)
+        for name, phrases in figures.rows.items():
+            if phrases:
+                yield from _labelled(console, name, phrases, width)
+        yield safe(f"{' ' * _LABEL}{figures.span}", console, "dim")
+        if self.alarms:
+            step, text = self.alarms[-1]
+            which = f"{len(self.alarms)} alarms, the last" if len(self.alarms) > 1 else "alarm"
+            yield safe(f"{which} at step {step}: {text}", console, "bold red")
+
+    def _curves(self, console: Console, width: int) -> Iterator[RichText]:
+        pairs = len(self.plots) > 1 and width >= _NARROWEST_PAIR
+        each = (width - _GAP) // 2 if pairs else min(width, _WIDEST // 2)
+        blocks = [self._block(plot, console, each) for plot in self.plots]
+        if not pairs:
+            yield from chain(*blocks)
+            return
+        for left, right in zip_longest(*blocks, fillvalue=RichText()):
+            yield RichText.assemble(left, " " * (each + _GAP - left.cell_len), right)
+
+    def _block(self, plot: Plot, console: Console, width: int) -> list[RichText]:
+        height = 3 if console.size.height >= FEWEST_LINES else 1
+        low, high = map(plot.form.format, bounds(plot.curve.points))
+        labels = [high, *[""] * (height - 2), low] if height > 1 else [""]
+        margin = max(map(len, labels)) + 1
+        drawn = draw(
+            plot.curve.points,
+            max(1, width - margin),
+            height,
+            end=float(self.figures.step),
+            ascii_only=console.options.ascii_only,
+        )
+        lines = [
+            RichText.assemble((f"{label:>{margin - 1}} ", "dim"), (dots, plot.style))
+            for label, dots in zip(labels, drawn, strict=True)
+        ]
+        above, *below = (
+            text.wrap(console, width, overflow="fold")
+            for text in (safe(plot.title, console, "bold"), *(safe(t, console) for t in plot.below))
+        )
+        return [*above, *lines, *chain(*below)]
+
+
+def _labelled(
+    console: Console, name: str, phrases: Sequence[str], width: int
+) -> Iterator[RichText]:
+    for number, line in enumerate(flow(phrases, width - _LABEL)):
+        label = f"{name:{_LABEL}}" if number == 0 else " " * _LABEL
+        yield RichText.assemble((label, "dim"), safe(line, console))
+
+
+class Terminal:
+    """Shows a view at the bottom of a terminal: prints go above it, those of others, too."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False)
+
+    def show(self, view: Any) -> None:
+        """Show `view` in place of the previous one."""
+        self._live.start()
+        self._live.update(view, refresh=True)
+
+    def stop(self, view: Any) -> None:
+        """Leave `view` where it is, and give the terminal back."""
+        self._live.start()
+        self._live.update(view)
+        self._live.stop()
+
+
+class Notebook:
+    """Shows a view in one output of a notebook's cell; other output goes below it."""
+
+    def __init__(self, console: Console) -> None:
+        self._width = console.width
+        self._handle: Any = None
+
+    def show(self, view: Any) -> None:
+        """Show `view` in place of the previous one."""
+        from IPython.display import HTML, display
+
+        page = Console(
+            record=True, file=io.StringIO(), width=self._width, height=100, force_jupyter=False
+        )
+        page.print(view)
+        form = "<pre style='line-height:1.2;font-family:monospace'>{code}</pre>"
+        shown = HTML(page.export_html(inline_styles=True, code_format=form))
+        if self._handle is None:
+            self._handle = display(shown, display_id=True)
+        else:
+            self._handle.update(shown)
+
+    stop = show
+
+
+def region_of(console: Console) -> Terminal | Notebook | None:
+    """Where a view can be shown: None for a file, a pipe or a terminal that only takes lines."""
+    if console.is_jupyter:
+        return Notebook(console)
+    return Terminal(console) if console.is_interactive else None
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich's own would end the run
+
+
+def make_console() -> Console:
+    """Standard output. Colours that are forced (FORCE_COLOR) do not make a terminal of a pipe."""
+    console = _Output()
+    try:
+        moves = console.file.isatty()
+    except (AttributeError, ValueError):
+        moves = False
+    console.is_interactive = console.is_interactive and moves
+    return console
+
+
+def nowhere() -> Console:
+    """A console that shows nothing, anywhere."""
+    return Console(quiet=True, force_terminal=False, force_interactive=False, force_jupyter=False)

@@ -1,0 +1,295 @@
+"""Sampling and scoring beside training: rollouts are begun ahead of the one that is trained.
+
+Groups have numbers, in the order in which their prompts are drawn. Group n is begun when
+n < (max_staleness + version + 1) x groups per rollout, `version` being the number of rollouts that
+were trained (AReaL's gate, arXiv 2505.24298, equation 3), and groups are trained in the order of
+their numbers: none is dropped for its age, none overtakes another, since who is done first is often
+who is short. A checkpoint knows how many rollouts were trained; what was begun then is begun again.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol, cast
+
+from rloo.algorithm.rank_rollout import (
+    Called,
+    Judge,
+    arguments_of,
+    column_names,
+    completions_of_all,
+)
+from rloo.algorithm.rollout import SyncRollouts
+from rloo.distributed.platform_info import num_processors
+from rloo.distributed.worker_pool import follow, result_of
+from rloo.engines.counter_rng import noise_key
+from rloo.rewards.reward_workers import Scorers, why_not, written
+from rloo.types import Completion, Engine, Group, Prompt, Sampling
+
+
+class BesideEngine(Engine, Protocol):
+    """An engine that samples while this process does something else."""
+
+    def begin(
+        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
+    ) -> list[Future[list[Completion]]]:
+        """As `sample`, in the main process, and does not wait for it."""
+
+    def forget(self) -> None:
+        """Give up what was begun and waits."""
+
+    def busy_seconds(self) -> float:
+        """For how long it has sampled so far."""
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A rollout that was begun: the number of its first group, what its noise is keyed by, where
+    the data stands after it; and in the main process what becomes of each group."""
+
+    number: int
+    prompts: list[Prompt]
+    noise: int
+    position: dict[str, Any]
+    epoch: float
+    sampled: list[Future[list[Completion]]] = field(default_factory=list)
+    scored: list[Future[Called]] = field(default_factory=list)
+
+    @property
+    def num_done(self) -> int:
+        """How many of its groups are ready to be trained."""
+        return sum(future.done() for future in self.scored or self.sampled)
+
+
+@dataclass(slots=True)
+class AsyncRollouts(SyncRollouts):
+    """Rollouts that an engine in another process samples, each with weights of at most
+    `max_staleness` rollouts before those that it trains. Reward functions are called in processes
+    of their own, the main one's `scorers`; where that cannot be, `why_here` says why, and they are
+    called here when their rollout is trained."""
+
+    why_here: str | None = None
+    scorers: Scorers | None = None
+    _begun: deque[_Begun] = field(default_factory=deque)
+    _trained: int = 0
+    _after: dict[str, Any] = field(default_factory=dict)
+    _epoch: float = 0.0
+    _decoder: Any = None
+    # Of each version that may still be sampled with: how many rollouts it was trained on.
+    _trained_of: dict[int, int] = field(default_factory=dict)
+    _told: dict[str, float] = field(default_factory=dict)
+    _pace: _Pace | None = None
+    # Seconds that sampling took since the last rollout.
+    _sampling: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._after, self._epoch = self.prompts.state_dict(), self.prompts.epoch
+        self.why_here = why_not(self.rewards)
+        if self.why_here is None and self.world.is_main:
+            some = self.config.reward_workers or min(
+                self.batches.prompts_per_rollout, num_processors(), 8
+            )
+            placed = self.config.remote_workers in ("score", "both")
+            hub = self.world.hub if placed else None
+            self.scorers = Scorers(self.rewards, some, hub)
+            # Other threads use it, beside this one.
+            self._decoder = copy.deepcopy(self.tokenizer)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data, of what was trained."""
+        return self._epoch
+
+    def describe(self) -> dict[str, Any]:
+        """As `SyncRollouts`, and how it goes on beside training."""
+        told = SyncRollouts.describe(self) | {"max_staleness": self.config.max_staleness}
+        if self.scorers is not None:
+            return told | {"rewards_in": f"{self.scorers.size} processes"}
+        return told | {"rewards_in": f"this process, since {self.why_here}"}
+
+    def close(self) -> None:
+        """Give up what was begun, as if it had not been drawn, and end the scoring processes."""
+        self._begun.clear()
+        self._beside.forget()
+        if self.scorers is not None:
+            self.scorers.close()
+        self.prompts.load_state_dict(self._after)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after what was handed out; what is begun beyond that is no part of it."""
+        return {"prompts": self._after, "rewards": self.rewards.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
+        """Go on from what `state_dict` returned; what was begun is given up."""
+        self._begun.clear()
+        self._beside.forget()
+        if self.scorers is not None:
+            self.scorers.forget()
+        self.prompts.load_state_dict(state["prompts"])
+        self.rewards.load_state_dict(state["rewards"])
+        self._after, self._epoch = state["prompts"], self.prompts.epoch
+        self.step, self._pace = step, None
+
+    @property
+    def _beside(self) -> BesideEngine:
+        return cast(BesideEngine, self.engine)
+
+    def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
+        """The groups of the next rollout, once all of them are done."""
+        self._trained_of[self.engine.version] = self._trained
+        self._begin(num_prompts)
+        begun = self._begun[0]
+        done = sum(other.num_done for other in self._begun)
+        in_flight = sum(len(other.prompts) for other in self._begun) - done
+        came = time.monotonic()
+        with self.clock.phase("sample"):
+            drawn = [result_of(each) for each in begun.sampled]
+            count = self.config.num_generations
+            sampled = completions_of_all(drawn, begun.prompts, count, self.sampling, self.world)
+        with self.clock.phase("reward"):
+            called = None if self.why_here else [result_of(each) for each in begun.scored]
+            waited = time.monotonic() - came
+            judge = Judge(self.rewards, self.tokenizer, self.world, self.trainer, begun.noise)
+            groups, logged = judge.score(begun.prompts, sampled, called=called)
+        self._begun.popleft()
+        self._after, self._epoch = begun.position, begun.epoch
+        self.prompts.see(groups)
+        if not self._begun:  # what is drawn next may go by these rewards
+            self._after = self.prompts.state_dict()
+        self._told = {
+            "groups/first": float(begun.number),
+            "queue/done": float(done),
+            "queue/in_flight": float(in_flight),
+            **self._staleness(begun.number, groups),
+            **self._idle(waited),
+        }
+        self._trained += 1
+        return groups, logged
+
+    def _begin(self, num_prompts: int) -> None:
+        """Begin what the gate lets through, but nothing that the run will not train."""
+        per_rollout = self.batches.steps_per_rollout
+        while len(self._begun) <= self.config.max_staleness:
+            step = self.step + len(self._begun) * per_rollout
+            if self._begun and step >= self.trainer.max_steps:
+                return
+            prompts = self.prompts.next(num_prompts)
+            begun = _Begun(
+                step // per_rollout * num_prompts,
+                prompts,
+                noise_key(self.config.seed, "train", step),
+                self.prompts.state_dict(),
+                self.prompts.epoch,
+            )
+            self._begun.append(begun)
+            if self.world.is_main:
+                count = self.config.num_generations
+                begun.sampled = self._beside.begin(prompts, count, self.sampling, begun.noise)
+                if self.scorers is not None:
+                    self._score_when_sampled(begun, self.scorers)
+
+    def _score_when_sampled(self, begun: _Begun, scorers: Scorers) -> None:
+        names, state = column_names(begun.prompts), b""
+        if self.rewards.reads_state:
+            # Its values alone: the class would bring torch along, and what is here may change.
+            known = {**vars(self.trainer), "log_history": [*self.trainer.log_history]}
+            state = written(SimpleNamespace(**known))
+        for index, (prompt, sampled) in enumerate(zip(begun.prompts, begun.sampled, strict=True)):
+            scored: Future[Called] = Future()
+            scored.set_running_or_notify_cancel()
+            begun.scored.append(scored)
+            seed = noise_key(begun.noise, "reward", begun.number + index)
+
+            def make(prompt: Prompt = prompt, sampled: Any = sampled) -> Any:
+                return arguments_of([(prompt, sampled.result())], names, self._decoder)
+
+            begin = partial(scorers.begin, seed, make, state)
+            sampled.add_done_callback(partial(_then, begin, scored))
+
+    def _staleness(self, first: int, groups: Sequence[Group]) -> dict[str, float]:
+        """By how many rollouts the weights that sampled a token are older than those it trains.
+        Raises RuntimeError for more than max_staleness."""
+        tokens: Counter[int] = Counter()
+        for number, group in enumerate(groups, start=first):
+            for version, count in (span for c in group.completions for span in c.versions):
+                age = self._trained - self._trained_on(version)
+                if not 0 <= age <= self.config.max_staleness:
+                    raise RuntimeError(
+                        f"group {number} was sampled by version {version} of the weights, and at "
+                        f"most {self.config.max_staleness} rollouts may lie between (max_staleness)"
+                    )
+                tokens[age] += count
+        oldest = self._trained - self.config.max_staleness
+        self._trained_of = {v: n for v, n in self._trained_of.items() if n >= oldest}
+        total = sum(age * count for age, count in tokens.items())
+        return {
+            "staleness/mean": total / max(tokens.total(), 1),
+            "staleness/max": float(max(tokens, default=0)),
+        }
+
+    def _trained_on(self, version: int) -> int:
+        """How many rollouts weights were trained on, at least. Those that an evaluation has loaded
+        are between two that are known; those that nobody knows are too old, or too new."""
+        never = self.config.max_staleness + 1
+        if version > self.engine.version:
+            return self._trained + 1
+        return max((n for v, n in self._trained_of.items() if v <= version), default=-never)
+
+    def _idle(self, waited: float) -> dict[str, float]:
+        """Which share of the time since the last rollout each role had nothing to do."""
+        scorers = self.scorers
+        scored = scorers.busy_seconds() / scorers.size if scorers is not None else 0.0
+        before, now = self._pace, _Pace(time.monotonic(), self._beside.busy_seconds(), scored)
+        self._pace, self._sampling = now, now.sampled - (before.sampled if before else 0.0)
+        if before is None:
+            return {}
+        seconds = now.clock - before.clock
+        idle = {
+            "idle/trainer": waited / seconds,
+            "idle/sampler": 1.0 - (now.sampled - before.sampled) / seconds,
+        }
+        if scorers is not None:
+            idle["idle/rewards"] = 1.0 - (now.scored - before.scored) / seconds
+        return idle
+
+    def _seconds(self) -> float:
+        return self._sampling
+
+    def _stats(self) -> dict[str, float]:
+        lost = {"scorers/lost": float(self.scorers.lost)} if self.scorers is not None else {}
+        return self.engine.stats() | self._told | lost
+
+
+class _Pace(NamedTuple):
+    """When a rollout was handed out, and the seconds that sampling and scoring had taken then."""
+
+    clock: float
+    sampled: float
+    scored: float
+
+
+def _then(
+    begin: Callable[[], Future[Called]], scored: Future[Called], sampled: Future[list[Completion]]
+) -> None:
+    """Have a group scored that is sampled, and `scored` tell of it, whatever comes."""
+    try:
+        sampled.result()
+        begun = begin()
+    except BaseException as error:  # told to who waits for it
+        scored.set_exception(error)
+        return
+    follow(scored, begun, lambda called: called)
+
+
+def make_rollouts(*parts: Any) -> SyncRollouts:
+    """Rollouts made of the parts of `SyncRollouts`, in their order: beside training where its
+    engine samples in another process and the options ask for it."""
+    rollouts = SyncRollouts(*parts)
+    return AsyncRollouts(*parts) if rollouts.config.samples_beside else rollouts

@@ -1,0 +1,112 @@
+"""Values less a mean and over a deviation, by group or over all: what estimators are made of.
+
+Values are (E,), completions or tokens; `group` maps each to its group, on a GPU to a number below
+E. A missing value is NaN. All functions keep the dtype of their inputs, float64 included.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rloo.algorithm.loss import sum_by
+
+Level = Literal["none", "group", "batch"]
+
+
+def centred(
+    values: Tensor, group: Tensor, *, mean_level: Level = "group", mean_leave1out: bool = True
+) -> Tensor:
+    """Values minus their baseline, with the shape (E,) of `values`. The baseline is the mean over
+    the group or over all elements, without the element itself if `mean_leave1out`.
+
+    The default is leave-one-out, `r_i - mean of the other r_j of the group`, which equals
+    `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) is left out of its siblings' baseline.
+    Missing values and those without siblings get exactly 0, as do all members of a group with equal
+    values (sums are relative to the group's minimum). A mean that includes the element is biased.
+    """
+    if mean_level == "none":
+        return torch.where(values.isnan(), 0.0, values)
+    index = group if mean_level == "group" else torch.zeros_like(group)
+    return _centre(values, index, leave_one_out=mean_leave1out)
+
+
+def scale(
+    rewards_N: Tensor,
+    group_N: Tensor,
+    *,
+    std_level: Level,
+    std_leave1out: bool = False,
+    epsilon: float = 1e-4,
+    epsilon_in_variance: bool = False,
+) -> Tensor:
+    """The factor of the advantages, (N,): 1 / (standard deviation + epsilon), with
+    `epsilon_in_variance` 1 / sqrt(variance + epsilon) (verl); 1 where the deviation is 0. That is
+    of the group or batch, of the others if `std_leave1out` (NeMo-RL), with Bessel's correction."""
+    if std_level == "none":
+        return torch.ones_like(rewards_N)
+    index = group_N if std_level == "group" else torch.zeros_like(group_N)
+    variance = (_variance_of_others if std_leave1out else _variance)(rewards_N, index)
+    return _inverse_deviation(variance, epsilon, epsilon_in_variance)
+
+
+def standardise(
+    values: Tensor, *, epsilon: float = 1e-4, epsilon_in_variance: bool = False
+) -> Tensor:
+    """Scale all values to mean 0 and deviation 1 (TRL's `normalize_advantages`; over tokens,
+    AReaL's `adv_norm` and verl's `masked_whiten`). NaN is left out and becomes 0."""
+    whole = torch.zeros(values.shape, dtype=torch.long, device=values.device)
+    factor = _inverse_deviation(_variance(values, whole), epsilon, epsilon_in_variance)
+    return _centre(values, whole, leave_one_out=False) * factor
+
+
+def _group_sum(values: Tensor, index: Tensor) -> Tensor:
+    size = index.numel()
+    if size and index.device.type == "cpu":  # a GPU would have to be waited for
+        size = int(index.max()) + 1
+    return sum_by(values, index, size)
+
+
+def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
+    """Values less their bin's mean. NaN is left out and becomes 0, as does a value alone in it."""
+    valid = ~values.isnan()
+    counts = _group_sum(valid.to(values.dtype), index)
+    floor = torch.full_like(counts, torch.inf).scatter_reduce(
+        0, index, torch.where(valid, values, torch.inf), "amin"
+    )
+    relative = torch.where(valid, values - floor[index], 0.0)
+    totals = _group_sum(relative, index)[index]
+    counts = counts[index]
+    if leave_one_out:
+        centred = relative - (totals - relative) / (counts - 1).clamp(min=1)
+    else:
+        centred = relative - totals / counts.clamp(min=1)
+    return torch.where(valid & (counts >= 2), centred, 0.0)
+
+
+def _variance(values: Tensor, index: Tensor) -> Tensor:
+    """Of each value's bin, with Bessel's correction, ignoring NaN; 0 for fewer than two values."""
+    deviations = _centre(values, index, leave_one_out=False)
+    counts = _group_sum((~values.isnan()).to(values.dtype), index)
+    return (_group_sum(deviations**2, index) / (counts - 1).clamp(min=1))[index]
+
+
+def _variance_of_others(values: Tensor, index: Tensor) -> Tensor:
+    """For each value, the variance of the others in its bin with Bessel's correction; 0 for fewer
+    than two others. If S is the sum of squares about the bin's mean m, that of the others about
+    their own mean is S - n / (n - 1) * (x - m)^2."""
+    counts = _group_sum((~values.isnan()).to(values.dtype), index)[index]
+    deviations = _centre(values, index, leave_one_out=False)
+    squares = _group_sum(deviations**2, index)[index]
+    others = squares - counts / (counts - 1).clamp(min=1) * deviations**2
+    # A remainder from rounding equal values does not count as variance.
+    rounding = 16 * torch.finfo(values.dtype).eps
+    others = torch.where(others <= rounding * squares, 0.0, others)
+    return others / (counts - 2).clamp(min=1)
+
+
+def _inverse_deviation(variance: Tensor, epsilon: float, in_variance: bool) -> Tensor:
+    divisor = (variance + epsilon).sqrt() if in_variance else variance.sqrt() + epsilon
+    return torch.where(variance > 0, 1.0 / divisor, 1.0)

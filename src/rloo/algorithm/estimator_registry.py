@@ -1,0 +1,131 @@
+"""The estimator that the options choose: found, given what it may look at, and its result checked.
+
+Those of the package are trusted, a user's is not; every refusal names the user's file and line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloo.algorithm.estimators import ESTIMATORS, Estimator, Returns, composed
+from rloo.config.config import RLOOConfig
+from rloo.config.estimator_config import composition_of
+from rloo.config.user_functions import load_function
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """An estimator with its arguments. `over_rollout` says whether it is given the whole rollout or
+    one group at a time, `smallest_group` how many scored completions a group must have to count."""
+
+    name: str
+    function: Estimator
+    over_rollout: bool
+    smallest_group: int
+
+    def __call__(self, returns: Returns) -> Tensor:
+        """Advantages, (N,) or (T,). Raises ValueError if a user's function or its result fails."""
+        if self.name in ESTIMATORS:
+            return self.function(returns)
+        parts = [returns] if self.over_rollout else returns.groups()
+        found = [self._checked(part) for part in parts]
+        if sum(map(len, found)) != returns.num_completions:
+            found = [part.per_token(values) for values, part in zip(found, parts, strict=True)]
+        return torch.cat(found)
+
+    def __str__(self) -> str:
+        return f"the estimator {self.name}{_place(self.function)}"
+
+    def _checked(self, returns: Returns) -> Tensor:
+        try:
+            values = self.function(returns)
+        except torch.OutOfMemoryError:
+            raise  # the update is tried anew, with smaller micro-batches
+        except Exception as error:  # a user's function may raise anything
+            given = "rollout" if self.over_rollout else "group of 2 or more completions"
+            raise ValueError(
+                f"the estimator {self.name} failed in {_failing_line(error, self.function)}: "
+                f"{type(error).__name__}: {error}; it must do with every {given}"
+            ) from error
+        size, num_tokens = returns.num_completions, len(returns.sequence_T)
+        wanted = f"it must be a tensor of {size} numbers, one for each completion it was given"
+        fault = None
+        if not isinstance(values, Tensor):
+            fault = f"a {type(values).__name__}; {wanted}"
+        elif values.shape not in ((size,), (num_tokens,)):
+            shape = " x ".join(map(str, values.shape)) or "no dimension"
+            fault = f"a tensor of {shape}; {wanted}, or of {num_tokens}, one for each token"
+        elif not values.is_floating_point():
+            fault = f"numbers of type {values.dtype}; advantages are floating-point numbers"
+        elif values.requires_grad:
+            fault = "a tensor with a gradient attached; advantages are constants (detach it)"
+        elif not values.isfinite().all():
+            number = int((~values.isfinite()).nonzero()[0])
+            what = "completion" if len(values) == size else "token"
+            fault = f"{values[number].item()} for {what} {number}; advantages must be finite"
+        if fault is not None:
+            raise ValueError(f"{self} returned {fault}")
+        return values.to(returns.reward_N)
+
+
+def chosen_estimator(config: RLOOConfig) -> Chosen:
+    """The estimator of `config`. Raises ValueError for a function that is not there, arguments that
+    it does not take, and groups that are too small for it."""
+    name, arguments = config.estimator, config.estimator_kwargs or {}
+    if name == "composed":
+        form = composition_of(config)
+        return Chosen(name, partial(composed, form=form), form.over_rollout, form.smallest_group)
+    function = ESTIMATORS[name] if name in ESTIMATORS else load_function(name, "estimator")
+    _check_arguments(name, function, arguments)
+    scope = getattr(function, "scope", "group")
+    if scope not in ("group", "batch"):
+        raise ValueError(
+            f"the estimator {name}{_place(function)} has the scope {scope!r}; it must be 'group' "
+            "(one group at a time) or 'batch' (the whole rollout)"
+        )
+    smallest = 2 if scope == "group" else 1
+    if config.num_generations < smallest:
+        raise ValueError(
+            f"num_generations is {config.num_generations} and the estimator {name} looks at one "
+            "group; it needs at least 2 completions per prompt (num_generations, or an estimator "
+            "of the scope 'batch')"
+        )
+    return Chosen(name, partial(function, **arguments), scope == "batch", smallest)
+
+
+def _check_arguments(name: str, function: Estimator, arguments: dict[str, Any]) -> None:
+    try:
+        inspect.signature(function).bind(None, **arguments)
+    except TypeError as error:
+        taken = ", ".join(list(inspect.signature(function).parameters)[1:]) or "none"
+        raise ValueError(
+            f"the estimator {name}{_place(function)} cannot be called with its returns and "
+            f"estimator_kwargs {arguments}: {error} (arguments: {taken})"
+        ) from None
+
+
+def _code_of(function: Callable[..., Any]) -> Any:
+    function = inspect.unwrap(function.func if isinstance(function, partial) else function)
+    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """` (file, line n)`; nothing for what is not written in Python."""
+    code = _code_of(function)
+    return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+
+
+def _failing_line(error: Exception, function: Callable[..., Any]) -> str:
+    """`file, line n`: the last line of the function's own file that led to `error`."""
+    code, frames = _code_of(function), traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if code and frame.filename == code.co_filename]
+    last = (own or frames)[-1]
+    return f"{last.filename}, line {last.lineno}"

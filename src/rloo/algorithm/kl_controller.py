@@ -1,0 +1,54 @@
+"""Quantities that adapt during a run: statistics of past rewards, and the KL coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from rloo.config.config import RLOOConfig
+from rloo.rewards.running_norm import Moments
+
+
+@dataclass
+class Adaptive:
+    """`beta` is the KL coefficient now, `used_beta` that of the last rollout. `decayed_mean`
+    follows the rollouts' mean rewards; `past` are all rewards of earlier rollouts."""
+
+    beta: float
+    used_beta: float = field(init=False)
+    decayed_mean: float | None = None
+    past: Moments = field(default_factory=Moments)
+
+    def __post_init__(self) -> None:
+        self.used_beta = self.beta
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as JSON values."""
+        past = self.past.state_dict()
+        beta = {"beta": self.beta, "used_beta": self.used_beta}
+        return {**beta, "decayed_mean": self.decayed_mean, "past": past}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.beta, self.used_beta = state["beta"], state["used_beta"]
+        self.decayed_mean = state["decayed_mean"]
+        self.past.load_state_dict(state["past"])
+
+    def see_rewards(self, rewards: Sequence[float], decay: float) -> None:
+        """Add a rollout's rewards, once they were used: none is part of its own baseline."""
+        if rewards:
+            average = fmean(rewards)
+            before = average if self.decayed_mean is None else self.decayed_mean
+            self.decayed_mean = decay * before + (1 - decay) * average
+            self.past.see(rewards)
+
+    def see_kl(self, kl: float, completions: int, config: RLOOConfig) -> None:
+        """Adapt `beta` so that the KL approaches `kl_target`, by at most 20 % per `kl_horizon`
+        completions (Ziegler et al. 2019, arXiv 1909.08593, section 2.2). `kl` is in nats per
+        token."""
+        self.used_beta = self.beta
+        if config.kl_target is not None:
+            error = min(max(kl / config.kl_target - 1.0, -0.2), 0.2)
+            self.beta *= 1.0 + error * completions / config.kl_horizon

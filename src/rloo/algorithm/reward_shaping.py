@@ -1,0 +1,104 @@
+"""From scored groups to the samples that the loss counts, with their shaped rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from rloo.algorithm.baselines import standardise
+from rloo.algorithm.estimator_registry import chosen_estimator
+from rloo.algorithm.kl_controller import Adaptive
+from rloo.config.config import RLOOConfig
+from rloo.rewards.reward_function import LARGEST
+from rloo.types import Completion, Group, Rollout, Sample
+
+
+def shape(rollout: Rollout, config: RLOOConfig, past: Adaptive | None = None) -> list[Sample]:
+    """The completions that the loss counts, with shaped rewards: those scored, in groups of enough
+    scores for the estimator; under a preset that counts all completions also the others, with the
+    reward NaN. `past` is needed for a mean or deviation over earlier rollouts."""
+    smallest = chosen_estimator(config).smallest_group
+    found: list[tuple[Sample, Completion]] = []
+    begin = 0
+    for number, group in enumerate(rollout.groups):
+        enough = sum(reward is not None for reward in group.rewards) >= smallest
+        for sample, completion in _samples(group, number, begin, rollout.version):
+            if not math.isnan(sample.reward) and enough:
+                found.append((sample, completion))
+            elif config.loss_form.all_completions and sample.num_trained:  # else nothing was said
+                found.append((replace(sample, reward=math.nan), completion))
+        begin += len(group.completions)
+    rewards = [_shape(sample.reward, completion, config) for sample, completion in found]
+    if too_large := [reward for reward in rewards if abs(reward) > LARGEST]:
+        raise ValueError(
+            f"a shaped reward is {too_large[0]:g}, beyond float32 (reward_scaling, reward_bias, "
+            "missing_eos_penalty)"
+        )
+    related = _relate(rewards, config, past)
+    return [replace(s, reward=r) for (s, _), r in zip(found, related, strict=True)]
+
+
+def _samples(
+    group: Group, number: int, begin: int, version: int
+) -> Iterator[tuple[Sample, Completion]]:
+    """The completions of group `number`, whose first one has place `begin`."""
+    both = zip(group.completions, group.rewards, strict=True)
+    for index, (completion, reward) in enumerate(both):
+        sample = Sample(
+            key=(number, index),
+            place=begin + index,
+            versions=completion.versions or ((version, len(completion.token_ids)),),
+            prompt_ids=group.prompt.token_ids,
+            token_ids=completion.token_ids,
+            policy_logprobs=completion.policy_logprobs,
+            reward=math.nan if reward is None else reward,
+            truncated=completion.finish == "length",
+            behavior_logprobs=completion.behavior_logprobs,
+            home=completion.home,
+            pixels=group.prompt.pixels,
+            trained=completion.trained,
+        )
+        yield sample, completion
+
+
+def shaped_rewards(groups: Sequence[Group], config: RLOOConfig) -> list[float]:
+    """All rewards of a rollout, without missing ones, after `_shape`."""
+    return [
+        _shape(reward, completion, config)
+        for group in groups
+        for reward, completion in zip(group.rewards, group.completions, strict=True)
+        if reward is not None
+    ]
+
+
+def _shape(reward: float, completion: Completion, config: RLOOConfig) -> float:
+    """Apply bias, scaling (in AReaL's order), missing-EOS penalty and clipping to a reward."""
+    reward = (reward + config.reward_bias) * config.reward_scaling
+    if completion.finish == "length":
+        reward -= config.missing_eos_penalty or 0.0
+    if config.reward_clip_range is not None:
+        low, high = config.reward_clip_range
+        reward = min(max(reward, low), high)
+    return reward
+
+
+def _relate(rewards: list[float], config: RLOOConfig, past: Adaptive | None) -> list[float]:
+    """Rewards over their rollout's or earlier ones' deviation, or less the running mean."""
+    if config.normalize_rewards == "batch":
+        values = torch.tensor(rewards, dtype=torch.float64)
+        scaled = standardise(values, epsilon=config.advantage_epsilon)
+        return torch.where(values.isnan(), values, scaled).tolist()
+    if config.normalize_rewards == "running":
+        # The first rollout is not normalised: its own statistics would bias it.
+        return rewards if past is None else past.past.standardise(rewards)
+    if config.mean_level == "running" and past is not None and past.decayed_mean is not None:
+        return [reward - past.decayed_mean for reward in rewards]
+    return rewards
+
+
+def has_signal(group: Group, config: RLOOConfig) -> bool:
+    """Whether the shaped rewards of a group differ."""
+    return len(set(shaped_rewards([group], config))) > 1

@@ -1,0 +1,154 @@
+"""What a run consists of: its parts, which stay, and its state, which changes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from typing import Any
+
+from transformers import TrainerControl, TrainerState
+
+from rloo.algorithm.advantages import Credit, Stored, Terms
+from rloo.algorithm.kl_controller import Adaptive
+from rloo.algorithm.stop_signals import Stop
+from rloo.config.batch_sizes import Batches
+from rloo.config.config import RLOOConfig
+from rloo.distributed import World
+from rloo.model.policy import Policy
+from rloo.model.token_budget import Workload
+from rloo.model.training_state import capture_rng
+from rloo.tracking.callbacks import Events
+from rloo.tracking.monitor import Monitor
+from rloo.tracking.profiler import Clock
+from rloo.types import Engine, Rollout, Rollouts, Sample
+
+DUE = (
+    "evaluation_due", "save_due", "evaluated_at", "open_epoch", "step_open", "refused_in_a_row"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Built once, before the first step, and never replaced."""
+
+    config: RLOOConfig
+    world: World
+    batches: Batches
+    workload: Workload
+    policy: Policy
+    engine: Engine
+    rollouts: Rollouts
+    monitor: Monitor
+    events: Events
+    clock: Clock
+    stop: Stop
+
+
+@dataclass(slots=True)
+class InHand:
+    """A rollout, its samples and their credit, of whose optimizer steps `done` are made."""
+
+    rollout: Rollout
+    samples: list[Sample]
+    credit: Credit
+    done: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What its other steps need, once the first has been made, in plain values and tensors."""
+        assert isinstance(self.credit, Stored)
+        pixels = {s.key[0]: s.pixels for s in self.samples if s.pixels is not None}
+        return {
+            "done": self.done,
+            "epoch": self.rollout.epoch,
+            "version": self.rollout.version,
+            "samples": [
+                {f.name: getattr(s, f.name) for f in fields(s) if f.name != "pixels"}
+                for s in self.samples
+            ],
+            "pixels": {group: pixels_of() for group, pixels_of in pixels.items()},
+            "known": list(self.credit.known.items()),
+            "old_logprobs": list(self.credit.old_logprobs.items()),
+            "stats": self.credit.stats,
+        }
+
+    @classmethod
+    def of_state(cls, saved: dict[str, Any], position: dict[str, Any]) -> InHand:
+        """The inverse of `state_dict`; `position` is where the data goes on after the rollout."""
+        rollout = Rollout([], {}, 0, saved["version"], position, saved["epoch"])
+        known, old = dict(saved["known"]), dict(saved["old_logprobs"])
+        credit = Stored(known, old_logprobs=old, stats=saved["stats"])
+        images: dict[Any, Any] = {
+            group: partial(dict, pixels) for group, pixels in saved["pixels"].items()
+        }
+        samples = [Sample(**s, pixels=images.get(s["key"][0])) for s in saved["samples"]]
+        return cls(rollout, samples, credit, saved["done"])
+
+
+@dataclass(slots=True)
+class RunState:
+    """Where a run stands. `trainer` and `control` are transformers', for callbacks and rewards;
+    `trainer.global_step` counts optimizer steps.
+
+    `position` is where the data must go on from: after the last rollout that a step was made on,
+    `in_hand` while not all of its steps are made. `generators` are those of the last finished step.
+    `budget_changes` tell from which step on micro-batches were smaller, which orders sums anew.
+    What callbacks ask for in the middle of a rollout waits in `evaluation_due` and `save_due`. They
+    are told of the end of a step (`step_open`) and of `open_epoch` also where a run was stopped in
+    between. While `moved`, the weights are those of a step that is not recorded yet.
+    """
+
+    trainer: TrainerState
+    control: TrainerControl
+    adaptive: Adaptive
+    position: dict[str, Any]
+    num_tokens: int = 0
+    refused_in_a_row: int = 0
+    budget_changes: list[dict[str, Any]] = field(default_factory=list)
+    evaluation_due: bool = False
+    save_due: bool = False
+    evaluated_at: int = -1
+    open_epoch: int | None = None
+    step_open: bool = False
+    moved: bool = False
+    in_hand: InHand | None = None
+    generators: dict[str, Any] = field(default_factory=capture_rng)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made."""
+        return self.trainer.global_step
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done or a callback has asked to stop."""
+        return self.step >= self.trainer.max_steps or self.control.should_training_stop
+
+    def has_learned_from(self, rollout: Rollout) -> bool:
+        """Whether an optimizer step was made on it."""
+        return self.position is rollout.position
+
+    def terms(self, parts: Parts) -> Terms:
+        """What the loss is made of now."""
+        return Terms(parts.config, parts.batches, self.adaptive.beta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as JSON values."""
+        return {
+            "state": asdict(self.trainer),
+            **self.position,
+            "num_tokens": self.num_tokens,
+            "budget_changes": self.budget_changes,
+            "adaptive": self.adaptive.state_dict(),
+            "due": {name: getattr(self, name) for name in DUE},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned, but with this session's steps and intervals."""
+        self.trainer.global_step = saved["state"]["global_step"]
+        self.trainer.log_history = saved["state"]["log_history"]
+        self.position = {name: saved[name] for name in self.position}
+        self.num_tokens = saved["num_tokens"]
+        self.budget_changes = saved["budget_changes"]
+        self.adaptive.load_state_dict(saved["adaptive"])
+        for name in DUE:
+            setattr(self, name, saved["due"][name])

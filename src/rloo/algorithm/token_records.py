@@ -1,0 +1,103 @@
+"""A few groups of a rollout as its first update saw them, token by token, for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rloo.algorithm.reward_shaping import has_signal
+from rloo.algorithm.state import InHand
+from rloo.config.config import RLOOConfig
+from rloo.data.images import without_images
+from rloo.tracking.sample_text import counts_of
+from rloo.types import Elsewhere, Sample
+
+NUM_GROUPS = 2
+NUM_COMPLETIONS = 16
+# Of a longer completion, half of them are from its head and half from its tail.
+NUM_TOKENS = 512
+
+
+def detailed(
+    hand: InHand, config: RLOOConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[str, Any]]:
+    """One row for each of the first two groups, of those with signal if there are any: the prompt,
+    and its first 16 completions with reward, advantage and tokens. `mismatch` is the trainer's
+    log-prob of each token minus the engine's, in nats; `trained` is 0 for those that a tool said,
+    which have none. What only another process knows is left out; an advantage is one number, or one
+    for each token."""
+    groups = hand.rollout.groups
+    first = sorted(range(len(groups)), key=lambda n: not has_signal(groups[n], config))
+    samples = {sample.key: sample for sample in hand.samples}
+    return [
+        {
+            "group": number,
+            "prompt_id": groups[number].prompt.id,
+            "prompt": without_images(groups[number].prompt.content),
+            "num_completions": len(groups[number].texts),
+            "completions": [
+                {
+                    "completion": text,
+                    "reward": groups[number].rewards[k],
+                    "scores": {name: of[k] for name, of in groups[number].scores.items()},
+                    "finish": groups[number].completions[k].finish,
+                    "num_tokens": len(groups[number].completions[k].token_ids),
+                    **counts_of(groups[number].completions[k].episode),
+                    **_seen(hand, samples.get((number, k)), tokenizer),
+                }
+                for k, text in enumerate(groups[number].texts[:NUM_COMPLETIONS])
+            ],
+        }
+        for number in first[:NUM_GROUPS]
+    ]
+
+
+def _seen(
+    hand: InHand, sample: Sample | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """The advantage, tokens and mismatch of a completion, as far as they are known here."""
+    if sample is None:  # nothing is learned from it
+        return {}
+    found: dict[str, Any] = {}
+    if (known := hand.credit.known.get(sample.key)) is not None:
+        values = known.tolist()
+        found["advantage"] = values[0] if len(values) == 1 else _of_all(values, sample)
+    if isinstance(sample.token_ids, Elsewhere):
+        return found
+    found["tokens"] = _ends(pieces(sample.token_ids, tokenizer))
+    if sample.trained is not None:
+        found["trained"] = _ends([int(kept) for kept in sample.trained])
+    now = hand.credit.old_logprobs.get(sample.key)
+    if now is not None and len(now) == sample.num_trained:
+        both = zip(now.tolist(), sample.of_trained(sample.policy_logprobs), strict=True)
+        found["mismatch"] = _of_all(
+            [float(f"{ours - theirs:.2g}") for ours, theirs in both], sample
+        )
+    return found
+
+
+def _of_all(values: Sequence[Any], sample: Sample) -> list[Any]:
+    """The ends of what is known of each trained token, None for the others."""
+    known = iter(values)
+    trained = sample.trained or [True] * len(sample.token_ids)
+    return _ends([next(known) if kept else None for kept in trained])
+
+
+def _ends(values: Sequence[Any]) -> list[Any]:
+    if len(values) <= NUM_TOKENS:
+        return list(values)
+    return [*values[: NUM_TOKENS // 2], *values[-NUM_TOKENS // 2 :]]
+
+
+def pieces(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text that each token adds, special tokens included; a character of several tokens stands
+    at the last of them."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        return [str(tokenizer.decode([token])) for token in token_ids]
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(fast, token) or "" for token in token_ids]

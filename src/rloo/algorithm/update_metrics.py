@@ -1,0 +1,108 @@
+"""The metrics of an update, from sums over its micro-batches and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rloo.config.config import RLOOConfig
+from rloo.model.micro_batch import count_input_tokens
+from rloo.types import Sample
+
+T = TypeVar("T")
+# Sums, and maxima (names that end so), by name.
+Tally = dict[str, float]
+# The same of micro-batches, which no GPU is asked for before all of them are computed.
+Sums = dict[str, float | Tensor]
+
+
+def add(tally: Tally, sums: Mapping[str, float]) -> None:
+    """Add the sums of a process to others."""
+    for name, value in sums.items():
+        before = tally.get(name, 0.0)
+        tally[name] = max(before, value) if name.endswith("max") else before + value
+
+
+def gather(sums: Sums, more: Sums) -> None:
+    """Add the sums of a micro-batch to others, in float64."""
+    for name, value in more.items():
+        if isinstance(value, Tensor):
+            value = value.detach().double()
+        before = sums.get(name, 0.0)
+        if not name.endswith("max"):
+            sums[name] = before + value
+        elif isinstance(value, Tensor):
+            sums[name] = torch.where(value > before, value, before)
+        else:
+            sums[name] = max(before, value)
+
+
+def read(sums: Sums) -> Tally:
+    """The sums as numbers, by waiting once for the device that has them."""
+    tensors = {name: value for name, value in sums.items() if isinstance(value, Tensor)}
+    values = torch.stack(list(tensors.values())).tolist() if tensors else []
+    found = dict(zip(tensors, values, strict=True))
+    return {name: found.get(name, value) for name, value in sums.items()}
+
+
+def on_host(values: Mapping[T, Tensor]) -> dict[T, Tensor]:
+    """Flat tensors in the host's memory, by one transfer."""
+    if not values:
+        return {}
+    whole = torch.cat(list(values.values())).cpu()
+    return dict(zip(values, whole.split([len(v) for v in values.values()]), strict=True))
+
+
+def watched_sum(values_T: Tensor, watched_T: Tensor) -> Tensor:
+    """The sum over the tokens that are watched, whose number no one has to know."""
+    return torch.where(watched_T, values_T, 0.0).sum()
+
+
+def imbalance(dealt: Sequence[Sequence[Sample]], *, packed: bool) -> dict[str, float]:
+    """The tokens of the busiest process over the mean of all, where there are several."""
+    tokens = [count_input_tokens(samples, packed) if samples else 0 for samples in dealt]
+    if len(tokens) == 1 or not any(tokens):
+        return {}
+    return {"rank/imbalance": max(tokens) * len(tokens) / sum(tokens)}
+
+
+def averages(
+    tally: Mapping[str, float], samples: Sequence[Sample], config: RLOOConfig
+) -> dict[str, float]:
+    """The metrics of a step, of `samples`, from the sums over those that were computed."""
+    by_token = config.importance_sampling_level == "token"
+    ratios = sum(s.num_trained for s in samples) if by_token else len(samples)
+    # What is not computed has no advantage, and so is not clipped.
+    low, high = (tally.get(f"clipped_{side}", 0.0) / max(ratios, 1) for side in ("low", "high"))
+    metrics = {
+        "loss": tally.get("loss", 0.0),
+        "clip_ratio/low_mean": low,
+        "clip_ratio/high_mean": high,
+        "clip_ratio/region_mean": low + high,
+        "update/computed_share": tally.get("sequences", 0.0) / max(len(samples), 1),
+    }
+    if not tally:
+        return metrics
+    tokens = tally["tokens"]
+    watched, sequences = (max(tally[f"watched_{of}"], 1.0) for of in ("tokens", "sequences"))
+    metrics |= {
+        "entropy": tally["entropy"] / watched,
+        "mismatch/mean": tally["mismatch"] / tokens,
+        "mismatch/max": tally["mismatch/max"],
+    }
+    if "aux_loss" in tally:
+        metrics["aux_loss"] = tally["aux_loss"]
+    if "kl" in tally:
+        metrics |= {"kl": tally["kl"] / watched, "kl/sequence": tally["kl"] / sequences}
+    if "weight" in tally:
+        name = "sampling/importance_sampling_ratio"
+        effective = tally["completion_weight"] ** 2 / (tally["completion_weight_squares"] or 1.0)
+        metrics |= {
+            f"{name}/mean": tally["weight"] / tokens,
+            f"{name}/max": tally[f"{name}/max"],
+            "sampling/effective_share": effective / tally["sequences"],
+        }
+    return metrics

@@ -1,0 +1,1 @@
+"""Names and manners of TRL, transformers and accelerate."""

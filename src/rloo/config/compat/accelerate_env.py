@@ -1,0 +1,132 @@
+"""What `accelerate launch` was told of FSDP and DeepSpeed, by flags or a file, and says in the
+environment: taken as options, or refused by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rloo.config.compat import deepspeed_config
+from rloo.config.launcher_env import DEEPSPEED, FSDP
+
+_PREFIX = "ACCELERATE_DEEPSPEED_"
+# Variable -> the values at which it says what this version does, and what it is about.
+_FSDP_AS_HERE: dict[str, tuple[tuple[str, ...], str]] = {
+    "FSDP_SHARDING_STRATEGY": (("full_shard", "1"), "all is divided (parallel)"),
+    "FSDP_RESHARD_AFTER_FORWARD": (("true", "full_shard"), "weights are freed after each forward"),
+    "FSDP_AUTO_WRAP_POLICY": (
+        ("transformer_based_wrap",), "weights are gathered layer by layer (TRANSFORMER_BASED_WRAP)",
+    ),
+    "FSDP_IGNORED_MODULES": ((), "all is divided"),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "activations are recomputed, not moved"),
+    # Who reads the weights first, what is fetched early, and which layers are gathered at once,
+    # changes no number.
+    **dict.fromkeys(
+        (
+            "FSDP_VERSION", "FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_SYNC_MODULE_STATES",
+            "FSDP_USE_ORIG_PARAMS", "FSDP_BACKWARD_PREFETCH", "FSDP_FORWARD_PREFETCH",
+            "FSDP_MIN_NUM_PARAMS", "FSDP_TRANSFORMER_CLS_TO_WRAP",
+        ),
+        (("any",), ""),
+    ),
+}  # fmt: skip
+_STATE = {
+    "full_state_dict": "full", "sharded_state_dict": "sharded", "1": "full", "3": "sharded",
+}  # fmt: skip
+_NOTHING = ("", "none", "null")
+
+
+def launched_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that accelerate sets in the environment, but for those that are `given`, which
+    must agree. Raises ValueError for what is not taken from there."""
+    if _is_on(FSDP) and _is_on(DEEPSPEED):
+        raise ValueError(f"accelerate was told to use FSDP and DeepSpeed ({FSDP}, {DEEPSPEED})")
+    told = _fsdp() if _is_on(FSDP) else _deepspeed() if _is_on(DEEPSPEED) else {}
+    if given.get("deepspeed") is not None and "deepspeed" in told:
+        file = told.pop("deepspeed")
+        if isinstance(file, str) and deepspeed_config.read(file) != deepspeed_config.read(
+            given["deepspeed"]
+        ):
+            raise ValueError(
+                f"deepspeed is {given['deepspeed']}, and accelerate was told {file}, which says "
+                "something else; leave it out here or there (deepspeed)"
+            )  # what was told without a file says less; its stage must be the same
+    for name, value in told.items():
+        if given.get(name, value) != value:
+            source = FSDP if _is_on(FSDP) else DEEPSPEED
+            raise ValueError(
+                f"{name} is {given[name]}, and accelerate was told {value} ({source}); leave it "
+                f"out here or there ({name})"
+            )
+    return told
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "no").lower() in ("true", "1", "yes")
+
+
+def _fsdp() -> dict[str, Any]:
+    options: dict[str, Any] = {"parallel": "fsdp2"}
+    for name, value in sorted(os.environ.items()):
+        said = value.lower()
+        if not name.startswith("FSDP_") or said in _NOTHING:
+            continue
+        if name == "FSDP_STATE_DICT_TYPE" and said in _STATE:
+            options["state_dict_type"] = _STATE[said]
+        elif name in ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING"):
+            if said == "true":
+                offloads = name == "FSDP_OFFLOAD_PARAMS"
+                options["offload_params" if offloads else "gradient_checkpointing"] = True
+        elif name not in _FSDP_AS_HERE:
+            _refuse(name, value, "it is unknown here")
+        else:
+            same, why = _FSDP_AS_HERE[name]
+            if "any" not in same and said not in same:
+                _refuse(name, value, why)
+    return options
+
+
+def _deepspeed() -> dict[str, Any]:
+    told = {
+        name.removeprefix(_PREFIX).lower(): value
+        for name, value in os.environ.items()
+        if name.startswith(_PREFIX) and value.lower() not in _NOTHING
+    }
+    if "config_file" in told:
+        return {"deepspeed": told["config_file"]}
+    for name in ("zero3_init", "zero3_save_16bit_model"):  # weights are divided and saved anyway
+        told.pop(name, None)
+    zero: dict[str, Any] = {"stage": _number(told.pop("zero_stage", "2"))}
+    for name in ("offload_optimizer", "offload_param"):
+        if (device := told.pop(f"{name}_device", "none")) != "none":
+            zero[name] = {"device": device.lower()}
+    if told:
+        name, value = next(iter(told.items()))
+        _refuse(f"{_PREFIX}{name.upper()}", value, "it has no meaning here")
+    settings = {"zero_optimization": zero} | _numbers()
+    return {"parallel": f"zero{zero['stage']}", "deepspeed": settings}
+
+
+def _numbers() -> dict[str, Any]:
+    """What accelerate says beside: it is compared with the options."""
+    clipping = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "none")
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    # 1 is what it says where it was told nothing.
+    told = {"gradient_accumulation_steps": "auto" if steps == "1" else steps}
+    told["gradient_clipping"] = "auto" if clipping == "none" else clipping
+    return {name: value if value == "auto" else _number(value) for name, value in told.items()}
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return text
+
+
+def _refuse(name: str, value: str, why: str) -> None:
+    raise ValueError(
+        f"accelerate was told {name} {value}, which is not taken from it: {why}; use another "
+        "configuration of accelerate, or torchrun (parallel)"
+    )

@@ -1,0 +1,44 @@
+"""transformers' `accelerator_config`: what of it changes nothing here, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rloo.config.fields import coerce, suggest
+from rloo.config.file_checks import check_file, reading
+
+_LARGEST = 1_000_000
+# AcceleratorConfig's fields -> their defaults. Every process has the cursor that deals prompts, so
+# that who reads or divides batches, how a last one is filled, and how they are shuffled and moved
+# to a device decide nothing.
+DEFAULTS = {
+    "split_batches": False, "dispatch_batches": None, "even_batches": True,
+    "use_seedable_sampler": True, "non_blocking": False, "gradient_accumulation_kwargs": None,
+    "use_configured_state": False,
+}  # fmt: skip
+# Those that would change a step -> the options that do.
+_REFUSED = {
+    "split_batches": "per_device_train_batch_size counts the completions of one process, and "
+    "num_prompts the prompts of all",
+    "gradient_accumulation_kwargs": "gradients are added up over gradient_accumulation_steps",
+}
+
+
+def read_accelerator_config(given: Any) -> dict[str, Any]:
+    """All fields, of a mapping, an AcceleratorConfig or a JSON file of some. Raises ValueError for
+    one that is not known, and for what would change a step."""
+    if isinstance(given, str) and not given.lstrip().startswith("{"):
+        check_file(given, "accelerator_config", most=_LARGEST)
+        with reading(given, "accelerator_config"):
+            given = json.loads(Path(given).read_text(encoding="utf-8"))
+    if hasattr(given, "to_dict") and not isinstance(given, type):
+        given = given.to_dict()
+    given = coerce("accelerator_config", dict[str, Any], {} if given is None else given)
+    for name, value in given.items():
+        if name not in DEFAULTS:
+            raise ValueError(f"accelerator_config has no {name}{suggest(name, DEFAULTS)}")
+        if value and name in _REFUSED:
+            raise ValueError(f"accelerator_config has {name} {value}; {_REFUSED[name]}")
+    return DEFAULTS | given

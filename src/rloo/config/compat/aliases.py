@@ -1,0 +1,353 @@
+"""Other people's names for our options, and the way from any given name to ours."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT, refuse, warn_without_effect
+from rloo.config.fields import Faults, coerce, suggest
+
+_MOST_FAULTS = 20
+# The completions of an optimizer step over all devices: num_prompts times num_generations, which
+# may be named elsewhere (`with_prompts`).
+GLOBAL_BATCH = "train_batch_size"
+# What a command line may call our options for short: one letter with one dash. In a file these
+# would be other systems' sections.
+SHORT = {
+    "c": "config", "d": "dataset", "k": "num_generations", "m": "model", "o": "output_dir",
+    "r": "reward", "lr": "learning_rate", "wd": "weight_decay", "steps": "max_steps",
+    "epochs": "num_train_epochs", "bs": "per_device_train_batch_size",
+    "batch_size": "per_device_train_batch_size", "grad_accum": "gradient_accumulation_steps",
+    "scheduler": "lr_scheduler_type", "warmup": "warmup_steps", "rewards": "reward",
+    "max_tokens": "max_completion_length", "group_size": "num_generations",
+    "output": "output_dir", "resume": "resume_from_checkpoint", "lora": "use_peft",
+}  # fmt: skip
+# whose names -> {their name: ours}
+_NAMES: dict[str, dict[str, str]] = {
+    "the paper": {"K": "num_generations"},
+    "TRL before 0.22, Unsloth": {"kl_coef": "beta", "reward_model": "reward"},
+    "the literature": {"kl_coeff": "beta"},
+    "the literature, in completions": {"train_batch_size": "num_prompts"},
+    "TRL before 0.22": {
+        "rloo_k": "num_generations", "policy": "model", "cliprange": "epsilon",
+        "response_length": "max_completion_length", "num_ppo_epochs": "num_iterations",
+        "normalize_reward": "normalize_advantages", "normalize_advantage": "normalize_advantages",
+    },
+    "TRL, ms-swift": {"reward_funcs": "reward"},
+    "the trainer's argument": {"eval_reward_funcs": "eval_reward"},
+    "TRL": {
+        "model_name_or_path": "model", "reward_model_name_or_path": "reward",
+        "dataset_name": "dataset", "dataset_train_split": "dataset_split",
+        "dataset_test_split": "eval_split",
+    },
+    "transformers": {
+        "num_return_sequences": "num_generations", "max_new_tokens": "max_completion_length",
+    },
+    "transformers 4": {
+        "evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu",
+        "warmup_ratio": "warmup_steps",
+    },
+    "open-r1": {"hub_model_revision": "hub_revision"},
+    "TRL's GRPO, ms-swift": {"scale_rewards": "std_level"},
+    "transformers 5": {
+        "activation_checkpointing": "gradient_checkpointing",
+        "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+    },
+    "ms-swift": {
+        "val_dataset": "eval_dataset", "overlong_filter": "mask_truncated_completions",
+        "kl_in_reward": "kl_placement", "stop_words": "stop_strings",
+        "lora_rank": "lora_r", "target_modules": "lora_target_modules",
+        "modules_to_save": "lora_modules_to_save",
+    },
+    "TRL's GRPO": {
+        "loss_type": "loss_aggregation", "wandb_log_unique_prompts": "log_unique_prompts",
+        "vllm_max_model_len": "vllm_max_model_length",
+        "vllm_importance_sampling_cap": "rollout_importance_sampling_threshold",
+        "vllm_importance_sampling_clip_min": "rollout_importance_sampling_min",
+        "vllm_importance_sampling_mode": "rollout_importance_sampling_mode",
+        "vllm_importance_sampling_clip_max": "rollout_importance_sampling_threshold",
+    },
+    "AReaL": {
+        "actor.adv_norm.mean_level": "mean_level",
+        "actor.adv_norm.mean_leave1out": "mean_leave1out", "actor.adv_norm.std_level": "std_level",
+        "actor.adv_norm.eps": "advantage_epsilon", "actor.adv_norm.group_size": "num_generations",
+        "actor.reward_norm.mean_level": "mean_level",
+        "actor.reward_norm.mean_leave1out": "mean_leave1out",
+        "actor.reward_norm.std_level": "std_level", "actor.reward_norm.eps": "advantage_epsilon",
+        "actor.reward_norm.group_size": "num_generations",
+        "actor.importance_sampling_level": "importance_sampling_level",
+        "actor.reward_bias": "reward_bias", "actor.reward_scaling": "reward_scaling",
+        "actor.c_clip": "delta", "actor.kl_estimator": "kl_estimator",
+        "actor.eps_clip_higher": "epsilon_high", "actor.kl_ctl": "beta",
+        "actor.reward_clip": "reward_clip_range", "actor.path": "model",
+        "actor.gradient_checkpointing": "gradient_checkpointing",
+        "actor.optimizer.lr": "learning_rate", "actor.optimizer.weight_decay": "weight_decay",
+        "actor.optimizer.beta1": "adam_beta1", "actor.optimizer.beta2": "adam_beta2",
+        "actor.optimizer.eps": "adam_epsilon", "actor.optimizer.gradient_clipping": "max_grad_norm",
+        "actor.optimizer.lr_scheduler_type": "lr_scheduler_type",
+        "actor.optimizer.warmup_steps_proportion": "warmup_steps",
+        "gconfig.n_samples": "num_generations", "gconfig.max_new_tokens": "max_completion_length",
+        "gconfig.temperature": "temperature", "gconfig.top_p": "top_p", "gconfig.top_k": "top_k",
+        "train_dataset.path": "dataset", "train_dataset.batch_size": "num_prompts",
+        "train_dataset.max_length": "max_prompt_length", "train_dataset.shuffle": "shuffle_dataset",
+        "valid_dataset.path": "eval_dataset", "total_train_epochs": "num_train_epochs",
+        "total_train_steps": "max_steps", "trial_name": "run_name",
+    },
+    "AReaL, OpenRLHF": {"actor.eps_clip": "epsilon"},
+    "verl": {
+        "algorithm.kl_ctrl.kl_coef": "beta", "actor_rollout_ref.rollout.n": "num_generations",
+        "actor_rollout_ref.rollout.temperature": "temperature",
+        "actor_rollout_ref.model.path": "model", "actor_rollout_ref.actor.clip_ratio": "epsilon",
+        "actor_rollout_ref.actor.optim.lr": "learning_rate",
+        "actor_rollout_ref.actor.clip_ratio_c": "delta",
+        "actor_rollout_ref.actor.entropy_coeff": "entropy_coef",
+        "algorithm.use_kl_in_reward": "kl_placement", "algorithm.kl_ctrl.target_kl": "kl_target",
+        "algorithm.kl_ctrl.horizon": "kl_horizon", "data.max_prompt_length": "max_prompt_length",
+        "data.max_response_length": "max_completion_length",
+    },
+    "torchrun": {"nproc_per_node": "num_processes"},
+    "OpenRLHF": {
+        "algo.kl.init_coef": "beta", "algo.kl.estimator": "kl_estimator",
+        "algo.kl.target": "kl_target", "algo.kl.horizon": "kl_horizon", "actor.dual_clip": "delta",
+        "actor.entropy_coef": "entropy_coef", "rollout.n_samples_per_prompt": "num_generations",
+    },
+}  # fmt: skip
+
+# other name -> (our name, whose it is)
+ALIASES: dict[str, tuple[str, str]] = {
+    theirs: (ours, whose) for whose, names in _NAMES.items() for theirs, ours in names.items()
+}
+
+# Second names that are fields of TrainingArguments as well; null, their default, says nothing.
+SECOND_FIELDS = tuple(_NAMES["transformers 5"])
+
+
+def our_name(name: str) -> str:
+    """Our name of the option that is called `name` here or elsewhere."""
+    return ALIASES[name][0] if name in ALIASES else name
+
+
+def suggest_option(name: str, known: Iterable[str]) -> str:
+    """What `suggest` says, or the option that a short name stands for."""
+    return f"; did you mean {SHORT[name]}?" if name in SHORT else suggest(name, known)
+
+
+# Options of TRL's GRPOTrainer, and those that say that the objective is put together on purpose.
+_OF_GRPO = ("loss_type", "scale_rewards")
+_CHOSEN = ("preset", "estimator", "mean_level", "mean_leave1out", "kl_placement")
+
+
+def hint_of_grpo(given: Iterable[str]) -> None:
+    """Say which objective a user of TRL's GRPO gets, where options of that are among the names
+    `given` and nothing says that it is meant."""
+    names = set(given)
+    found = [name for name in _OF_GRPO if name in names]
+    if found and not names.intersection(_CHOSEN):
+        warnings.warn(
+            f"{', '.join(found)}: of TRL's GRPO; the rest of the objective is REINFORCE "
+            "Leave-One-Out's (beta 0.05, the baseline is the mean of the others). GRPO as TRL has "
+            "it is RLOOConfig(preset='grpo', loss_type='dapo', beta=0.0, num_generations=8), and "
+            "preset='trl' says that this one is meant",
+            stacklevel=3,
+        )
+
+
+def _share_of_steps(name: str, value: Any) -> float:
+    share = coerce(name, float, value)
+    if not 0 <= share < 1:
+        raise ValueError(f"{name} is {share}; it must be at least 0 and below 1 (warmup_steps)")
+    return share
+
+
+def _kl_placement(name: str, value: Any) -> str:
+    return "reward" if coerce(name, bool, value) else "loss"
+
+
+def _ratio_level(name: str, value: Any) -> Any:
+    # What AReaL calls sequence is the geometric mean of the tokens' ratios.
+    return "sequence_mean" if value == "sequence" else value
+
+
+def _symmetric_range(name: str, value: Any) -> tuple[float, float]:
+    bound = coerce(name, float, value)
+    return -bound, bound
+
+
+# TRL's loss -> ours; batches are whole here, so that bnpo's share of one is dapo's
+LOSSES = {
+    "grpo": "sequence_token_mean", "dr_grpo": "constant", "dapo": "token_mean",
+    "bnpo": "token_mean",
+}  # fmt: skip
+
+
+def _loss_aggregation(name: str, value: Any) -> str:
+    if value not in LOSSES:
+        raise ValueError(
+            f"{name} is {value!r}; of GRPO's losses there are {', '.join(LOSSES)} "
+            "(loss_aggregation)"
+        )
+    return LOSSES[value]
+
+
+# aliases whose value has to be rewritten as well
+CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
+    "loss_type": _loss_aggregation,
+    "warmup_ratio": _share_of_steps,
+    "actor.optimizer.warmup_steps_proportion": _share_of_steps,
+    "actor.reward_clip": _symmetric_range,
+    "actor.importance_sampling_level": _ratio_level,
+    "kl_in_reward": _kl_placement,
+    "algorithm.use_kl_in_reward": _kl_placement,
+}
+
+# Our option -> the name from which it follows, and its value where that puts the KL into the loss
+_IMPLIED = {"kl_estimator": ("kl_in_reward", "k3")}
+# TRL's reward functions that we have too: built-in, not the same code.
+_REWARDS: dict[str, Any] = {
+    "accuracy_reward": "math",
+    "get_soft_overlong_punishment": {
+        "name": "soft_overlong", "max_tokens": 1280, "cache_tokens": 256,
+    },
+}  # fmt: skip
+_TRL_REWARDS = ("think_format_reward", "reasoning_accuracy_reward")
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+
+
+def _rewards(name: str, value: Any) -> Any:
+    """TRL's names of functions, and dotted ones, as ours; all else as it is."""
+    if isinstance(value, list | tuple):
+        return [_rewards(name, item) for item in value]
+    if not isinstance(value, str):
+        return value
+    if value in _REWARDS:
+        warnings.warn(f"{name}: {value} is the built-in {_REWARDS[value]} here", stacklevel=2)
+        return _REWARDS[value]
+    if value in _TRL_REWARDS:
+        return f"trl.rewards:{value}"
+    if _DOTTED.fullmatch(value) and not value.endswith(".py"):
+        return ":".join(value.rsplit(".", 1))
+    return value
+
+
+def _std_level(name: str, value: Any) -> Any:
+    return {"true": "group", "false": "none"}.get(str(value).lower(), value)
+
+
+def _model_arguments(name: str, value: Any) -> Any:
+    """With `dtype` by its former name as well."""
+    if not isinstance(value, Mapping) or "torch_dtype" not in value:
+        return value
+    rest = {key: item for key, item in value.items() if key != "torch_dtype"}
+    return {"dtype": value["torch_dtype"], **rest}
+
+
+# names whose value may be written in other ways, too
+_READINGS: dict[str, Callable[[str, Any], Any]] = {
+    "reward_funcs": _rewards,
+    "model_init_kwargs": _model_arguments,
+    "report_to": lambda name, value: "none" if value is None else value,
+    "eval_delay": lambda name, value: 0.0 if value is None else value,
+    "top_k": lambda name, value: 0 if value is None else value,
+    "scale_rewards": lambda name, value: (
+        {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
+    ),
+}
+
+
+_STRATEGY = "train_sampling_strategy"
+# What a script reads under a name whose value is written in another way here.
+READ_AS: dict[str, Callable[[Any], Any]] = {
+    "warmup_ratio": lambda args: args.warmup_steps if args.warmup_steps < 1 else 0.0,
+    "loss_type": lambda args: {ours: name for name, ours in reversed(LOSSES.items())}.get(
+        args.loss_aggregation, args.loss_aggregation
+    ),
+}
+
+
+def _in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`options` with transformers' word for rows in their order as ours."""
+    if options.get(_STRATEGY) != "sequential" or options.get("shuffle_dataset") in (True, "true"):
+        return options
+    rest = {name: value for name, value in options.items() if name != _STRATEGY}
+    return {**rest, "shuffle_dataset": False}
+
+
+def resolve(
+    options: Mapping[str, Any], hints: Mapping[str, Any], *, where: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """`options` under our own names, each value of its type in `hints`; `where` says where one was
+    written. Raises ValueError listing every unknown option with the nearest known one; for a
+    refused option; for a wrong value; and when two names of one option differ in value. All faults
+    are told at once."""
+    where = where or {}
+    options = _in_order(options)
+    known = [*hints, *ALIASES, *REFUSED, *WITHOUT_EFFECT]
+    resolved: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    faults = []
+    for name, value in options.items():
+        try:
+            if name not in known:
+                raise ValueError(f"unknown option {name}{suggest_option(name, known)}")
+            if name in REFUSED:
+                refuse(name, value, options)
+                continue
+            if name in WITHOUT_EFFECT:
+                warn_without_effect(name, value)
+                continue
+            if value is None and name in SECOND_FIELDS:
+                continue
+            if name == GLOBAL_BATCH:
+                resolved[name] = coerce(name, int, value)
+                continue
+            ours = our_name(name)
+            convert = CONVERSIONS.get(name) or _READINGS.get(name)
+            value = convert(name, value) if convert else value
+            value = coerce(name, hints[ours], value)
+            if ours in resolved and resolved[ours] != value:
+                raise ValueError(
+                    f"{source[ours]} is {resolved[ours]!r} and {name} is {value!r}; "
+                    f"both set {ours}, so give only one"
+                )
+        except ValueError as error:
+            faults.append(f"{where.get(name, '')}{error}")
+            if len(faults) == _MOST_FAULTS:  # it is another kind of file
+                break
+            continue
+        resolved[ours] = value
+        source[ours] = name
+    if faults:
+        raise Faults(faults)
+    for name in implied_by(options):
+        if resolved["kl_placement"] == "loss":
+            resolved.setdefault(name, _IMPLIED[name][1])
+    return resolved
+
+
+def implied_by(options: Mapping[str, Any]) -> set[str]:
+    """Our options that follow from others' names among `options`, unless they are given, too."""
+    return {name for name, (alias, _) in _IMPLIED.items() if alias in options}
+
+
+def with_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, under our names, with `num_prompts` in place of GLOBAL_BATCH. Raises ValueError for
+    half a group, and for another `num_prompts`."""
+    values = dict(values)
+    if (total := values.pop(GLOBAL_BATCH, None)) is None:
+        return values
+    size = values["num_generations"]
+    said = f"{GLOBAL_BATCH} is {total}, the completions of an optimizer step over all devices"
+    if total < 1 or total % size:
+        raise ValueError(
+            f"{said}, and num_generations is {size}; a step has whole groups: a multiple of it "
+            f"({GLOBAL_BATCH}, or num_prompts, which counts prompts)"
+        )
+    if values.get("num_prompts") not in (None, total // size):
+        raise ValueError(
+            f"{said}, with num_generations {size} those of {total // size} prompts, and "
+            f"num_prompts is {values['num_prompts']}; give only one ({GLOBAL_BATCH}, num_prompts)"
+        )
+    return values | {"num_prompts": total // size}

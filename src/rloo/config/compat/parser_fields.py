@@ -1,0 +1,104 @@
+"""RLOOConfig as others see a dataclass: the fields that parsers (transformers' HfArgumentParser,
+TRL's TrlParser) make flags of, and the signature."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Iterator
+from dataclasses import InitVar, make_dataclass
+from functools import cache
+from typing import Any
+
+from rloo.config.compat.aliases import SECOND_FIELDS, our_name
+from rloo.config.compat.training_arguments_mixin import Asked
+from rloo.config.compat.unsupported import NOT_OF_RLOO_CONFIG, REFUSED, WITHOUT_EFFECT
+from rloo.config.fields import declare, default_of
+from rloo.config.options import LORA, QUANTISATION
+from rloo.config.vllm_options import OPTIONS, VLLMOptions
+
+# Options that are no part of `args` in TRL: its scripts parse them beside it, by ModelConfig,
+# ScriptArguments or classes of their own, whose flags have the same names.
+OF_SCRIPTS = {
+    "model", "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "reward",
+    *(option.name for subject in (LORA, QUANTISATION) for option in subject.fields_of(VLLMOptions)),
+}  # fmt: skip
+# TRL's option that is refused or idle here -> (its default, help)
+_OTHERS: dict[str, tuple[Any, str]] = {
+    **{n: (values[0], f"Refused: {why}.") for n, (values, why) in REFUSED.items() if values},
+    **{n: (default, f"No effect: {why}.") for n, (default, why) in WITHOUT_EFFECT.items()},
+}
+
+
+@cache
+def option_types() -> dict[str, Any]:
+    """Our option names and their annotations, in the order of declaration."""
+    return typing.get_type_hints(VLLMOptions)
+
+
+def seen_by_parsers() -> type:
+    """The options as a dataclass whose fields are TRL's and our own, each of a type that a parser
+    takes. Those of scripts are InitVars, which parsers do not see and `dataclasses.replace` takes.
+    """
+    return make_dataclass(
+        "_Parsed", _fields(), bases=(Asked,), init=False, repr=False, eq=False, kw_only=True
+    )
+
+
+def _fields() -> Iterator[tuple[str, Any, Any]]:
+    hints = option_types()
+    for option in OPTIONS:
+        hint, default = hints[option.name], default_of(option)
+        if option.name in OF_SCRIPTS:
+            # An InitVar cannot have a default that is made anew each time.
+            unseen: Any = InitVar[hint]  # type: ignore[valid-type]
+            yield option.name, unseen, None if isinstance(default, list) else default
+        else:
+            about = {"help": option.metadata["help"]}
+            yield option.name, _parseable(hint), declare(default, about, shown=option.repr)
+    for name in SECOND_FIELDS:
+        ours = our_name(name)
+        yield name, _parseable(hints[ours] | None), declare(None, {"help": f"The same as {ours}."})
+    for name, (default, meaning) in _OTHERS.items():
+        if "." not in name and name not in NOT_OF_RLOO_CONFIG:
+            kind = list[str] if isinstance(default, list) else type(default)
+            hint = str | None if default is None else kind
+            yield name, hint, declare(default, {"help": meaning})
+
+
+def _parseable(hint: Any) -> Any:
+    """`hint`, or the nearest that an argument parser takes; RLOOConfig reads the text."""
+    kinds = typing.get_args(hint)
+    if typing.get_origin(hint) is list and typing.get_args(kinds[0]):
+        return list[str]
+    containers = [typing.get_origin(kind) for kind in kinds]
+    if tuple in containers:
+        return list[float] | None
+    # Of three kinds the parser takes the second: these are parsed as text.
+    if dict in containers:
+        return dict[str, Any] | str | None
+    if list in containers and str in kinds:
+        return list[str] | str | None
+    return str | None if bool in kinds and str in kinds else hint
+
+
+class Signature:
+    """Of a class and its subclasses: every field by keyword, `output_dir` in the first place."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        ours = {option.name: option for option in OPTIONS}
+        hints = option_types()
+        found = owner.__dataclass_fields__  # type: ignore[attr-defined] # with the InitVars
+        return inspect.Signature(
+            [
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY
+                    if name != "output_dir"
+                    else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=default_of(ours.get(name, field)),
+                    annotation=hints.get(name, field.type),
+                )
+                for name, field in sorted(found.items(), key=lambda item: item[0] != "output_dir")
+            ]
+        )

@@ -1,0 +1,122 @@
+"""What scripts ask transformers' TrainingArguments besides the options."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rloo.config.launcher_env import unseen
+from rloo.config.vllm_options import VLLMOptions
+from rloo.distributed import device_here, process_count, process_rank, rank_here
+
+if TYPE_CHECKING:
+    import torch
+    from transformers.training_args import ParallelMode
+
+
+class Asked(VLLMOptions):
+    """The options, and what TrainingArguments says of the process and of itself. Only what is about
+    devices or other processes imports torch."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return process_count()
+
+    @property
+    def process_index(self) -> int:
+        """The number of this process among them."""
+        return process_rank()
+
+    @property
+    def local_process_index(self) -> int:
+        """Its number on this machine."""
+        return rank_here()
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes files."""
+        return process_rank() == 0
+
+    @property
+    def should_log(self) -> bool:
+        """Whether it speaks to the user."""
+        return process_rank() == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return device_here(use_cpu=self.use_cpu)
+
+    @property
+    def n_gpu(self) -> int:
+        """The GPUs of this process: one or none."""
+        return int(self.device.type == "cuda")
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """Whether there are other processes, in transformers' words."""
+        from transformers.training_args import ParallelMode
+
+        alone = self.world_size == 1
+        return ParallelMode.NOT_PARALLEL if alone else ParallelMode.DISTRIBUTED
+
+    @property
+    def eval_batch_size(self) -> int:
+        """`per_device_eval_batch_size`: a process has at most one GPU."""
+        size: int = getattr(self, "per_device_eval_batch_size")  # noqa: B009 - not one of ours
+        return size
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        """`ddp_timeout` as a timedelta."""
+        return timedelta(seconds=self.ddp_timeout)
+
+    def get_process_log_level(self) -> int:
+        """The level that `log_level`, or elsewhere `log_level_replica`, names; that of
+        transformers where it is passive."""
+        from transformers.training_args import trainer_log_levels
+        from transformers.utils import logging
+
+        name = getattr(self, "log_level" if self.should_log else "log_level_replica")
+        level = trainer_log_levels[name]
+        return logging.get_verbosity() if level == -1 else level
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """The optimizer steps of warm-up among `num_training_steps`."""
+        share = num_training_steps * self.warmup_steps
+        return math.ceil(share) if self.warmup_steps < 1 else int(self.warmup_steps)
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """The first process of each machine (`local`), or of all, does what is inside, then the
+        others do. Processes that no trainer has connected yet are connected by accelerate."""
+        if self.world_size == 1:
+            yield
+            return
+        from accelerate import PartialState
+
+        with unseen():
+            state = PartialState(cpu=self.use_cpu)
+        with state.local_main_process_first() if local else state.main_process_first():
+            yield
+
+
+def setter_of(args: Asked, name: str) -> Callable[..., Any]:
+    """TrainingArguments' method `name` (set_training, set_save, ...) on our options: it assigns
+    them, with its own defaults, and returns `args`. Raises AttributeError if it has none."""
+    from transformers import TrainingArguments
+
+    method = getattr(TrainingArguments, name)
+
+    def setting(*given: Any, **options: Any) -> Any:
+        with warnings.catch_warnings():
+            # It assigns defaults that nobody chose, and that may have no effect here.
+            warnings.filterwarnings("ignore", message=".*has no effect")
+            return method(args, *given, **options)
+
+    return setting

@@ -1,0 +1,77 @@
+"""Names of estimators, and `composed` as a value; `rloo.algorithm.estimators` computes them."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from rloo.config.fields import coerce, suggest
+from rloo.config.options import Options
+
+ESTIMATORS = ("composed", "rloo", "grpo", "reinforce_pp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """What `composed` is to compute; the defaults are REINFORCE Leave-One-Out.
+
+    First the options that act on it; then its arguments (`estimator_kwargs`), which only some
+    systems set. A mean of earlier rollouts (`mean_level` running) is off the rewards before an
+    estimator sees them.
+    """
+
+    kl_placement: Literal["reward", "reward_to_go", "loss"] = "reward"
+    mean_level: Literal["group", "batch", "running", "none"] = "group"
+    mean_leave1out: bool = True
+    std_level: Literal["group", "batch", "none"] = "none"
+    advantage_epsilon: float = 1e-4
+    advantage_clip_range: tuple[float, float] | None = None
+    normalize_advantages: bool = False
+    mask_truncated_completions: bool = False
+
+    # The KL is off before the baseline, not after it.
+    kl_in_baseline: bool = True
+    # Completions that `mask_truncated_completions` leaves out pay KL all the same.
+    kl_of_truncated: bool = True
+    # What the baseline is a mean of; tokens leaves out one token, not one answer.
+    mean_over: Literal["completions", "tokens"] = "completions"
+    # The deviation is that of the others.
+    std_leave1out: bool = False
+    # `advantage_epsilon` is added to the variance, not to the deviation.
+    epsilon_in_variance: bool = False
+    # What `normalize_advantages` takes as one element.
+    normalize_over: Literal["completions", "tokens"] = "completions"
+
+    @property
+    def over_rollout(self) -> bool:
+        """Whether some statistic runs over all groups of the rollout."""
+        return self.normalize_advantages or "batch" in (self.mean_level, self.std_level)
+
+    @property
+    def smallest_group(self) -> int:
+        """The fewest scored completions of a group that counts."""
+        return 2 if "group" in (self.mean_level, self.std_level) else 1
+
+
+PAPER = Composition()
+# Argument -> its default.
+ARGUMENTS: dict[str, Any] = {
+    part.name: part.default for part in fields(Composition) if not hasattr(Options, part.name)
+}
+_HINTS = typing.get_type_hints(Composition)
+
+
+def composition_of(config: Options) -> Composition:
+    """The composition that options and arguments of `config` describe. Raises ValueError for an
+    argument that is none, with the nearest, and for a value of another type."""
+    given = config.estimator_kwargs or {}
+    for name in given:
+        if name not in ARGUMENTS:
+            raise ValueError(
+                f"unknown argument {name} of the estimator composed{suggest(name, ARGUMENTS)} "
+                f"(estimator_kwargs: {', '.join(ARGUMENTS)})"
+            )
+    values = {n: coerce(f"estimator_kwargs.{n}", _HINTS[n], value) for n, value in given.items()}
+    options = {name: getattr(config, name) for name in _HINTS if name not in ARGUMENTS}
+    return Composition(**options, **values)

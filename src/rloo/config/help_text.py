@@ -1,0 +1,160 @@
+"""What `rloo --help` and `rloo COMMAND --help` print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rloo.config.show import column, render_all, render_basic
+
+_OPTIONS = "[config.yaml] [--option value ...]"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what follows its name, what it does, examples, whether it takes options."""
+
+    arguments: str
+    does: str
+    examples: tuple[str, ...]
+    takes_options: bool = True
+
+
+COMMANDS = {
+    "train": Command(
+        _OPTIONS,
+        "train a model; without a config, model or dataset, run the embedded task (two minutes)",
+        (
+            "rloo train",
+            "rloo train examples/gsm8k.yaml --model Qwen/Qwen3-0.6B --lr 1e-6 -k 8 -o runs/mine",
+            "rloo train -m FOLDER -d problems.jsonl -r my_reward.py:score format",
+            "rloo train examples/gsm8k.yaml --num_processes 8   # or torchrun, accelerate: -m rloo",
+            "rloo train examples/gsm8k.yaml --profile   # where time and memory went",
+        ),
+    ),
+    "launch": Command(
+        "[config.yaml] [--backend local | slurm] [--cluster cluster.yaml] [--option value ...]",
+        "place the processes that train, sample, serve and score on this machine or by Slurm, and "
+        "start again what dies; with --dry_run show every command, environment and file instead",
+        (
+            "rloo launch examples/gsm8k.yaml --trainer_gpus 2 --engine_gpus 2",
+            "rloo launch examples/gsm8k.yaml --backend slurm --cluster cluster.yaml --dry_run",
+        ),
+    ),
+    "status": Command(
+        "FOLDER",
+        "tell where the run with this output_dir stands: step, reward, pace, end, who takes part, "
+        "what was lost; from any machine that sees the folder",
+        ("rloo status runs/gsm8k",),
+        takes_options=False,
+    ),
+    "stop": Command(
+        "FOLDER",
+        "have the run with this output_dir save and end, on all machines, and wait for that",
+        ("rloo stop runs/gsm8k",),
+        takes_options=False,
+    ),
+    "plan": Command(
+        f"{_OPTIONS} [--num_gpus N --gpu NAME ...]",
+        "predict micro-batches, peak memory, and the time that is expected and that it takes at "
+        "worst, from measurements of less than a minute; calls no reward and leaves no file. With "
+        "--num_gpus N (1 to 1,024) and --gpu a100, h100, h200 or b200: for GPUs that are not here, "
+        "from counted operations and sources, what to put together, tokens/s, memory and cost "
+        "(--gpu_price); --parameters 7B in place of a model; --prompt_tokens, --completion_tokens; "
+        "--training_share and the other rates that it prints (docs/scaling.md)",
+        (
+            "rloo plan examples/gsm8k.yaml --max_completion_length 1024",
+            "rloo plan --num_gpus 64 --gpu h100 --gpu_price 2.5 --parameters 7B --num_prompts 512 "
+            "--num_generations 8 --max_completion_length 4096",
+        ),
+    ),
+    "eval": Command(
+        _OPTIONS,
+        "measure greedy and sampled pass@1, pass@k and mean reward of a model on a dataset",
+        (
+            "rloo eval runs/gsm8k/config.yaml --model runs/gsm8k --eval_size null",
+            "rloo eval -m FOLDER --eval_dataset test.jsonl -r exact_match",
+        ),
+    ),
+    "merge": Command(
+        "FOLDER OUT [--save_dtype float32 | bfloat16 | float16]",
+        "merge the LoRA adapter in FOLDER into its base and write the model to OUT, a folder that "
+        "from_pretrained loads and servers serve",
+        ("rloo merge runs/lora merged", "rloo merge runs/lora merged --save_dtype bfloat16"),
+        takes_options=False,
+    ),
+    "doctor": Command(
+        "FOLDER | [config.yaml] [--option value ...]",
+        "say what is wrong with a run, from its folder, or with a configuration before it is run, "
+        "and what to change",
+        ("rloo doctor runs/gsm8k", "rloo doctor examples/gsm8k.yaml"),
+        takes_options=False,
+    ),
+    "report": Command(
+        "FOLDER [FOLDER ...] [--follow]",
+        "write report.html of a run's folder, or of several to compare them; with --follow serve "
+        "it on 127.0.0.1 while the run goes on",
+        ("rloo report runs/a runs/b   # curves overlaid, and the options that differ",),
+        takes_options=False,
+    ),
+    "config": Command(
+        "[NAME | --all | config.yaml --option value ... | --from SYSTEM FILE]",
+        "list the options that most runs set, with --all every one, or explain the one named; "
+        "with a config or options: print the resolved configuration and what its preset means; "
+        "with --from: convert a file, script or command line of areal, ms-swift, nemo_rl, "
+        "openrlhf, trl or verl, with that system's own overrides after it",
+        (
+            "rloo config num_generations",
+            "rloo config --preset verl",
+            "rloo config --from areal gsm8k_rloo.yaml gconfig.n_samples=8 > gsm8k.yaml",
+            "rloo config --from verl run_qwen2-7b.sh > run.yaml",
+        ),
+        takes_options=False,
+    ),
+    "vllm-serve": Command(
+        _OPTIONS,
+        "start a server of vLLM as a run with these options needs it, and print its line",
+        ("rloo vllm-serve examples/gsm8k.yaml --vllm_server_port 8000 --use_peft true",),
+    ),
+    "worker": Command(
+        "sample | score FOLDER [--patience SECONDS]",
+        "sample completions, or call reward functions, for the run with this output_dir, until it "
+        "is over (remote_workers); give up where none has listened for so long, 1800 by default",
+        ("rloo worker sample runs/gsm8k",),
+        takes_options=False,
+    ),
+    "check-estimator": Command(
+        "NAME | FILE.py:FUNCTION [--estimator_kwargs.NAME VALUE ...]",
+        "enumerate bias and variance of an estimator (rloo, my.py:function) on small policies and "
+        'print "exact" or the bias as figures; the status is 0 for both, 2 for one that fails',
+        ("rloo check-estimator examples/estimator.py:length_weighted",),
+        takes_options=False,
+    ),
+}
+
+
+def overview() -> str:
+    """What the program is, its commands, and an example of each."""
+    commands = "".join(column(f"  {name}", command.does, 19) for name, command in COMMANDS.items())
+    examples = "".join(f"  {command.examples[0]}\n" for command in COMMANDS.values())
+    return (
+        "usage: rloo COMMAND [config.yaml] [--option value ...]\n\n"
+        "Train language models with REINFORCE Leave-One-Out.\n\n"
+        f"commands:\n{commands}\nexamples:\n{examples}\n"
+        "`rloo COMMAND --help` has its options.\n"
+    )
+
+
+def usage_of(name: str, *, everything: bool = False) -> str:
+    """How a command is called, what it does, and the options that most runs set, or all."""
+    command = COMMANDS[name]
+    text = column("", f"{command.does[0].upper()}{command.does[1:]}.", 0)
+    text = f"usage: rloo {name} {command.arguments}\n\n{text}\nexamples:\n"
+    text += "".join(f"  {example}\n" for example in command.examples)
+    if not command.takes_options:
+        return text
+    if everything:
+        return f"{text}\n{render_all()}"
+    return (
+        f"{text}\n{render_basic(elsewhere=False)}\nEvery option: rloo {name} --help all. "
+        "One of them, with its names in other systems: rloo config NAME.\n"
+    )

@@ -1,0 +1,208 @@
+"""Which parts of the objective make no sense together, and which have a wrong gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from rloo.config.estimator_config import ESTIMATORS, Composition, composition_of
+from rloo.config.fields import suggest
+from rloo.config.options import Options
+from rloo.config.presets import PRESETS, kl_fault, loss_form, preset_options
+
+FIXED_REFERENCE = (
+    "sync_ref_model is true and an adapter is trained; the reference is the base under it, which "
+    "must not move (sync_ref_model, use_peft, peft_config)"
+)
+
+
+def check_objective(config: Options) -> None:
+    """Raise ValueError for the first contradiction in the objective of `config`."""
+    parts = (_in_vain, _in_group, _in_kl, _in_composed, _in_loss, _in_reference, _in_weights)
+    for find in (_in_name, *parts):
+        for fault in find(config):
+            raise ValueError(fault)
+
+
+def _in_name(config: Options) -> Iterator[str]:
+    name = config.estimator
+    if name in ESTIMATORS or ":" in name:  # a user's function is loaded by the trainer
+        return
+    if name.endswith(".py"):
+        yield f"the estimator {name!r} names no function; write {name}:function"
+    yield (
+        f"unknown estimator {name!r}{suggest(name, ESTIMATORS)} (there are "
+        f"{', '.join(ESTIMATORS)}; your own: package.module:function or file.py:function)"
+    )
+
+
+def _in_vain(config: Options) -> Iterator[str]:
+    composed = config.estimator == "composed"
+    of_composed = f"estimator composed (estimator is {config.estimator})"
+    mode = "rollout_importance_sampling_mode"
+    rules = (
+        ("mean_level", composed, of_composed),
+        ("mean_leave1out", composed, of_composed),
+        ("std_level", composed, of_composed),
+        ("advantage_epsilon", composed or config.normalize_rewards == "batch", of_composed),
+        ("advantage_clip_range", composed, of_composed),
+        ("normalize_advantages", composed, of_composed),
+        ("kl_placement", composed or config.kl_placement != "reward_to_go", of_composed),
+        ("running_decay", config.mean_level == "running", "mean_level running"),
+        ("kl_horizon", config.kl_target is not None, "kl_target"),
+        ("max_resample_times", config.dynamic_sample, "dynamic_sample"),
+        ("rollout_importance_sampling_threshold", getattr(config, mode) is not None, mode),
+    )
+    yield from _without_effect(config, rules, preset_options(config.preset))
+
+
+def _in_group(config: Options) -> Iterator[str]:
+    grouped = {"mean_level": config.mean_level, "std_level": config.std_level}
+    composed = config.estimator == "composed"
+    for name, level in grouped.items():
+        if composed and level == "group" and config.num_generations < 2:
+            yield (
+                f"num_generations is {config.num_generations} and {name} is group; leave-one-out "
+                "needs at least 2 completions per prompt, and so does every group statistic "
+                "(num_generations, or mean_level batch, running or none)"
+            )
+    if config.num_generations < 2 and config.dynamic_sample:
+        yield "dynamic_sample needs groups of at least 2 to see signal in (num_generations)"
+    if config.normalize_rewards != "none" and config.mean_level == "running":
+        yield (
+            f"normalize_rewards is {config.normalize_rewards} and mean_level is running; both take "
+            "a mean off every reward, give one"
+        )
+
+
+def _without_effect(
+    values: Any, rules: Iterable[tuple[str, bool, str]], usual: Mapping[str, Any], where: str = ""
+) -> Iterator[str]:
+    """What was changed in `values`, a dataclass, although nothing acts on it: `rules` are (name,
+    whether something does, what does). What is `usual`, since the preset sets it, may stay."""
+    defaults = {field.name: field.default for field in fields(values)}
+    for name, acts, other in rules:
+        value, default = getattr(values, name), defaults[name]
+        if not acts and value not in (default, usual.get(name, default)):
+            yield (
+                f"{where}{name} is {value} but has no effect without {other}; "
+                f"set that or remove {name}"
+            )
+
+
+def _in_composed(config: Options) -> Iterator[str]:
+    if config.estimator != "composed":
+        return
+    form = composition_of(config)
+    divided = form.std_level != "none" or form.normalize_advantages
+    rules = (
+        ("kl_in_baseline", form.kl_placement != "loss", "a KL in the reward"),
+        ("kl_of_truncated", form.mask_truncated_completions, "mask_truncated_completions"),
+        ("std_leave1out", form.std_level != "none", "std_level"),
+        ("epsilon_in_variance", divided, "std_level or normalize_advantages"),
+        ("normalize_over", form.normalize_advantages, "normalize_advantages"),
+    )
+    usual = preset_options(config.preset).get("estimator_kwargs") or {}
+    yield from _without_effect(form, rules, usual, "estimator_kwargs.")
+    yield from _in_tokens(form, config.importance_sampling_level)
+
+
+def _in_tokens(form: Composition, ratio_level: str) -> Iterator[str]:
+    over_tokens = form.normalize_advantages and form.normalize_over == "tokens"
+    per_token = {
+        "kl_placement reward_to_go": form.kl_placement == "reward_to_go",
+        "mean_over tokens": form.mean_over == "tokens",
+    }
+    for name, chosen in {**per_token, "normalize_over tokens": over_tokens}.items():
+        if chosen and ratio_level != "token":
+            yield (
+                f"{name} gives every token an advantage of its own, and importance_sampling_level "
+                f"is {ratio_level}, one ratio for all of them (importance_sampling_level token)"
+            )
+    for name, chosen in per_token.items():
+        if chosen and form.normalize_advantages and not over_tokens:
+            yield (
+                f"normalize_advantages is true and {name} gives every token an advantage of its "
+                "own; standardise over them (estimator_kwargs.normalize_over tokens)"
+            )
+    if form.mean_over == "tokens" and form.std_level != "none":
+        yield "mean_over tokens has no deviation of its own (std_level none, normalize_advantages)"
+    if form.mean_over == "tokens" and form.mean_level != "group":
+        yield f"mean_over is tokens and mean_level is {form.mean_level}; it must be group"
+
+
+def _in_kl(config: Options) -> Iterator[str]:
+    estimator, place = config.kl_estimator, config.kl_placement
+    fault = None if loss_form(config.preset).any_kl else kl_fault(config)
+    allowed = " or ".join(name for name, preset in PRESETS.items() if preset.loss_form.any_kl)
+    if place == "loss":
+        if fault is not None:
+            yield (
+                "kl_placement is loss and kl_estimator is k1, whose expected gradient is zero: the "
+                "mean of grad log pi is 0, so nothing would hold the policy (kl_estimator k2 or "
+                f"k3, or use_bias_correction_kl; preset {allowed} does it all the same)"
+            )
+        if estimator == "k2" and config.use_bias_correction_kl:
+            yield (
+                "use_bias_correction_kl is true and kl_estimator is k2; with the ratio the "
+                "gradient is that of the value, which is a KL for k1 and k3 (kl_estimator)"
+            )
+        if config.kl_target is not None:
+            yield "kl_target adapts the KL in the reward; kl_placement is loss (kl_placement)"
+    elif fault is not None:
+        yield (
+            f"kl_estimator is {estimator} and kl_placement is {place}; a penalty in the reward "
+            "gets the gradient of its value only if that is k1: with any other the gradient is "
+            f"not that of a KL (kl_estimator k1; preset {allowed} does it all the same)"
+        )
+    elif config.use_bias_correction_kl:
+        yield (
+            f"use_bias_correction_kl is true and kl_placement is {place}; it is for KL in the loss"
+        )
+    if config.kl_target is not None and config.beta == 0:
+        yield "kl_target is given but beta is 0, which it multiplies; give a beta above 0"
+
+
+def _in_loss(config: Options) -> Iterator[str]:
+    if config.loss_aggregation != "constant" and config.loss_constant is not None:
+        yield (
+            f"loss_constant is {config.loss_constant} but loss_aggregation is "
+            f"{config.loss_aggregation}; it is used with loss_aggregation constant only"
+        )
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    if config.delta is not None and config.delta <= 1 + high:
+        yield (
+            f"delta is {config.delta}, inside the clipping range up to {1 + high:g}; it bounds "
+            "ratios that clipping leaves alone, so it must be above 1 + epsilon_high"
+        )
+
+
+def _in_reference(config: Options) -> Iterator[str]:
+    if config.sync_ref_model and config.beta == 0:
+        yield "sync_ref_model is true but beta is 0; there is no reference to move (beta)"
+    if config.sync_ref_model and config.use_peft:
+        yield FIXED_REFERENCE
+
+
+def _in_weights(config: Options) -> Iterator[str]:
+    mode = config.rollout_importance_sampling_mode
+    by_token = mode is not None and mode.startswith("token")
+    if by_token and config.importance_sampling_level == "sequence":
+        yield (
+            f"rollout_importance_sampling_mode is {mode} and importance_sampling_level is "
+            "sequence; one term for a completion has no weights by token (a sequence mode, or "
+            "importance_sampling_level token)"
+        )
+    lower = config.rollout_importance_sampling_min
+    upper = config.rollout_importance_sampling_threshold
+    if lower is not None and (mode is None or mode.endswith("truncate")):
+        yield (
+            f"rollout_importance_sampling_min is {lower} but rollout_importance_sampling_mode is "
+            f"{mode}; a lower bound is for the modes that mask"
+        )
+    if lower is not None and lower >= upper:
+        yield (
+            f"rollout_importance_sampling_min is {lower}, not below the upper bound "
+            f"{upper} (rollout_importance_sampling_threshold)"
+        )

@@ -1,0 +1,120 @@
+"""Configurations as people read them: the options in words, and the resolved configuration."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import Field
+from itertools import groupby
+from typing import Any
+
+from rloo.config.compat.aliases import ALIASES, SHORT, our_name
+from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.config import DEVIATIONS, RLOOConfig
+from rloo.config.fields import default_of
+from rloo.config.vllm_options import OPTIONS
+from rloo.config.yaml_io import write_yaml
+
+_COLUMN = 32
+# What becomes of other systems' options -> their names, with the values shown and the reason.
+_OTHERS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
+    "Refused, except at the values shown": REFUSED,
+    "Accepted without effect": {
+        name: ((default,), reason) for name, (default, reason) in WITHOUT_EFFECT.items()
+    },
+}
+
+
+def render_basic(*, elsewhere: bool = True) -> str:
+    """The options that most runs set, by subject, for the width of the terminal. `elsewhere` adds
+    what other systems call them."""
+    basic = [field for field in OPTIONS if field.metadata["basic"]]
+    sections = _by_subject(basic, elsewhere=elsewhere)
+    return (
+        f"The {len(basic)} options that most runs set. `rloo config --all` lists every one,\n"
+        f"`rloo config NAME` explains the one that is named.\n\n{_titled(sections)}"
+    )
+
+
+def render_all() -> str:
+    """Every option by subject; then those of other systems that are refused or idle here."""
+    sections = _by_subject(OPTIONS)
+    for title, others in _OTHERS.items():
+        sections[title] = "".join(
+            column("-", f"{why}: {', '.join(_setting(n, *others[n][0]) for n in names)}", 2)
+            for why, names in groupby(others, key=lambda name: others[name][1])
+        )
+    return _titled(sections)
+
+
+def _by_subject(options: Iterable[Field[Any]], *, elsewhere: bool = True) -> dict[str, str]:
+    sections: dict[str, str] = {}
+    for option in options:
+        subject = option.metadata["subject"]
+        sections[subject] = sections.get(subject, "") + _entry(option, elsewhere=elsewhere)
+    return sections
+
+
+def _titled(sections: Mapping[str, str]) -> str:
+    return "\n".join(f"{title.upper()}\n\n{text}" for title, text in sections.items())
+
+
+def render_option(name: str) -> str | None:
+    """One option, by the name that it has here or elsewhere; None for an unknown one."""
+    for title, others in _OTHERS.items():
+        if name in others:
+            values, why = others[name]
+            return column(_setting(name, *values), f"{title}: {why}.")
+    ours = SHORT.get(name, our_name(name))
+    return next((_entry(field) for field in OPTIONS if field.name == ours), None)
+
+
+def render_resolved(config: RLOOConfig) -> str:
+    """`config` as YAML that `rloo train` reads back to an equal configuration."""
+    return write_yaml(config.to_dict())
+
+
+def _entry(field: Field[Any], *, elsewhere: bool = True) -> str:
+    """An option, its default and meaning, and its names for short and in other systems."""
+    theirs = DEVIATIONS.get(field.name)
+    unlike = f" TRL's default is {value_as_text(theirs[0])}." if theirs else ""
+    short = [f"-{n}" if len(n) == 1 else f"--{n}" for n, o in SHORT.items() if o == field.name]
+    brief = f" For short: {', '.join(short)}." if short else ""
+    head = _setting(field.name, default_of(field))
+    text = column(head, field.metadata["help"] + brief + unlike)
+    names = {", ".join(field.metadata["systems"]): ["the same"]}
+    for alias, (ours, systems) in ALIASES.items():
+        if ours == field.name:
+            names.setdefault(systems, []).append(alias)
+    known = [f"{', '.join(n)} ({systems})" for systems, n in names.items() if systems]
+    return text + (column("", f"Elsewhere: {'; '.join(known)}.") if known and elsewhere else "")
+
+
+def column(head: str, text: str, indent: int = _COLUMN) -> str:
+    """`text` in a column of its own, beside `head` or, where that is long, below it, for the width
+    of the terminal."""
+    if head and len(head) >= indent:
+        return f"{head}\n{column('', text, indent)}"
+    lines = textwrap.wrap(
+        text,
+        max(80, min(110, shutil.get_terminal_size((100, 24)).columns)),
+        initial_indent=head.ljust(indent),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _setting(name: str, *values: Any) -> str:
+    return f"{name} = {' or '.join(map(value_as_text, values))}" if values else name
+
+
+def value_as_text(value: Any) -> str:
+    """A value as the list of options shows it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value) or '""'

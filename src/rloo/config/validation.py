@@ -1,0 +1,276 @@
+"""What makes a configuration wrong although every value has its type: ranges and contradictions.
+
+What depends on models or data is checked where they are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from itertools import chain
+from typing import Any
+
+from rloo.config.async_validation import check_beside
+from rloo.config.batch_sizes import batches_of
+from rloo.config.compat import deepspeed_config
+from rloo.config.fields import Faults
+from rloo.config.loss_validation import check_objective
+from rloo.config.options import LORA, Options
+from rloo.config.reasoning_gym_options import check_gym
+from rloo.config.tool_options import check_tools
+from rloo.config.vllm_options import VLLMOptions
+from rloo.config.vllm_validation import check_vllm
+from rloo.distributed import process_count
+
+# Kinds of products that oneDNN may compute on a CPU, and their classes: see
+# `rloo.kernels.cpu_matmul`.
+_SHAPES = [f"{rows}:{width}" for rows in ("some", "many") for width in ("narrow", "wide")]
+OF_LAYERS = ("forward", "backward", "weight")
+PRODUCTS = {
+    "packed": ("packed:narrow", "packed:wide"),
+    **{kind: tuple(f"{kind}:{shape}" for shape in _SHAPES) for kind in OF_LAYERS},
+    "bf16": ("bf16",),
+}
+# Completions of one rollout, or of one evaluated prompt: each is an object in this process.
+MOST_COMPLETIONS = 2**17
+BATCH_SIZES = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size",
+    "steps_per_generation",
+)  # fmt: skip
+
+# (rule in words, the rule, the options it holds for); a null value is always allowed
+RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    ("must be at least 1", lambda x: x >= 1, (
+        "num_generations", "kl_horizon", "ref_model_sync_steps", "max_resample_times",
+        "eval_max_completion_length", "num_prompts", "per_device_train_batch_size",
+        "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
+        "num_iterations", "max_completion_length", "max_prompt_length",
+        "max_tokens_per_micro_batch", "num_threads", "eval_size", "num_generations_eval",
+        "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha", "num_processes",
+        "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length", "reward_workers",
+        "max_tool_calling_iterations", "max_tool_response_length",
+        "gym_size",
+    )),
+    # A rank beyond the widest layer adds nothing; the others only ever wait.
+    ("must be at most 16,384", lambda x: x <= 16_384, ("lora_r",)),
+    ("must be at most 1,000", lambda x: x <= 1_000,
+     ("max_resample_times", "max_restarts", "vllm_restarts")),
+    ("must be at most 1,024", lambda x: x <= 1_024, (
+        "reward_workers", "max_staleness", "sampler_processes",
+    )),
+    ("must be at most 1,024; null takes as many as a launcher has started", lambda x: x <= 1_024,
+     ("num_processes",)),
+    ("must be at most 1,000,000", lambda x: x <= 1_000_000,
+     ("num_iterations", "gym_size")),
+    ("must be at most 1,000,000,000", lambda x: x <= 1_000_000_000, (
+        "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
+        "warmup_steps", "max_completion_length", "eval_max_completion_length", "ddp_timeout",
+        "eval_delay",
+    )),
+    (f"must be at most {MOST_COMPLETIONS:,}", lambda x: x <= MOST_COMPLETIONS,
+     ("num_generations", "num_generations_eval")),
+    ("must be above 0", lambda x: x > 0, (
+        "repetition_penalty", "adam_epsilon", "advantage_epsilon", "loss_constant",
+        "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
+        "kl_clip", "kl_target", "rollout_importance_sampling_threshold", "vllm_tolerance",
+        "vllm_server_timeout", "vllm_request_timeout", "episode_timeout",
+    )),
+    ("must be above 0, and at least 0.000001 so that no score overflows", lambda x: x >= 1e-6,
+     ("temperature", "eval_temperature")),
+    ("must be at most 315,360,000 (ten years), or null for no deadline",
+     lambda x: x <= 315_360_000, ("reward_timeout",)),
+    ("must be at most 1,000,000 seconds", lambda x: x <= 1_000_000,
+     ("vllm_server_timeout", "vllm_request_timeout", "episode_timeout")),
+    ("must be at least 0", lambda x: x >= 0, (
+        "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
+        "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
+        "rollout_importance_sampling_min", "reward_timeout", "max_restarts", "gather_limit",
+        "vllm_restarts", "max_staleness", "eval_delay", "sampler_processes",
+    )),
+    ("must be above 0 and at most 1", lambda x: 0 < x <= 1,
+     ("top_p", "eval_top_p", "ref_model_mixup_alpha", "vllm_gpu_memory_utilization")),
+    ("must be between 0 and 1", lambda x: 0 <= x <= 1, ("min_p",)),
+    ("must be at least 0 and below 1", lambda x: 0 <= x < 1,
+     ("adam_beta1", "adam_beta2", "lora_dropout", "running_decay")),
+    ("must be above 1", lambda x: x > 1, ("delta",)),
+    ("must not be 0", lambda x: x != 0, ("reward_scaling",)),
+    ("must be a number", lambda x: x == x, ("reward_bias", "entropy_coef")),
+    ("must be a whole number, or below 1 to mean a share of all steps",
+     lambda x: x < 1 or x == int(x),
+     ("logging_steps", "eval_steps", "save_steps", "warmup_steps")),
+    ("must be at least 1, or -1 to go by num_train_epochs", lambda x: x >= 1 or x == -1,
+     ("max_steps",)),
+    ("must be from 1 to 65535", lambda x: 1 <= x < 2**16, ("vllm_server_port",)),
+    ("must be from 0 to 4294967295", lambda x: 0 <= x < 2**32,
+     ("seed", "data_seed", "gym_seed")),
+)  # fmt: skip
+
+
+# What takes every process to have all weights, and why.
+_ONLY_WHOLE = {
+    "fp16": "under which gradients are not scaled; bf16 needs no scale",
+    "activation_offloading": "whose gathered weights it would move as well",
+    "offload_reference": "which divides the reference; offload_params moves it",
+    "offload_optimizer": "which divides the optimizer's state among the processes instead",
+}
+
+
+def out_of_range(values: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    """The options whose value is none, whatever the others are: name, value and the rule."""
+    return [
+        (name, values[name], rule)
+        for rule, holds, names in RANGES
+        for name in names
+        if values.get(name) is not None and not holds(values[name])
+    ]
+
+
+def check(config: VLLMOptions) -> None:
+    """Raise ValueError for all values out of range, or else for the first contradiction."""
+    if faults := out_of_range(vars(config)):
+        raise Faults([f"{name} is {value}; it {rule}" for name, value, rule in faults])
+    _check_rewards(config)
+    check_objective(config)
+    _check_run(config)
+    _check_evaluation(config)
+    _check_batches(config)
+    _check_model(config)
+    _check_parallel(config)
+    check_vllm(config)
+    check_beside(config)
+    if config.tools or config.environment_factory:
+        check_tools(config)
+    check_gym(config)
+
+
+def _check_rewards(config: Options) -> None:
+    for name in ("reward_clip_range", "advantage_clip_range"):
+        bounds = getattr(config, name)
+        if bounds is not None and not bounds[0] < bounds[1]:
+            raise ValueError(
+                f"{name} is ({bounds[0]}, {bounds[1]}); the first must be below the second"
+            )
+    weights = config.reward_weights
+    if weights is not None and config.reward and len(weights) != len(config.reward):
+        raise ValueError(
+            f"reward_weights has {len(weights)} values for {len(config.reward)} rewards; "
+            "give one weight per reward"
+        )
+
+
+def _check_run(config: Options) -> None:
+    if config.overwrite_output_dir and config.resume_from_checkpoint in (True, "auto"):
+        raise ValueError(
+            "overwrite_output_dir and resume_from_checkpoint are both given; overwriting would "
+            "delete the checkpoint to resume from, so set only one"
+        )
+    known = {*PRODUCTS, *chain(*PRODUCTS.values())}
+    if unknown := [name for name in config.onednn or [] if name not in known]:
+        raise ValueError(
+            f"onednn is {config.onednn}; {unknown[0]} is none of {', '.join(PRODUCTS)}, nor a "
+            f"class of them as {PRODUCTS['forward'][0]} (onednn)"
+        )
+    if config.bf16 and config.fp16:
+        raise ValueError("bf16 and fp16 are both true; choose one")
+    if config.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        raise ValueError(
+            f"lr_scheduler_type is {config.lr_scheduler_type}; a schedule that follows a metric is "
+            "not part of this version (use linear, cosine, constant_with_warmup, ...)"
+        )
+
+
+def _check_evaluation(config: Options) -> None:
+    samples = config.num_generations_eval or config.num_generations
+    if config.stop_strings is not None and not all(config.stop_strings):
+        raise ValueError(
+            "stop_strings contains an empty text, which would end every completion; remove it"
+        )
+    if not config.eval_pass_k:
+        raise ValueError("eval_pass_k is empty; give at least one k (1 for pass@1)")
+    for k in config.eval_pass_k:
+        if not 1 <= k <= samples:
+            raise ValueError(
+                f"eval_pass_k contains {k}; with {samples} completions per prompt k must be from 1 "
+                f"to {samples} (num_generations_eval)"
+            )
+    if config.compares_evaluations:
+        _check_best(config)
+    if (config.dataset or config.eval_dataset) is None and config.dataset_config is not None:
+        raise ValueError(
+            f"dataset_config is {config.dataset_config} but no dataset is named; it selects a "
+            "configuration of a hub dataset, so name one (dataset)"
+        )
+
+
+def _check_best(config: Options) -> None:
+    if config.eval_strategy == "no":
+        raise ValueError(
+            "load_best_model_at_end and save_strategy best need evaluations to compare, but "
+            "eval_strategy is no; set it to steps or epoch"
+        )
+    if config.save_strategy == "no":
+        raise ValueError(
+            "load_best_model_at_end is true and save_strategy is no; there would be no "
+            "checkpoint to load, so set save_strategy to steps, epoch or best"
+        )
+    if str(config.metric_for_best_model).endswith("loss"):
+        raise ValueError(
+            f"metric_for_best_model is {config.metric_for_best_model}; an evaluation computes "
+            "no loss, so choose a metric such as reward or pass@1"
+        )
+
+
+def _check_batches(config: Options) -> None:
+    if config.generation_batch_size is not None and config.steps_per_generation is not None:
+        raise ValueError(
+            f"generation_batch_size is {config.generation_batch_size} and steps_per_generation is "
+            f"{config.steps_per_generation}; both set the size of a rollout, so give only one"
+        )
+    batches = batches_of(config, config.num_processes or process_count())
+    if batches.completions_per_rollout > MOST_COMPLETIONS:
+        raise ValueError(
+            f"a rollout would have {batches.completions_per_rollout:,} completions; it may have at "
+            f"most {MOST_COMPLETIONS:,} (num_prompts, num_generations, {', '.join(BATCH_SIZES)})"
+        )
+    if config.kl_target is not None and config.kl_horizon < batches.completions_per_rollout:
+        raise ValueError(
+            f"kl_horizon is {config.kl_horizon}, below the {batches.completions_per_rollout} "
+            "completions of a rollout; it must not be less, so that one rollout changes beta by at "
+            "most a fifth"
+        )
+
+
+def _check_model(config: Options) -> None:
+    _check_alone(config, "use_peft", [field.name for field in LORA.fields_of(Options)])
+    if config.load_in_4bit and config.load_in_8bit:
+        raise ValueError("load_in_4bit and load_in_8bit are both true; choose one")
+    _check_alone(config, "load_in_4bit", ("bnb_4bit_quant_type", "use_bnb_nested_quant"))
+
+
+def _check_parallel(config: Options) -> None:
+    for name, value in (("state_dict_type", "sharded"), ("offload_params", True)):
+        if getattr(config, name) == value and config.parallel != "fsdp2":
+            raise ValueError(
+                f"{name} is {value} and parallel is {config.parallel}; only fsdp2 does that "
+                f"({name}, parallel)"
+            )
+    deepspeed_config.check(config)
+    if config.parallel == "replicate":
+        return
+    for name, why in _ONLY_WHOLE.items():
+        if getattr(config, name):
+            raise ValueError(
+                f"{name} is {getattr(config, name)} and parallel is {config.parallel}, {why} "
+                f"({name}, parallel)"
+            )
+
+
+def _check_alone(config: Options, switch: str, names: Sequence[str]) -> None:
+    """Refuse options that were changed although the `switch` that they need is off."""
+    for field in fields(Options):
+        value = getattr(config, field.name)
+        if field.name in names and value != field.default and not getattr(config, switch):
+            raise ValueError(
+                f"{field.name} is {value} but {switch} is false, without which it has no effect; "
+                f"set {switch} or remove it"
+            )

@@ -1,0 +1,21 @@
+"""The processes of a run."""
+
+from rloo.distributed.world import (
+    World,
+    device_here,
+    make_world,
+    process_count,
+    process_rank,
+    processes_here,
+    rank_here,
+)
+
+__all__ = [
+    "World",
+    "device_here",
+    "make_world",
+    "process_count",
+    "process_rank",
+    "processes_here",
+    "rank_here",
+]

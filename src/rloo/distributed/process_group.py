@@ -1,0 +1,389 @@
+"""The lines between the processes of a run: torch.distributed, with waits that end, that can be
+interrupted, and that tell who is missing."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rloo.distributed.group_setup import Groups, abandon, buckets, in_thread, leave
+from rloo.distributed.pytree import decode, encode
+from rloo.distributed.signal_numbers import Signals, Unheard
+
+T = TypeVar("T")
+
+# Seconds between two looks at whether another process has failed, and between signs of life.
+LOOK = 0.5
+BEAT = 1.0
+# Looks in a row at which a process gives no sign of life until it counts as gone.
+SILENCES = 4
+# Seconds that the main process waits at its end for others to leave.
+PATIENCE = 3.0
+FAILED, ASKED, OVER, BROKEN = "failed", "asked", "over", "broken"
+_NUMBERS = itertools.count()
+
+
+class RankError(ConnectionError):
+    """Another process of the run has failed, is gone, or does not come."""
+
+
+class AllOutOfMemory(torch.OutOfMemoryError):
+    """Some process ran out of memory, and all know it."""
+
+
+class Links:
+    """Collectives over all processes. A wait is interrupted by signals, ends after `timeout`
+    seconds, and ends as soon as another process has failed.
+
+    `where` tells what this process is doing, for the messages of others; `signals` are those that
+    stop this one. `seconds` were spent waiting and `received` bytes gathered since they were last
+    set to 0. `left_behind`: an error has ended a block of `in_step`. A run that has failed leaves
+    the collectives of the processes out of step: `make_group` makes another group, with which the
+    next run begins.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: dist.Store,
+        timeout: float,
+        group: Any,
+        make_group: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.where: Callable[[], str] = lambda: "the start"
+        self.signals: Signals = Unheard()
+        self.seconds, self.received = 0.0, 0
+        self._rank, self._size, self._timeout = rank, size, timeout
+        self._store, self._group, self._make_group = store, group, make_group
+        self._waits = False
+        self.left_behind = False
+        self._broken: RankError | None = None
+        self._stale = self._met = False
+        self._runs = 0
+        self._over = threading.Event()
+        threading.Thread(target=self._live, daemon=True).start()
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every process, in the order of ranks; see `flatten`."""
+        mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self._size)]
+        self._all_gather(sizes, torch.tensor([len(mine)]))
+        lengths = [int(size) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        parts = [torch.empty_like(padded) for _ in range(self._size)]
+        self._all_gather(parts, padded)
+        self.received += sum(lengths)
+        values = [decode(bytes(p[:n].numpy())) for p, n in zip(parts, lengths, strict=True)]
+        return [*values[: self._rank], value, *values[self._rank + 1 :]]
+
+    def exchange(self, values: Sequence[T]) -> list[T]:
+        """See `World.exchange`."""
+        sent = [encode(value) for value in values]
+        sizes = torch.tensor([len(each) for each in sent])
+        counts = torch.empty_like(sizes)
+        self._wait(dist.all_to_all_single, counts, sizes)
+        all_sent = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
+        lengths = counts.tolist()
+        got = torch.empty(sum(lengths), dtype=torch.uint8)
+        self._wait(dist.all_to_all_single, got, all_sent, lengths, sizes.tolist())
+        self.received += len(got)
+        return [decode(bytes(part.numpy())) for part in got.split(lengths)]
+
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """See `World.sum_gradients`."""
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+        self._wait(dist.all_reduce, has, dist.ReduceOp.MAX)
+        some = [p for p, known in zip(parameters, has.tolist(), strict=True) if known]
+        for bucket in buckets(some):
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            self._wait(dist.all_reduce, flat)
+            parts = flat.split([grad.numel() for grad in grads])
+            for parameter, grad, part in zip(bucket, grads, parts, strict=True):
+                parameter.grad = grad.copy_(part.view_as(grad))
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """See `World.in_step`."""
+        if self.signals.is_held:  # all are in such a block already
+            with self._others_waiting():
+                yield
+            return
+        with self.signals.held():
+            asked = max(self.gather(self.signals.received or 0))
+            if not asked:
+                with self._others_waiting():
+                    yield
+                return
+            self.signals.pass_on(asked)  # and raised at the end of `held`
+
+    @contextmanager
+    def _others_waiting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.left_behind = True
+            alone = isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError)
+            if not alone and (why := self._lost()) is not None:
+                raise why from error
+            raise
+
+    def meet(self, value: T) -> list[T] | None:
+        """See `World.meet`; `value` is of JSON. Over the store, since a line may have been left in
+        the middle of a collective."""
+        keys = [self._key(f"meeting of {rank}") for rank in range(self._size)]
+        until = time.monotonic() + self._timeout
+        met: list[Any] = []
+        silences = 0  # in a row; a machine that is busy may miss some signs of life
+        try:
+            self._store.set(keys[self._rank], json.dumps([self.left_behind, value]))
+            while len(met) < self._size:
+                here = [key for key in keys if self._store.check([key])]
+                met = [json.loads(self._store.get(key)) for key in here]
+                if any(left for left, _ in met):
+                    return None
+                if len(met) < self._size:
+                    missing = [key for key in keys if key not in here]
+                    came = partial(self._store.check, missing)
+                    silences = silences + 1 if self._silent(unless=came) else 0
+                    if silences == SILENCES or time.monotonic() > until:
+                        return None
+        except RuntimeError:  # the launcher is gone
+            return None
+        limit = timedelta(seconds=self._timeout)
+        try:
+            self._group = in_thread(
+                lambda: dist.new_group(backend="gloo", timeout=limit), self._timeout
+            )
+        except RuntimeError:
+            return None
+        self._broken, self._met = None, True
+        self._runs += 1  # what has failed before is known to all
+        return [value for _, value in met]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this process has failed, unless one of them did before."""
+        if self._met:  # they know, and may still be saving
+            return
+        said: dict[str, Any] = {"rank": self._rank, "where": self.where()}
+        said["error"] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if isinstance(error, KeyboardInterrupt):
+            said["signal"] = int(signal.SIGINT)
+        elif (number := getattr(error, "signal", None)) is not None:  # `Stopped`
+            said["signal"] = int(number)
+        with suppress(RuntimeError):  # the launcher is gone, and so are the others
+            self._store.compare_set(self._key(FAILED), "", json.dumps(said))
+
+    def end(self) -> None:
+        """Of the main process, when a run has ended and everything is saved; the others wait for
+        it, so that nobody ends it for their having ended. It says whether the next run needs other
+        lines."""
+        over = self._key(OVER)
+        with suppress(RuntimeError):
+            if self._rank == 0:
+                broken = self._broken is not None or self._met
+                broken |= self._store.check([self._key(FAILED)])
+                self._store.set(over, BROKEN if broken else "")
+            until = time.monotonic() + self._timeout
+            while not (told := self._store.check([over])) and time.monotonic() < until:
+                if 0 in self._silent(unless=lambda: self._store.check([over])):
+                    break
+            self._stale |= told and self._store.get(over).decode() == BROKEN
+        self._broken, self._met = None, False
+        self._runs += 1
+
+    def close(self) -> None:
+        """Leave the group, at the end of the process; the main one, which may have the store that
+        the others look into, leaves last."""
+        self._over.set()
+        with suppress(RuntimeError):
+            if self._rank > 0:
+                self._store.set(f"left {self._rank}", "")
+            others = [f"left {rank}" for rank in range(1, self._size)]
+            until = time.monotonic() + (PATIENCE if self._rank == 0 else 0)
+            while time.monotonic() < until and not self._store.check(others):
+                time.sleep(0.02)
+            leave()
+
+    def _key(self, name: str) -> str:
+        return f"{name} of run {self._runs}"
+
+    def _all_gather(self, parts: list[Tensor], mine: Tensor) -> None:
+        self._wait(dist.all_gather, parts, mine)
+
+    def _wait(self, collective: Callable[..., Any], *arguments: Any) -> None:
+        if self._broken is not None:
+            raise self._broken
+        began = looked = time.monotonic()
+        pause = 2e-5
+        self._waits = True
+        work = None
+        try:
+            if self._stale:
+                self._group = in_thread(self._make_group, self._timeout)
+                self._stale = False
+            work = collective(*arguments, group=self._group, async_op=True)
+            # Not `work.wait`, in which Python handles no signal.
+            while not work.is_completed():
+                now = time.monotonic()
+                if now - began > self._timeout:
+                    raise self._late()
+                if now - looked > LOOK:
+                    looked = now
+                    self._look()
+                time.sleep(pause)
+                pause = min(1.5 * pause, 1e-3)
+            ended, work = work, None
+            ended.wait()  # raises what has broken it
+        except RuntimeError as error:
+            broke = f"the line to another process broke in {self.where()}: {error}"
+            self._broken = self._lost() or RankError(broke)
+            raise self._broken from error
+        except RankError as error:
+            self._broken = error
+            raise
+        finally:
+            if work is not None:
+                abandon(work, self._group)
+            self._waits = False
+            self.seconds += time.monotonic() - began
+
+    def _look(self) -> None:
+        """Raise RankError if another process has failed."""
+        if self._store.check([self._key(FAILED)]):
+            said = json.loads(self._store.get(self._key(FAILED)))
+            if "signal" in said:
+                self.signals.pass_on(said["signal"])  # raises, unless signals are held back
+            raise RankError(f"rank {said['rank']} has failed in {said['where']}: {said['error']}")
+
+    def _lost(self) -> RankError | None:
+        """What a broken line means, if it is known."""
+        try:
+            for _ in range(20):
+                self._look()
+                time.sleep(0.05)
+            gone = self._silent()
+        except RankError as known:
+            return known
+        except RuntimeError:
+            return RankError("the process that keeps the others together is gone (the launcher)")
+        if not gone:
+            return None
+        names = ", ".join(map(str, sorted(gone)))
+        return RankError(f"rank {names} is gone (killed?); this was in {self.where()}")
+
+    def _late(self) -> RankError:
+        """Name those for which the others wait, and show what they are doing."""
+        self._store.set(self._key(ASKED), "")
+        time.sleep(3 * BEAT)
+        said = []
+        for rank in range(self._size):
+            if rank == self._rank:
+                continue
+            if not self._store.check([key := self._key(f"answer {rank}")]):
+                said.append(f"rank {rank} does not answer")
+                continue
+            answer = json.loads(self._store.get(key))
+            if not answer["waits"]:
+                said.append(f"rank {rank} is in {answer['where']}")
+                print(f"rank {rank} is here:\n{answer['stack']}", file=sys.stderr, flush=True)
+        who = "; ".join(said) or "all wait, each for another"
+        return RankError(
+            f"this process has waited {self._timeout:g} s for the others in {self.where()}, as "
+            f"long as ddp_timeout allows: {who}"
+        )
+
+    def _silent(self, unless: Callable[[], bool] = lambda: False) -> set[int]:
+        """The processes that give no sign of life; none where, before that is known, `unless`."""
+        keys = [f"alive {rank}" for rank in range(self._size)]
+        before = self._store.multi_get(keys)
+        until = time.monotonic() + 2.5 * BEAT
+        while time.monotonic() < until:
+            if unless():
+                return set()
+            time.sleep(0.02)
+        after = self._store.multi_get(keys)
+        pairs = enumerate(zip(before, after, strict=True))
+        return {rank for rank, (old, new) in pairs if old == new and rank != self._rank}
+
+    def _live(self) -> None:
+        """Give signs of life, and answer once where another process asks what this one does."""
+        answered = -1
+        with suppress(RuntimeError):  # the store is gone with the process that has it
+            beat = 0
+            while True:
+                beat += 1
+                self._store.set(f"alive {self._rank}", str(beat))
+                if answered < self._runs and self._store.check([self._key(ASKED)]):
+                    answered = self._runs
+                    said = {"waits": self._waits, "where": self.where(), "stack": _stack()}
+                    self._store.set(self._key(f"answer {self._rank}"), json.dumps(said))
+                if self._over.wait(BEAT):
+                    return
+
+
+def connect(
+    rank: int, size: int, timeout: float, device: torch.device, *, watched: bool = False
+) -> Links:
+    """Meet the other processes, where the environment says (MASTER_ADDR, MASTER_PORT). `watched`:
+    whether NCCL is waited for elsewhere, too, and torch's watchdog is to end what hangs there.
+    Raises RankError if they do not come within `timeout` seconds."""
+    # Longer than the own waits, which say more.
+    groups = Groups(device, timedelta(seconds=timeout + 10))
+    if not watched:
+        # The watchdog would end the process, before anything is saved: `_wait` raises the error.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
+
+    def meet() -> tuple[dist.Store, Any]:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=groups.limit))
+        # A script may make several trainers, one after another.
+        store = dist.PrefixStore(f"rloo {next(_NUMBERS)}", store)
+        store.set(f"alive {rank}", "0")
+        if dist.is_initialized():  # by the script, perhaps with lines between GPUs alone
+            return store, groups.make()
+        groups.make_first(dist.PrefixStore("group", store), rank, size)
+        return store, None
+
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise ValueError(
+            f"torch.distributed was set up as process {dist.get_rank()} of {dist.get_world_size()},"
+            f" but RANK and WORLD_SIZE say {rank} of {size}"
+        )
+    try:
+        store, group = in_thread(meet, timeout)
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {rank} of {size} has not met the others within {timeout:g} s, as long as "
+            f"ddp_timeout allows ({os.environ.get('MASTER_ADDR')}, port "
+            f"{os.environ.get('MASTER_PORT')}): {error}"
+        ) from error
+    links = Links(rank, size, store, timeout, group, groups.make)
+    atexit.register(links.close)
+    return links
+
+
+def _stack() -> str:
+    """What all threads of this process are doing."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()

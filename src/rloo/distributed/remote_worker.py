@@ -1,0 +1,97 @@
+"""A worker of a run that somebody else has started: `rloo worker KIND FOLDER`.
+
+It goes to where the run's main process listens, works there as long as it is wanted, and goes
+there again when the connection has ended: the main process may have been started again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rloo.distributed.worker_process import start
+from rloo.distributed.worker_registry import FILE, KINDS, REFUSALS, shake, unhurried, watch
+
+_POLL_SECONDS = 0.5
+_CONNECT_SECONDS = 10.0
+
+
+def work(kind: str, folder: Path, *, patience: float) -> int:
+    """Work for the run in `folder` until it is over; how often it was gone to. Raises TimeoutError
+    where for `patience` seconds no run has listened there."""
+    before = _read(folder / FILE).get("secret")  # of an earlier run, if that is over
+    served, deadline = 0, time.monotonic() + patience
+    while time.monotonic() < deadline:
+        known = _read(folder / FILE)
+        if known.get("over") and known.get("secret") != before:
+            return served
+        connection = None if known.get("over", True) else _go_to(known, kind)
+        if connection is None:
+            time.sleep(_POLL_SECONDS)
+            continue
+        before, served = None, served + 1
+        _serve(kind, connection)
+        deadline = time.monotonic() + patience
+    raise TimeoutError(
+        f"no run has listened in {folder} for {patience:g} s; a run that hires workers has "
+        "remote_workers true, and its output_dir is this folder (--patience)"
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(file.read_text())
+    except (OSError, ValueError):  # there is none yet
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _go_to(known: dict[str, Any], kind: str) -> Connection | None:
+    connected = None
+    try:
+        address = known["host"], known["port"]
+        connected = socket.create_connection(address, _CONNECT_SECONDS)
+        watch(connected)
+        connection = shake(connected, known["secret"], first=False)
+        hello = {"kind": kind, "host": socket.gethostname(), "pid": os.getpid()}
+        connection.send_bytes(json.dumps(hello).encode())
+        unhurried(connection)
+    except REFUSALS:  # it is gone, or another one
+        if connected is not None:
+            connected.close()
+        return None
+    return connection
+
+
+def _serve(kind: str, connection: Connection) -> None:
+    """Have a process of its own answer what comes, until one of the two ends."""
+    read, write = os.pipe()
+    process = start(KINDS[kind], connection.fileno(), read)
+    os.close(read)
+    try:
+        _wait(process, connection)
+    finally:
+        os.close(write)
+        process.kill()
+        process.wait()
+        connection.close()
+
+
+def _wait(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """Until the process has ended, or the run has closed the connection, also while the process
+    computes and does not see it."""
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLRDHUP)
+    while process.poll() is None:
+        if poll.poll(1000 * _POLL_SECONDS):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_SECONDS)  # it may have seen it itself
+            return

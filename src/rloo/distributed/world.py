@@ -1,0 +1,235 @@
+"""World: the processes of a run and the device of this one. Made once, by the trainer, and handed
+down: no other module asks for a device or a rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from rloo.distributed.process_group import Links
+    from rloo.distributed.worker_registry import Hub
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Process `rank` of `size`, which computes on `device`; `links` lead to the others,
+    `lines` where weights are divided. Completions of more bytes than `gather_limit` stay with those
+    that have sampled them. To the `hub` of the main process come workers that others have started.
+
+    Every method but `share` and `fail` is a collective: all processes call it at the same point,
+    with values of the same form, and get the same result; one alone gets what it gave. All raise
+    `RankError` where another process has failed, is gone, or does not come within `ddp_timeout`,
+    from then on at once.
+    """
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    links: Links | None = None
+    lines: DeviceMesh | None = None
+    gather_limit: int = 2**28
+    hub: Hub | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and speaks to the user."""
+        return self.rank == 0
+
+    def share(self, count: int, rank: int | None = None) -> range:
+        """The part of `count` things of this process, or of `rank`: equal parts, in the order of
+        ranks."""
+        rank = self.rank if rank is None else rank
+        return range(rank * count // self.size, (rank + 1) * count // self.size)
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every process, in the order of ranks."""
+        return [value] if self.links is None else self.links.gather(value)
+
+    def exchange(self, values: Sequence[T]) -> list[T]:
+        """Give every process the value that is meant for it, in the order of ranks; return what
+        each has for this one."""
+        return list(values) if self.links is None else self.links.exchange(values)
+
+    def from_main(self, value: T) -> T:
+        """The value of the main process. That needs no answer: where another is gone, what it is
+        about to record is recorded whole, and its next gathering raises RankError."""
+        try:
+            return self.gather(value if self.is_main else None)[0]  # type: ignore[return-value]
+        except ConnectionError:  # RankError
+            if not self.is_main:
+                raise
+            return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true in some process."""
+        return any(self.gather(flag))
+
+    def attempt(self, work: Callable[[], T]) -> list[T]:
+        """What `work` returns in every process. Raises torch.OutOfMemoryError in all of them where
+        one runs out of memory, so that all do the same about it."""
+        if self.links is None:
+            return [work()]
+        if self.lines is not None:  # one that runs out of memory leaves the others in its midst
+            return self.gather(work())
+        import torch
+
+        from rloo.distributed.process_group import AllOutOfMemory
+
+        try:
+            done: list[T] = [work()]
+        except torch.OutOfMemoryError:
+            done = []
+        results = self.gather(done)
+        if not all(results):
+            short = [str(rank) for rank, result in enumerate(results) if not result]
+            raise AllOutOfMemory(f"rank {', '.join(short)} ran out of memory")
+        return [result for (result,) in results]
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """An error in this block is told to the other processes."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other processes, as far as they still run, why this one ends."""
+        if self.links is not None:
+            self.links.fail(error)
+
+    def end(self) -> None:
+        """Wait until the main process has ended its run, and saved what is to be saved."""
+        if self.links is not None:
+            self.links.end()
+
+    def require_lines(self) -> None:
+        """Raise ValueError where an error has left the processes out of step inside of torch."""
+        if self.links is not None and self.links.left_behind:
+            raise ValueError(
+                "an error in the midst of a step has broken the lines by which weights are "
+                "divided, which are made once; start the processes again (parallel, max_restarts)"
+            )
+
+    def mesh(self) -> DeviceMesh:
+        """All processes in a row, with lines of their own: for weights that are divided."""
+        assert self.lines is not None, "parallel"
+        return self.lines
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """For work that waits for the others inside of torch, where no signal is handled and no
+        error of another process is seen: all processes enter this block or, where one was asked to
+        stop, none; signals wait for its end, and an error in it leaves the others behind."""
+        if self.links is None:
+            yield
+        else:
+            with self.links.in_step():
+                yield
+
+    def meet(self, value: T) -> list[T] | None:
+        """At the end of a run: the values of all processes, None where one is gone, or does not
+        come, or has left others behind in a step."""
+        return [value] if self.links is None else self.links.meet(value)
+
+    def sum_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Sum each parameter's gradient over the processes, in place. Where a process has none it
+        counts as zeros; where all have none there is none."""
+        if self.links is not None:
+            self.links.sum_gradients(parameters)
+
+
+def process_count() -> int:
+    """How many processes train together: as many as the launcher says, whichever it was."""
+    return _number("WORLD_SIZE", 1)
+
+
+def process_rank() -> int:
+    """The number of this process among them."""
+    return _number("RANK", 0)
+
+
+def rank_here() -> int:
+    """The number of this process among those on this machine."""
+    return _number("LOCAL_RANK", 0)
+
+
+def processes_here() -> int:
+    """How many of them run on this machine."""
+    return _number("LOCAL_WORLD_SIZE", process_count())
+
+
+def _number(name: str, default: int) -> int:
+    """What is no number is refused by name in `rloo.config.launcher_env`."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else default
+
+
+def device_here(*, use_cpu: bool) -> torch.device:
+    """Where this process computes: on its GPU if there is one and `use_cpu` does not forbid it."""
+    import torch
+
+    if use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", rank_here()) if process_count() > 1 else torch.device("cuda")
+
+
+def make_world(
+    *,
+    use_cpu: bool,
+    timeout: float = 1800.0,
+    divides: bool = False,
+    gather_limit: int = 2**28,
+    workers: str | None = None,
+) -> World:
+    """This process among those that the launcher started, on the device of `device_here`.
+    `timeout`: seconds that a process waits for the others. `divides`: whether weights are divided
+    among them, be it one alone. `gather_limit`: see `World`. `workers`: the folder where workers
+    that others start find the main process, None where there are none."""
+    world = _connected(use_cpu, timeout, divides, gather_limit)
+    if workers is None or not world.is_main:
+        return world
+    from rloo.distributed.worker_registry import Hub
+
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    return replace(world, hub=Hub(Path(workers).absolute(), host))
+
+
+def _connected(use_cpu: bool, timeout: float, divides: bool, gather_limit: int) -> World:
+    import torch
+
+    device = device_here(use_cpu=use_cpu)
+    rank, size = process_rank(), process_count()
+    if size == 1 and not divides:
+        return World(device)
+    from rloo.distributed.group_setup import connect_alone, lines_of
+    from rloo.distributed.process_group import connect
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // processes_here()))
+    if device.type == "cuda":
+        device = torch.device("cuda", rank_here())
+        if rank_here() >= torch.cuda.device_count():
+            raise ValueError(
+                f"LOCAL_RANK is {rank_here()} and there are {torch.cuda.device_count()} GPUs; each "
+                "process needs its own (num_processes, or use_cpu)"
+            )
+        torch.cuda.set_device(device)
+    if size == 1:
+        connect_alone(device)
+        return World(device, lines=lines_of(device, timeout))
+    links = connect(rank, size, timeout, device, watched=divides)
+    lines = lines_of(device, timeout) if divides else None
+    return World(device, rank, size, links, lines, gather_limit)

@@ -1,0 +1,109 @@
+"""What samples in a process of its own: see `rloo.engines.remote_engine`, which calls it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rloo import kernels
+from rloo.config.file_checks import load_pretrained
+from rloo.distributed.pytree import decode, encode
+from rloo.engines.serialization import pack
+from rloo.kernels import cpu_matmul, gpu_kernels
+from rloo.model.model_loading import copy_from_file, load_processing_class, load_weights
+from rloo.types import Engine, Prompt, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What the process makes its engine from, as JSON values. `engine` is native or hf, `model` the
+    class of the model, as module and name; `precision` and `dtype`: see `EngineInputs`."""
+
+    engine: str
+    model: tuple[str, str]
+    device: str
+    pad_token_id: int
+    precision: str | None
+    dtype: str | None
+    trust_remote_code: bool
+
+
+def how_of(model: PreTrainedModel, **values: Any) -> How:
+    """`How`, for a model of this class. Raises ValueError for one that another process cannot
+    import."""
+    kind = type(model)
+    if kind.__module__ == "__main__" or kind.__module__.startswith("transformers_modules"):
+        raise ValueError(
+            f"the model's class {kind.__name__} is known in this process alone, and another one is "
+            "to sample (max_staleness, sampler_processes)"
+        )
+    return How(model=(kind.__module__, kind.__name__), **values)
+
+
+def serve(setup: bytes) -> Server:
+    """What answers the calls, for `How` as JSON."""
+    return Server(How(**json.loads(setup)))
+
+
+class Server:
+    """The model and its engine in the process that samples."""
+
+    def __init__(self, how: How) -> None:
+        self._how = how
+        self._model: PreTrainedModel | None = None
+        self._engine: Engine | None = None
+        self._tokenizer: Any = None
+
+    def __call__(self, message: bytes) -> bytes:
+        """Answer one call: load a version, or sample."""
+        said = decode(message) if message else {}
+        if "load" in said:
+            if said["threads"] is not None:
+                torch.set_num_threads(said["threads"])
+            cpu_matmul.use(said["onednn"])
+            kernels.use(said["cpu_kernels"] and kernels.why_not() is None)
+            gpu_kernels.use(said["torch_compile"])
+            self._load(said["load"], said["version"])
+        elif "rows" in said:
+            return self._sample(said["rows"], said["how"])
+        return b""
+
+    def _load(self, folder: str, version: int) -> None:
+        from rloo.engines import EngineInputs, build_engine
+
+        how = self._how
+        if self._model is None:
+            module, name = how.model
+            kind = getattr(importlib.import_module(module), name)
+            self._model = load_pretrained(kind, folder, dtype=torch.float32).to(how.device)
+            copy_from_file(self._model)
+            self._tokenizer = load_processing_class(folder, trust=how.trust_remote_code)
+            inputs = EngineInputs(
+                self._model,
+                how.pad_token_id,
+                precision=getattr(torch, how.precision) if how.precision else None,
+                dtype=getattr(torch, how.dtype) if how.dtype else None,
+            )
+            self._engine, _ = build_engine(how.engine, inputs)
+        else:
+            load_weights(self._model, folder)
+        assert self._engine is not None
+        self._engine.load(self._model.named_parameters, version)
+
+    def _sample(self, rows: list[Any], given: dict[str, Any]) -> bytes:
+        assert self._engine is not None
+        noise = given.pop("noise")
+        sampling = Sampling(**given)
+        if sampling.stop_strings:
+            sampling = replace(sampling, decode=self._tokenizer.batch_decode)
+        prompts = [Prompt(number, ids, "", epoch=epoch) for number, epoch, ids, _ in rows]
+        numbers = [range(*part) for *_, part in rows]
+        found = self._engine.sample(prompts, numbers, sampling, noise)
+        flat = [completion for group in found for completion in group]
+        sizes = [len(group) for group in found]
+        return encode({"version": self._engine.version, "sizes": sizes, "completions": pack(flat)})

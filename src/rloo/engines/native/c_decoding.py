@@ -1,0 +1,69 @@
+"""Decoding in C: where the fused decoder's matrices are panels, one call draws many tokens of all
+rows. Rows that end leave the computation at once, and their caches when these grow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rloo.engines.counter_rng import uniforms
+from rloo.engines.in_process import Drawn, Row, limits_of
+from rloo.engines.native.packed_prefill import PackedPrompts
+from rloo.engines.sampling import StopText, draw
+from rloo.kernels.decode import Drawing, Model, Wave
+from rloo.types import Sampling
+
+# Tokens of each row between two looks at signals, for which noise is computed at once.
+_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Prompts as `NativeEngine` has computed them: their cache, the logits (P, V) that follow each,
+    the prompt of each row (R,)."""
+
+    cache: PackedPrompts
+    logits: Tensor
+    prompt_of: Tensor
+
+
+def can_decode(sampling: Sampling) -> bool:
+    """Whether C draws so: from the whole distribution, or the most likely token."""
+    return sampling.greedy or not sampling.filtered
+
+
+def decode(
+    model: Model, prompts: Prefilled, rows: list[Row], keys: Tensor, sampling: Sampling
+) -> Drawn:
+    """Completions of `rows`, whose noise has the `keys` (R,)."""
+    limits = torch.tensor(limits_of(rows, sampling))
+    width = int(limits.max())
+    tokens = torch.full((len(rows), width), -1)
+    logprobs = torch.zeros(len(rows), width)
+    first = draw(prompts.logits[prompts.prompt_of], uniforms(keys, 0, 1)[:, 0], sampling)
+    tokens[:, 0], logprobs[:, 0] = first.tokens, first.policy_logprobs
+    stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
+    drawing = Drawing(
+        tokens, logprobs, limits, stops, temperature=sampling.temperature, greedy=sampling.greedy
+    )
+    wave = Wave(
+        model, prompts.cache.take_states(), prompts.cache.lengths, prompts.prompt_of, drawing
+    )
+    ended = torch.isin(first.tokens, stops) | (limits == 1)
+    stop_text = StopText(sampling, len(rows), keys.device)
+    steps = 1 if sampling.stop_strings else _STEPS
+    position, seen = 0, torch.arange(len(rows))
+    while True:
+        if (by_text := stop_text.see(tokens, seen, position)) is not None:
+            ended[seen] |= by_text
+        wave.keep(~ended[wave.rows])
+        position += 1
+        seen = wave.rows.clone()
+        few = min(steps, width - position)
+        if few <= 0 or len(seen) == 0:
+            break
+        position += wave.decode(uniforms(keys, position, few), position, few) - 1
+    behavior = torch.zeros_like(logprobs) if sampling.greedy else logprobs
+    return tokens, logprobs, behavior, stop_text.lengths

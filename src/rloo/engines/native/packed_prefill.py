@@ -1,0 +1,59 @@
+"""Prompts one after the other in a single row, without padding, as kernels in C attend to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rloo.kernels.cpu_attention import Table, attend
+from rloo.model.attention import Options
+
+
+class PackedPrompts:
+    """Keys and values of P prompts, which forward passes over some of them at a time fill."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = torch.tensor(lengths)
+        self._table = Table(torch.empty(0), torch.empty(0), 0)
+        self._states: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def begin(self, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Announce a forward over the next prompts, of these lengths. Returns the positions of
+        their T tokens (1, T), and the place of the last one of each."""
+        stops = torch.tensor(lengths).cumsum(0)
+        starts = stops - torch.tensor(lengths)
+        spans = torch.stack([starts, stops, starts, starts], dim=1)
+        self._table = Table(spans, torch.arange(len(lengths) + 1), max(lengths))
+        return torch.cat([torch.arange(length) for length in lengths])[None], stops - 1
+
+    def get_seq_length(self) -> int:
+        """0: a prompt is computed in one forward pass."""
+        return 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> None:
+        """Store keys and values (1, H_kv, T, D)."""
+        states = _by_token(key_states), _by_token(value_states)
+        self._states.setdefault(layer_idx, []).append(states)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+        """Attention of each prompt to itself: query (1, H, T, D) to (1, T, H, D)."""
+        query, key, value = (_by_token(states) for states in (query, key, value))
+        output, _ = attend(query, key, value, self._table, options.scaling_of(query))
+        return output[None]
+
+    def take_states(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of one layer after the other, each (P, H_kv, longest, D), padded on the
+        right. They are here no more."""
+        starts = self.lengths.cumsum(0) - self.lengths
+        slots = starts[:, None] + torch.arange(int(self.lengths.max()))
+        slots.clamp_(max=int(self.lengths.sum()) - 1)
+        for layer in sorted(self._states):
+            keys, values = zip(*self._states.pop(layer), strict=True)
+            yield torch.cat(keys)[slots].transpose(1, 2), torch.cat(values)[slots].transpose(1, 2)
+
+
+def _by_token(states: Tensor) -> Tensor:
+    """(1, H, T, D) as (T, H, D)."""
+    return states[0].transpose(0, 1).contiguous()

@@ -1,0 +1,96 @@
+"""What the native engine keeps between two calls: the caches of the rows of a wave, and which
+tokens they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from rloo.engines.in_process import Row, limits_of, pad_left
+from rloo.engines.native.kv_cache import DecodeCache
+from rloo.types import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A row: its number in the cache, the tokens that are computed, and how many of them are in the
+    cache of prompts."""
+
+    number: int
+    token_ids: list[int]
+    shared: int
+
+    def known(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, with which a row is to go on, need not be computed again; its
+        last one is always, for what follows it."""
+        most = min(len(self.token_ids), len(token_ids) - 1)
+        if token_ids[:most] == self.token_ids[:most]:
+            return most
+        pairs = zip(self.token_ids[:most], token_ids, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Of rows that go on: their tokens that are to be computed and the positions of these, (R, W),
+    padded on the left, how much is padding (R,), and the numbers of their prompts' tokens."""
+
+    input_ids: Tensor
+    positions: Tensor
+    pads: Tensor
+    shared: list[int]
+
+
+class Kept:
+    """The caches of `rows` with the tokens (R, W) that were `drawn` behind their prompts; of each
+    row `shared` tokens are in the cache of prompts. For one state of the weights, and for at most
+    `max_tokens` of each completion, since so many were counted."""
+
+    def __init__(
+        self,
+        cache: DecodeCache,
+        rows: Sequence[Row],
+        drawn: Tensor,
+        shared: Sequence[int],
+        max_tokens: int,
+    ) -> None:
+        self.cache, self._max_tokens = cache, max_tokens
+        self._begun: dict[tuple[int, int], _Begun] = {}
+        every = zip(rows, drawn.tolist(), shared, cache.cached(), strict=True)
+        for number, ((prompt, k), tokens, prefix, own) in enumerate(every):
+            computed = [*prompt.token_ids, *tokens][: prefix + own]
+            self._begun[prompt.noise_id, k] = _Begun(number, computed, prefix)
+
+    def has(self, rows: Sequence[Row], sampling: Sampling) -> bool:
+        """Whether all of these go on from here: each has a beginning in these caches, its prompt at
+        least."""
+        if sampling.max_tokens > self._max_tokens:
+            return False
+        found = ((self._begun.get((prompt.noise_id, k)), prompt) for prompt, k in rows)
+        return all(
+            begun is not None and begun.known(prompt.token_ids) >= begun.shared
+            for begun, prompt in found
+        )
+
+    def go_on(self, rows: Sequence[Row], sampling: Sampling, pad_token_id: int) -> Rest:
+        """Leave in the cache what these rows go on from; returns what they go on with."""
+        begun = [self._begun[prompt.noise_id, k] for prompt, k in rows]
+        known = [b.known(prompt.token_ids) for b, (prompt, _) in zip(begun, rows, strict=True)]
+        shared = [b.shared for b in begun]
+        rest = [prompt.token_ids[n:] for n, (prompt, _) in zip(known, rows, strict=True)]
+        limits = limits_of(rows, sampling)
+        ends = [len(p.token_ids) + limit for (p, _), limit in zip(rows, limits, strict=True)]
+        longest = max(end - prefix for end, prefix in zip(ends, shared, strict=True))
+        device = self.cache.device
+        numbers = torch.tensor([b.number for b in begun], device=device)
+        starts = torch.tensor(known, device=device)
+        lengths = starts - torch.tensor(shared, device=device)
+        self.cache.go_on(numbers, lengths, longest)
+        input_ids, pads = pad_left(rest, pad_token_id, device)
+        columns = torch.arange(input_ids.shape[1], device=device)
+        positions = (starts[:, None] + columns - pads[:, None]).clamp_(min=0)
+        return Rest(input_ids, positions, pads, shared)

@@ -1,0 +1,81 @@
+"""The rows in computation, and what each needs for its next token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rloo.engines.counter_rng import uniforms, uniforms_at
+from rloo.engines.in_process import Row, limits_of
+from rloo.types import Sampling
+
+# The number of positions for which noise is computed at once.
+_NOISE_BLOCK = 32
+
+
+class ActiveRows:
+    """The rows in computation, and what each needs for its next token."""
+
+    def __init__(
+        self, rows: list[Row], keys: Tensor, sampling: Sampling, *, vocabulary: int
+    ) -> None:
+        device = keys.device
+        self.index = torch.arange(len(rows), device=device)
+        self.alive = torch.ones(len(rows), dtype=torch.bool, device=device)
+        # The position of the token to draw next; after `advance`, that of the last drawn token.
+        self.positions = torch.tensor([len(p.token_ids) - 1 for p, _ in rows], device=device)
+        self.tokens = torch.zeros_like(self.index)
+        self.seen: Tensor | None = None
+        if sampling.repetition_penalty != 1.0 and not sampling.greedy:
+            self.seen = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
+            lengths = torch.tensor([len(prompt.token_ids) for prompt, _ in rows])
+            row = torch.arange(len(rows)).repeat_interleave(lengths)
+            tokens = torch.tensor([token for prompt, _ in rows for token in prompt.token_ids])
+            self.seen[row.to(device), tokens.to(device)] = True
+        self._keys = keys
+        self._noise = uniforms(keys, 0, _NOISE_BLOCK)
+        self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
+        # The positions at which rows end, where these have limits of their own.
+        limits = torch.tensor(limits_of(rows, sampling), device=device)
+        differ = bool((limits != limits[0]).any())
+        self._ends = self.positions + limits if differ else None
+        self._can_end = differ or bool(sampling.stop_token_ids or sampling.stop_strings)
+
+    def noise_at(self, position: int) -> Tensor:
+        """That of the tokens at a position, float64 (R,)."""
+        if position and position % _NOISE_BLOCK == 0:
+            self._noise = uniforms(self._keys, position, _NOISE_BLOCK)
+        return self._noise[:, position % _NOISE_BLOCK]
+
+    def noise_of(self, position: Tensor) -> Tensor:
+        """`noise_at` of a position that only the device knows."""
+        return uniforms_at(self._keys, position)
+
+    def advance_in_place(self, tokens: Tensor) -> None:
+        """`advance` on tensors that keep their places; who has ended by its text is not known."""
+        kept = self.tokens.copy_(tokens)
+        self.advance(kept, None)
+
+    def advance(self, tokens: Tensor, ended: Tensor | None) -> None:
+        """Take note of the tokens (R,) drawn, and of the rows `ended` (R,) by their text."""
+        self.tokens = tokens
+        self.positions += 1
+        if self.seen is not None:
+            self.seen[torch.arange(len(tokens), device=tokens.device), tokens] = True
+        if len(self._stops):
+            self.alive &= (tokens[:, None] != self._stops).all(dim=-1)
+        if ended is not None:
+            self.alive &= ~ended
+        if self._ends is not None:
+            self.alive &= self.positions < self._ends
+
+    def count_unfinished(self) -> int:
+        """How many rows go on."""
+        # Without stop strings, a step waits for the device only here.
+        return int(self.alive.sum()) if self._can_end else len(self.alive)
+
+    def keep(self, order: Tensor) -> None:
+        """Go on with the rows `order`."""
+        for name in ("index", "alive", "positions", "tokens", "seen", "_keys", "_noise", "_ends"):
+            if (rows := getattr(self, name)) is not None:
+                setattr(self, name, rows[order])

@@ -1,0 +1,92 @@
+"""A matrix of the decoder, in the order in which the library that multiplies by it wants it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rloo import kernels
+from rloo.kernels import cpu_matmul
+from rloo.kernels.decode import Panels, columns
+
+# Below this many rows the matrix is on a CPU the left factor, which two threads divide better; with
+# more rows, transposing the result costs more than that gains.
+_FEW_ROWS = 48
+
+
+class Factor(Protocol):
+    """A weight (N, K) and perhaps a bias (N,), by which rows of tokens (T, K) are multiplied."""
+
+    def times(self, rows: Tensor) -> Tensor:
+        """rows @ weight.T + bias: (T, N)."""
+
+    def added(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """hidden + rows @ weight.T + bias: (T, N)."""
+
+    def gated(self, rows: Tensor) -> Tensor:
+        """SiLU of the first half of `times`, times the second: (T, N / 2)."""
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of what torch does not count."""
+
+
+def make_factor(
+    weight: Tensor, bias: Tensor | None, precise: torch.dtype, *, gated: bool = False
+) -> Factor:
+    """`gated` is one that is used for nothing else. Results are `precise`."""
+    if can_panel(weight, precise) and not (gated and len(weight) % columns()):
+        return Panels(weight, bias, gated=gated)
+    return Matrix(weight, bias, precise)
+
+
+def can_panel(weight: Tensor, precise: torch.dtype) -> bool:
+    """Whether the kernels in C multiply by it."""
+    known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    return known and precise == torch.float32 and kernels.in_use()
+
+
+class Matrix:
+    """A weight (N, K) and perhaps a bias (N,). Rows of tokens (T, K) come in any precision, are
+    multiplied in the weight's, and results are `precise`. Where oneDNN computes, it has a copy."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, precise: torch.dtype) -> None:
+        self._dtype, self._precise = weight.dtype, precise
+        self._packed = cpu_matmul.packs(weight)
+        self._weight = cpu_matmul.pack(weight) if self._packed else weight
+        self._bias = bias
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of what torch does not count: its copy in oneDNN's order."""
+        return self._weight.numel() * self._weight.itemsize if self._packed else 0
+
+    def times(self, rows: Tensor) -> Tensor:
+        """rows @ weight.T + bias: (T, N)."""
+        rows = rows.to(self._dtype)
+        if self._packed:
+            result = cpu_matmul.multiply(rows, self._weight).to(self._precise)
+        elif len(rows) < _FEW_ROWS and rows.device.type == "cpu":
+            result = (self._weight @ rows.t()).t().to(self._precise)
+        else:
+            result = F.linear(rows, self._weight).to(self._precise)
+        return result if self._bias is None else result.add_(self._bias)
+
+    def gated(self, rows: Tensor) -> Tensor:
+        """SiLU of the first half of `times`, times the second: (T, N / 2)."""
+        gate, up = self.times(rows).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def added(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """hidden + rows @ weight.T + bias: (T, N)."""
+        rows = rows.to(self._dtype)
+        if self._packed:
+            hidden = cpu_matmul.multiply(rows, self._weight).to(self._precise).add_(hidden)
+        elif self._dtype == hidden.dtype:
+            hidden = torch.addmm(hidden, rows, self._weight.t())
+        else:
+            hidden = hidden + rows @ self._weight.t()
+        return hidden if self._bias is None else hidden.add_(self._bias)

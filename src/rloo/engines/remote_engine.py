@@ -1,0 +1,263 @@
+"""Engines in processes of their own, each with a copy of the weights: they sample while we train.
+
+The processes are workers (`rloo.distributed.worker_process`), ours or placed by a launcher; weights
+reach them as versions of a folder. One that is lost is started again, or comes back, loads the
+newest version, and what it had not finished is done again."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from rloo import kernels
+from rloo.distributed import World
+from rloo.distributed.pytree import decode, encode
+from rloo.distributed.worker_pool import Crew, follow, result_of
+from rloo.distributed.worker_process import Worker
+from rloo.distributed.worker_registry import Hub, find
+from rloo.engines.engine_worker import How
+from rloo.engines.sampling import check_request, numbers_of, refuse_images
+from rloo.engines.serialization import unpack
+from rloo.engines.weight_store import Versions
+from rloo.kernels import cpu_matmul, gpu_kernels
+from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling, Weights
+
+
+class Source(Protocol):
+    """The policy, as an engine in another process needs it."""
+
+    world: World
+
+    def write(self, folder: Path | None) -> None:
+        """Write model and tokenizer, in the main process (None in the others); a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The processes that sample: how many, and where they come from: from a `hub`, else we start
+    them. `seconds` is the deadline of one call, and of one's coming. `folder` is where weights are
+    written for them, None where this machine has room; there they take `room` bytes."""
+
+    size: int = 1
+    hub: Hub | None = None
+    seconds: float = 1800.0
+    folder: Path | None = None
+    room: int = 0
+
+    def make(self, how: How) -> Worker:
+        """A worker that samples so."""
+        return find("sample", json.dumps(asdict(how)).encode(), self.hub, self.seconds)
+
+
+class ApartEngine:
+    """Samples in processes beside the main one, for all, each an equal part of the completions.
+    Close it to end them; the end of this one does the same."""
+
+    def __init__(self, how: How, source: Source, workers: Workers) -> None:
+        self.facts = EngineFacts(
+            how.engine,
+            copies_weights=True,
+            shares_memory=False,
+            exact_noise=True,
+            filters=True,
+            central=True,
+        )
+        self.version = -1
+        self._source, self._workers = source, workers
+        self._crew: Crew | None = None
+        if source.world.is_main:
+            self._crew = Crew(workers.size, partial(workers.make, how))
+        self._state = _State(workers.seconds)
+        self.close = weakref.finalize(self, _close, self._crew, self._state)
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Publish the weights: what is sampled from now on is sampled with them. See
+        `rloo.types.Engine`; a collective."""
+        version = self._source.world.from_main(version)
+        if version == self.version:
+            return
+        state = self._state
+        if self._crew is None:
+            self._source.write(None)
+        else:
+            if state.versions is None:
+                for _ in range(self._workers.size):  # they may start
+                    self._crew.begin(lambda worker: worker.call(b"", state.seconds))
+                workers, name = self._workers, secrets.token_hex(4)
+                state.versions = Versions.made_in(workers.folder, name, workers.room)
+            folder = state.versions.write(version, self._source.write)
+            # Those that a launcher has placed have threads of their own.
+            threads = None if self._workers.hub else torch.get_num_threads()
+            state.publish(version, folder, threads)
+        self.version = version
+
+    def begin(
+        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
+    ) -> list[Future[list[Completion]]]:
+        """As `sample`, and does not wait for it: of each prompt its completions, to come."""
+        return self._begin(prompts, [range(count)] * len(prompts), sampling, noise, first=False)
+
+    def sample(
+        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
+    ) -> list[list[Completion]]:
+        """See `rloo.types.Engine`. It goes before what was only begun."""
+        if not prompts or self._crew is None:
+            return []
+        numbers = numbers_of(samples, prompts)
+        return [*map(result_of, self._begin(prompts, numbers, sampling, noise, first=True))]
+
+    def _begin(
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[range],
+        sampling: Sampling,
+        noise: int,
+        *,
+        first: bool,
+    ) -> list[Future[list[Completion]]]:
+        assert self._crew is not None, "the main process alone samples"
+        check_request(prompts, min(map(len, numbers), default=1), sampling)
+        knobs = "max_staleness 0, sampler_processes 0"
+        refuse_images(prompts, f"which do not travel to a process that samples ({knobs})")
+        how = {**asdict(replace(sampling, decode=None)), "noise": noise}
+        joined = [_Joined() for _ in prompts]
+        asked = []
+        for share in _shares(numbers, self._workers.size):
+            rows = []
+            for index, part in share:
+                prompt = prompts[index]
+                rows.append([prompt.id, prompt.epoch, prompt.token_ids, [part.start, part.stop]])
+            asked.append((share, partial(_ask, self._state, encode({"rows": rows, "how": how}))))
+            for index, _ in share:
+                joined[index].missing += 1
+        for share, job in reversed(asked) if first else asked:
+            done = self._crew.begin(job, first=first)
+            for place, (index, part) in enumerate(share):
+                joined[index].wait_for(done, place, part.start)
+        return [each.future for each in joined]
+
+    def forget(self) -> None:
+        """Give up what was begun and waits."""
+        if self._crew is not None:
+            self._crew.forget()
+
+    def stats(self) -> dict[str, float]:
+        """How often the process was lost, and what it had begun was begun again."""
+        lost = float(self._crew.lost) if self._crew else 0.0
+        return dict.fromkeys(("engine/lost", "engine/returned", "engine/repeated"), lost)
+
+    def busy_seconds(self) -> float:
+        """For how long the processes have sampled so far, in the mean."""
+        return self._crew.busy_seconds() / self._crew.size if self._crew else 0.0
+
+
+class _State:
+    """What the engine and the thread that speaks to the process share."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.versions: Versions | None = None
+        # The newest version, and the threads that it is sampled with.
+        self.wanted: tuple[int, Path, int | None] | None = None
+        # The versions that processes have loaded, or are loading.
+        self.loaded: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
+        self.loading: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def publish(self, version: int, folder: Path, threads: int | None) -> None:
+        """Have a version loaded; older ones are removed, but for those that are being loaded."""
+        assert self.versions is not None
+        with self._lock:
+            self.wanted = version, folder, threads
+            self.versions.keep({version, *self.loading.values()})
+
+    def take(self, worker: Worker) -> tuple[int, Path, int | None]:
+        """The newest version, to be loaded now by this process."""
+        with self._lock:
+            assert self.wanted is not None, "load comes first"
+            self.loading[worker] = self.wanted[0]
+            return self.wanted
+
+
+def _shares(numbers: Sequence[range], size: int) -> list[list[tuple[int, range]]]:
+    """The completions with these numbers, of each prompt, in at most `size` equal parts in their
+    order: of each part the prompts, by index, and which of their numbers."""
+    total = sum(map(len, numbers))
+    shares: list[list[tuple[int, range]]] = []
+    for worker in range(size):
+        start, stop = worker * total // size, (worker + 1) * total // size
+        share, first = [], 0
+        for index, some in enumerate(numbers):
+            part = some[max(start - first, 0) : max(stop - first, 0)]
+            share += [(index, part)] if part else []
+            first += len(some)
+        shares += [share] if share else []
+    return shares
+
+
+class _Joined:
+    """The completions of one prompt, to come from several processes."""
+
+    def __init__(self) -> None:
+        self.future: Future[list[Completion]] = Future()
+        self.future.set_running_or_notify_cancel()
+        self.missing = 0
+        self._parts: dict[int, list[Completion]] = {}
+        self._lock = threading.Lock()
+
+    def wait_for(self, done: Future[list[list[Completion]]], place: int, number: int) -> None:
+        """What comes first at `place` of `done` is the completion with this number."""
+        part: Future[list[Completion]] = Future()
+        part.add_done_callback(partial(self._take, number))
+        follow(part, done, itemgetter(place))
+
+    def _take(self, number: int, part: Future[list[Completion]]) -> None:
+        with self._lock:
+            if self.future.done():  # another part has failed
+                return
+            if (error := part.exception()) is not None:
+                self.future.set_exception(error)
+                return
+            self._parts[number] = part.result()
+            if len(self._parts) < self.missing:
+                return
+        self.future.set_result([c for _, some in sorted(self._parts.items()) for c in some])
+
+
+def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]]:
+    """Have the process load what is published, and then sample."""
+    version, folder, threads = state.take(worker)
+    if state.loaded.get(worker) != version:
+        wanted = {"load": str(folder), "version": version, "threads": threads}
+        wanted |= {"onednn": cpu_matmul.in_use(), "cpu_kernels": kernels.in_use()}
+        wanted["torch_compile"] = gpu_kernels.in_use()
+        worker.call(encode(wanted), state.seconds)
+        state.loaded[worker] = version
+    said = decode(worker.call(message, state.seconds))
+    if said["version"] != version:
+        raise RuntimeError(f"the process that samples has version {said['version']}, not {version}")
+    flat = iter(unpack(said["completions"]))
+    return [
+        [replace(c, versions=((version, len(c.token_ids)),)) for c in islice(flat, size)]
+        for size in said["sizes"]
+    ]
+
+
+def _close(crew: Crew | None, state: _State) -> None:
+    if crew is not None:
+        crew.close()
+    if state.versions is not None:
+        state.versions.remove()

@@ -1,0 +1,379 @@
+"""The servers of a run: what they shall have loaded, who is in, and what happens to one that fails.
+
+All of it runs in one event loop. Nothing here waits without a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rloo.engines.vllm.client import ServerError
+from rloo.engines.vllm.nccl import fill
+from rloo.engines.vllm.requests import Request, greedy, read_answer
+from rloo.engines.vllm.router import Places
+from rloo.engines.vllm.server_process import LOOK_SECONDS, found_again
+from rloo.engines.vllm.server_state import Answer, Member, Probe, Stopwatch, Weights, answered
+from rloo.types import Completion, Prompt, Sampling
+
+# Seconds between two looks at a server that computes, and how many may fail.
+LOOK_EVERY, LOOKS = 5.0, 3
+# Seconds before a server that was lost is tried again: so many more at every time.
+PATIENCE = 1.0
+PROBE_TOKENS = 16
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All servers. `deadline` is that of a request and of loading weights, `start_deadline` that of
+    a server's start, in seconds; a server is tried again `budget` times at most in a run. With
+    `adapters` weights are LoRA adapters. `tolerance`: see `Probe.difference`."""
+
+    members: list[Member]
+    deadline: float
+    start_deadline: float
+    budget: int
+    adapters: bool
+    tolerance: float
+    prompt: list[int]
+    say: Callable[[str], None]
+    examine: Callable[[Member], Coroutine[Any, Any, None]]
+    vocabulary: int
+    # What our servers are started with, where that is not the newest version.
+    base: Path | None = None
+    # See `rloo.engines.vllm.vllm_engine.Settings`.
+    sleep_level: int | None = None
+    # Whether completions under way go on with new weights, or are waited for.
+    partial: bool = False
+    weights: Weights | None = None
+    # The versions by the names under which servers have loaded them.
+    labels: dict[str, int] = field(default_factory=dict)
+    # While completions go on: who sampled the last turn of each, and has it in its cache.
+    homes: dict[tuple[int, int], Member] | None = None
+    closed: bool = False
+    sampling: int = 0
+    looking: list[asyncio.Task[None]] = field(default_factory=list)
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    places: Places = field(init=False)
+    counts: dict[str, float] = field(
+        default_factory=lambda: {"engine/lost": 0.0, "engine/returned": 0.0, "engine/repeated": 0.0}
+    )
+
+    def __post_init__(self) -> None:
+        self.places = Places(self.members)
+
+    @property
+    def live(self) -> list[Member]:
+        """The servers that are sampled from."""
+        return [member for member in self.members if member.fault is None]
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    async def bring(self, weights: Weights) -> dict[str, Probe]:
+        """Have every server load a version; what each then says to the probe prompt. One that
+        fails is out. Raises NoServers where none is left."""
+        self.weights, self.places.holding = weights, True
+        oldest = min([self.oldest_in_use(), *(v for m in self.members for v in m.calls.values())])
+        kept = {label: v for label, v in self.labels.items() if v >= oldest}
+        self.labels = kept | {weights.label: weights.version}
+        found: dict[str, Probe] = {}
+        refusals: list[ServerError] = []
+
+        async def one(member: Member) -> None:
+            try:
+                await self._load(member, weights)
+                found[member.url] = await self.probe(member)
+            except ServerError as error:
+                refusals.extend([error] if error.is_refusal else [])
+                self._lose(member, error)
+
+        while not found:
+            await self.places.somebody()
+            asked = self.live
+            await asyncio.gather(*map(one, asked))
+            if len(refusals) >= len(asked) and not found:
+                raise refusals[0]  # all are well, and do not take it: they would not another time
+        return found
+
+    async def verify_others(self, verified: Iterable[str]) -> None:
+        """Compare what the other servers that are in say with what is expected: they came back
+        while it was not known yet."""
+
+        async def one(member: Member) -> None:
+            assert self.weights is not None
+            self._compare(member, await self.probe(member), self.weights)
+
+        known = set(verified)
+        await self._each(one, [member for member in self.live if member.url not in known])
+
+    async def release(self) -> None:
+        """All servers that are in have been verified."""
+        self.places.release()
+
+    async def _load(self, member: Member, weights: Weights) -> None:
+        client, seconds, before = member.client, self.deadline, member.label
+        if not self.partial:
+            await answered(member, seconds)
+        member.reads = weights.version
+        if member.asleep:
+            await client.wake_up("weights", seconds=seconds)
+        async with client.paused(mode="keep" if self.partial else "wait", seconds=seconds):
+            if self.adapters:
+                if before != weights.label:
+                    await client.load_adapter(weights.label, str(weights.folder), seconds=seconds)
+            elif before != weights.label or member.asleep:
+                await fill(member, weights, seconds, self.say)
+            await client.stamp(weights.label, seconds=seconds)
+        if member.asleep:
+            await client.wake_up("kv_cache", seconds=seconds)
+            member.asleep = False
+        said = await client.weight_version(seconds=seconds)
+        if said != weights.label:
+            fact = f"says that its weights are {said}, not {weights.label}"
+            raise ServerError("reading the version back", client.url, fact)
+        member.label = weights.label
+        if self.adapters and before and before != weights.label:
+            with suppress(ServerError):  # an older adapter, which nobody asks for
+                await client.unload_adapter(before, seconds=seconds)
+
+    async def probe(self, member: Member) -> Probe:
+        """The tokens that a server finds the most likely now, and their log-probs."""
+        how = greedy(Sampling(PROBE_TOKENS, ()), PROBE_TOKENS)
+        request = Request(Prompt(0, self.prompt, ""), range(1), how, 0)
+        (completion,) = await self._ask(member, request)
+        return Probe(self.prompt, completion.token_ids, completion.policy_logprobs)
+
+    def oldest_in_use(self) -> int:
+        """The oldest version whose folder a server may still read."""
+        assert self.weights is not None
+        used = [m.reads for m in self.members if m.reads is not None]
+        return min([*used, self.weights.version])
+
+    # -- sampling --------------------------------------------------------------------------------
+
+    async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """The completions of every request. Those of a server that fails go to the others. Servers
+        that sleep do so before and after."""
+        tasks: list[asyncio.Task[Any]] = []
+        answers: dict[int, Answer] = {}
+        try:
+            await self.begin()
+            while missing := [n for n in range(len(requests)) if n not in answers]:
+                asking = [asyncio.create_task(self._serve(requests[n])) for n in missing]
+                tasks += asking
+                answers |= zip(missing, await asyncio.gather(*asking), strict=True)
+                good = await self._confirmed(answers.values())
+                self.counts["engine/repeated"] += len(answers) - len(good)
+                answers = {n: answer for n, answer in answers.items() if answer in good}
+            return [answers[n].completions for n in range(len(requests))]
+        finally:
+            await _cancel(tasks)
+            await self.end()
+
+    async def begin(self) -> None:
+        """One more samples, until `end`: the first wakes the servers, and has them looked after."""
+        self.sampling += 1
+        if self.sampling == 1:
+            self.watch.start()
+            self.looking = [asyncio.create_task(self._look(member)) for member in self.members]
+            await self._each(self._wake)
+
+    async def end(self) -> None:
+        """One fewer samples: after the last one they may sleep."""
+        self.sampling -= 1
+        if self.sampling == 0:
+            self.watch.stop()
+            await _cancel(self.looking)
+            await self._each(self._sleep)
+
+    async def _confirmed(self, answers: Iterable[Answer]) -> list[Answer]:
+        """Those whose server had the weights that it should have. One that was started again
+        behind our back, and said nothing, is out."""
+        answers = list(answers)
+        for member in {id(a.member): a.member for a in answers}.values():
+            # One that loads now has finished what it was asked for, and is verified afterwards.
+            asked = not member.tells and member.fault is None and not self.places.holding
+            if asked and not await self._is_well(member) and not self.places.holding:
+                fact = f"has lost {member.label} while it sampled"
+                self._lose(member, ServerError("sampling", member.url, fact))
+        return [a for a in answers if a.member.tells or a.losses == a.member.losses]
+
+    async def _each(
+        self,
+        do: Callable[[Member], Coroutine[Any, Any, None]],
+        members: Sequence[Member] | None = None,
+    ) -> None:
+        """Do something with all servers that are in, or with `members`; one that fails is out."""
+
+        async def one(member: Member) -> None:
+            try:
+                await do(member)
+            except ServerError as error:
+                self._lose(member, error)
+
+        await asyncio.gather(*map(one, self.live if members is None else members))
+
+    async def _wake(self, member: Member) -> None:
+        if member.asleep:
+            assert self.weights is not None
+            await self._load(member, self.weights)
+
+    async def _sleep(self, member: Member) -> None:
+        if self.sleep_level is not None and not member.asleep:
+            await member.client.sleep(self.sleep_level, seconds=self.deadline)
+            member.asleep = True
+
+    async def _serve(self, request: Request) -> Answer:
+        completions, again = len(request.numbers), False
+        row = request.prompt.noise_id, request.numbers.start
+        while True:
+            near = self.homes.get(row) if self.homes else None
+            member = await self.places.take(completions, again=again, near=near)
+            if self.homes is not None:
+                self.homes[row] = member
+            call = asyncio.create_task(self._ask(member, request))
+            member.calls[call] = self.labels[member.label]
+            try:
+                losses = member.losses
+                return Answer(member, losses, await call)
+            except ServerError as error:
+                if error.is_refusal and await self._is_well(member):
+                    raise
+                self._lose(member, error)
+            except asyncio.CancelledError:
+                ours = asyncio.current_task()
+                if member.fault is None or (ours is not None and ours.cancelling()):
+                    call.cancel()
+                    raise
+            finally:
+                member.calls.pop(call, None)
+                self.places.leave(member, completions)
+            again = True
+            self.counts["engine/repeated"] += 1
+
+    async def _ask(self, member: Member, request: Request) -> list[Completion]:
+        client, route, label = member.client, member.route, member.label
+        known = {label: self.labels[label]}
+        body = request.body(route, model=label if self.adapters else None, salt=label)
+        answer = await client.post(route, body, phase="sampling", seconds=self.deadline)
+        if self.partial:  # from where it was begun on
+            known |= {name: v for name, v in self.labels.items() if v > known[label]}
+        return read_answer(
+            answer, request, url=client.url, versions=known, vocabulary=self.vocabulary
+        )
+
+    async def _is_well(self, member: Member) -> bool:
+        """Whether a server has the weights that it should have; one that was started again behind
+        our back has not."""
+        try:
+            return await member.client.weight_version(seconds=LOOK_SECONDS) == member.label
+        except ServerError:
+            return False
+
+    async def _look(self, member: Member) -> None:
+        """Look after a server until this is cancelled: one that hangs keeps its requests for long,
+        and one whose process is gone need not be waited for."""
+        missed = 0
+        while True:
+            await asyncio.sleep(LOOK_EVERY if missed == 0 else 1.0)
+            if member.fault is not None:
+                continue
+            try:
+                await member.client.get("/health", phase="looking after it", seconds=LOOK_SECONDS)
+                missed = 0
+            except ServerError as error:
+                missed += 1
+                if missed == LOOKS:
+                    missed = 0
+                    self._lose(member, error)
+
+    # -- failures --------------------------------------------------------------------------------
+
+    def lose(self, url: str, fact: str) -> None:
+        """Take out the server `url`, of which something was found out."""
+        for member in self.members:
+            if member.url == url:
+                self._lose(member, ServerError("verifying", url, fact))
+
+    def _lose(self, member: Member, error: ServerError) -> None:
+        if member.fault is not None or self.closed:
+            return
+        member.fault = str(error)
+        member.losses += 1
+        self.counts["engine/lost"] += 1
+        for call in member.calls:
+            call.cancel()
+        member.recovery = asyncio.create_task(self._recover(member))
+        member.recovery.add_done_callback(lambda _: self.places.deal())
+        self.say(f"{error}; it is out, and what it had not finished goes to the others")
+
+    async def _recover(self, member: Member) -> None:
+        """Have a server back, with the newest weights: ours started again, a given one when it
+        answers. Its fault stays where the budget does not reach."""
+        member.reads = None
+        while member.tries < self.budget:
+            member.tries += 1
+            await asyncio.sleep(PATIENCE * (member.tries - 1))
+            try:
+                await self._restart(member)
+                await self.examine(member)
+                weights = None
+                while weights is not self.weights:  # there may be newer ones by now
+                    assert self.weights is not None
+                    weights = self.weights
+                    await self._load(member, weights)
+                    self._compare(member, await self.probe(member), weights)
+            # Whatever it is: what is not caught here would be seen by nobody.
+            except (OSError, ValueError, RuntimeError) as error:
+                member.fault, member.reads = str(error), None
+                continue
+            member.fault = None
+            if not self.sampling:
+                await self._each(self._sleep, [member])
+            self.places.back(member)
+            self.counts["engine/returned"] += 1
+            self.say(f"the vLLM server {member.url} is back, with {member.label}")
+            return
+
+    async def _restart(self, member: Member) -> None:
+        member.label, member.asleep, member.transfer = "", False, None  # its group is gone
+        assert self.weights is not None
+        if member.own is None:
+            await found_again(member.client, self.start_deadline)
+            if self.adapters:
+                with suppress(ServerError):  # it may have loaded it after all
+                    label = self.weights.label
+                    await member.client.unload_adapter(label, seconds=self.deadline)
+            return
+        await member.client.close()
+        member.reads = None if self.base else self.weights.version
+        await asyncio.to_thread(member.own.start, str(self.base or self.weights.folder))
+        member.client = await member.own.wait(self.start_deadline)
+
+    def _compare(self, member: Member, probe: Probe, weights: Weights) -> None:
+        found = [probe.difference(expected) for expected in weights.expected]
+        if found and (apart := min(found)) > self.tolerance:
+            fact = f"gives log-probs {apart:.3g} away from the trainer's ({weights.label})"
+            raise ServerError("verifying", member.url, fact)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Give up what is under way and servers that were to come back, and close the connections.
+        Our servers run on."""
+        self.closed = True
+        await _cancel([call for member in self.members for call in member.calls])
+        await _cancel([m.recovery for m in self.members if m.recovery is not None])
+        for member in self.members:
+            with suppress(Exception):
+                await member.client.close()
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,283 @@
+"""Environments: each episode has one to itself while it lasts, and all of a group begin in the same
+state.
+
+An environment is an object of the user's class, as in TRL: `reset(...)` begins an episode, its
+other public methods are tools. It is made once and used for one episode after another; one that has
+failed is closed and not used again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rloo.addons.integrations.openenv import OpenEnvironment, is_client, kind_of
+from rloo.episodes.tool_executor import Asked, Caller, Outcome
+from rloo.types import Prompt, sound
+
+# Methods that are ours to call, and no tools.
+OURS = ("reset", "get_reward", "close")
+# Seconds that an environment may take to close, and a server to say what tools it has.
+_CLOSING = 10.0
+_LISTING = 60.0
+
+
+@dataclass(slots=True)
+class Lease:
+    """An environment for one episode: what its `reset` has said, a hash of the state in which it
+    begins, the seconds that this took. `failed` is why the episode cannot go on; the environment
+    is then not used again."""
+
+    environment: Any = None
+    said: str | None = None
+    start: str | None = None
+    seconds: float = 0.0
+    failed: str | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+class Stage:
+    """Makes environments by calling `factories`: by the name that the column `environment` of a row
+    has, or the one of the name None."""
+
+    def __init__(self, factories: Mapping[str | None, Callable[[], Any]]) -> None:
+        self._factories = dict(factories)
+        self._free: dict[str | None, list[Any]] = {name: [] for name in factories}
+        self._caller = Caller()
+        self._around: dict[str | None, type[OpenEnvironment]] = {}
+        for name in factories:  # one of each tells what tools it has
+            self._free[name].append(self._make(name))
+        self.examples = {name: free[0] for name, free in self._free.items()}
+        self.close = weakref.finalize(self, _close_all, self._free)
+
+    def rewards(self) -> list[Callable[..., Any]]:
+        """A reward function for each class of environments that has `get_reward`."""
+        kinds = dict.fromkeys(type(example) for example in self.examples.values())
+        return [_reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")]
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError for rows that there is no environment for."""
+        for prompt in prompts:
+            self.name_of(prompt)
+            if "environments" in prompt.columns:
+                raise ValueError(
+                    "the dataset has a column environments, which is what reward functions are "
+                    "given the environments as; rename it (dataset, environment_factory)"
+                )
+
+    def check_names(self, names: Mapping[int, Any]) -> None:
+        """Raise ValueError for what the column `environment` has in a row, by its number, where
+        there is no environment of that name."""
+        for number, name in names.items():
+            self._named(number, name)
+
+    def name_of(self, prompt: Prompt) -> str | None:
+        """Which environment a row is for. Raises ValueError for one that there is not."""
+        return self._named(prompt.id, prompt.columns.get("environment"))
+
+    def _named(self, number: int, name: Any) -> str | None:
+        if None in self._factories:
+            return None
+        if name not in self._factories:
+            raise ValueError(
+                f"prompt {number} is for the environment {name!r}; there are "
+                f"{', '.join(map(str, self._factories))} (environment_factory, and the column "
+                "environment)"
+            )
+        return str(name)
+
+    @contextmanager
+    def leased(
+        self, prompts: Sequence[Prompt], counts: Sequence[int], noise: int, seconds: float
+    ) -> Iterator[list[list[Lease]]]:
+        """So many environments for each prompt, which have been reset with its row and its seed.
+        Afterwards they are free again. Raises ValueError where those of one prompt begin in
+        different states."""
+        names = [self.name_of(prompt) for prompt in prompts]
+        leases: list[list[Lease]] = [[] for _ in prompts]
+        try:
+            for own, name, count in zip(leases, names, counts, strict=True):
+                own += [Lease(self._take(name)) for _ in range(count)]
+            asked = [
+                (lease, _reset(lease.environment, prompt, noise, chosen=name is not None), seconds)
+                for own, prompt, name in zip(leases, prompts, names, strict=True)
+                for lease in own
+            ]
+            calls: list[Asked] = [(function, limit) for _, function, limit in asked]
+            for (lease, _, _), outcome in zip(asked, self._caller.call(calls), strict=True):
+                _begin(lease, outcome, seconds)
+            for prompt, own in zip(prompts, leases, strict=True):
+                _require_same(prompt, [lease for lease in own if lease.failed is None])
+            yield leases
+        finally:
+            for own, name in zip(leases, names, strict=True):
+                for lease in own:
+                    self._give_back(name, lease)
+
+    def _make(self, name: str | None) -> Any:
+        environment = self._factories[name]()
+        if is_client(environment):
+            if name not in self._around:
+                self._around[name] = self._kind_of(environment)
+            environment = self._around[name](environment)
+        if not callable(getattr(environment, "reset", None)):
+            raise ValueError(
+                f"an environment of {_named(self._factories[name])} has no method reset, which "
+                "begins an episode (environment_factory)"
+            )
+        return environment
+
+    def _kind_of(self, client: Any) -> type[OpenEnvironment]:
+        (outcome,) = self._caller.call([(partial(kind_of, client), _LISTING)])
+        if isinstance(outcome.value, type):
+            return outcome.value
+        _close(OpenEnvironment(client))
+        raise outcome.error or ValueError(
+            f"the server of {type(client).__name__} did not list its tools within {_LISTING:g} s "
+            "(environment_factory)"
+        )
+
+    def _take(self, name: str | None) -> Any:
+        return self._free[name].pop() if self._free[name] else self._make(name)
+
+    def _give_back(self, name: str | None, lease: Lease) -> None:
+        if lease.failed is None:
+            self._free[name].append(lease.environment)
+        else:
+            _close(lease.environment)
+
+
+def tools_of(environment: Any) -> list[str]:
+    """The names of the methods that a model may call: those that its class makes public."""
+    methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    return [name for name, _ in methods if name not in OURS and not name.startswith("_")]
+
+
+def _reward_of(kind: Any) -> Callable[..., Any]:
+    """What environments of exactly that class give, None for others: as in TRL."""
+
+    async def later(environments: Sequence[Any], **_: Any) -> list[Any]:
+        return [await e.get_reward() if type(e) is kind else None for e in environments]
+
+    def now(environments: Sequence[Any], **_: Any) -> list[Any]:
+        return [e.get_reward() if type(e) is kind else None for e in environments]
+
+    chosen: Callable[..., Any] = later if inspect.iscoroutinefunction(kind.get_reward) else now
+    chosen.__name__ = kind.__name__
+    return chosen
+
+
+def _reset(environment: Any, prompt: Prompt, noise: int, *, chosen: bool) -> Callable[[], Any]:
+    """The call that begins an episode: with what `reset` takes of the row, and with a `seed` that
+    is the same for all episodes of a prompt in a rollout. Where the row has `chosen` among
+    environments, its column `environment` is not for these."""
+    digest = hashlib.blake2b(f"{noise}/{prompt.noise_id}".encode(), digest_size=4).digest()
+    offered = {"seed": int.from_bytes(digest, "little") >> 1, "prompt": prompt.content}
+    offered |= {n: v for n, v in prompt.columns.items() if not (chosen and n == "environment")}
+    parameters = inspect.signature(environment.reset).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        taken = {p.name for p in parameters}
+        offered = {name: value for name, value in offered.items() if name in taken}
+    return partial(environment.reset, **offered)
+
+
+def _begin(lease: Lease, outcome: Outcome, seconds: float) -> None:
+    lease.seconds = outcome.seconds
+    if outcome.late:
+        lease.failed = f"reset did not end within {seconds:g} s (episode_timeout)"
+    elif outcome.error is not None:
+        lease.failed = f"reset raised {outcome.error!r:.200}"
+    elif outcome.value is not None and not isinstance(outcome.value, str):
+        raise ValueError(
+            f"reset of {type(lease.environment).__name__} returned a "
+            f"{type(outcome.value).__name__}; it returns a text to add to the prompt, or None "
+            "(environment_factory)"
+        )
+    else:
+        lease.said = sound(outcome.value)
+        lease.state = _state_of(lease.environment) | {"what reset returns": lease.said}
+        lease.start = hashlib.blake2b(repr(lease.state).encode(), digest_size=8).hexdigest()
+
+
+def _require_same(prompt: Prompt, leases: Sequence[Lease]) -> None:
+    for other in leases[1:]:
+        first = leases[0]
+        if other.start == first.start:
+            continue
+        names = [*first.state, *(name for name in other.state if name not in first.state)]
+        name = next(n for n in names if first.state.get(n) != other.state.get(n))
+        values = (f"{lease.state.get(name)!r:.80}" for lease in (first, other))
+        one, two = zip(values, ("in one", "in the other"), strict=True)
+        raise ValueError(different_states(prompt.id, name, " ".join(one), " ".join(two)))
+    for other in leases[1:]:
+        other.state = {}  # as the first one's
+
+
+def different_states(prompt: int, name: str, one: str, other: str) -> str:
+    """What is wrong where two environments of a prompt begin with different values, `one` and
+    `other` with where they were found, of the attribute `name`."""
+    return (
+        f"two environments of prompt {prompt} begin in different states: {name} is {one} and "
+        f"{other}; episodes of a group are compared with each other, so reset(seed=...) must set "
+        "everything. What may differ, such as a connection, has a name with an underscore "
+        "(environment_factory)"
+    )
+
+
+def _state_of(environment: Any) -> dict[str, Any]:
+    """What can be compared of an environment's public attributes, in the order of their names."""
+    attributes = getattr(environment, "__dict__", {})
+    return {n: _plain(v) for n, v in sorted(attributes.items()) if not n.startswith("_")}
+
+
+def _plain(value: Any) -> Any:
+    """`value` as far as equal ones look equal: of other objects the name of their class."""
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return [(_plain(key), _plain(item)) for key, item in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=repr)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return type(value).__qualname__
+
+
+def _close_all(free: Mapping[str | None, list[Any]]) -> None:
+    for environments in free.values():
+        while environments:
+            _close(environments.pop())
+
+
+def _close(environment: Any) -> None:
+    """Close it; one that does not tell how may hold clients of OpenEnv, which are."""
+    close = getattr(environment, "close", None)
+    if not callable(close):
+        for held in getattr(environment, "__dict__", {}).values():
+            if is_client(held):
+                _close(held)
+        return
+    (outcome,) = Caller().call([(close, _CLOSING)])
+    if outcome.error is not None or outcome.late:
+        why = f"took over {_CLOSING:g} s" if outcome.late else f"raised {outcome.error!r:.200}"
+        warnings.warn(f"close of {type(environment).__name__} {why}", stacklevel=2)
+
+
+def _named(factory: Any) -> str:
+    return getattr(factory, "__name__", type(factory).__name__)

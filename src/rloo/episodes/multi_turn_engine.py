@@ -1,0 +1,292 @@
+"""An engine whose completions are episodes: around any engine, it lets the model speak, has its
+tools answer, appends what they say, and lets it speak again.
+
+Each round is one call of the inner engine, for all episodes that go on. A row of tokens is only
+ever appended to: the model's turns as the engine drew them, which are trained, and the answers,
+which are not. All of it counts in the length of the completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+from rloo.data.tokenization import encode_prompt
+from rloo.engines.sampling import numbers_of
+from rloo.episodes.environments import Lease, Stage
+from rloo.episodes.renderer import Dialect, Said
+from rloo.episodes.tools import Answer, Request, Tools
+from rloo.types import (
+    Completion,
+    Engine,
+    EngineFacts,
+    Episode,
+    FinishReason,
+    Keeping,
+    Message,
+    Prompt,
+    Samples,
+    Sampling,
+    Weights,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How often the model may call tools in an episode (None: as long as there is room), for how
+    many seconds these may run in all, and how many tokens a prompt may have, and one with its
+    completion (None: any number)."""
+
+    rounds: int | None = None
+    seconds: float = 300.0
+    prompt: int | None = None
+    context: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Who takes part in an episode: tools, and the dialect in which the model is told of them."""
+
+    tools: Tools
+    dialect: Dialect
+
+
+class EpisodeEngine:
+    """Samples episodes with the engine `inner`. `casts` are by the name of an environment, None
+    where there is one for all, or none at all. See `rloo.types.Engine`."""
+
+    def __init__(
+        self,
+        inner: Engine,
+        casts: Mapping[str | None, Cast],
+        limits: Limits,
+        stage: Stage | None = None,
+    ) -> None:
+        self._inner, self._casts, self._limits, self._stage = inner, casts, limits, stage
+        # Where environments are, reward functions are called.
+        self.facts: EngineFacts = replace(inner.facts, whole_groups=stage is not None)
+        self.version = inner.version
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Have the inner engine take these weights."""
+        self._inner.load(weights, version)
+        self.version = self._inner.version
+
+    def stats(self) -> dict[str, float]:
+        """Those of the inner engine."""
+        return self._inner.stats()
+
+    def sample(
+        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
+    ) -> list[list[Completion]]:
+        """One episode for each completion."""
+        check_prompts(prompts)
+        numbers = numbers_of(samples, prompts)
+        counts = [len(own) for own in numbers]
+        with self._leased(prompts, counts, noise) as leases, kept(self._inner):
+            groups = [
+                self._begin(prompt, own, of, sampling.max_tokens)
+                for prompt, own, of in zip(prompts, numbers, leases, strict=True)
+            ]
+            going = [episode for group in groups for episode in group if episode.failed is None]
+            while going:
+                rows = [episode.row() for episode in going]
+                own = [range(episode.number, episode.number + 1) for episode in going]
+                turns = [turn for (turn,) in self._inner.sample(rows, own, sampling, noise)]
+                going = list(self._answered(going, turns, sampling.max_tokens))
+            return [[episode.completion() for episode in group] for group in groups]
+
+    def _leased(
+        self, prompts: Sequence[Prompt], counts: Sequence[int], noise: int
+    ) -> AbstractContextManager[list[list[Lease]]]:
+        """An environment for each episode; without any there is nothing to lease."""
+        if self._stage is None:
+            return nullcontext([[Lease() for _ in range(count)] for count in counts])
+        return self._stage.leased(prompts, counts, noise, self._limits.seconds)
+
+    def _begin(
+        self, prompt: Prompt, numbers: range, leases: Sequence[Lease], max_tokens: int
+    ) -> list[_Episode]:
+        """The episodes of a prompt, which they all begin with: and with what their environments,
+        all alike, say first."""
+        name = None if self._stage is None else self._stage.name_of(prompt)
+        cast, said = self._casts[name], next((x.said for x in leases if x.said is not None), None)
+        if said is not None or name is not None:  # its tools are not those that others have
+            prompt = self._told(prompt, said or "", cast.dialect, max_tokens)
+        return [
+            _Episode(prompt, number, cast, lease)
+            for number, lease in zip(numbers, leases, strict=True)
+        ]
+
+    def _told(self, prompt: Prompt, said: str, dialect: Dialect, max_tokens: int) -> Prompt:
+        """The prompt with what an environment says behind its last message. Raises ValueError for
+        one that is too long then."""
+        assert isinstance(prompt.content, list)  # check_prompts
+        *before, last = prompt.content
+        content: list[Message] = [*before, {**last, "content": last["content"] + said}]
+        template, limits = dialect.template, self._limits
+        tokens = encode_prompt(content, template.tokenizer, chat_template_kwargs=template.options)
+        room = None if limits.context is None else limits.context - max_tokens
+        most = min((limit for limit in (limits.prompt, room) if limit is not None), default=None)
+        if most is not None and len(tokens) > most:
+            raise ValueError(
+                f"prompt {prompt.id} has {len(tokens)} tokens with what its environment says at "
+                f"first, and {most} leave room for a completion (max_prompt_length, "
+                "max_completion_length)"
+            )
+        return replace(prompt, content=content, token_ids=tokens)
+
+    def _answered(
+        self, going: Sequence[_Episode], turns: Sequence[Completion], max_tokens: int
+    ) -> Iterator[_Episode]:
+        """Append its turn to each episode, have the calls in it answered, and give those that go
+        on."""
+        asking: list[tuple[_Episode, Said]] = []
+        for episode, turn in zip(going, turns, strict=True):
+            said = episode.cast.dialect.read(turn.token_ids)
+            episode.hear(turn, said)
+            if turn.finish == "stop" and said.calls and episode.turns != self._last_turn:
+                asking.append((episode, said))
+        for (episode, said), answers in zip(asking, self._call(asking), strict=True):
+            if episode.take(said, answers, self._limits.seconds):
+                messages = episode.messages[-len(answers) :]
+                tokens = episode.cast.dialect.answer(episode.token_ids, messages)
+                if episode.append(tokens, len(answers), max_tokens):
+                    yield episode
+
+    def _call(self, asking: Sequence[tuple[_Episode, Said]]) -> list[list[Answer]]:
+        """What the tools say in each episode: those of one cast are called together."""
+        answers: list[list[Answer]] = [[] for _ in asking]
+        for cast in self._casts.values():
+            places = [n for n, (episode, _) in enumerate(asking) if episode.cast is cast]
+            requests = [
+                Request(call, episode.seconds_left(self._limits.seconds), episode.lease.environment)
+                for episode, said in (asking[place] for place in places)
+                for call in said.calls
+            ]
+            given = iter(cast.tools.call(requests))
+            for place in places:
+                answers[place] = [next(given) for _ in asking[place][1].calls]
+        return answers
+
+    @property
+    def _last_turn(self) -> int:
+        """The number of the turn whose calls are not answered any more; 0: there is none."""
+        return 0 if self._limits.rounds is None else self._limits.rounds + 1
+
+
+def kept(engine: Engine) -> AbstractContextManager[None]:
+    """Within it the engine may go on from what it has computed, if it can."""
+    return engine.keeping() if isinstance(engine, Keeping) else nullcontext()
+
+
+def check_prompts(prompts: Sequence[Prompt]) -> None:
+    """Raise ValueError for prompts that no episode can begin with."""
+    for prompt in prompts:
+        if isinstance(prompt.content, str):
+            raise ValueError(
+                f"prompt {prompt.id} is a text, and a model is told of its tools by the chat "
+                "template; prompts must be lists of messages (prompt_template, tools)"
+            )
+        if prompt.content[-1]["role"] == "assistant":
+            raise ValueError(
+                f"prompt {prompt.id} ends within the assistant's turn, which cannot be read apart "
+                "from its beginning; it must end with another message (dataset, tools)"
+            )
+        if prompt.pixels is not None:
+            raise ValueError(
+                f"prompt {prompt.id} has images, with which tools are not called in this version "
+                "(dataset, tools)"
+            )
+
+
+@dataclass(slots=True)
+class _Episode:
+    """An episode as far as it has come: of each token, whether it is trained, and its log-probs."""
+
+    prompt: Prompt
+    number: int
+    cast: Cast
+    lease: Lease
+    token_ids: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    policy_logprobs: list[float] = field(default_factory=list)
+    behavior_logprobs: list[float] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    finish: FinishReason = "length"
+    turns: int = 0
+    calls: int = 0
+    errors: int = 0
+
+    @property
+    def failed(self) -> str | None:
+        """Why it cannot go on."""
+        return self.lease.failed
+
+    def row(self) -> Prompt:
+        """What the model sees at its next turn: at the first one the prompt itself, which the
+        engine computes once for the whole group."""
+        if not self.token_ids:
+            return self.prompt
+        tokens = self.prompt.token_ids + self.token_ids
+        return replace(self.prompt, token_ids=tokens, offset=len(self.token_ids))
+
+    def seconds_left(self, seconds: float) -> float:
+        """Of those that tools may take in an episode."""
+        return max(seconds - self.lease.seconds, 1e-3)  # 0 would be no limit
+
+    def hear(self, turn: Completion, said: Said) -> None:
+        """The model has spoken."""
+        self.token_ids += turn.token_ids
+        self.trained += [True] * len(turn.token_ids)
+        self.policy_logprobs += turn.policy_logprobs
+        self.behavior_logprobs += turn.behavior_logprobs
+        self.messages.append(said.message)
+        self.finish = turn.finish
+        self.turns += 1
+
+    def take(self, said: Said, answers: Sequence[Answer], seconds: float) -> bool:
+        """Its tools have answered; returns whether they did so in time, in `seconds` altogether."""
+        lease = self.lease
+        self.calls += len(answers)
+        self.errors += sum(answer.is_error for answer in answers)
+        lease.seconds += sum(answer.seconds for answer in answers)
+        for call, answer in zip(said.calls, answers, strict=True):
+            content = answer.text
+            if content is None or lease.seconds > seconds:
+                late = f"{call.name} did not end within {seconds:g} s (episode_timeout)"
+                lease.failed = answer.lost or late
+                return False
+            self.messages.append({"role": "tool", "name": call.name, "content": content})
+        return True
+
+    def append(self, tokens: Sequence[int], answers: int, max_tokens: int) -> bool:
+        """Append what the last messages, so many answers, are in tokens. Returns False, and leaves
+        them out, where no room would be left for a turn: then the episode is cut off here."""
+        if len(self.token_ids) + len(tokens) >= max_tokens:
+            del self.messages[-answers:]
+            self.finish = "length"
+            return False
+        self.token_ids += tokens
+        self.trained += [False] * len(tokens)
+        self.policy_logprobs += [0.0] * len(tokens)
+        self.behavior_logprobs += [0.0] * len(tokens)
+        return True
+
+    def completion(self) -> Completion:
+        """The whole of it."""
+        lease = self.lease
+        episode = Episode(
+            self.messages, self.turns, self.calls, self.errors, lease.seconds, lease.failed,
+            prompt=self.prompt, environment=lease.environment, start=lease.start,
+            state=lease.state,
+        )  # fmt: skip
+        return Completion(
+            self.token_ids,
+            self.finish,
+            self.policy_logprobs,
+            self.behavior_logprobs,
+            trained=tuple(self.trained),
+            episode=episode,
+        )

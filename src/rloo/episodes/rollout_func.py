@@ -1,0 +1,228 @@
+"""Rollouts that a function of the user's makes (`rollout_func`, as in TRL): it is given prompts,
+and returns tokens, their log-probs, and which of them the model said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from rloo.engines.counter_rng import noise_key
+from rloo.engines.sampling import numbers_of
+from rloo.episodes.multi_turn_engine import kept
+from rloo.types import (
+    Completion,
+    Engine,
+    EngineFacts,
+    Episode,
+    FinishReason,
+    Prompt,
+    Samples,
+    Sampling,
+    Weights,
+)
+
+NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+MASK = "env_mask"
+FAILED = "failed"
+# What has one entry for each token, and is no reward function's.
+_OF_TOKENS = (*NEEDED, MASK, FAILED, "logprob_token_ids")
+# A prompt, and the number of one of its completions.
+_Row = tuple[Prompt, int]
+
+
+class OwnRollouts:
+    """Has `function(prompts, trainer)` make completions; `trainer()` gives the trainer. Within the
+    function `turn` samples with the engine `inner`, and `rows` are what the prompts are of, with
+    their columns. See `rloo.types.Engine`."""
+
+    def __init__(
+        self,
+        inner: Engine,
+        function: Callable[[list[Any], Any], Mapping[str, Any]],
+        trainer: Callable[[], Any],
+        vocabulary: int,
+    ) -> None:
+        self._inner, self._function, self._trainer = inner, function, trainer
+        self._vocabulary = vocabulary
+        # Where they are made, reward functions get what the function returns.
+        self.facts: EngineFacts = replace(inner.facts, whole_groups=True)
+        self.version = inner.version
+        self.rows: Sequence[Prompt] = ()
+        self._now: tuple[Sampling, int, list[_Row]] | None = None
+        self._turns = 0
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Have the inner engine take these weights."""
+        self._inner.load(weights, version)
+        self.version = self._inner.version
+
+    def stats(self) -> dict[str, float]:
+        """Those of the inner engine."""
+        return self._inner.stats()
+
+    def turn(self, rows: Sequence[list[int]], max_tokens: int | None = None) -> list[Completion]:
+        """One completion of each row of tokens, with the present weights and sampling options, of
+        at most `max_tokens` (None: those of a whole completion). Where there are as many rows as
+        the function was given prompts, noise is keyed by these, in whichever process, else by the
+        place of the row among this process's. For the function, while it is called; RuntimeError
+        otherwise."""
+        sampling, noise, own = self._called()
+        sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
+        self._turns += 1
+        noise = noise_key(noise, "turn", self._turns)
+        if len(rows) != len(own):
+            first, number = own[0]  # which no other process has
+            noise = noise_key(noise, f"from completion {number} of", first.noise_id)
+            own = [(Prompt(place, [], ""), 0) for place in range(len(rows))]
+        prompts = [
+            Prompt(prompt.id, row, "", epoch=prompt.epoch)
+            for (prompt, _), row in zip(own, rows, strict=True)
+        ]
+        numbers = [range(number, number + 1) for _, number in own]
+        return self._sample(prompts, numbers, sampling, noise)
+
+    def go_on(self, rows: Sequence[Prompt]) -> list[Completion]:
+        """The next turn of each row, whose `id` is the place of its prompt among those that the
+        function was given, and whose last `offset` tokens are its completion's so far. These places
+        and offsets key the draws, in whatever order rows are sampled. See `turn`."""
+        sampling, noise, own = self._called()
+        prompts = [replace(row, id=own[row.id][0].id, epoch=own[row.id][0].epoch) for row in rows]
+        numbers = [range(own[row.id][1], own[row.id][1] + 1) for row in rows]
+        return self._sample(prompts, numbers, sampling, noise)
+
+    def _sample(
+        self, prompts: Sequence[Prompt], numbers: Samples, sampling: Sampling, noise: int
+    ) -> list[Completion]:
+        """A completion of each; prompts that are equal are computed once."""
+        known: dict[Any, Prompt] = {}
+        rows = [known.setdefault((p.noise_id, p.offset, *p.token_ids), p) for p in prompts]
+        return [turn for (turn,) in self._inner.sample(rows, numbers, sampling, noise)]
+
+    def _called(self) -> tuple[Sampling, int, list[_Row]]:
+        if self._now is None:
+            raise RuntimeError("turn and go_on are for rollout_func, while it is called")
+        return self._now
+
+    def sample(
+        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
+    ) -> list[list[Completion]]:
+        """What the function makes of each prompt, which it is given once for each completion; it is
+        not called for none. Raises ValueError for what is no completion."""
+        numbers = numbers_of(samples, prompts)
+        keyed = [(p, number) for p, own in zip(prompts, numbers, strict=True) for number in own]
+        if not keyed:
+            return [[] for _ in prompts]
+        rows = [prompt for prompt, _ in keyed]
+        self._now, self._turns, self.rows = (sampling, noise, keyed), 0, rows
+        try:
+            with kept(self._inner):
+                given = self._function([prompt.content for prompt in rows], self._trainer())
+        finally:
+            self._now, self.rows = None, ()
+        flat = iter(_Given.of(given, len(rows)).completions(rows, sampling, self._vocabulary))
+        groups = [[next(flat) for _ in own] for own in numbers]
+        for prompt, group in zip(prompts, groups, strict=True):
+            _require_one_prompt(prompt, group)
+        return groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What the function returned: lists with one entry for each of its prompts."""
+
+    lists: Mapping[str, Sequence[Any]]
+    columns: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, given: Any, count: int) -> _Given:
+        if not isinstance(given, Mapping) or (
+            missing := [n for n in NEEDED if given.get(n) is None]
+        ):
+            what = f"no {', '.join(missing)}" if isinstance(given, Mapping) else f"a {type(given)}"
+            raise ValueError(
+                f"rollout_func returned {what}; it returns a dict with {', '.join(NEEDED)}, and "
+                f"where tools or users speak {MASK} (rollout_func)"
+            )
+        own = (*NEEDED, MASK, FAILED)
+        lists = {name: given[name] for name in own if given.get(name) is not None}
+        for name, values in lists.items():
+            if len(values) != count:
+                raise ValueError(
+                    f"rollout_func returned {len(values)} {name} for {count} prompts; each prompt "
+                    "is there as often as it is sampled, and has one of each (rollout_func)"
+                )
+        return cls(lists, {n: v for n, v in given.items() if n not in _OF_TOKENS})
+
+    def completions(
+        self, rows: Sequence[Prompt], sampling: Sampling, vocabulary: int
+    ) -> list[Completion]:
+        return [self._one(n, prompt, sampling, vocabulary) for n, prompt in enumerate(rows)]
+
+    def _one(self, n: int, prompt: Prompt, sampling: Sampling, vocabulary: int) -> Completion:
+        if FAILED in self.lists and self.lists[FAILED][n] is not None:
+            why = str(self.lists[FAILED][n])
+            lost = Episode(None, turns=0, calls=0, errors=0, seconds=0.0, failed=why)
+            return Completion([], "length", [], [], trained=(), episode=lost)
+        begin, ids = ([int(t) for t in self.lists[name][n]] for name in NEEDED[:2])
+        logprobs = [_number(value) for value in self.lists["logprobs"][n]]
+        mask = (
+            [bool(ours) for ours in self.lists[MASK][n]]
+            if MASK in self.lists
+            else [True] * len(ids)
+        )
+        where = f"rollout_func: completion {n}"
+        if not len(ids) == len(logprobs) == len(mask):
+            raise ValueError(
+                f"{where} has {len(ids)} tokens, {len(logprobs)} logprobs and {len(mask)} in "
+                f"{MASK}; each token has one of each"
+            )
+        if not begin or not any(mask) or not all(0 <= t < vocabulary for t in begin + ids):
+            raise ValueError(
+                f"{where} needs a prompt, a token that the model said, and tokens below "
+                f"{vocabulary}, which the model embeds"
+            )
+        if len(ids) > sampling.max_tokens:
+            raise ValueError(
+                f"{where} has {len(ids)} tokens; it may have {sampling.max_tokens} "
+                "(max_completion_length)"
+            )
+        known = [value if ours else 0.0 for value, ours in zip(logprobs, mask, strict=True)]
+        if not all(-math.inf < value <= 1e-3 for value in known):
+            raise ValueError(f"{where} has logprobs that are none: natural logarithms, at most 0")
+        finish: FinishReason = "stop" if ids[-1] in sampling.stop_token_ids else "length"
+        turns = sum(ours for ours, _ in groupby(mask))
+        episode = Episode(
+            None, turns, calls=0, errors=0, seconds=0.0,
+            prompt=prompt if begin == prompt.token_ids else replace(prompt, token_ids=begin),
+            columns={name: _of(values, n) for name, values in self.columns.items()},
+        )  # fmt: skip
+        return Completion(ids, finish, known, known, trained=tuple(mask), episode=episode)
+
+
+def _number(value: Any) -> float:
+    """A log-prob, perhaps as the first one of a list, as servers return them."""
+    return float(value[0] if isinstance(value, (list, tuple)) else value)
+
+
+def _of(values: Any, n: int) -> Any:
+    """What a reward function gets of it for completion `n`: of a list its own, else the same."""
+    if not isinstance(values, list):
+        return values
+    return values[n] if n < len(values) else None
+
+
+def _require_one_prompt(prompt: Prompt, group: Sequence[Completion]) -> None:
+    begun = {tuple(c.episode.prompt.token_ids) for c in group if c.episode and c.episode.prompt}
+    if len(begun) > 1:
+        raise ValueError(other_prompt(prompt.id))
+
+
+def other_prompt(number: int) -> str:
+    """What is wrong where completions of a prompt do not begin with the same tokens."""
+    return (
+        f"rollout_func: completions of prompt {number} have different prompt_ids; those of a group "
+        f"begin alike, and what differs belongs into completion_ids, with {MASK} 0"
+    )

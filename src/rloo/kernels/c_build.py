@@ -1,0 +1,99 @@
+"""The C library: built once for a machine, a compiler and a source, kept in the user's cache, and
+loaded beside torch, with whose OpenMP threads it computes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from rloo.kernels import tuning_cache
+
+SOURCES = ("vector.h", "decode.c", "update.c", "attend.c")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=gnu11",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
+_SECONDS = 120
+
+
+class CannotBuild(RuntimeError):
+    """Why there is no library, in words that go on a sentence."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library. Raises CannotBuild where there is none."""
+    compiler = _find_compiler()
+    file = tuning_cache.folder() / f"kernels-{_digest(compiler)}.so"
+    if not file.exists():
+        _build(compiler, file)
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        raise CannotBuild(f"the library that {compiler} made cannot be loaded: {error}") from None
+
+
+@cache
+def why_not() -> str | None:
+    """Why there is no library, or None where there is one."""
+    try:
+        library()
+    except CannotBuild as error:
+        return str(error)
+    return None
+
+
+def _find_compiler() -> str:
+    if sys.byteorder != "little" or not sys.platform.startswith("linux"):
+        raise CannotBuild("kernels are built on Linux alone, for little-endian processors")
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise CannotBuild("there is no C compiler (cc, gcc, clang, or the one that CC names)")
+
+
+def _openmp() -> list[str]:
+    """The OpenMP library that torch has brought, so that there is one pool of threads."""
+    found = sorted(Path(torch.__file__).parent.glob("lib*/lib?omp*.so*"))
+    found += sorted(Path(torch.__file__).parent.with_name("torch.libs").glob("lib?omp*.so*"))
+    return [str(found[0])] if found else []
+
+
+def _digest(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20)
+    words = [version.stdout, tuning_cache.processor(), *_FLAGS, *_openmp()]
+    here = Path(__file__).parent
+    words += [(here / name).read_text(encoding="utf-8") for name in SOURCES]
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+
+
+def _build(compiler: str, file: Path) -> None:
+    here = Path(__file__).parent
+    sources = [str(here / name) for name in SOURCES if name.endswith(".c")]
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder, file.name)
+        command = [compiler, *_FLAGS, "-o", str(made), *sources, "-lm", *_openmp()]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CannotBuild(f"{compiler} could not be run: {error}") from None
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or ["(nothing)"]
+            raise CannotBuild(f"{compiler} failed: {said[0][:200]}")
+        os.replace(made, file)  # whole or not at all: other processes may build it, too

@@ -1,0 +1,65 @@
+"""Exact attention over packed groups by kernels in C: see attend.c."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rloo.kernels.ffi import Attention, call
+
+
+class Table(NamedTuple):
+    """Spans of the packed row, int64 (S, 4): tokens from, to, and those of the prompt that all see
+    besides (none: equal numbers); `offsets` (G + 1,): those of each group, of which a prompt is the
+    first; and the most keys of a query."""
+
+    spans: Tensor
+    offsets: Tensor
+    longest: int
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, table: Table, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """query (T, H, D), key and value (T, H_kv, D) to (T, H, D), and the logarithms (T, H) of the
+    softmax's normalizers. `scaling` multiplies the scores."""
+    shapes = _shapes(query, key, table, scaling)
+    output, normalizer = torch.empty_like(query), query.new_empty(query.shape[:2])
+    room = _room(query, table, backward=False)
+    outputs = (output, normalizer, table.offsets, table.spans, room)
+    call("attend", query, key, value, *outputs, shapes)
+    return output, normalizer
+
+
+def attend_backward(
+    grad: Tensor, kept: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], table: Table, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value; `kept` are these, output and normalizer."""
+    query, key, _, _, _ = kept
+    shapes = _shapes(query, key, table, scaling)
+    gradients = [torch.empty_like(query) for _ in range(3)]
+    room = _room(query, table, backward=True)
+    call("attend_backward", grad, *kept, *gradients, table.offsets, table.spans, room, shapes)
+    of_query, of_key, of_value = gradients
+    if query.shape[1] > key.shape[1]:
+        of_key, of_value = (_summed(each, key, shapes) for each in (of_key, of_value))
+    return of_query, of_key, of_value
+
+
+def _summed(each: Tensor, like: Tensor, shapes: Attention) -> Tensor:
+    total = torch.empty_like(like)
+    call("sum_heads", each, total, shapes)
+    return total
+
+
+def _shapes(query: Tensor, key: Tensor, table: Table, scaling: float) -> Attention:
+    tokens, heads, size = query.shape
+    groups = len(table.offsets) - 1
+    return Attention(tokens, heads, key.shape[1], size, groups, table.longest, scaling)
+
+
+def _room(query: Tensor, table: Table, *, backward: bool) -> Tensor:
+    each = call("attend_room", table.longest, query.shape[-1], int(backward))
+    return query.new_empty(torch.get_num_threads(), each)

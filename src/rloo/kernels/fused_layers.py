@@ -1,0 +1,230 @@
+"""Norms, gated units and rotary embeddings of known architectures by kernels in C, where these are
+in use (`rloo.kernels`), on float32 tensors of a CPU; by compiled ones on a GPU (`gpu_kernels`); for
+all else a module's own forward computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rloo import kernels
+from rloo.kernels import gpu_kernels, ops
+
+_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_PLAIN = (Tensor, nn.Parameter)
+# What a forward pass calls its cache: since transformers 5.24, and before.
+CACHES = ("cache", "past_key_values")
+
+
+def computes(*tensors: Tensor) -> bool:
+    """Whether kernels in C are to compute with these: a subclass of Tensor (divided, or of no
+    memory) is left to torch."""
+    return (
+        kernels.in_use()
+        and all(
+            type(x) in _PLAIN and x.dtype == torch.float32 and x.device.type == "cpu"
+            for x in tensors
+        )
+        and not torch.compiler.is_compiling()
+    )
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        y, inverse = ops.rms_norm(x, weight, epsilon)
+        ctx.save_for_backward(x, weight, inverse)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *ops.rms_norm_backward(grad.contiguous(), *ctx.saved_tensors), None
+
+
+class _GatedUnit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return ops.gated_unit(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.gated_unit_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+class _Rotary(torch.autograd.Function):
+    """Of heads (B, T, H, D), which are normalized before where there is a weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, epsilon: float
+    ) -> Tensor:
+        cosine, sine, x = cosine.contiguous(), sine.contiguous(), x.contiguous()
+        y, inverse = ops.rotary(x, weight, cosine, sine, epsilon)
+        kept = x if weight is not None else None  # a rotation's gradient needs no x
+        ctx.save_for_backward(kept, weight, cosine, sine, inverse)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *ops.rotary_backward(grad.contiguous(), *ctx.saved_tensors), None, None, None
+
+
+class _Kernels(NamedTuple):
+    norm: Callable[..., Tensor]
+    gated_unit: Callable[..., Tensor]
+    rotary: Callable[..., Tensor]
+
+
+_IN_C = _Kernels(_Norm.apply, _GatedUnit.apply, _Rotary.apply)
+_COMPILED = _Kernels(gpu_kernels.rms_norm, gpu_kernels.gated_unit, gpu_kernels.rotary)
+
+
+def _kernels_for(*tensors: Tensor | None) -> _Kernels | None:
+    given = [x for x in tensors if x is not None]
+    if computes(*given):
+        return _IN_C
+    return _COMPILED if gpu_kernels.computes(*given) else None
+
+
+class _RMSNorm(nn.Module):
+    """Before an RMSNorm of transformers."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        own = _kernels_for(hidden_states, self.weight)
+        if own is None:
+            theirs: Tensor = super().forward(hidden_states)
+            return theirs
+        return own.norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+class _MLP(nn.Module):
+    """Before a gated layer of transformers."""
+
+    gate_proj: Any
+    up_proj: Any
+    down_proj: Any
+    act_fn: Any
+
+    def forward(self, x: Tensor) -> Any:
+        if _kernels_for(x) is None:
+            return super().forward(x)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        own = _kernels_for(gate, up)
+        return self.down_proj(self.act_fn(gate) * up if own is None else own.gated_unit(gate, up))
+
+
+class _Attention(nn.Module):
+    """Before an attention of transformers: what it does without a cache."""
+
+    config: Any
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: Any
+    head_dim: int
+    scaling: float
+    attention_dropout: float
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        implementation = self.config._attn_implementation
+        if (
+            any(kwargs.get(name) is not None for name in CACHES)
+            or position_embeddings is None
+            or implementation not in ALL_ATTENTION_FUNCTIONS
+            or _kernels_for(hidden_states, *position_embeddings) is None
+        ):
+            return super().forward(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                **kwargs,
+            )
+        kwargs = {name: given for name, given in kwargs.items() if name not in CACHES}
+        shape = hidden_states.shape[:-1]
+        query, key, value = (
+            projection(hidden_states).view(*shape, -1, self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        output, weights = ALL_ATTENTION_FUNCTIONS[implementation](
+            self,
+            self._rotated(query, "q_norm", *position_embeddings),
+            self._rotated(key, "k_norm", *position_embeddings),
+            value.transpose(1, 2),
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=_window_of(self),
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*shape, -1)), weights
+
+    def _rotated(self, x: Tensor, name: str, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Heads (B, T, H, D) as (B, H, T, D), normalized where there is a norm."""
+        norm = getattr(self, name, None)
+        weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+        if (own := _kernels_for(x, weight)) is not None:
+            return own.rotary(x, weight, cosine, sine, epsilon).transpose(1, 2)
+        x = (x if norm is None else norm(x)).transpose(1, 2)
+        one, other = x.chunk(2, dim=-1)
+        turned = torch.cat((-other, one), dim=-1)
+        return x * cosine[:, None] + turned * sine[:, None]
+
+
+def _window_of(attention: Any) -> int | None:
+    """Of layers that differ in it their own, else the model's."""
+    own = getattr(attention.config, "sliding_window", None)
+    window: int | None = getattr(attention, "sliding_window", own)
+    return window
+
+
+_KINDS = {"RMSNorm": _RMSNorm, "MLP": _MLP, "Attention": _Attention}
+
+
+def install(model: nn.Module) -> None:
+    """Have the modules of `model` that are of a known class ask here; names of weights, and what
+    else is called a module's, stay."""
+    for module in model.modules():
+        if (kind := _kind_of(module)) is not None:
+            theirs: Any = type(module)
+            ours: Any = kind
+            module.__class__ = asking(theirs, ours)
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module] | None:
+    found = type(module)
+    names = {f"{family}{kind}": ours for family in _FAMILIES for kind, ours in _KINDS.items()}
+    kind = names.get(found.__name__)
+    if kind is None or not found.__module__.startswith("transformers.models."):
+        return None
+    if kind is _MLP and type(module.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+        return None
+    return kind
+
+
+@cache
+def asking(theirs: Any, ours: Any) -> type[nn.Module]:
+    """The class of modules of the class `theirs` that ask one of ours before."""
+    named = {"__module__": ours.__module__, "__qualname__": theirs.__qualname__}
+    return type(theirs.__name__, (ours, theirs), named)

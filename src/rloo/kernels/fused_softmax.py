@@ -1,0 +1,67 @@
+"""The softmax of rows of logits: log-probs of targets and entropies, and the gradient of both, by
+kernels in C where these compute, else by torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rloo.kernels import ops
+from rloo.kernels.fused_layers import computes
+
+
+class Rows(NamedTuple):
+    """Where `select` writes of R rows of V logits: log-probs (R,), entropies (R,), and for the
+    backward exp(logits / temperature - the largest) (R, V), which may be the logits themselves,
+    and its sums (R,)."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    kept: Tensor | None = None
+    total: Tensor | None = None
+
+
+def select(logits: Tensor, targets: Tensor, temperature: float, rows: Rows) -> None:
+    """Write what `rows` has places for, of targets (R,) under softmax(logits / temperature). What
+    the logits (R, V) are afterwards is not said."""
+    if computes(logits) and logits.is_contiguous():
+        places = rows.kept, rows.logprobs, rows.entropy, rows.total
+        ops.log_softmax(logits, targets, temperature, places)
+        return
+    if temperature != 1.0:
+        logits.div_(temperature)
+    chosen = logits.gather(-1, targets[:, None])[:, 0]
+    # In fewer passes than torch's log_softmax: from the likeliest token's probability, never 0.
+    weights = logits.softmax(dim=-1)
+    normalizer = logits.amax(dim=-1) - weights.amax(dim=-1).log()
+    torch.sub(chosen, normalizer, out=rows.logprobs)
+    if rows.entropy is not None:
+        logits.clamp_(min=-1e30)  # 0 * log 0 is 0
+        torch.sub(normalizer, logits.mul_(weights).sum(dim=-1), out=rows.entropy)
+    if rows.kept is not None and rows.total is not None:
+        rows.kept.copy_(weights)
+        rows.total.fill_(1.0)
+
+
+def differentiate(
+    rows: Rows, targets: Tensor, of_logprobs: Tensor, of_entropy: Tensor | None
+) -> None:
+    """What `select` has kept becomes the gradient of the logits; of_logprobs and of_entropy (R,)
+    are divided by the temperature."""
+    kept, total = rows.kept, rows.total
+    assert kept is not None and total is not None
+    if of_entropy is None:
+        if computes(kept) and kept.is_contiguous():
+            ops.log_softmax_backward(kept, total, targets, of_logprobs.contiguous())
+            return
+        kept.mul_((-of_logprobs / total)[:, None])
+    else:
+        assert rows.entropy is not None
+        # dH/dz = -p (log p + H); p log p is 0 where p is 0.
+        kept.div_(total[:, None])
+        factor = kept.clamp(min=torch.finfo(kept.dtype).tiny).log_()
+        factor.add_(rows.entropy[:, None]).mul_(of_entropy[:, None]).add_(of_logprobs[:, None])
+        kept.mul_(factor.neg_())
+    kept.scatter_add_(1, targets[:, None], of_logprobs[:, None])

@@ -1,0 +1,330 @@
+"""Norms, rotary embeddings and gated units on a GPU, each as one kernel that torch's compiler makes
+of its definition: between products, torch reads and writes each array several times (see
+`rloo.kernels.fused_layers`, and `rloo.kernels` for a CPU).
+
+They compute in float32 what they are given in 16 bits, and round once. Where the compiler is
+missing or gives other numbers, torch computes as without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from rloo.kernels import torch_compat
+
+_KINDS = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, nn.Parameter)
+# Rows of a trial, and the largest difference that is rounding, in numbers around 1.
+_ROWS = 48
+_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+_in_use = False
+
+
+def use(wanted: bool) -> None:
+    """Have what is compiled compute from now on, in this process, or torch as it is."""
+    global _in_use
+    _in_use = wanted
+
+
+def in_use() -> bool:
+    """Whether compiled functions compute on GPUs."""
+    return _in_use
+
+
+def computes(*tensors: Tensor) -> bool:
+    """Whether compiled functions are to compute with these: subclasses of Tensor are not for
+    them."""
+    return _in_use and all(
+        type(x) in _PLAIN and x.dtype in _KINDS and x.device.type == "cuda" for x in tensors
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean of x^2 + epsilon) * weight, of x (..., D), in the precision that a product
+    would take it in."""
+    rows, how = x.reshape(-1, x.shape[-1]), (epsilon, _dtype_of(x, weight))
+    result: Tensor = _Fused.apply(_rms_norm, _rms_norm_backward, how, rows, weight)
+    return result.view(x.shape)
+
+
+def rotary(
+    x: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, epsilon: float
+) -> Tensor:
+    """Heads (B, T, H, D), normalized where there is a weight (D,), turned by cosine and sine
+    (B, T, D) or (1, T, D)."""
+    batch, length, *rest = x.shape
+    turns = (y.expand(batch, -1, -1).reshape(batch * length, -1) for y in (cosine, sine))
+    heads = x.reshape(batch * length, *rest)
+    how = epsilon, _dtype_of(x) if weight is None else _dtype_of(x, weight)
+    result: Tensor = _Fused.apply(_rotary, _rotary_backward, how, heads, weight, *turns)
+    return result.view(x.shape)
+
+
+def gated_unit(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) * up, of gate and up (..., D)."""
+    rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
+    result: Tensor = _Fused.apply(_gated_unit, _gated_unit_backward, (), *rows)
+    return result.view(gate.shape)
+
+
+def logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs (R,) of targets (R,) under softmax(logits (R, V) / temperature), and entropies
+    (R,), in float32. The logits are kept as they are given, for the backward."""
+    found: tuple[Tensor, Tensor] = _LogProbs.apply(logits, targets, temperature)
+    return found
+
+
+def merge(output: Tensor, normalizer: Tensor, part: Tensor, more: Tensor) -> Tensor:
+    """Two parts of an attention as one: outputs (T, H, D) and normalizers (H, T)."""
+    torch_compat.mark_varying(normalizer, 1)
+    torch_compat.mark_varying(more, 1)
+    let_vary(output, part)
+    merged: Tensor = _compiled(_merge)(output, normalizer, part, more)
+    return merged
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled when it is first called; once, for any of the sizes that vary. A method is for all
+    objects of its class."""
+    if (owner := getattr(function, "__self__", None)) is not None:
+        return partial(_compiled(function.__func__), owner)  # type: ignore[attr-defined]
+    return _compiled(function)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    result: Callable[..., Any] = torch.compile(function)
+    return result
+
+
+def let_vary(*tensors: Tensor) -> None:
+    """Have what is compiled for these take any number of rows."""
+    for tensor in tensors:
+        torch_compat.mark_varying(tensor, 0)
+
+
+def _run(
+    function: Callable[..., Any], tensors: Sequence[Tensor | None], how: Any, *, rank: int = 2
+) -> Any:
+    """Call the compiled function. Tensors of `rank` dimensions or more have rows, whose number may
+    vary. Gradients and autocast are off, since the compiler compiles anew for each such state."""
+    given = [None if x is None else x.detach() for x in tensors]
+    for x in given:
+        if x is not None and x.ndim >= rank:
+            torch_compat.mark_varying(x, *range(max(1, x.ndim - 1)))
+    off = torch.autocast("cuda", torch.bfloat16, enabled=False, cache_enabled=True)
+    with torch.no_grad(), off:
+        return _compiled(function)(*given, *how)
+
+
+class _Fused(torch.autograd.Function):
+    """One function forward, one backward, which is given the gradient and what the first was."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Any, backward: Any, how: tuple[Any, ...], *tensors: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.function, ctx.how = backward, how
+        result: Tensor = _run(function, tensors, how)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        found = _run(ctx.function, (gradient, *ctx.saved_tensors), ctx.how[:1])
+        return None, None, None, *found
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        found = _run(_logprobs, (logits, targets), (temperature,), rank=1)
+        ctx.save_for_backward(logits, targets, *found[1:])
+        ctx.temperature = temperature
+        return found[0], found[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        tensors, how = (*ctx.saved_tensors, torch.stack(gradients, 1)), (ctx.temperature,)
+        return _run(_logprobs_backward, tensors, how, rank=1), None, None
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    wide = x.float()
+    return (wide * _inverse(wide, epsilon) * weight.float()).to(dtype)
+
+
+def _rms_norm_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    wide, of_y = x.float(), gradient.float()
+    inverse = _inverse(wide, epsilon)
+    of_normal = of_y * weight.float()
+    along = (of_normal * wide).mean(-1, keepdim=True)
+    of_x = inverse * of_normal - wide * (inverse.pow(3) * along)
+    of_weight = (of_y * wide * inverse).flatten(0, -2).sum(0)
+    return of_x.to(x.dtype), of_weight.to(weight.dtype)
+
+
+def _inverse(wide: Tensor, epsilon: float) -> Tensor:
+    return torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+
+
+def _rotary(
+    x: Tensor,
+    weight: Tensor | None,
+    cosine: Tensor,
+    sine: Tensor,
+    epsilon: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    wide = x.float() if weight is None else _rms_norm(x, weight, epsilon, torch.float32)
+    one, other = wide.chunk(2, dim=-1)
+    turned = torch.cat((-other, one), dim=-1)
+    return (wide * cosine.float()[:, None] + turned * sine.float()[:, None]).to(dtype)
+
+
+def _rotary_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    cosine: Tensor,
+    sine: Tensor,
+    epsilon: float,
+) -> tuple[Tensor | None, ...]:
+    of_y = gradient.float()
+    one, other = (of_y * sine.float()[:, None]).chunk(2, dim=-1)
+    back = of_y * cosine.float()[:, None] + torch.cat((other, -one), dim=-1)
+    if weight is None:
+        return back.to(x.dtype), None, None, None
+    return *_rms_norm_backward(back, x, weight, epsilon), None, None
+
+
+def _gated_unit(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def _gated_unit_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    wide, of_y = gate.float(), gradient.float()
+    share = wide.sigmoid()
+    of_gate = of_y * up.float() * share * (1 + wide * (1 - share))
+    return of_gate.to(gate.dtype), (of_y * wide * share).to(up.dtype)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    # Of a logit of minus infinity the probability is 0, and 0 * log 0 is 0.
+    return (logits.float() / temperature).clamp(min=-1e30)
+
+
+def _logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    scaled = _scaled(logits, temperature)
+    normalizer = scaled.logsumexp(-1)
+    weights = (scaled - normalizer[:, None]).exp()
+    chosen = scaled.gather(-1, targets[:, None])[:, 0]
+    return chosen - normalizer, normalizer - (weights * scaled).sum(-1), normalizer
+
+
+def _logprobs_backward(
+    logits: Tensor,
+    targets: Tensor,
+    entropy: Tensor,
+    normalizer: Tensor,
+    gradients: Tensor,
+    temperature: float,
+) -> Tensor:
+    of_logprobs, of_entropy = gradients[:, :1], gradients[:, 1:]
+    logs = _scaled(logits, temperature) - normalizer[:, None]
+    weights = logs.exp()
+    # dH/dz = -p (log p + H).
+    through = weights * (of_logprobs + of_entropy * (logs + entropy[:, None]))
+    chosen = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    gradient = torch.where(chosen, of_logprobs, 0.0) - through
+    return (gradient / temperature).to(logits.dtype)
+
+
+def _merge(output: Tensor, normalizer: Tensor, part: Tensor, more: Tensor) -> Tensor:
+    share = (more - normalizer).sigmoid().t()[..., None]
+    return output.float().lerp(part.float(), share).to(output.dtype)
+
+
+def _dtype_of(*tensors: Tensor) -> torch.dtype:
+    """Autocast's, or what the tensors have in common."""
+    if torch.is_autocast_enabled("cuda"):
+        return torch.get_autocast_dtype("cuda")
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+@cache
+def why_not(device: torch.device, dtype: torch.dtype, width: int, size: int) -> str | None:
+    """Why compiled functions must not compute on this device, for hidden states of `width` and
+    heads of `size`, in words that go on a sentence; None where they may. It takes seconds."""
+    try:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            worst = max(_differences(device, dtype, width, size))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler may fail in any way, and there is torch as it is
+        return f"a trial of torch.compile failed: {type(error).__name__}: {error}".split("\n")[0]
+    if not worst <= _ROUNDING[dtype]:
+        return f"torch.compile gives other numbers (by {worst:.1e})"
+    return None
+
+
+def _differences(device: torch.device, dtype: torch.dtype, width: int, size: int) -> list[float]:
+    """How far results and gradients are from those of the definitions, by torch as it is."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, of).requires_grad_()
+
+    turns = numbers(_ROWS, size).detach(), numbers(_ROWS, size).detach()
+    targets = torch.arange(_ROWS, device=device) % width
+    pair = numbers(_ROWS, width, of=dtype), numbers(_ROWS, width, of=dtype)
+    parts = [(numbers(_ROWS, 4, size, of=dtype), numbers(4, _ROWS)) for _ in range(2)]
+    cases: list[tuple[Any, Any, tuple[Tensor, ...]]] = [
+        (
+            lambda x, weight: rms_norm(x, weight, 1e-6),
+            lambda x, weight: _rms_norm(x, weight, 1e-6, dtype),
+            (numbers(_ROWS, width), numbers(width)),
+        ),
+        (
+            lambda x, weight: rotary(x[None], weight, turns[0][None], turns[1][None], 1e-6)[0],
+            lambda x, weight: _rotary(x, weight, *turns, 1e-6, dtype),
+            (numbers(_ROWS, 4, size, of=dtype), numbers(size)),
+        ),
+        (gated_unit, _gated_unit, pair),
+        (
+            lambda x: torch.stack(logprobs(x, targets, 0.7)),
+            lambda x: torch.stack(_logprobs(x, targets, 0.7)[:2]),
+            pair[:1],
+        ),
+    ]
+    found = [
+        _distance(merge(*(x.detach() for p in parts for x in p)), _merge(*parts[0], *parts[1]))
+    ]
+    for ours, definition, inputs in cases:
+        one, other = ours(*inputs), definition(*inputs)
+        weights = torch.randn(other.shape, generator=generator).to(device, other.dtype) / 8
+        gradients = (torch.autograd.grad(x, inputs, weights) for x in (one, other))
+        found.append(_distance(one, other))
+        found += map(_distance, *gradients)
+    return found
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.float() - other.float()).detach().abs().max())

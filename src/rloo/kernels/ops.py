@@ -1,0 +1,114 @@
+"""What the update computes by kernels in C, on dense float32 tensors of a CPU: each function beside
+that of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rloo.kernels.ffi import Heads, call
+
+# Rows of which each gives a part of a weight's gradient (PART in update.c).
+_PART = 64
+# Numbers of which the squares have a sum of their own (SQUARES in update.c).
+_SQUARES = 1 << 16
+
+
+def _parts(like: Tensor, rows: int) -> Tensor:
+    return like.new_empty(-(-rows // _PART), like.shape[-1])
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """weight * x / sqrt(mean(x^2) + epsilon) of rows (..., D), and what the backward wants."""
+    y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1])
+    call("rms_norm", x, weight, y, inverse, inverse.numel(), x.shape[-1], epsilon)
+    return y, inverse
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weight."""
+    of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
+    rows, width = inverse.numel(), x.shape[-1]
+    parts = _parts(x, rows)
+    call("rms_norm_backward", grad, x, weight, inverse, of_x, of_weight, parts, rows, width)
+    return of_x, of_weight
+
+
+def sum_of_squares(x: Tensor) -> float:
+    """Of all numbers."""
+    sums = torch.empty(-(-x.numel() // _SQUARES), dtype=torch.float64)
+    call("sum_of_squares", x, sums, x.numel())
+    return float(sums.sum())
+
+
+def rounded(x: Tensor, place: Tensor | None = None) -> Tensor:
+    """x in values of bfloat16, ties to even, in `place` (which may be x) or new memory."""
+    y = torch.empty_like(x) if place is None else place
+    call("round_to_bfloat16", x, y, x.numel())
+    return y
+
+
+def gated_unit(gate: Tensor, up: Tensor) -> Tensor:
+    """gate * sigmoid(gate) * up."""
+    y = torch.empty_like(gate)
+    call("gated_unit", gate, up, y, y.numel())
+    return y
+
+
+def gated_unit_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up."""
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    call("gated_unit_backward", grad, gate, up, of_gate, of_up, grad.numel())
+    return of_gate, of_up
+
+
+def _heads(x: Tensor, cosine: Tensor, epsilon: float) -> Heads:
+    heads, size = x.shape[-2:]
+    tokens, period = x.numel() // max(1, heads * size), cosine.numel() // size
+    return Heads(tokens, heads, size, period, epsilon)
+
+
+def rotary(
+    x: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor | None]:
+    """Heads (B, T, H, D), normalized as by `rms_norm` where there is a weight (D), and rotated:
+    (cosine, sine) are (B or 1, T, D). Also returns what the backward wants."""
+    y, inverse = torch.empty_like(x), None if weight is None else x.new_empty(x.shape[:-1])
+    call("rotary", x, weight, cosine, sine, y, inverse, _heads(x, cosine, epsilon))
+    return y, inverse
+
+
+def rotary_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    cosine: Tensor,
+    sine: Tensor,
+    inverse: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x and of the weight."""
+    of_x, of_weight, parts = torch.empty_like(grad), None, None
+    if weight is not None:
+        of_weight = torch.empty_like(weight)
+        parts = _parts(grad, grad.shape[:-2].numel())
+    given = (grad, x, weight, cosine, sine, inverse)
+    call("rotary_backward", *given, of_x, of_weight, parts, _heads(grad, cosine, 0.0))
+    return of_x, of_weight
+
+
+def log_softmax(
+    logits: Tensor, targets: Tensor, temperature: float, places: Sequence[Tensor | None]
+) -> None:
+    """Of logits (R, V) and targets (R,) what there are places for: see `model.softmax.select`. They
+    are of exp(logits / temperature - the largest), log-probs, entropies and sums."""
+    call("log_softmax", logits, targets, *places, *logits.shape, temperature)
+
+
+def log_softmax_backward(kept: Tensor, total: Tensor, targets: Tensor, scale: Tensor) -> None:
+    """What `log_softmax` has kept becomes the gradient of the logits; `scale` (R,) is that of the
+    log-probs divided by the temperature."""
+    call("log_softmax_backward", kept, total, targets, scale, *kept.shape)

@@ -1,0 +1,209 @@
+"""What one forward pass computes: the log-probs of a micro-batch's completion tokens, in the
+caller's precision (autocast)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rloo.config.config import RLOOConfig
+from rloo.kernels.cpu_matmul import Matrix, matrix_of
+from rloo.model.logprobs import CHUNK_ELEMENTS, Head, TokenScores, score_tokens, token_logprobs
+from rloo.model.micro_batch import MicroBatch
+
+# Factors of logits: of Cohere, and of FalconH1.
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+# Of Inkling: what hidden states are divided by before the head, and the rows of it that count.
+_DIVISOR, _ROWS = "logits_mup_width_multiplier", "unpadded_vocab_size"
+# Soft caps of logits: of Gemma, RecurrentGemma and xLSTM.
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# Models whose `logits_scaling` is a factor; for Granite, which has the word, it is a divisor.
+_MULTIPLIES = ("hyperclovax",)
+# Models whose routers score keys, of which pairs are experts.
+_ROUTES_BY_KEYS = ("doge",)
+
+
+class Scorer(nn.Module):
+    """A causal language model up to the scores of given tokens at a temperature.
+
+    Everything from hidden states to the balancing loss is computed inside `forward`, so that what
+    is wrapped around this module sees the whole of a forward pass, and its hooks enclose every use
+    of the weights. `balanced` asks for the balancing loss of a mixture of experts. With
+    `own_logits` the model computes its logits itself, where its output head is not known here.
+    """
+
+    own_logits = False
+
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, balanced: bool = False
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.head = OutputHead(model)
+        self._body = _path_of_body(model)
+        self.temperature = temperature
+        self._balanced = balanced
+        self._vocab_size: int = model.config.get_text_config().vocab_size
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        *,
+        logprobs_only: bool = False,
+        by_logits: bool = False,
+        chunk_elements: int = CHUNK_ELEMENTS,
+        temperature: float | None = None,
+    ) -> TokenScores:
+        """Scores of the batch's T completion tokens, with gradients where they are enabled.
+
+        With `logprobs_only` there are no gradients, no entropies (of shape (0,)) and no balancing
+        loss, for about half the work at the head. `by_logits` has log-probs alone, from the model's
+        own logits, with which ours are compared. `chunk_elements`: see `token_logprobs`.
+        `temperature`: another one than the policy's.
+        """
+        temperature = temperature or self.temperature
+        if by_logits:
+            logprobs = own_logprobs(self.model, batch, temperature)
+            return TokenScores(logprobs, logprobs.new_empty(0), None)
+        options: dict[str, Any] = {"temperature": temperature, "vocab_size": self._vocab_size}
+        if logprobs_only:
+            _, hidden, head = self._run(batch)
+            logprobs = score_tokens(head, hidden, batch.target_T, **options)
+            return TokenScores(logprobs, logprobs.new_empty(0), None)
+        routing = {"output_router_logits": True} if self._balanced else {}
+        outputs, hidden, head = self._run(batch, **routing)
+        balance = None
+        if self._balanced:
+            balance = balancing_loss(self.model, outputs.router_logits, batch.multiplicity)
+        logprobs, entropy = token_logprobs(
+            head, hidden, batch.target_T, chunk_elements=chunk_elements, **options
+        )
+        return TokenScores(logprobs, entropy, balance)
+
+    def _run(self, batch: MicroBatch, **options: Any) -> tuple[Any, Tensor, Head]:
+        """The outputs, what in them predicts the completion tokens, and what makes that logits."""
+        if self.own_logits:
+            outputs = self.model(**batch.inputs, use_cache=False, **options)
+            # Logits are overwritten where they are used.
+            return outputs, of_completions(outputs.logits, batch), torch.clone
+        # By name at each call: dividing weights may put another module in its place.
+        body = self.model.get_submodule(self._body)
+        outputs = body(**batch.inputs, use_cache=False, **options)
+        return outputs, of_completions(outputs.last_hidden_state, batch), self.head
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
+        """(T,): the log-probs alone, without gradients."""
+        return self(batch, logprobs_only=True, temperature=temperature).logprobs
+
+    @torch.no_grad()
+    def logprobs_by_logits(self, batch: MicroBatch) -> Tensor:
+        """(T,): the log-probs as the model itself computes its logits."""
+        return self(batch, by_logits=True).logprobs
+
+
+def _path_of_body(model: PreTrainedModel) -> str:
+    """The name of the module in `model` that gives the hidden states. Llama 4's text model does not
+    know its own: what it says is not there."""
+    known: nn.Module | None = model.base_model
+    if known is model:
+        known = next((m for m in model.children() if isinstance(m, PreTrainedModel)), None)
+    names = [name for name, module in model.named_modules() if module is known]
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no module of its own that ends in hidden states, from "
+            "which log-probs are computed (model)"
+        )
+    return names[0]
+
+
+def of_completions(outputs: Tensor, batch: MicroBatch) -> Tensor:
+    """Those of a model's outputs (B, W, D) that predict the batch's completion tokens, (T, D)."""
+    return outputs.flatten(0, 1).index_select(0, batch.source_T)
+
+
+def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
+    """Log-probs (T,) of the batch's completion tokens from the model's own logits."""
+    logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
+    chosen = logits[batch.source_T].float() / temperature
+    return chosen.log_softmax(-1).gather(-1, batch.target_T[:, None])[:, 0]
+
+
+class OutputHead:
+    """The function from hidden states to logits, including the scaling of some architectures.
+    `direct`: past the hooks of the module that has the matrix."""
+
+    def __init__(self, model: PreTrainedModel, *, direct: bool = False) -> None:
+        text_config = model.config.get_text_config()
+        self._module = model.get_output_embeddings()
+        self._call = self._module.forward if direct else self._module
+        caps = (getattr(text_config, name, None) for name in _SOFT_CAPS)
+        self._softcap = next((cap for cap in caps if cap is not None), None)
+        factors = [getattr(text_config, name, None) or 1.0 for name in _FACTORS]
+        divisor = getattr(text_config, "logits_scaling", None) or 1.0
+        if text_config.model_type in _MULTIPLIES:
+            divisor = 1.0 / divisor
+        divisor *= getattr(text_config, _DIVISOR, None) or 1.0
+        self._multiplier = math.prod(factors) / divisor
+        self._rows: int | None = getattr(text_config, _ROWS, None)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits."""
+        logits: Tensor = self._call(hidden)[..., : self._rows]
+        if self._multiplier != 1.0:
+            logits = logits * self._multiplier
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def matrix(self) -> Matrix | None:
+        """See `HasMatrix`."""
+        plain = self._multiplier == 1.0 and self._softcap is None and self._rows is None
+        return matrix_of(self._module) if plain else None
+
+
+def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
+    """The weight of the balancing loss: the option's, else the model's own; 0 without such a loss.
+    Raises ValueError if the option asks for a loss that the model does not have."""
+    asked, settings = config.router_aux_loss_coef, model.config.get_text_config()
+    own = getattr(settings, "router_aux_loss_coef", None)
+    # Doge has the settings also where its layers have no experts.
+    mixed = hasattr(settings, "num_experts_per_tok") and getattr(settings, "is_moe", True)
+    if own is None or not mixed:
+        if asked:
+            raise ValueError(
+                f"router_aux_loss_coef is {asked} and {type(model).__name__} is no mixture of "
+                "experts with a balancing loss; leave it out (router_aux_loss_coef)"
+            )
+        return 0.0
+    if settings.model_type in _ROUTES_BY_KEYS and asked != 0:
+        raise ValueError(
+            f"{type(model).__name__} chooses experts by products of keys, whose balancing loss is "
+            "not known here; set router_aux_loss_coef to 0"
+        )
+    return float(own if asked is None else asked)
+
+
+def balancing_loss(
+    model: PreTrainedModel, router_logits: tuple[Tensor, ...], multiplicity: Tensor
+) -> Tensor:
+    """Number of experts x sum over them of (share of choices) x (mean probability), over all layers
+    at once: Switch Transformers (arXiv 2101.03961), equations 4 to 6, by transformers' own code.
+
+    `router_logits`: per layer (tokens, experts). `multiplicity` (B, W): how often each token
+    counts. With perfect balance the loss equals k, the number of experts per token.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    loss = load_balancing_loss_func(
+        router_logits,  # type: ignore[arg-type] # annotated as a tuple of one
+        router_logits[0].shape[-1],
+        model.config.get_text_config().num_experts_per_tok,
+        multiplicity,
+    )
+    assert isinstance(loss, Tensor)
+    return loss

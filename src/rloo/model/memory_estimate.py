@@ -1,0 +1,319 @@
+"""The memory of an update, measured on small micro-batches and extrapolated beforehand: bytes that
+torch allocates (on a CPU as its profiler, on CUDA as its allocator counts), not resident pages."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+import resource
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rloo.distributed.sharded_tensor import local
+from rloo.model.autocast_cache import casting_once
+from rloo.model.logprobs import CHUNK_ELEMENTS
+from rloo.model.micro_batch import count_input_tokens, make_sample
+from rloo.model.optimizers import build_optimizer
+from rloo.model.policy import Policy
+from rloo.model.quantization import count_parameters, statistics
+from rloo.types import Sample
+
+# The shares of a micro-batch's lengths at which it is measured. Memory is linear in tokens; if
+# masks or scores of width squared exist, a parabola is fitted through larger sizes.
+LINEAR = (1 / 16, 1 / 8)
+QUADRATIC = (1 / 4, 1 / 2, 3 / 4)
+# Shorter completions would not behave like long ones.
+_FEWEST_TOKENS = 8
+# Tokens times weights of what is measured whole where completions are short: about a second.
+_SMALL = 10**10
+# bitsandbytes has one code book for all parameters.
+_SHARED_STATE = "qmap"
+_MARK = "rloo: a phase ends"
+
+Mark = Callable[[], None]
+
+
+def make_samples(
+    prompt_tokens: int, completion_tokens: int, num_generations: int, num_groups: int = 1
+) -> list[Sample]:
+    """Samples of these lengths with arbitrary tokens, which matter for neither memory nor time."""
+    return [
+        make_sample((group, index), prompt_tokens, completion_tokens)
+        for group in range(num_groups)
+        for index in range(num_generations)
+    ]
+
+
+def count_tokens(policy: Policy, samples: Sequence[Sample]) -> int:
+    """Input tokens of `samples` as one micro-batch, which is what the token budget limits."""
+    return count_input_tokens(samples, policy.packed)
+
+
+def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
+    """Peak memory in bytes of training on `samples` as one micro-batch, in addition to weights,
+    gradients, optimizer and reference.
+
+    It is measured at small shares of the lengths, with the head's chunks scaled alike, phase by
+    phase (each layer's forward and backward, the vocabulary head, the reference). Each phase is
+    extrapolated, so that one which dominates only at full length is not missed. Of short
+    completions fewer are taken, and a small micro-batch is measured directly. The policy's
+    gradients are discarded. What was predicted is known from then on.
+    """
+    shape = policy.packed, *((len(s.prompt_ids), len(s.token_ids)) for s in samples)
+    if shape not in policy.peaks:
+        policy.peaks[shape] = _predicted(policy, samples)
+    return policy.peaks[shape]
+
+
+def _predicted(policy: Policy, samples: Sequence[Sample]) -> int:
+    longest = max(len(s.token_ids) for s in samples)
+    squares, full = _makes_squares(policy), count_tokens(policy, samples)
+    shares = QUADRATIC if squares else LINEAR
+    least, few = max(1.0, _FEWEST_TOKENS / (longest * shares[0])), samples
+    if shares[-1] * least >= 1:
+        if squares or full * count_parameters(policy.model) < _SMALL:
+            return measured_peak_bytes(policy, samples)
+        few, least = samples[: math.ceil(len(samples) / least)], 1 / shares[-1]
+    tokens, peaks = [], []
+    for share in shares:
+        cut = [_shorten(sample, share * least) for sample in few]
+        tokens.append(count_tokens(policy, cut))
+        peaks.append(_peaks(policy, cut, int(CHUNK_ELEMENTS * tokens[-1] / full)))
+    if len({len(phases) for phases in peaks}) > 1:  # a model whose phases vary with the length
+        peaks = [[max(phases)] for phases in peaks]
+    # With distances from the full size as abscissa, the constant is the value at full size.
+    distance = np.array(tokens) / full - 1
+    constants = np.polyfit(distance, np.array(peaks, dtype=float), len(shares) - 1)[-1]
+    return int(constants.max())
+
+
+def measured_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
+    """The peak of `predicted_peak_bytes`, measured by training on `samples` in full. On CUDA,
+    raises torch.OutOfMemoryError if memory does not suffice; on a CPU the process may be killed."""
+    return max(_peaks(policy, samples, CHUNK_ELEMENTS))
+
+
+def process_peaks(device: torch.device) -> dict[str, int]:
+    """The most that this process has occupied so far, by names for summary.json; on a GPU also what
+    tensors did there, since torch's count last began."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks = {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if device.type == "cuda":
+        peaks["peak_device_bytes"] = torch.cuda.max_memory_allocated(device)
+    return peaks
+
+
+def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[int]:
+    """Peak bytes above the start in each phase of `work`, which calls its argument to end one."""
+    if device.type == "cuda":
+        start, peaks = torch.cuda.memory_allocated(device), []
+
+        def mark() -> None:
+            peaks.append(torch.cuda.max_memory_allocated(device) - start)
+            torch.cuda.reset_peak_memory_stats(device)
+
+        torch.cuda.reset_peak_memory_stats(device)
+        with _no_collection():
+            work(mark)
+        mark()
+        return peaks
+    silence_profiler()
+    with (
+        _no_collection(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
+        work(_record_mark)
+    _return_freed_memory()
+    times, totals = allocations(profiler)
+    marks = sorted(e.start_ns() for e in recorded_events(profiler) if e.name() == _MARK)
+    edges = [0, *marks, np.iinfo(np.int64).max]
+    return [peak_between(times, totals, *phase) for phase in pairwise(edges)]
+
+
+def _return_freed_memory() -> None:
+    """Have glibc return what it keeps (`keep_freed_memory`): between a profiler's own small blocks
+    it finds no place for large ones, and grows with every measurement."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Suspend garbage collection, since the freed objects of others would distort a measurement."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def allocations(profiler: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The times (ns) at which a profiler saw the CPU's memory change, and bytes held from then."""
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in recorded_events(profiler)
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+    ]
+    events.sort(key=lambda event: event[0])
+    times, sizes = np.array(events, dtype=np.int64).reshape(-1, 2).T
+    return times, sizes.cumsum()
+
+
+def peak_between(times: np.ndarray, totals: np.ndarray, start: int, end: int) -> int:
+    """The maximum of `allocations` between `start` and `end`, in bytes."""
+    first, last = times.searchsorted([start, end])
+    held = totals[first - 1] if first else 0
+    return int(max(held, totals[first:last].max(initial=0)))
+
+
+def recorded_events(profiler: Any) -> Any:
+    """The raw events of a finished torch.profiler, whose own lists omit single allocations."""
+    return profiler.profiler.kineto_results.events()
+
+
+def silence_profiler() -> None:
+    """Prevent the profiler's library from logging to stderr, and torch 2.11 from warning that a
+    second cycle would not be kept: there is none. Must precede its first use."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    warnings.filterwarnings("ignore", message=".*Profiler clears events")
+
+
+def weight_bytes(module: nn.Module, device: torch.device | None = None) -> int:
+    """Bytes of parameters, buffers and the scales of quantised ones; shared ones count once. With a
+    `device`, of those that are on one of its kind."""
+    tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers(), *statistics(module))
+    if device is not None:
+        tensors = (tensor for tensor in tensors if tensor.device.type == device.type)
+    storages = (local(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def gradient_bytes(policy: Policy) -> int:
+    """Bytes of the gradients of all trained parameters, as far as they are here."""
+    return sum(local(p).nbytes for p in policy.parameters)
+
+
+def optimizer_bytes(policy: Policy) -> int:
+    """Bytes of the optimizer's state; before the first step, from one parameter of each shape."""
+    present = _tensor_bytes(policy.stepper.optimizer.state.values())
+    if present:
+        return present
+    # 8-bit optimizers keep the state of embeddings in 32 bits.
+    embeddings = {id(m.weight) for m in policy.model.modules() if isinstance(m, nn.Embedding)}
+    sizes: dict[Any, int] = {}
+    total = 0
+    for parameter in policy.parameters:
+        embeds = id(parameter) in embeddings
+        part = local(parameter)
+        kind = (part.shape, part.dtype, embeds)
+        if kind not in sizes:
+            module = nn.Embedding(1, 1) if embeds else nn.Module()
+            sizes[kind] = _state_bytes(module, torch.zeros_like(part), policy)
+        total += sizes[kind]
+    return total
+
+
+def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
+    module.register_parameter("weight", nn.Parameter(values))
+    optimizer = build_optimizer(module, policy.config)  # type: ignore[arg-type]
+    module.weight.grad = torch.zeros_like(values)
+    optimizer.step()
+    return _tensor_bytes(optimizer.state.values())
+
+
+def step_bytes(policy: Policy) -> int:
+    """Peak memory of an optimizer step in addition to weights, gradients and resident state; parked
+    state counts. The step is carried out and may change the weights: discard the policy."""
+    policy.stepper.fill()
+    policy.stepper.step()  # creates the state
+    policy.stepper.fill()
+    return max(phase_peaks(policy.device, lambda _: policy.stepper.step()))
+
+
+def _tensor_bytes(states: Any) -> int:
+    return sum(
+        local(value).nbytes
+        for state in states
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not name.startswith(_SHARED_STATE)
+    )
+
+
+def _makes_squares(policy: Policy) -> bool:
+    """Whether some array has an entry for each pair of tokens: transformers' masks of padded rows,
+    or scores that no fused attention supports (soft-capped or with sinks)."""
+    softcap = getattr(policy.model.config.get_text_config(), "attn_logit_softcapping", None)
+    sinks = any(name.endswith("sinks") for name, _ in policy.model.named_parameters())
+    return not policy.packed or softcap is not None or sinks
+
+
+def _shorten(sample: Sample, share: float) -> Sample:
+    prompt, completion = (
+        max(1, round(share * len(ids))) for ids in (sample.prompt_ids, sample.token_ids)
+    )
+    return replace(
+        sample,
+        prompt_ids=sample.prompt_ids[:prompt],
+        token_ids=sample.token_ids[:completion],
+        policy_logprobs=sample.policy_logprobs[:completion],
+    )
+
+
+def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> list[int]:
+    """Peaks of a micro-batch's phases with gradients allocated, as from the second one on."""
+    policy.stepper.fill()
+
+    def work(mark: Mark) -> None:
+        with _marked_layers(policy.model, mark), casting_once(policy):
+            batch = policy.batch(samples)
+            logprobs = policy.logprobs(batch, chunk_elements=chunk_elements).logprobs
+            mark()
+            if policy.config.beta != 0:
+                policy.reference_logprobs(batch)
+                mark()
+            policy.stepper.backward(logprobs.mean())
+
+    try:
+        return phase_peaks(policy.device, work)
+    finally:
+        policy.stepper.clear()
+
+
+@contextmanager
+def _marked_layers(model: nn.Module, mark: Mark) -> Iterator[None]:
+    """Inside, call `mark` at the end of each layer's forward and the start of its backward."""
+
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        mark()
+        states = output[0] if isinstance(output, tuple) else output
+        if states.requires_grad:
+            states.register_hook(lambda gradient: mark())
+
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    handles = [layer.register_forward_hook(after_forward) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _record_mark() -> None:
+    with record_function(_MARK):
+        pass

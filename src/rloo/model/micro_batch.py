@@ -1,0 +1,249 @@
+"""Completions to micro-batches: token lists become tensors, shifted by one; packed (every prompt
+once, no padding in the linear layers) or padded (the plain form, where the model cannot)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from rloo.data.image_processing import join_inputs
+from rloo.model.attention import no_mask
+from rloo.model.offload import send
+from rloo.model.shared_prefix import PackedLayout, Span
+from rloo.types import Sample
+
+# Rows of one attention call. They are sorted by length, so that little is padded.
+ROWS_PER_CALL = 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The inputs of a forward pass: T completion tokens of N completions, flat.
+
+    `inputs` are keyword arguments of the model; `source_T` says which of its hidden states (batch
+    and time flattened) predicts `target_T`. `group_N` numbers the groups of this batch from 0.
+    `multiplicity` (like the input tokens) counts the completions that each input token belongs to.
+    `all_scored`: whether no reward is missing, known without asking the device.
+    """
+
+    keys: list[tuple[int, int]]
+    inputs: dict[str, Any]
+    multiplicity: Tensor
+    source_T: Tensor
+    target_T: Tensor
+    sequence_T: Tensor
+    group_N: Tensor
+    reward_N: Tensor
+    truncated_N: Tensor
+    policy_T: Tensor
+    behavior_T: Tensor
+    lengths: list[int]
+    all_scored: bool
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return len(self.keys)
+
+
+def split(
+    samples: Sequence[Sample], max_tokens: int, *, whole_groups: bool, packed: bool = True
+) -> list[list[Sample]]:
+    """Divide samples into micro-batches of at most `max_tokens` input tokens, including padding
+    unless they will be `packed`. The result depends on the arguments only.
+
+    With `whole_groups`, a group that exceeds the budget is a micro-batch of its own. Otherwise
+    groups are cut where the budget ends, and their prompt is computed once in each part.
+    """
+    batches: list[list[Sample]] = []
+    size = _Size()
+    for group in _by_group(samples):
+        for unit in _units(group, whole_groups):
+            grown = size.with_more(unit)
+            if batches and grown.tokens(packed) <= max_tokens:
+                batches[-1].extend(unit)
+                size = grown
+            else:
+                batches.append(list(unit))
+                size = _Size().with_more(unit)
+    return batches
+
+
+def deal(
+    samples: Sequence[Sample], processes: int, *, whole_groups: bool, packed: bool = True
+) -> list[list[Sample]]:
+    """The samples of each process: neighbours, so that few groups are cut and none `with
+    whole_groups`, and with about the same number of input tokens. Depends on the arguments only;
+    one process gets all, in their order."""
+    units = [unit for group in _by_group(samples) for unit in _units(group, whole_groups)]
+    costs = [count_input_tokens(unit, packed) for unit in units]
+    total, before = max(sum(costs), 1), 0.0
+    dealt: list[list[Sample]] = [[] for _ in range(processes)]
+    for unit, cost in zip(units, costs, strict=True):
+        # To whom the middle of the unit belongs.
+        dealt[min(int((before + cost / 2) * processes / total), processes - 1)] += unit
+        before += cost
+    return dealt
+
+
+def _units(group: list[Sample], whole: bool) -> list[list[Sample]]:
+    return [group] if whole else [[sample] for sample in group]
+
+
+def exceeds(samples: Sequence[Sample], max_tokens: int, *, packed: bool = True) -> bool:
+    """Whether any group is larger than the budget."""
+    return any(count_input_tokens(group, packed) > max_tokens for group in _by_group(samples))
+
+
+def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int) -> Sample:
+    """A sample of these lengths; its tokens are the first of the vocabulary, repeated."""
+    prompt, completion = ([i % 64 for i in range(n)] for n in (prompt_tokens, completion_tokens))
+    return Sample(
+        key=key,
+        place=0,
+        prompt_ids=prompt,
+        token_ids=completion,
+        policy_logprobs=[0.0] * completion_tokens,
+        reward=0.0,
+        truncated=True,
+    )
+
+
+def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
+    """One row with each prompt once, followed by its completions; positions restart for each."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    counts: list[int] = []
+    spans: list[Span] = []
+    source: list[list[int]] = []
+    for number, group in enumerate(_by_group(samples)):
+        prompt = group[0].prompt_ids
+        spans.append(Span(len(tokens), len(tokens) + len(prompt)))
+        tokens += prompt
+        last_of_prompt = len(tokens) - 1
+        positions += range(len(prompt))
+        counts += [len(group)] * len(prompt)
+        for sample in group:
+            # The last token is predicted but predicts nothing, so it is not an input.
+            inner = sample.token_ids[:-1]
+            start = len(tokens)
+            spans.append(Span(start, start + len(inner), number))
+            source.append([last_of_prompt, *range(start, start + len(inner))])
+            tokens += inner
+            positions += range(len(prompt), len(prompt) + len(inner))
+            counts += [1] * len(inner)
+    inputs = {
+        "input_ids": send(torch.tensor([tokens]), device),
+        "position_ids": send(torch.tensor([positions]), device),
+        "attention_mask": no_mask(device),
+        "rloo_layout": PackedLayout(spans, ROWS_PER_CALL, device),
+    }
+    multiplicity = send(torch.tensor([counts]), device)
+    return _micro_batch(_in_order(samples), inputs, multiplicity, source, device)
+
+
+def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> MicroBatch:
+    """One row per completion, prompt included, padded on the right to the longest row. A prompt's
+    images are repeated for each of its rows."""
+    ordered = _in_order(samples)
+    rows = [s.prompt_ids + s.token_ids[:-1] for s in ordered]
+    width = max(len(row) for row in rows)
+    pixels = [(sample.key[0], sample.pixels) for sample in ordered]
+    source = [
+        list(range(number * width + len(sample.prompt_ids) - 1, number * width + len(row)))
+        for number, (sample, row) in enumerate(zip(ordered, rows, strict=True))
+    ]
+    padded = [row + [pad_token_id] * (width - len(row)) for row in rows]
+    mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+    inputs = {
+        "input_ids": send(torch.tensor(padded), device),
+        "attention_mask": send(torch.tensor(mask), device),
+        **join_inputs(pixels, [0] * len(rows), width, device),
+    }
+    return _micro_batch(ordered, inputs, inputs["attention_mask"], source, device)
+
+
+def _micro_batch(
+    ordered: Sequence[Sample],
+    inputs: dict[str, Any],
+    multiplicity: Tensor,
+    source: list[list[int]],
+    device: torch.device,
+) -> MicroBatch:
+    """What is said of tokens (`_T`) is said of those alone that the policy learns from."""
+
+    def flat(values: Iterable[Sequence[T]]) -> list[T]:
+        return [x for s, of_s in zip(ordered, values, strict=True) for x in s.of_trained(of_s)]
+
+    numbers = {group: i for i, group in enumerate(dict.fromkeys(s.key[0] for s in ordered))}
+    lengths = torch.tensor([s.num_trained for s in ordered])
+    return MicroBatch(
+        keys=[s.key for s in ordered],
+        inputs=inputs,
+        multiplicity=multiplicity,
+        source_T=send(torch.tensor(flat(source)), device),
+        target_T=send(torch.tensor(flat(s.token_ids for s in ordered)), device),
+        sequence_T=send(torch.arange(len(ordered)).repeat_interleave(lengths), device),
+        group_N=send(torch.tensor([numbers[s.key[0]] for s in ordered]), device),
+        reward_N=send(torch.tensor([s.reward for s in ordered], dtype=torch.float64), device),
+        truncated_N=send(torch.tensor([s.truncated for s in ordered]), device),
+        policy_T=send(torch.tensor(flat(s.policy_logprobs for s in ordered)), device),
+        behavior_T=send(
+            torch.tensor(flat(s.behavior_logprobs or s.policy_logprobs for s in ordered)), device
+        ),
+        lengths=lengths.tolist(),
+        all_scored=not any(math.isnan(s.reward) for s in ordered),
+    )
+
+
+def _in_order(samples: Sequence[Sample]) -> list[Sample]:
+    return [sample for group in _by_group(samples) for sample in group]
+
+
+def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.key[0], []).append(sample)
+    return list(groups.values())
+
+
+def count_input_tokens(samples: Sequence[Sample], packed: bool) -> int:
+    """Input tokens of one micro-batch of `samples`: each prompt once if `packed`, or padded."""
+    size = _Size()
+    for group in _by_group(samples):
+        size = size.with_more(group)
+    return size.tokens(packed)
+
+
+class _Size(NamedTuple):
+    """What a micro-batch holds: rows, the longest one's tokens, and tokens of prompts, once for
+    each group, and completions. Samples are added group by group, so that nothing is counted
+    twice."""
+
+    rows: int = 0
+    longest: int = 0
+    once: int = 0
+    last_group: int | None = None
+
+    def with_more(self, samples: Sequence[Sample]) -> _Size:
+        """With samples of one group behind the others."""
+        group = samples[0].key[0]
+        prompt = 0 if group == self.last_group else len(samples[0].prompt_ids)
+        longest = max(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
+        return _Size(
+            self.rows + len(samples),
+            max(self.longest, longest),
+            self.once + prompt + sum(len(s.token_ids) - 1 for s in samples),
+            group,
+        )
+
+    def tokens(self, packed: bool) -> int:
+        """The input tokens: see `count_input_tokens`."""
+        return self.once if packed else self.rows * self.longest

@@ -1,0 +1,232 @@
+"""Loading the model to train: from a hub id, a folder, a loaded model or an adapter."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from rloo.config.config import RLOOConfig
+from rloo.config.file_checks import check_sizes, load_pretrained, quiet, reading
+from rloo.data.images import is_vision_config
+from rloo.data.tasks import resolve_model
+from rloo.distributed.sharded_tensor import fill, shape_of
+from rloo.model import lora
+from rloo.model.quantization import quantization_of
+from rloo.model.training_state import first_not_finite
+
+
+def obtain_config(args: Any, model: str | PreTrainedModel | None) -> RLOOConfig:
+    """The options of a run, fixed from now on; None: the defaults. ValueError for other objects."""
+    if args is None:
+        name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
+        last = name.rstrip("/").split("/")[-1]
+        args = RLOOConfig(f"{last}-RLOO") if last else RLOOConfig()
+    if not isinstance(args, RLOOConfig):
+        kind = f"{type(args).__module__}.{type(args).__name__}"
+        raise ValueError(f"args is a {kind}; it must be a rloo.RLOOConfig")
+    return args.fixed()
+
+
+def obtain_model(
+    model: str | PreTrainedModel | None,
+    processing_class: Any,
+    args: RLOOConfig,
+    *,
+    device: torch.device,
+    quantization_config: Any = None,
+    peft_config: Any = None,
+) -> tuple[PreTrainedModel, Any, RLOOConfig]:
+    """The model (a PeftModel to train an adapter), its tokenizer or processor, and `args` with the
+    model's name if it has one. Raises ValueError for no model, and for two adapters."""
+    if peft_config is not None and args.use_peft:
+        raise ValueError("peft_config is given and use_peft is true; both add an adapter")
+    if isinstance(model, PreTrainedModel) or lora.is_adapted(model):
+        loaded: PreTrainedModel = model  # type: ignore[assignment] # or a PeftModel
+        if not loaded.can_generate():
+            raise ValueError(
+                f"model is a {type(loaded).__name__}; it must be a causal language model, which "
+                "can sample completions (AutoModelForCausalLM)"
+            )
+        for name, value in (
+            ("quantization_config", quantization_config),
+            ("model_init_kwargs", args.model_init_kwargs),
+        ):
+            if value:
+                warnings.warn(
+                    f"{name} is given with a model that is already loaded; it has no effect",
+                    stacklevel=3,
+                )
+        if processing_class is None:
+            processing_class = _processing_class_of(loaded, args)
+    elif model is None or isinstance(model, str):
+        args = args.with_values(model=model or args.model)
+        if args.model is None:
+            raise ValueError("no model is named; name a hub id or a folder (model)")
+        loaded, processing_class = load_model(
+            args, processing_class, device=device, quantization_config=quantization_config
+        )
+    else:
+        raise ValueError(
+            f"model is a {type(model).__name__}; it must be a hub id, a folder, a transformers "
+            "model or a PeftModel"
+        )
+    peft_config = peft_config or lora.lora_config(args)
+    if peft_config is not None:
+        loaded = lora.add_adapter(loaded, peft_config)
+    elif isinstance(model, str | None) and not lora.is_adapted(loaded):
+        revision = (args.model_init_kwargs or {}).get("revision") or "main"
+        saved = args.save_dtype or dtype_on_disk(str(args.model), revision)
+        args = args.with_values(save_dtype=saved)
+    if args.chat_template is not None:
+        processing_class = copy(processing_class)
+        processing_class.chat_template = args.chat_template
+    return loaded, processing_class, args
+
+
+def _processing_class_of(
+    model: PreTrainedModel, args: RLOOConfig
+) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """The tokenizer or processor of a model that somebody else has loaded."""
+    if not model.name_or_path:
+        raise ValueError(
+            "the model has no name by which its tokenizer could be found; pass the tokenizer as "
+            "well (processing_class)"
+        )
+    images = is_vision_config(model.config)
+    return load_processing_class(
+        str(model.name_or_path), trust=args.trust_remote_code, images=images
+    )
+
+
+def load_model(
+    config: RLOOConfig,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    *,
+    device: torch.device,
+    quantization_config: Any = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
+    """The model in float32 from `config.model`, a hub id or folder (an adapter's gives a PeftModel:
+    its base with the adapter, trainable), and its tokenizer, or processor if it reads images.
+
+    `quantization_config` (a BitsAndBytesConfig), or the options, quantise the linear layers.
+    Raises ValueError if transformers can load no tokenizer.
+    """
+    options = _loading_options(config)
+    few_bits = quantization_of(config, quantization_config)
+    if few_bits is not None:
+        # A quantised model cannot be moved: it is loaded to the device where it is used.
+        options |= {"quantization_config": few_bits, "device_map": {"": device}}
+    name = resolve_model(str(config.model))
+    trust = options.pop("trust_remote_code", config.trust_remote_code)
+    revision = options.get("revision", "main")
+    base = lora.find_base(name, revision)
+    if base is not None:
+        options.pop("revision", None)
+    auto_class = _auto_class(base or name, options.get("revision", "main"), trust)
+    if processing_class is None:
+        own = base is None or lora.find_file(name, "tokenizer_config.json", revision)
+        processing_class = load_processing_class(
+            name if own else str(base),
+            revision if own else "main",
+            trust=trust,
+            images=auto_class is not transformers.AutoModelForCausalLM,
+        )
+    model = load_pretrained(
+        auto_class,
+        base or name,
+        "model" if base is None else "base of an adapter,",
+        allow_missing=config.allow_missing_weights,
+        trust_remote_code=trust,
+        **options,
+    )
+    if few_bits is not None:
+        copy_from_file(model)
+    if base is not None:
+        with quiet():
+            model = lora.load_adapter(model, name, revision)
+    if (wrong := first_not_finite(model.named_parameters())) is not None:
+        raise ValueError(
+            f"{wrong} of the model {name} is not finite; nothing can be learned from there (model)"
+        )
+    return model, processing_class
+
+
+def dtype_on_disk(name: str, revision: str = "main") -> str | None:
+    """The precision in which the configuration of a model that has been loaded says that its files
+    are; None where it does not, or where it is none that weights are trained in."""
+    path = lora.find_file(resolve_model(name), "config.json", revision)
+    written = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    parts = (written, written.get("text_config") or {})
+    found = next((d for p in parts for k in ("dtype", "torch_dtype") if (d := p.get(k))), None)
+    return found if found in ("float32", "bfloat16", "float16") else None
+
+
+def load_weights(model: PreTrainedModel, path: str | Path) -> None:
+    """Give `model` the weights of its kind that are saved in a folder, to the last bit."""
+    dtype = next(model.parameters()).dtype
+    saved = load_pretrained(type(model), path, dtype=dtype)
+    own = model.state_dict(keep_vars=True)
+    for name, whole in saved.state_dict().items():
+        fill(own[name], whole)
+
+
+def num_embedded(model: PreTrainedModel) -> int:
+    """The number of tokens that the model embeds: those of larger numbers it cannot read."""
+    embedding: Any = model.get_input_embeddings()
+    return shape_of(embedding.weight)[0]
+
+
+def _loading_options(config: RLOOConfig) -> dict[str, Any]:
+    given = {n: value for n, value in (config.model_init_kwargs or {}).items() if value is not None}
+    # The named implementation might need a library that is not installed.
+    if config.packing is not False and (named := given.pop("attn_implementation", None)):
+        warnings.warn(
+            f"model_init_kwargs has attn_implementation {named}, which has no effect: attention "
+            "follows from the model (packing false keeps the one named)",
+            stacklevel=4,
+        )
+    return {"dtype": torch.float32, **given}
+
+
+def copy_from_file(model: PreTrainedModel) -> None:
+    """Copy what is not quantised: a view of the mapped file would keep all of it in memory, and is
+    not aligned, so that products of the same matrices may differ in their last bits."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.is_floating_point():
+            parameter.data = parameter.data.clone()
+
+
+def _auto_class(name: str, revision: str, trust: bool) -> Any:
+    """The transformers class that loads the model, images included if transformers supports it."""
+    with reading(f"the model {name}", "model"):
+        config = transformers.AutoConfig.from_pretrained(
+            name, revision=revision, trust_remote_code=trust
+        )
+    check_sizes(config, name, "model")
+    known = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if is_vision_config(config) and type(config) in known:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def load_processing_class(
+    name: str, revision: str = "main", *, trust: bool = False, images: bool = False
+) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """The tokenizer of a hub id or folder, or for a model that reads `images` the processor that
+    contains it. Raises ValueError if there is none."""
+    folder = Path(name)
+    # For some architectures transformers invents an empty tokenizer if the folder has none.
+    if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
+        raise ValueError(
+            f"{folder} has no tokenizer that can be loaded (model): it has no tokenizer.json"
+        )
+    auto_class = transformers.AutoProcessor if images else transformers.AutoTokenizer
+    with reading(f"the tokenizer of {name}", "model"):
+        return auto_class.from_pretrained(name, revision=revision, trust_remote_code=trust)

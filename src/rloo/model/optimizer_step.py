@@ -1,0 +1,230 @@
+"""How a policy learns: gradients, clipping, the optimizer's step and its schedule."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rloo.config.config import RLOOConfig
+from rloo.distributed import World
+from rloo.distributed.pytree import Flat, flatten, unflatten
+from rloo.distributed.sharded_tensor import is_divided
+from rloo.kernels import ops, torch_compat
+from rloo.kernels.fused_layers import computes
+from rloo.model.offload import ParkedState
+from rloo.model.optimizers import Scheduler
+from rloo.model.parallel.sharded_checkpoint import listed_parts, read_parts
+from rloo.model.training_state import (
+    NotFinite,
+    as_is,
+    empty_state,
+    first_not_finite,
+    gathered,
+    load_optimizer,
+    optimizer_state,
+    parameter_names,
+    probe,
+)
+
+# Added to the norm that divides the limit, as by torch's clip_grad_norm_.
+EPSILON = 1e-6
+_OF_A_STEP = ("update/nonfinite", "update/scale_lowered", "update/changed_share")
+
+
+class Stepper:
+    """Optimizer, schedule and (with `fp16`) loss scaling over the trained parameters of `model`.
+    With `offload_optimizer` the optimizer's state is on the device only during a step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Scheduler,
+        config: RLOOConfig,
+        world: World,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.parked = ParkedState(optimizer, world.device) if config.offload_optimizer else None
+        # Callbacks; the first may change the gradients.
+        self.before_step: Callable[[], object] = lambda: None
+        self.after_step: Callable[[], object] = lambda: None
+        self._names, self._world = parameter_names(model), world
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = list(self._named.values())
+        self._divided = any(map(is_divided, self._parameters))
+        self._limit = config.max_grad_norm or math.inf
+        # Where it is not enabled, it does nothing and its scale is 1.
+        self._scaler = torch.amp.GradScaler("cuda", enabled=config.fp16)
+
+    def backward(self, loss: Tensor, *, last: bool = True) -> None:
+        """Add the gradients of `loss`; `last`: of the last micro-batch before a step."""
+        self._scaler.scale(loss).backward()
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients of all processes; one of them may have gathered none. Those of divided
+        weights are summed already."""
+        if self._world.size > 1 and not self._divided:
+            # Or it knows no scale where there was no loss.
+            self._scaler.scale(torch.zeros(1, device=self._world.device))
+            self._world.sum_gradients(self._parameters)
+
+    def step(self, scale: float = 1.0) -> dict[str, float]:
+        """One optimizer step on the gradients gathered so far, of `scale` times its length, since
+        the learning rate is multiplied by that. A gradient that is not finite is
+        refused: the weights stay as they are, and `update/nonfinite` is 1. Raises NotFinite if a
+        finite gradient makes a weight that is not."""
+        self._scaler.unscale_(self.optimizer)
+        # With fp16, overflows are expected while the loss scale is adapted.
+        searching = self._scaler.get_scale() > 1
+        norm = self._clip()
+        finite = math.isfinite(norm)
+        if finite:
+            self.before_step()
+            finite = self._gradients_are_finite()
+        stats: dict[str, float] = {
+            "grad_norm": norm,
+            "learning_rate": self.learning_rate,
+            **dict.fromkeys(_OF_A_STEP, 0.0),
+            "update/nonfinite": float(not finite and not searching),
+            "update/scale_lowered": float(not finite and searching),
+        }
+        if finite:
+            before = probe(self._parameters)
+            with self._scaled(scale):
+                self._move()
+            self.after_step()
+            self.require_finite()
+            changed = probe(self._parameters) != before
+            stats["update/changed_share"] = self._share(changed)
+        self._scaler.update()
+        self.clear()
+        self._advance_schedule()
+        return stats
+
+    def _clip(self) -> float:
+        """The norm of the gradient, which is at most `max_grad_norm` afterwards."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if computes(*gradients) and all(g.is_contiguous() for g in gradients):
+            whole = math.sqrt(sum(map(ops.sum_of_squares, gradients)))
+            if whole > self._limit:
+                torch_compat.multiply_all(gradients, self._limit / (whole + EPSILON))
+            return whole
+        norm: Any = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
+        # Of divided gradients it is what each has of a sum.
+        return float(norm.full_tensor() if is_divided(norm) else norm)
+
+    def _gradients_are_finite(self) -> bool:
+        gradients = ((n, p.grad) for n, p in self._named.items())
+        return self._not_finite((n, g) for n, g in gradients if g is not None) is None
+
+    @contextmanager
+    def _scaled(self, scale: float) -> Iterator[None]:
+        groups = self.optimizer.param_groups if scale != 1.0 else []
+        before = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = scale * group["lr"]
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, before, strict=True):
+                group["lr"] = rate
+
+    def _move(self) -> None:
+        """Change the weights."""
+        with self.parked.fetched() if self.parked else nullcontext():
+            self._scaler.step(self.optimizer)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def fill(self) -> None:
+        """Have gradients, zeros, of all that is trained."""
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def skip(self) -> dict[str, float]:
+        """No step, where no gradient was gathered; only the schedule counts it."""
+        stats = {"learning_rate": self.learning_rate}
+        stats |= dict.fromkeys(("grad_norm", *_OF_A_STEP), 0.0)
+        self._advance_schedule()
+        return stats
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step."""
+        return float(self.scheduler.get_last_lr()[0])
+
+    def _advance_schedule(self) -> None:
+        """Advance the schedule, which also counts steps that changed no weight."""
+        with warnings.catch_warnings():
+            # torch warns if the very first step was such a step.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self.scheduler.step()
+
+    def _not_finite(self, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+        """`first_not_finite`, of divided tensors in any process."""
+        name = first_not_finite(tensors)
+        return next(filter(None, self._world.gather(name)), None) if self._divided else name
+
+    def _share(self, flags: Tensor) -> float:
+        """The share of these that are true, of divided tensors over all processes."""
+        counts = [(int(flags.sum()), len(flags))]
+        counts = self._world.gather(counts[0]) if self._divided else counts
+        return sum(true for true, _ in counts) / sum(number for _, number in counts)
+
+    def require_finite(self, *, moments: bool = False) -> None:
+        """Raise NotFinite if a trained weight is not finite, with `moments` also for the state of
+        the optimizer and the loss scale."""
+        name = self._not_finite([*self._named.items(), *(self._moments() if moments else ())])
+        if name is None and not math.isfinite(self._scaler.get_scale()):
+            name = "the loss scale"
+        if name is not None:
+            raise NotFinite(
+                f"{name} is not finite: the run has diverged and nothing of this step is saved; go "
+                "on from the last checkpoint with smaller steps (learning_rate, max_grad_norm)"
+            )
+
+    def _moments(self) -> Iterable[tuple[str, Tensor]]:
+        return flatten(optimizer_state(self.optimizer, self._names))[0].items()
+
+    def state(
+        self, *, in_parts: bool = False
+    ) -> tuple[Flat, dict[str, Any], dict[str, Any] | None]:
+        """The state of optimizer (its live tensors, not copies; of divided weights whole ones, in
+        the main process, for which all must call this, unless `in_parts`), schedule and loss
+        scaling, of which there is none (None) without `fp16`."""
+        scaler = self._scaler.state_dict() or None
+        taken = self._optimizer_state(as_is if in_parts else gathered)
+        return flatten(taken), self.scheduler.state_dict(), scaler
+
+    def _optimizer_state(self, take: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        return optimizer_state(self.optimizer, self._names, take)
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        load_optimizer(self.optimizer, state, self._names)
+        if self.parked:
+            self.parked.park()
+
+    def read_state(self, checkpoint: Path, meta: Any) -> Flat:
+        """The optimizer's state from a checkpoint in parts, to load."""
+        tensors = empty_state(listed_parts(checkpoint), self._named)
+        read_parts(checkpoint, tensors, self._world)
+        return tensors, meta
+
+    def load_state(
+        self, optimizer: Flat, scheduler: dict[str, Any], scaler: dict[str, Any] | None
+    ) -> None:
+        """Take on what `state` returned. Raises ValueError for an optimizer over other shapes."""
+        tensors, meta = optimizer
+        self._load_optimizer(unflatten(meta, tensors))
+        self.scheduler.load_state_dict(scheduler)
+        self._scaler.load_state_dict(scaler or {})

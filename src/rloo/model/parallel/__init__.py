@@ -1,0 +1,1 @@
+"""Weights that are sharded over ranks: FSDP2 and DeepSpeed ZeRO."""

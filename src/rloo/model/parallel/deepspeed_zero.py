@@ -1,0 +1,296 @@
+"""DeepSpeed's ZeRO under a loop of our own: optimizer state (1), gradients too (2) and weights too
+(3) are divided among the processes.
+
+DeepSpeed is made for its own loop, whose gradient is a mean over processes and micro-batches, and
+whose norm, clipping and step are one call. Here gradients are sums, the norm is known before the
+step, and the optimizer's state is whole tensors by name, whatever number of processes wrote it.
+What of DeepSpeed is used beyond its documents is in this module alone; `rloo[deepspeed]` names the
+versions that it was tried with.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rloo.config.optional_packages import install
+from rloo.distributed import World
+from rloo.distributed.sharded_tensor import division, shape_of
+from rloo.model.forward import OutputHead, Scorer
+
+# Set by us: micro-batches, clipping and schedule are the run's, and any optimizer that treats each
+# number alone will do. With "memory_efficient_linear", F.linear is replaced in the whole process.
+_OURS: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 0.0,
+    "steps_per_print": None,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fragment:
+    """The numbers of a parameter that this process updates: `count` from `start` on, of all in a
+    row, and from `offset` of `flat`, which the optimizer steps."""
+
+    flat: Tensor
+    offset: int
+    start: int
+    count: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """These numbers in a tensor of the form of `flat`."""
+        return flat.detach().view(-1).narrow(0, self.offset, self.count)
+
+
+class Zero:
+    """`scorer` and `optimizer` (torch's, over its parameters) under DeepSpeed with `settings`, the
+    content of its JSON file. All methods but `moments` are collectives; names are those of
+    `scorer.model`."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        optimizer: torch.optim.Optimizer,
+        settings: Mapping[str, Any],
+        world: World,
+    ) -> None:
+        self._engine = _initialize(scorer, _complete(settings), optimizer)
+        self._inner: Any = self._engine.optimizer
+        self._stage = int(self._engine.zero_optimization_stage())
+        self._size, self._group = world.size, world.mesh().get_group()
+        of_three = self._stage == 3
+        self._on_host = bool(
+            getattr(self._inner, "offload_optimizer" if of_three else "cpu_offload", False)
+        )
+        self._flats: list[Tensor] = (
+            self._inner.fp32_partitioned_groups_flat
+            if of_three
+            else self._inner.single_partition_of_fp32_groups
+        )
+        self._named: dict[str, Any] = dict(scorer.model.named_parameters())
+        self._fragments = {n: self._fragment(p) for n, p in self._named.items() if p.requires_grad}
+
+    def _fragment(self, parameter: Any) -> _Fragment:
+        if self._stage == 3:
+            group, offset, _ = self._inner.grad_position[self._inner.get_param_id(parameter)]
+            found = division(parameter)
+            assert found is not None
+            return _Fragment(self._flats[group], offset, found.start, len(found.piece))
+        mapping = parameter._hp_mapping
+        if mapping is None:  # all of it is updated by others
+            return _Fragment(self._flats[0], 0, 0, 0)
+        here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+        flat = self._flats[mapping.param_group_index]
+        return _Fragment(flat, there.start, here.start, here.numel)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradients of `loss`. All processes call it equally often, with `last` for the
+        same one of a step's."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        # It counts the micro-batches of a step, which a call of the engine would have done.
+        self._inner.clear_backward_seen_flag()
+        self._engine.backward(loss * self._size, scale_wrt_gas=False)  # it takes the mean
+
+    def _gradients(self) -> list[Tensor]:
+        """This process's parts of the summed gradients, after the last backward."""
+        if self._on_host:
+            return [flat.grad for flat in self._flats if flat.grad is not None]
+        return [g for group in self._inner.averaged_gradients.values() for g in group or ()]
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Of the whole gradient, on the host; not finite where a gradient is not."""
+        device = self._engine.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for gradient in self._gradients():
+            total += (
+                torch.linalg.vector_norm(gradient, dtype=torch.float32).to(device).double() ** 2
+            )
+        dist.all_reduce(total, group=self._group)
+        return total.sqrt().float().cpu()
+
+    @torch.no_grad()
+    def step(self, factor: float) -> None:
+        """The optimizer's step on `factor` times the gradient, which must be finite."""
+        for name, fragment in self._fragments.items():
+            # DeepSpeed steps a copy of the weights, which may have been changed since.
+            parameter = self._named[name]
+            found = division(parameter)
+            whole = parameter.detach().view(-1) if found is None else found.piece
+            start = fragment.start if found is None else 0
+            fragment.of(fragment.flat).copy_(whole.narrow(0, start, fragment.count))
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+        self._engine.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the gradients, also those of a step that was left in its midst."""
+        inner = self._inner
+        for name in ("_backward_active_depth", "_remaining_grad_acc_hooks"):
+            setattr(inner, name, 0)
+        inner.clear_backward_seen_flag()
+        for bucket in inner.ipg_buckets.values():
+            bucket.clear_params() if self._stage == 3 else bucket.clear()
+        reduced = inner.params_already_reduced
+        inner.params_already_reduced = (
+            dict.fromkeys(reduced, False)
+            if isinstance(reduced, dict)
+            else type(reduced)([False] * len(reduced))
+        )
+        for parameter in self._named.values():
+            parameter.grad = None  # stage 3's own zero_grad fails with those of a CPU
+        inner.zero_grad()
+        if self._stage == 3:
+            inner._partition_all_parameters()
+            # Or what gets no gradient has the last step's.
+            inner.grad_partitions_flat_buffer.zero_()
+            inner.averaged_gradients = {}
+        else:
+            inner._release_ipg_buffers()
+            inner.micro_step_id = -1
+            for name in ("averaged_gradients", "all_grad_tensors"):
+                getattr(inner, name).update(dict.fromkeys(getattr(inner, name)))
+        if self._on_host:
+            inner.reset_cpu_buffers()
+            for flat in self._flats:
+                if flat.grad is not None:
+                    flat.grad.zero_()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, every process has all weights and computes with them by itself; without
+        gradients."""
+        if self._stage < 3:
+            yield
+            return
+        offload = self._inner.parameter_offload
+        with imported().zero.GatheredParameters(list(self._named.values())):
+            offload._remove_module_hooks()  # they would let go of the weights of each layer
+            for parameter in self._named.values():
+                parameter.ds_active_sub_modules.clear()
+            offload.forward_hooks, offload.backward_hooks = [], []
+            try:
+                yield
+            finally:
+                offload.setup_zero_stage3_hooks()
+
+    # The optimizer's state
+
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values of what the optimizer keeps, as far as it is here."""
+        for name, fragment in self._fragments.items():
+            for key, value in self._state_of(fragment).items():
+                if _alike(value, fragment):
+                    yield f"{name}/{key}", fragment.of(value)
+
+    def state(self, name: str, *, keep: bool) -> dict[str, Any]:
+        """The state of a trained parameter; its tensors whole and on the host where the caller is
+        to `keep` them, else empty. There is none before the first step."""
+        fragment = self._fragments[name]
+        return {
+            key: self._gathered(fragment, value, shape_of(self._named[name]), keep=keep)
+            if _alike(value, fragment)
+            else value
+            for key, value in self._state_of(fragment).items()
+        }
+
+    @torch.no_grad()
+    def _gathered(
+        self, fragment: _Fragment, flat: Tensor, shape: torch.Size, *, keep: bool
+    ) -> Tensor:
+        whole = torch.zeros(shape, dtype=flat.dtype, device=self._engine.device)
+        part = whole.view(-1).narrow(0, fragment.start, fragment.count)
+        part.copy_(fragment.of(flat))
+        dist.all_reduce(whole.view(torch.int32), group=self._group)  # bits: -0.0 stays what it is
+        return whole.cpu() if keep else whole.new_empty(0)
+
+    @torch.no_grad()
+    def load_state(self, name: str, saved: Mapping[str, Any]) -> None:
+        """Take on whole tensors as `state` has returned them, to whatever number of processes."""
+        fragment = self._fragments[name]
+        state = self._inner.optimizer.state[fragment.flat]
+        for key, value in saved.items():
+            if not isinstance(value, Tensor) or value.shape != shape_of(self._named[name]):
+                state[key] = value.clone() if isinstance(value, Tensor) else value
+                continue
+            if key not in state:
+                state[key] = torch.zeros_like(fragment.flat, dtype=value.dtype)
+            numbers = value.reshape(-1).narrow(0, fragment.start, fragment.count)
+            fragment.of(state[key]).copy_(numbers)
+
+    def _state_of(self, fragment: _Fragment) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self._inner.optimizer.state.get(fragment.flat, {})
+        return found
+
+
+def divide(
+    scorer: Scorer, *, settings: Mapping[str, Any], device: torch.device, frozen: bool = False
+) -> None:
+    """Divide the weights of a module (stage 3), in place, one after the other. What is `frozen` can
+    compute then; what is to be trained, once `Zero` has it."""
+    complete = _complete(settings)
+    imported().zero.Init(module=scorer, config_dict_or_path=complete)
+    for buffer in scorer.buffers():
+        buffer.data = buffer.data.to(device)
+    # The head computes in chunks, of which processes have unequal numbers: its weight is gathered
+    # once, as one of the scorer's, not at each call of its module.
+    scorer.head = OutputHead(scorer.model, direct=True)
+    if frozen:
+        complete["zero_optimization"].pop("offload_optimizer", None)
+        _initialize(scorer, complete)
+
+
+def prepare(world: World) -> None:
+    """Have DeepSpeed use the lines of the run, whose waits end; before all else of it."""
+    deepspeed = imported()
+    from deepspeed.utils import groups
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it would write to stdout
+    renamed = r"`torch\.distributed\.\w+_tensor` is deprecated"  # which DeepSpeed calls
+    warnings.filterwarnings("ignore", renamed, FutureWarning)
+    # An all-reduce for inference, which a compiler would be started for on a CPU.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    groups._WORLD_GROUP = world.mesh().get_group()
+    os.environ.setdefault("LOCAL_RANK", "0")  # read at every exchange
+
+
+def imported() -> Any:
+    """The module `deepspeed`. Raises ValueError without it."""
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ValueError(
+            f"parallel zero1, zero2 and zero3 need DeepSpeed: {install('deepspeed')}, or "
+            "use fsdp2, which is torch's (parallel)"
+        ) from error
+    return deepspeed
+
+
+def _initialize(
+    scorer: Scorer, settings: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> Any:
+    return imported().initialize(
+        model=scorer, optimizer=optimizer, config=settings, dist_init_required=False
+    )[0]
+
+
+def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+    zero = {"memory_efficient_linear": False, **settings["zero_optimization"]}
+    return {**settings, **_OURS, "zero_optimization": zero}
+
+
+def _alike(value: Any, fragment: _Fragment) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == fragment.flat.shape

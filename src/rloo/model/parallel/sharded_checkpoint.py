@@ -1,0 +1,66 @@
+"""Tensors to whose files every process writes its part, and that other numbers of processes read:
+torch.distributed.checkpoint on safetensors (its own storage's index is a pickle)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rloo.distributed import World
+from rloo.distributed.sharded_tensor import is_divided
+
+# Their folder in a checkpoint.
+PARTS = "parts"
+
+
+def has_parts(checkpoint: str | Path) -> bool:
+    """Whether a checkpoint's tensors are in parts."""
+    return Path(checkpoint, PARTS).is_dir()
+
+
+def write_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    """Write `tensors`, of divided ones the part that is here; a collective. The folder must be one
+    that all processes see."""
+    import torch.distributed.checkpoint as dcp
+
+    writer = dcp.HuggingFaceStorageWriter(str(Path(checkpoint, PARTS)), save_distributed=True)
+    group = world.mesh().get_group()
+    with _quiet():
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+
+
+def read_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: World) -> None:
+    """Fill `tensors` in place, whole or divided, with those of the same names; where some are
+    divided a collective. Raises ValueError for one that the checkpoint does not have."""
+    import torch.distributed.checkpoint as dcp
+
+    if missing := [name for name in tensors if name not in listed_parts(checkpoint)]:
+        raise ValueError(f"checkpoint {checkpoint} has no {missing[0]} (resume_from_checkpoint)")
+    reader = dcp.HuggingFaceStorageReader(str(Path(checkpoint, PARTS)))
+    divided = any(map(is_divided, tensors.values()))
+    group: Any = world.mesh().get_group() if divided else None
+    with _quiet():
+        dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=not divided)
+
+
+def listed_parts(checkpoint: str | Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of every tensor by name."""
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.HuggingFaceStorageReader(str(Path(checkpoint, PARTS)))
+    found: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    return {name: (of.size, of.properties.dtype) for name, of in found.items()}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # That a single process reads is meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

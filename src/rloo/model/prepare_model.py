@@ -1,0 +1,249 @@
+"""A model made ready to be trained (precision, few bits, adapter, dropout, attention), and the
+proof that what is computed from it is right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rloo.config.config import RLOOConfig
+from rloo.config.loss_validation import FIXED_REFERENCE
+from rloo.kernels import cpu_matmul, fused_layers, fused_lora, torch_compat
+from rloo.model import attention, lora, offload, quantization
+from rloo.model.forward import Scorer
+from rloo.model.lora import Adapter
+from rloo.model.micro_batch import MicroBatch, pack, pad
+from rloo.model.training_state import digest
+from rloo.types import Sample
+
+# Module attributes that make a forward random.
+NOISE = re.compile("dropout|pdrop|jitter|layerdrop")
+# Largest difference between two float32 computations of a log-prob that counts as rounding.
+TOLERANCE = 1e-4
+# 16-bit logits around 32 are 0.125 or 0.25 apart (a frozen base of 16 bits under an adapter).
+LOW_PRECISION_TOLERANCE = 0.5
+# Operands of 10 bits, 3 more than those of bf16 have.
+TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A transformers model on its device, the adapter that is in it, whether its attention takes
+    packed rows, a hash of its weights, and notes of what was changed."""
+
+    model: PreTrainedModel
+    adapter: Adapter | None
+    packed: bool
+    initial_weights: str
+    notes: list[str]
+
+
+def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) -> Prepared:
+    """Make `model` (or PeftModel) ready, in place. Raises ValueError if options do not fit it."""
+    if config.fp16 and device.type == "cpu":
+        raise ValueError(
+            "fp16 is True on a CPU, whose float16 arithmetic is a hundred times "
+            "slower than float32; use bf16 or neither (fp16)"
+        )
+    if config.tf32 and device.type == "cpu":
+        raise ValueError(
+            "tf32 is true and training runs on a CPU, which has no such arithmetic; it is for GPUs "
+            "(tf32, use_cpu)"
+        )
+    offload.check(config, device)
+    adapter = Adapter(model) if lora.is_adapted(model) else None
+    if adapter is None:
+        lora.refuse_loose_layers(model)
+    else:
+        model = adapter.model
+    notes = quantization.prepare(model, config, adapted=adapter is not None)
+    if config.parallel == "replicate":
+        nn.Module.to(model, device)  # else layer by layer, when they are divided
+    notes += [*precision_note(config, device), *unused_gpu_note(config, device)]
+    notes += ensure_float32(model, adapted=adapter is not None)
+    if config.beta != 0 and adapter is not None:
+        if config.sync_ref_model:
+            raise ValueError(FIXED_REFERENCE)
+        adapter.keep_reference()  # it may have dropout, too
+    dropout = remove_dropout(model)
+    if dropout > 0:
+        notes.append(f"dropout (up to {dropout:g}) is set to 0 for training")
+    reason = None if config.packing is False else attention.incompatibility(model)
+    if reason is not None:
+        notes.append(without_packing(config, reason))
+    packed = config.packing is not False and reason is None
+    if packed:
+        attention.install(model)
+    if config.onednn != [] or config.bf16:
+        cpu_matmul.install(model)
+    if adapter is not None and device.type == "cpu":
+        fused_lora.install(model)
+    if config.torch_compile or (config.cpu_kernels is not False and device.type == "cpu"):
+        fused_layers.install(model)
+    # An adapter without effect does not tell these weights from others.
+    inert = adapter is not None and not adapter.has_effect
+    initial = digest([p for p in model.parameters() if not (inert and p.requires_grad)])
+    return Prepared(model, adapter, packed, initial, notes)
+
+
+def without_packing(config: RLOOConfig, reason: str) -> str:
+    """The note that updates are padded. Raises ValueError where packing was asked for."""
+    if config.packing:
+        raise ValueError(f"packing is True, but {reason}; leave it out or set it to False")
+    return f"updates are padded, not packed: {reason}"
+
+
+def remove_dropout(model: PreTrainedModel) -> float:
+    """Remove dropout, with which the ratio would differ from 1 and the KL at step 0 from 0; return
+    the largest probability found. The model stays in evaluation mode."""
+    found = 0.0
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            found, module.p = max(found, module.p), 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and value > 0 and NOISE.search(name):
+                found = max(found, value)
+                setattr(module, name, 0.0)
+    return found
+
+
+def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
+    """Convert trained parameters to float32; return notes. Raises ValueError for 16-bit layers that
+    are trained in full beside an adapter, since the base stays as it was loaded."""
+    trained = ((name, p.dtype) for name, p in model.named_parameters() if p.requires_grad)
+    small = [x for x in trained if x[1] not in (torch.float32, torch.float64)]
+    if not small:
+        return []
+    name, dtype = small[0]
+    if adapted:
+        raise ValueError(
+            f"parameter {name} is {dtype}; trained parameters must be float32, and the base of an "
+            "adapter stays as it is (load the model with dtype=torch.float32; bf16 is the "
+            "precision of the computation)"
+        )
+    model.float()
+    return [
+        f"the model was loaded in {dtype}; its weights are float32 now, since smaller ones lose "
+        "updates at these learning rates (bf16 is the precision of the computation)"
+    ]
+
+
+def enable_checkpointing(model: PreTrainedModel, config: RLOOConfig) -> list[str]:
+    """Recompute the layers' activations in the backward, or tell in a note why not. Training mode,
+    without which transformers recomputes nothing, is set for checkpointed layers alone."""
+    if not config.gradient_checkpointing:
+        return []
+    if not model.supports_gradient_checkpointing:
+        return [
+            f"activations are kept for the backward: {type(model).__name__} cannot compute them "
+            "again (gradient_checkpointing)"
+        ]
+    options = config.gradient_checkpointing_kwargs or {}
+    # transformers 5.2x renamed the argument and warns about the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False, **options})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+    return []
+
+
+def token_budget(model: PreTrainedModel, device: torch.device, config: RLOOConfig) -> int:
+    """Input tokens of a micro-batch whose activations take a quarter of the free memory. Per token,
+    a layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022,
+    without the attention scores), and the output head a few per vocabulary entry."""
+    text_config = model.config.get_text_config()
+    layers, width = text_config.num_hidden_layers, text_config.hidden_size
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        again = config.gradient_checkpointing and model.supports_gradient_checkpointing
+        own = config.with_values(gradient_checkpointing=again)
+        a_token = activation_bytes(layers, width, own)
+        return max(1024, min(65536, free // 4 // a_token))
+    # Larger micro-batches gain nothing on a CPU and exceed its caches.
+    return max(1024, min(8192, 2**32 // (4 * 34 * width * layers)))
+
+
+def activation_bytes(layers: int, width: int, config: RLOOConfig) -> int:
+    """Of a token on a GPU: with checkpointing what one layer keeps, as the others are computed
+    again, and one float32 state of each; in 16 bits half of a layer's numbers, but those of norms
+    and the residual stream, are float32 still."""
+    number = 3 if config.bf16 or config.fp16 else 4
+    a_layer = 34 * number * width
+    return a_layer + 4 * layers * width if config.gradient_checkpointing else layers * a_layer
+
+
+def precision_note(config: RLOOConfig, device: torch.device) -> list[str]:
+    """A note where a GPU multiplies float32 matrices by its slow units."""
+    settled = config.bf16 or config.fp16 or config.tf32 is not None
+    if device.type != "cuda" or settled or torch_compat.uses_tf32(device):
+        return []
+    return [
+        "float32 products on this GPU are computed without its tensor cores, in full precision: "
+        "tf32 true is several times faster and rounds their operands to 10 bits, bf16 to 7 (tf32, "
+        "bf16)"
+    ]
+
+
+def unused_gpu_note(config: RLOOConfig, device: torch.device) -> list[str]:
+    """A note where a Mac has a GPU, which nothing here was tried on."""
+    if device.type != "cpu" or config.use_cpu or not torch.backends.mps.is_available():
+        return []
+    return [
+        "this Mac's GPU (MPS) is not used: rloo computes on its CPU, or on a CUDA device (use_cpu)"
+    ]
+
+
+@torch.no_grad()
+def check_forward(
+    scorer: Scorer,
+    samples: Sequence[Sample],
+    device: torch.device,
+    pad_token_id: int,
+    *,
+    packed: bool,
+) -> str | None:
+    """Compare the log-probs of `samples`, padded and `packed`, with those from the model's own
+    logits, in float32. Returns why packing changes the result, None where it does not. Where our
+    output head is not the model's, `scorer` has its own logits from now on. Raises ValueError if
+    samples with images differ together from each by itself."""
+    model = scorer.model
+    tolerance = rounding_of(model)
+    samples = sorted(samples, key=lambda sample: sample.key)
+    # Where images are put together, the standard is each sample by itself.
+    apart = [[s] for s in samples] if any(s.pixels for s in samples) else [samples]
+    alone = [pad(part, device, pad_token_id) for part in apart]
+    expected = torch.cat([scorer.logprobs_by_logits(batch) for batch in alone])
+
+    def difference(batch: MicroBatch) -> float:
+        return (scorer.logprobs(batch) - expected).abs().max().item()
+
+    padded = pad(samples, device, pad_token_id)
+    scorer.own_logits = scorer.own_logits or not difference(padded) <= tolerance
+    if scorer.own_logits and not (found := difference(padded)) <= tolerance:
+        raise ValueError(
+            f"log-probs of {type(model).__name__} for samples with images differ by {found:.1e} "
+            "between several together and each by itself: they are put together in a way that is "
+            "not known here (model)"
+        )
+    if not packed:
+        return None
+    try:
+        found = difference(pack(samples, device))
+    except (TypeError, RuntimeError) as error:  # what a model's forward does not expect
+        return f"packed it fails with {error}"
+    return None if found <= tolerance else f"packed log-probs differ by {found:.1e}"
+
+
+def rounding_of(model: PreTrainedModel) -> float:
+    """The largest difference of a log-prob between two computations that is still rounding."""
+    if model.dtype.itemsize < 4:
+        return LOW_PRECISION_TOLERANCE
+    return TF32_TOLERANCE if torch_compat.uses_tf32(model.device) else TOLERANCE

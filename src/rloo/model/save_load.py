@@ -1,0 +1,221 @@
+"""The files of a policy: its model or adapter, its tokenizer, and a reference that moves."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from rloo.config.file_checks import quiet
+from rloo.distributed import World
+from rloo.distributed.atomic_io import open_as_usual
+from rloo.distributed.sharded_tensor import full, is_divided
+from rloo.model import lora
+from rloo.model.lora import Adapter
+from rloo.model.model_loading import load_weights
+from rloo.model.parallel.sharded_checkpoint import has_parts, read_parts
+from rloo.model.reference import Reference
+
+# Weights that are saved in a trial, which takes less than a second.
+_TRIAL_BYTES = 1 << 26
+# The machine has no room for a temporary folder; where results are written is another place.
+_NO_FOLDER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT)
+
+
+class ModelFiles:
+    """Writes and reads a policy's weights in Hugging Face format. What is divided is written by the
+    main process while it is `collected`, or by all in parts."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: Adapter | None,
+        reference: Reference,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        world: World,
+        in_step: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._model, self._adapter, self._reference = model, adapter, reference
+        self._processing_class = processing_class
+        self._world, self._in_step = world, in_step
+        self.dtype: torch.dtype | None = None  # of a result's weights; None: their own
+        self._exact = False
+        self._divided = any(map(is_divided, model.parameters()))
+        self._collected: dict[str, Tensor] | None = None
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Inside, the main process can save; a collective at its start. Of divided weights it has
+        the whole there, on the host, of an adapted model those of the adapter."""
+        if not self._divided or self._collected is not None:
+            yield
+            return
+        with self._in_step():
+            self._collected = self._collect(self._model)
+            self._reference.collect(self._collect)
+        try:
+            yield
+        finally:
+            self._collected = self._reference.collected = None
+
+    def _collect(self, model: nn.Module) -> dict[str, Tensor]:
+        """What is saved of `model`, in the main process; one tensor after the other."""
+        found: dict[str, Tensor] = {}
+        whole: dict[int, Tensor] = {}  # tied ones stay so
+        for name, tensor in self._saved_of(model):
+            if id(tensor) not in whole:
+                gathered = full(tensor)
+                whole[id(tensor)] = gathered.cpu() if self._world.is_main else gathered[:0]
+            found[name] = whole[id(tensor)]
+        return found
+
+    def _saved_of(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        saved = model.state_dict(keep_vars=True).items()
+        return [(n, t) for n, t in saved if self._adapter is None or t.requires_grad]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint in parts keeps of weights: the live tensors, divided or whole."""
+        models: dict[str, nn.Module] = {"model": self._model}
+        if self._reference.moves and self._reference.model is not None:
+            models["reference"] = self._reference.model
+        named = {
+            id(tensor): (f"{kind}/{name}", tensor.detach())
+            for kind, model in models.items()
+            for name, tensor in self._saved_of(model)
+        }
+        return dict(named.values())
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the model (of an adapted one the adapter, as peft does) and its tokenizer, weights
+        in the precision of results except for a checkpoint. Raises ValueError for a weight that
+        float16 cannot hold."""
+        state, dtype = self._collected, None if self._exact else self.dtype
+        if dtype is not None:
+            state = in_dtype(state or dict(self._saved_of(self._model)), self._model, dtype)
+        if self._adapter is not None:
+            self._adapter.save(path, state)
+        else:
+            lora.remove(path)
+            with quiet():
+                self._model.save_pretrained(path, state_dict=state)
+            if dtype is not None:
+                write_dtype(path, dtype)
+        self._processing_class.save_pretrained(path)
+        open_as_usual(Path(path).glob("*.safetensors"))
+
+    def try_save(self) -> None:
+        """Save into a temporary folder, without weights where they are many, so that what cannot be
+        saved is found before anything is learned. Raises ValueError for it. The main process does
+        it, outside of `collected`."""
+        if not self._world.is_main:
+            return
+        try:
+            with TemporaryDirectory() as folder:
+                saved = dict(self._saved_of(self._model))
+                few = sum(tensor.nbytes for tensor in saved.values()) <= _TRIAL_BYTES
+                if few and not self._divided:
+                    self.save_pretrained(folder)
+                    if not _has_weights(folder):
+                        raise ValueError("save_pretrained has written no weights (*.safetensors)")
+                    return
+                if self._adapter is None:
+                    with quiet():
+                        self._model.save_pretrained(folder, state_dict={})
+                else:
+                    self._adapter.config.save_pretrained(folder)
+                self._processing_class.save_pretrained(folder)
+        except Exception as error:  # of transformers, of a tokenizer's class, of a value in either
+            if isinstance(error, OSError) and error.errno in _NO_FOLDER:
+                return
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"the model and its tokenizer cannot be saved, so nothing would be kept of what is "
+                f"learned: {said} (model, processing_class)"
+            ) from error
+
+    def load_pretrained(self, path: str | Path) -> None:
+        """Load the weights that `save_pretrained` or `write_parts` wrote, bit for bit."""
+        if has_parts(path):
+            read_parts(path, self.tensors(), self._world)
+        elif self._adapter is not None:
+            self._adapter.load(path)
+        else:
+            load_weights(self._model, path)
+
+    def save_checkpoint(
+        self, path: str | Path, save_model: Callable[[str], object] | None = None
+    ) -> None:
+        """`save_pretrained` or what `save_model` does instead, and a reference that moves in the
+        folder `reference`. Raises ValueError for a `save_model` that has written no weights."""
+        self._exact = True
+        try:
+            (save_model or self.save_pretrained)(str(path))
+        finally:
+            self._exact = False
+        if not _has_weights(path):
+            raise ValueError(
+                "save_model has written no weights, without which nothing can go on from a "
+                "checkpoint (call super().save_model(output_dir))"
+            )
+        self._reference.save(path)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Load what `save_checkpoint` wrote."""
+        self.load_pretrained(path)
+        self._reference.load(path)
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the adapter alone, without the tokenizer and what peft says of it."""
+        assert self._adapter is not None
+        self._adapter.save(path, self._collected)
+        Path(path, "README.md").unlink(missing_ok=True)
+
+    def save_description(self, path: str | Path) -> None:
+        """Write what a model's folder has beside weights: configuration and tokenizer."""
+        config = self._model.config
+        # As transformers' save_pretrained does: vLLM chooses by it what it serves.
+        config.architectures = config.architectures or [type(self._model).__name__]
+        config.save_pretrained(path)
+        self._processing_class.save_pretrained(path)
+
+
+def _has_weights(path: str | Path) -> bool:
+    return any(Path(path).glob("*.safetensors"))
+
+
+def in_dtype(
+    state: Mapping[str, Tensor], model: nn.Module, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """`state` with the parameters of `model` in another precision, tied ones once. Raises
+    ValueError for one that has values which float16 cannot hold."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    cast: dict[int, Tensor] = {}
+    for name, tensor in state.items():
+        if name not in parameters or not tensor.is_floating_point():
+            cast.setdefault(id(tensor), tensor)
+        elif id(tensor) not in cast:
+            cast[id(tensor)] = tensor.detach().to(dtype)
+            if dtype == torch.float16 and not cast[id(tensor)].isfinite().all():
+                raise ValueError(
+                    f"{name} has values beyond those of float16, in which it should be saved; "
+                    "bfloat16 has the range of float32 (save_dtype)"
+                )
+    return {name: cast[id(tensor)] for name, tensor in state.items()}
+
+
+def write_dtype(folder: str | Path, dtype: torch.dtype) -> None:
+    """Have a folder's configuration say in which precision its weights are: transformers writes the
+    one that they had in memory."""
+    path = Path(folder, "config.json")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if "dtype" in part:
+            part["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

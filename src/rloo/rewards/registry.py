@@ -1,0 +1,158 @@
+"""From a spec to a reward function: a built-in name, or a function of a module or a file. The file
+is executed: never pass it text from a model or a dataset."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from rloo.config.user_functions import check_function, load_function
+
+_FUNCTIONS = {
+    "gsm8k": "rloo.addons.graders.math.gsm8k:gsm8k_reward",
+    "gsm8k_format": "rloo.addons.graders.math.gsm8k:gsm8k_format_reward",
+    "tag_count": "rloo.addons.graders.text_rewards:tag_count_reward",
+    "countdown": "rloo.data.tasks.countdown:countdown_reward",
+}
+_FACTORIES = {
+    "code": "rloo.addons.graders.code.code_reward:make_code",
+    "exact_match": "rloo.addons.graders.text_rewards:make_exact_match",
+    "format": "rloo.addons.graders.text_rewards:make_format",
+    "gym": "rloo.addons.integrations.reasoning_gym.gym_reward:make_gym",
+    "length": "rloo.addons.graders.text_rewards:make_length",
+    "math": "rloo.addons.graders.math.math_reward:make_math",
+    "repetition": "rloo.addons.graders.text_rewards:make_repetition",
+    "soft_overlong": "rloo.addons.graders.text_rewards:make_soft_overlong",
+}
+# What other systems call rewards like these.
+_ELSEWHERE = {
+    "accuracy": "math", "accuracy_reward": "math", "reasoning_accuracy_reward": "math",
+    "math_verify": "math", "math_reward": "math", "think_format_reward": "format",
+    "binary_code": "code", "code_reward": "code", "format_reward": "format",
+    "soft_overlong_punishment": "soft_overlong",
+    "get_soft_overlong_punishment": "soft_overlong", "repetition_penalty": "repetition",
+}  # fmt: skip
+# Rewards of open-r1 that there are none like here -> why.
+_NOT_HERE = {
+    **dict.fromkeys(
+        ("ioi_code", "cf_code"),
+        "it asks a server; code runs programs here, in columns of its own",
+    ),
+    "code_format": "its language changes with the row",
+    "cosine": "it grades wrong answers by their length; math and soft_overlong are verdict and "
+    "length, apart",
+    "reasoning_steps": "it counts words, so that `First, First, First,` is worth 1",
+}
+_CALL = re.compile(r"\w+\s*\(.*\)", re.DOTALL)
+
+
+def load_reward(spec: str | Mapping[str, Any] | Callable[..., Any]) -> Callable[..., Any]:
+    """The reward function that `spec` names; a callable is returned as it is.
+
+    - `gsm8k`: a built-in reward,
+    - `length(target_min=10, target_max=50)`, or the mapping
+      `{name: length, target_min: 10, target_max: 50}`: a built-in reward with options,
+    - `package.module:function` or `path/to/file.py:function`: the user's own function.
+
+    Raises ValueError for an unknown name (suggesting the nearest one), bad options, a missing file
+    or module, and an attribute that is missing or not callable. Exceptions raised while importing
+    the user's module are passed on.
+    """
+    if callable(spec):
+        return spec
+    if isinstance(spec, Mapping):
+        options = {str(key): value for key, value in spec.items() if key != "name"}
+        if not isinstance(spec.get("name"), str):
+            raise ValueError(f"the reward {dict(spec)!r} has no name; write {{name: ...}}")
+        return _load_named(spec["name"], options)
+    if not isinstance(spec, str):
+        raise ValueError(
+            f"the reward {spec!r} is neither a name nor a function, nor a reward model, nor an "
+            "object with get_rewards(prompts, completions) (reward_funcs)"
+        )
+    spec = spec.strip()
+    if _CALL.fullmatch(spec):
+        return _load_named(*_parse_call(spec))
+    return _load_named(spec, {})
+
+
+def check_reward(spec: str | Mapping[str, Any]) -> None:
+    """Raise what `load_reward` raises without running a user's code, as far as that can be told."""
+    if isinstance(spec, str) and ":" in spec and not _CALL.fullmatch(spec.strip()):
+        check_function(spec.strip(), "reward")
+    else:
+        load_reward(spec)
+
+
+def is_reward_model(name: Any) -> bool:
+    """Whether `name` is a folder or hub id of a reward model, rather than a function's name."""
+    if not isinstance(name, str) or name in _FUNCTIONS or name in _FACTORIES:
+        return False
+    is_code = name.endswith(".py") or bool(set(":(") & set(name))  # file.py:function, name(options)
+    return os.path.isdir(name) or ("/" in name and not is_code)
+
+
+def check_folder(name: str) -> None:
+    """Raise ValueError for a folder of a reward model that is an adapter, or that has no model."""
+    there = [file for file in ("config.json", "adapter_config.json") if _is_in(name, file)]
+    if os.path.isdir(name) and "config.json" not in there:
+        why = (
+            "is an adapter, and a reward model must be a whole classifier; merge it into its base "
+            "first (peft: merge_and_unload, then save_pretrained)"
+            if there
+            else "is a folder without config.json, so no model was saved there"
+        )
+        raise ValueError(f"the reward model {name} {why} (reward)")
+
+
+def _is_in(folder: str, file: str) -> bool:
+    return os.path.exists(os.path.join(folder, file))
+
+
+def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
+    if name in _FACTORIES:
+        factory = load_function(_FACTORIES[name], "reward")
+        try:
+            return factory(**options)
+        except TypeError as error:
+            known = ", ".join(inspect.signature(factory).parameters)
+            raise ValueError(
+                f"the options {options} do not fit the reward {name!r}: {error} (options: {known})"
+            ) from error
+    if options:
+        raise ValueError(f"the reward {name!r} takes no options, but got {', '.join(options)}")
+    if name in _FUNCTIONS:
+        return load_function(_FUNCTIONS[name], "reward")
+    if ":" in name:
+        return load_function(name, "reward")
+    if name.endswith(".py"):
+        raise ValueError(f"the reward {name!r} names no function; write {name}:function")
+    if name in _NOT_HERE:
+        raise ValueError(
+            f"the reward {name!r}, of open-r1, is not built in: {_NOT_HERE[name]}; give a function "
+            "of your own, file.py:function (reward)"
+        )
+    built_in = sorted({*_FUNCTIONS, *_FACTORIES})
+    nearest = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, built_in, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(
+        f"unknown reward {name!r}{hint} (built in: {', '.join(built_in)}; your own: "
+        "package.module:function or file.py:function; a reward model: a folder or owner/name)"
+    )
+
+
+def _parse_call(spec: str) -> tuple[str, dict[str, Any]]:
+    """Parse `name(key=literal, ...)` without evaluating it."""
+    example = "length(target_min=10, target_max=50)"
+    try:
+        match ast.parse(spec, mode="eval").body:
+            case ast.Call(ast.Name(name), [], given) if all(k.arg for k in given):
+                return name, {str(k.arg): ast.literal_eval(k.value) for k in given}
+        raise ValueError("options are given by name")
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(f"cannot read the reward {spec!r}: {error}; write {example}") from error

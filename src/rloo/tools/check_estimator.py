@@ -1,0 +1,93 @@
+"""`rloo check-estimator`: the bias and the variance of an estimator, by enumeration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from rloo.algorithm.estimator_registry import Chosen, chosen_estimator
+from rloo.config.config import RLOOConfig
+from rloo.tools.exact_gradient import Bandit, Found, logits_table, measure
+
+SIZES = (2, 3, 4)
+KL_WEIGHT = 0.3
+# Of the norm of the exact gradient; an estimator may compute in float32.
+EXACT = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table: `found` beside `usual`, which is leave-one-out's."""
+
+    rewards: str
+    beta: float
+    size: int
+    prompt: int
+    found: Found
+    usual: Found
+
+
+def report(config: RLOOConfig) -> Iterator[str]:
+    """The lines that tell what the estimator of `config` gives on average. Raises ValueError for an
+    estimator that is not there or fails."""
+    estimator = chosen_estimator(config)
+    given = "the whole rollout" if estimator.over_rollout else "one group at a time"
+    yield f"{estimator}, given {given}"
+    yield "Every rollout of two small prompts; loss: mean over completions, at the first update."
+    yield "Scale and cosine: expected gradient beside the exact one of E[reward] - beta KL."
+    yield "Variance: over the squared scale; last column: leave-one-out's."
+    yield ""
+    yield "rewards  beta  K  prompt    scale   cosine   variance  leave-one-out"
+    # A KL in the loss is no part of an estimator.
+    betas = (0.0,) if config.kl_placement == "loss" else (0.0, KL_WEIGHT)
+    cases = []
+    for case in enumerate_cases(estimator, betas):
+        cases.append(case)
+        about = f"{case.rewards:7}  {case.beta:<4g}  {case.size}  {case.prompt:<6}"
+        found = case.found
+        figures = f"{found.scale:7.4f}  {found.cosine:7.4f}  {found.variance:9.4f}"
+        yield f"{about}  {figures}  {case.usual.variance:13.4f}"
+    yield ""
+    yield verdict(cases)
+
+
+def enumerate_cases(estimator: Chosen, betas: tuple[float, ...]) -> Iterator[Case]:
+    """Binary and graded rewards, two prompts, groups of 2 to 4. What is given one group is
+    enumerated at each prompt alone; what is given rollouts on both, with fewer tokens."""
+    usual = chosen_estimator(RLOOConfig(estimator="rloo"))
+    num_tokens = 2 if estimator.over_rollout else 3
+    for rewards in ("binary", "graded"):
+        bandits = [_bandit(number, num_tokens, rewards) for number in range(2)]
+        together = [bandits] if estimator.over_rollout else [[bandit] for bandit in bandits]
+        for beta in betas:
+            for size in SIZES:
+                ours = [f for prompts in together for f in measure(estimator, prompts, size, beta)]
+                theirs = [f for bandit in bandits for f in measure(usual, [bandit], size, beta)]
+                for number, (found, other) in enumerate(zip(ours, theirs, strict=True), start=1):
+                    yield Case(rewards, beta, size, number, found, other)
+
+
+def verdict(cases: list[Case]) -> str:
+    """What follows from all cases, in one line."""
+    if all(case.found.error < EXACT for case in cases):
+        return f"exact: the expected gradient is the exact one in all {len(cases)} cases"
+    scales = [case.found.scale for case in cases]
+    spread = f"scale {min(scales):.4f} to {max(scales):.4f}"
+    least = min(case.found.cosine for case in cases)
+    if least > 1 - EXACT:
+        by_size = {case.size: case.found.scale for case in cases}
+        if all(abs(case.found.scale - by_size[case.size]) < EXACT for case in cases):
+            factors = ", ".join(f"{scale:.4f} for K = {size}" for size, scale in by_size.items())
+            return f"exact up to a factor: {factors}"
+        return f"biased: the direction is exact at each prompt, but prompts weigh unlike ({spread})"
+    return f"biased: cosine down to {least:.4f}, {spread}"
+
+
+def _bandit(number: int, num_tokens: int, rewards: str) -> Bandit:
+    policy, reference = (logits_table(2 * number + i, num_tokens) for i in range(2))
+    num_sequences = 1 + (num_tokens - 1) * num_tokens
+    graded = torch.sin(1.7 * torch.arange(num_sequences, dtype=torch.float64) + number)
+    binary = (graded > graded.mean()).double()
+    return Bandit(policy, reference, binary if rewards == "binary" else graded)

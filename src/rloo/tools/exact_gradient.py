@@ -1,0 +1,137 @@
+"""Every rollout that a small policy (a table of logits in float64) can sample, and its probability:
+what an estimator gives on average, beside the exact gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rloo.algorithm.estimator_registry import Chosen
+from rloo.algorithm.estimators import Returns
+from rloo.algorithm.loss import sum_by
+
+
+def logits_table(number: int, num_tokens: int) -> Tensor:
+    """A table of logits (V + 1, V) for `Bandit`, another one for each `number`."""
+    rows = torch.arange((num_tokens + 1) * num_tokens, dtype=torch.float64)
+    return torch.sin(rows * (1.3 + number)).view(num_tokens + 1, num_tokens)
+
+
+@dataclass(frozen=True)
+class Bandit:
+    """A prompt all of whose completions are known: one or two of V tokens, of which 0 is the end.
+
+    `logits` (V + 1, V) are the policy: row 0 for the first token, row 1 + a after token a;
+    `reference` are those of the reference, `reward_S` the rewards of `sequences`.
+    """
+
+    logits: Tensor
+    reference: Tensor
+    reward_S: Tensor
+
+    @cached_property
+    def sequences(self) -> list[tuple[int, ...]]:
+        """S of them, all there are."""
+        tokens = range(self.logits.shape[1])
+        return [(0,), *itertools.product(tokens[1:], tokens)]
+
+    @cached_property
+    def length_S(self) -> Tensor:
+        """Tokens of each sequence."""
+        return torch.tensor([len(sequence) for sequence in self.sequences])
+
+    def token_logprobs(self, logits: Tensor) -> Tensor:
+        """Of all tokens of all sequences, one after another, under `logits`."""
+        rows = logits.log_softmax(-1)
+        chosen = [
+            (0 if place == 0 else 1 + sequence[place - 1], token)
+            for sequence in self.sequences
+            for place, token in enumerate(sequence)
+        ]
+        return torch.stack([rows[place] for place in chosen])
+
+    def token_kl(self) -> Tensor:
+        """What a token pays at beta 1: log policy - log reference, of all tokens as above."""
+        return self.token_logprobs(self.logits) - self.token_logprobs(self.reference)
+
+    def logprob_S(self, logits: Tensor) -> Tensor:
+        """Of whole sequences under `logits`."""
+        index = torch.arange(len(self.sequences)).repeat_interleave(self.length_S)
+        return sum_by(self.token_logprobs(logits), index, len(self.sequences))
+
+    def exact_gradient(self, beta: float) -> Tensor:
+        """That of E[reward] - beta KL(policy || reference) by the logits."""
+        logits = self.logits.clone().requires_grad_()
+        logprob_S = self.logprob_S(logits)
+        kl_S = logprob_S - self.logprob_S(self.reference)
+        value = (logprob_S.exp() * (self.reward_S - beta * kl_S)).sum()
+        return torch.autograd.grad(value, logits)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The expected gradient of an estimator at one prompt, beside the exact one: its length along
+    that, its cosine with it, the norm of the difference over the exact norm; and the trace of the
+    gradient's covariance over the squared scale: how much noise is in a unit of signal."""
+
+    scale: float
+    cosine: float
+    error: float
+    variance: float
+
+
+def measure(estimator: Chosen, bandits: Sequence[Bandit], size: int, beta: float) -> list[Found]:
+    """What `estimator` does at each of `bandits`, all of one V, over all rollouts that have `size`
+    completions of each. The loss is the mean over completions; ratios are 1."""
+    first, num_prompts = bandits[0], len(bandits)
+    number = len(first.sequences)
+    # R rollouts of N completions: which sequence each is, and which prompt's.
+    drawn = list(itertools.product(range(number), repeat=size * num_prompts))
+    sequence_RN = torch.tensor(drawn)
+    prompt_RN = torch.arange(num_prompts).repeat_interleave(size).expand_as(sequence_RN)
+    logprob_PS = torch.stack([b.logprob_S(b.logits) for b in bandits])
+    weight_R = logprob_PS[prompt_RN, sequence_RN].sum(1).exp()
+    # All completions and all of their tokens, one after another.
+    sequence, prompt = sequence_RN.flatten(), prompt_RN.flatten()
+    length = first.length_S[sequence]
+    owner_T = torch.arange(len(length)).repeat_interleave(length)
+    starts = (first.length_S.cumsum(0) - first.length_S)[sequence] - (length.cumsum(0) - length)
+    token_T = torch.arange(len(owner_T)) + starts[owner_T]
+    kl_PT = torch.stack([bandit.token_kl() for bandit in bandits])
+    returns = Returns(
+        torch.stack([b.reward_S for b in bandits])[prompt, sequence],
+        beta * kl_PT[prompt[owner_T], token_T],
+        owner_T,
+        torch.arange(len(drawn) * num_prompts).repeat_interleave(size),
+        torch.zeros_like(prompt, dtype=torch.bool),
+    )
+    rollouts = returns.split([size * num_prompts] * len(drawn))
+    parts = rollouts if estimator.over_rollout else [returns]
+    advantage_T = torch.cat([part.per_token(estimator(part)) for part in parts])
+    found = []
+    for place, bandit in enumerate(bandits):
+        # Of each completion's tokens at this prompt: grad log p times advantage.
+        scores = torch.autograd.functional.jacobian(bandit.token_logprobs, bandit.logits).flatten(1)
+        here_T = advantage_T * (prompt[owner_T] == place)
+        sums = torch.zeros(len(drawn), scores.shape[1], dtype=torch.float64)
+        sums.index_add_(0, owner_T // (size * num_prompts), here_T[:, None] * scores[token_T])
+        found.append(_compare(sums / size, weight_R, bandit.exact_gradient(beta).flatten()))
+    return found
+
+
+def _compare(gradient_RD: Tensor, weight_R: Tensor, exact_D: Tensor) -> Found:
+    mean_D = weight_R @ gradient_RD
+    scale = (mean_D @ exact_D / (exact_D @ exact_D)).item()
+    variance = (weight_R @ (gradient_RD**2).sum(1) - mean_D @ mean_D).item()
+    return Found(
+        scale=scale,
+        cosine=torch.cosine_similarity(mean_D, exact_D, dim=0).item(),
+        error=((mean_D - exact_D).norm() / exact_D.norm()).item(),
+        variance=variance / scale**2 if scale else float("inf"),
+    )

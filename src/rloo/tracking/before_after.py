@@ -1,0 +1,143 @@
+"""The start of a run against its end, with chance. Every figure that compares them comes from here,
+so that no two of them disagree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, TypeVar
+
+from rloo.tracking.metrics import Z, deviation
+
+T = TypeVar("T")
+# Of rollouts, on either side.
+WINDOW = 8
+# With fewer the standard error itself is too uncertain.
+FEWEST = 3
+# 97.5 % points of Student's t with 1, 2, ... degrees of freedom.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Two means, with 95 % intervals, over `size` rollouts each; `moved`: see `direction`, None
+    where nothing can be said."""
+
+    before: float
+    after: float
+    before_bounds: tuple[float, float]
+    after_bounds: tuple[float, float]
+    size: int
+
+    @classmethod
+    def of_errors(cls, before: Sequence[float], after: Sequence[float], size: int) -> Change:
+        """Of two pairs of a mean and its standard error."""
+        first, last = ((mean - Z * error, mean + Z * error) for mean, error in (before, after))
+        return cls(before[0], after[0], first, last, size)
+
+    @property
+    def moved(self) -> int | None:
+        """1 or -1 for a change beyond chance, else 0."""
+        known = (self.before, self.after, *self.before_bounds, *self.after_bounds)
+        if self.size < FEWEST or not all(map(math.isfinite, known)):
+            return None
+        return direction(self.before, self.before_bounds, self.after, self.after_bounds)
+
+    @property
+    def words(self) -> str:
+        """`0.312 to 0.981`"""
+        return f"{self.before:.3g} to {self.after:.3g}"
+
+
+def sides(rows: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """The first and the last third, at most 8 of each: what lies between keeps them apart. Of two
+    rows one each; a single one is both the first and the last."""
+    size = min(WINDOW, max(1, len(rows) // 3))
+    return rows[:size], rows[max(0, len(rows) - size) :]
+
+
+def change_of(rollouts: Sequence[Mapping[str, float]], name: str) -> Change:
+    """How a metric went from the first rollouts to the last ones. Errors are those that a rollout
+    knows of its own reward; those of other metrics come from the spread over rollouts."""
+    first, last = (_known(rows, name) for rows in sides(rollouts))
+    (before, before_bounds), (after, after_bounds) = _mean(first, name), _mean(last, name)
+    return Change(before, after, before_bounds, after_bounds, min(len(first), len(last)))
+
+
+def since_first(rollouts: Sequence[Mapping[str, float]]) -> Change:
+    """How the reward went from the very first rollout to the last ones, of a fast learner that has
+    learned before its first third is over. A rollout's own error, of few prompts, is taken as twice
+    what it is, and as at least what is usual; the first three rollouts where none is known."""
+    rows = _known(rollouts, "reward")
+    errors = [e for row in rows if math.isfinite(e := row.get("reward/standard_error", math.nan))]
+    first, (_, last) = rows[: 1 if errors else FEWEST], sides(rows)
+    if len(rows) < len(first) + FEWEST:
+        return Change.of_errors((math.nan, math.nan), (math.nan, math.nan), 0)
+    before, error = mean_reward(first)
+    if errors:
+        error = 2 * max(errors[0], median(errors))
+    return Change.of_errors((before, error), mean_reward(last), FEWEST)
+
+
+def change_between(start: Mapping[str, Any], end: Mapping[str, Any], name: str) -> Change:
+    """How a metric went from one evaluation to another, by their 95 % intervals."""
+    before, after = (math.nan if of.get(name) is None else of[name] for of in (start, end))
+    return Change(before, after, _bounds(start, name), _bounds(end, name), FEWEST)
+
+
+def _bounds(evaluation: Mapping[str, Any], name: str) -> tuple[float, float]:
+    if given := evaluation.get(f"{name}_interval"):
+        return given[0], given[1]
+    value, error = evaluation.get(name), evaluation.get("reward/standard_error")
+    if name != "reward" or value is None or error is None:
+        return math.nan, math.nan
+    return value - Z * error, value + Z * error
+
+
+def direction(
+    before: float, before_bounds: Sequence[float], after: float, after_bounds: Sequence[float]
+) -> int:
+    """1 if `after` is larger than `before` beyond chance, -1 if it is smaller, else 0: by the 95 %
+    interval of the difference, computed from the two intervals (Newcombe 1998, method 10). It takes
+    them as independent, which is conservative for measurements on the same problems."""
+    difference = after - before
+    (before_low, before_high), (after_low, after_high) = before_bounds, after_bounds
+    if difference - math.hypot(after - after_low, before_high - before) > 0:
+        return 1
+    if difference + math.hypot(after_high - after, before - before_low) < 0:
+        return -1
+    return 0
+
+
+def mean_reward(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """Mean reward of the rows and its standard error, taking steps as independent; if one has no
+    error of its own (one prompt), from the spread over steps. NaN if unknown."""
+    known = _known(rows, "reward")
+    if not known:
+        return math.nan, math.nan
+    rewards = [row["reward"] for row in known]
+    errors = [row.get("reward/standard_error", math.nan) for row in known]
+    error = math.sqrt(math.fsum(e * e for e in errors)) / len(known)
+    if not math.isfinite(error):
+        error = deviation(rewards) / math.sqrt(len(known))
+    return fmean(rewards), error
+
+
+def _known(rows: Sequence[Mapping[str, float]], name: str) -> list[Mapping[str, float]]:
+    return [row for row in rows if math.isfinite(row.get(name, math.nan))]
+
+
+def _mean(rows: Sequence[Mapping[str, float]], name: str) -> tuple[float, tuple[float, float]]:
+    if not rows:
+        return math.nan, (math.nan, math.nan)
+    if name == "reward":
+        mean, error = mean_reward(rows)
+        return mean, (mean - Z * error, mean + Z * error)
+    values = [row[name] for row in rows]
+    mean = fmean(values)
+    if len(values) < 2:
+        return mean, (math.nan, math.nan)
+    half = _T[len(values) - 2] * deviation(values) / math.sqrt(len(values))
+    return mean, (mean - half, mean + half)

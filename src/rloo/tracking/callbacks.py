@@ -1,0 +1,111 @@
+"""Callbacks and loggers of transformers, called in the same way as by Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+
+from rloo.config.compat.training_arguments import to_training_arguments
+from rloo.config.config import RLOOConfig
+from rloo.model.policy import Policy
+
+# Events that the main process may send alone, or of which nothing can follow.
+ALONE = ("on_init_end", "on_log", "on_save", "on_push_begin", "on_train_end")
+Callback = TrainerCallback | type[TrainerCallback]
+
+
+def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
+    """The loggers named by `report_to`. Raises ValueError for one that is unknown or unusable."""
+    if config.report_to in ("none", [], ["none"]):
+        return []
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    try:
+        return [_made(logger) for logger in get_reporting_integration_callbacks(config.report_to)]
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"report_to is {config.report_to}: {error} (report_to)") from error
+
+
+class _Unmade:
+    """What a logger becomes that could not be made."""
+
+
+def _made(kind: type[TrainerCallback]) -> TrainerCallback:
+    logger = kind.__new__(kind)
+    try:
+        logger.__init__()  # type: ignore[misc]
+    except BaseException:
+        # MLflow's, when it is deleted, looks for what it has not got, and Python tells of that.
+        logger.__class__ = _Unmade  # type: ignore[assignment]
+        raise
+    return logger
+
+
+class Events:
+    """Sends a run's events to its callbacks, in Trainer's order and with Trainer's arguments.
+
+    Trainer's own DefaultFlowCallback comes first: it sets the flags of `control` (log, evaluate,
+    save, stop) from the intervals in `state`. Others may change the flags; training follows them.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        config: RLOOConfig,
+        *,
+        policy: Policy,
+        state: TrainerState,
+        control: TrainerControl,
+    ) -> None:
+        self.state, self.control = state, control
+        self._arguments, self._stepper = to_training_arguments(config), policy.stepper
+        self._world = policy.world
+        self.handler = CallbackHandler(
+            [DefaultFlowCallback, *callbacks],
+            policy.model,
+            policy.processing_class,
+            self._stepper.optimizer,
+            self._stepper.scheduler,
+        )
+
+    def lengthen(self, config: RLOOConfig, scheduler: Any) -> None:
+        """Send the options and the schedule of a training of another length from now on."""
+        self._arguments = to_training_arguments(config)
+        self.handler.lr_scheduler = scheduler
+
+    def send(self, event: str, **details: Any) -> None:
+        """Call the method `event` of every callback. What the main process's ask for, all do."""
+        getattr(self.handler, event)(self._arguments, self.state, self.control, **details)
+        if self._world.links is not None and event not in ALONE:
+            asked = {n: bool(v) for n, v in vars(self.control).items() if n.startswith("should_")}
+            vars(self.control).update(self._world.from_main(asked))
+
+    @contextmanager
+    def of_optimizer(self) -> Iterator[None]:
+        """Inside, send events before (gradients are clipped) and after every optimizer step."""
+        stepper = self._stepper
+        before = stepper.before_step, stepper.after_step
+        stepper.before_step = partial(self.send, "on_pre_optimizer_step")
+        stepper.after_step = partial(self.send, "on_optimizer_step")
+        try:
+            yield
+        finally:
+            stepper.before_step, stepper.after_step = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of callbacks that have one, as EarlyStoppingCallback has, by class name."""
+        return {type(c).__name__: c.state()["attributes"] for c in self._exportable()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore the state of callbacks of the same classes."""
+        for callback in self._exportable():
+            for name, value in state.get(type(callback).__name__, {}).items():
+                setattr(callback, name, value)
+
+    def _exportable(self) -> list[Any]:
+        return [c for c in self.handler.callbacks if isinstance(c, ExportableState)]

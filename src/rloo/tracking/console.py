@@ -1,0 +1,162 @@
+"""Lines for people: header, figures of a step, evaluations, and how numbers are written.
+
+What comes from models and data is hostile: what could control a terminal is shown as an escape.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text as RichText
+
+from rloo.config.batch_sizes import Batches
+from rloo.config.config import RLOOConfig
+from rloo.config.presets import objective_line
+from rloo.distributed.standard_streams import counted, inert
+
+Row = Mapping[str, float]
+
+FUNCTION_MEAN = re.compile(r"rewards/.*/mean", re.DOTALL)
+
+
+def shorten(text: str, *, characters: int = 600, lines: int = 12) -> str:
+    """Keep head and tail, which mostly has the answer: at most so many characters and lines, beside
+    a line that says how many are left out."""
+    if len(text) > characters:
+        half = characters // 2
+        text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
+    rows = text.split("\n")
+    if len(rows) > lines + 1:
+        half = lines // 2
+        rows = [*rows[:half], f"[... {len(rows) - 2 * half} lines ...]", *rows[-half:]]
+    return "\n".join(rows)
+
+
+def flow(phrases: Sequence[str], width: int, indent: int = 0) -> list[str]:
+    """Phrases in lines of at most `width` cells, broken between two of them and, from the second
+    line on, indented. A phrase that is longer has a line of its own."""
+    lines: list[str] = []
+    for phrase in phrases:
+        if lines and cell_len(longer := f"{lines[-1]}  {phrase}") <= width:
+            lines[-1] = longer
+        else:
+            lines.append(" " * indent * bool(lines) + phrase)
+    return lines
+
+
+def header(info: Mapping[str, Any], config: RLOOConfig, batches: Batches) -> dict[str, str]:
+    """The entries of `info` in words, then the precision, the rollout and the objective."""
+    precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "float32"
+    prompts, generations = batches.prompts_per_rollout, config.num_generations
+    drawn = f"{counted(prompts, 'prompt')} x {counted(generations, 'generation')}"
+    rollout = f"{drawn} = {counted(prompts * generations, 'completion')}"
+    if batches.steps_per_rollout > 1:
+        rollout += f", used for {batches.steps_per_rollout} steps"
+    rows = {**info, "precision": precision, "rollout": rollout, "objective": objective_line(config)}
+    return {name: _describe(value) for name, value in rows.items()}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def evaluation_phrases(metrics: Mapping[str, Any]) -> list[str]:
+    """pass@k with 95 % intervals, unless the reward grades (`is_graded`), mean reward, length, and
+    the sample size."""
+    parts = [
+        f"{name.replace('_', ' ')} {percent(value, metrics.get(f'{name}_interval'))}"
+        for name, value in metrics.items()
+        if name.startswith("pass@") and not name.endswith("_interval") and not is_graded(metrics)
+    ]
+    reward = metrics.get("reward", math.nan)
+    if math.isfinite(reward):
+        error = metrics.get("reward/standard_error", math.nan)
+        parts.append(f"reward {plus_minus(reward, error)}")
+    if "completions/mean_length" in metrics:
+        parts.append(f"length {metrics['completions/mean_length']:.3g}")
+    if "num_prompts" in metrics:
+        samples = metrics.get("num_samples", 1)
+        parts.append(
+            f"({counted(metrics['num_prompts'], 'problem')} x {counted(samples, 'sample')})"
+        )
+    return parts
+
+
+def is_graded(metrics: Mapping[str, Any]) -> bool:
+    """Whether the first reward function grades, as a reward model does, rather than lets pass or
+    fail: then pass@k says nothing, and the mean reward is the figure."""
+    return metrics.get("reward_kind") == "graded"
+
+
+def held_out(metrics: Mapping[str, Any]) -> tuple[str, float, str]:
+    """The figure that an evaluation is followed by: its name, value, and the value with its error,
+    of pass@1, or of the reward where that is graded or nothing passes or fails."""
+    if "pass@1" in metrics and not is_graded(metrics):
+        value = metrics["pass@1"]
+        return "pass@1", value, percent(value, metrics.get("pass@1_interval"))
+    value = metrics.get("reward", math.nan)
+    return "reward", value, plus_minus(value, metrics.get("reward/standard_error", math.nan))
+
+
+def print_evaluation(metrics: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print a headline and one metric per line, by default to stdout."""
+    console = console or Console()
+    write_line(console, "  ".join(evaluation_phrases(metrics)))
+    for name, value in metrics.items():
+        if isinstance(value, (int, float)) and not name.startswith(("pass@", "loss")):
+            write_line(console, f"  {name:40} {value:,.4g}")
+
+
+def write_line(console: Console, text: str, style: str = "", *, prose: bool = False) -> None:
+    """Print hostile text, without markup, in one style. On a terminal `prose` is broken between
+    words; other lines are left whole, so that they can be copied."""
+    whole = not (prose and console.is_interactive)
+    console.print(safe(text, console, style), highlight=False, soft_wrap=whole)
+
+
+def safe(text: str, console: Console, style: str = "") -> RichText:
+    """Hostile text as one that is shown as it is: no markup, no controls, nothing that the
+    console's encoding lacks."""
+    if console.options.ascii_only:
+        text = text.replace("±", "+-")
+    return RichText(inert(text, console.encoding), style)
+
+
+def percent(value: float, bounds: Sequence[float] | None = None) -> str:
+    """`24.1 % [21.0, 27.5]`"""
+    text = f"{100 * value:.1f} %"
+    return text if bounds is None else f"{text} [{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]"
+
+
+def plus_minus(value: float, error: float, *, signed: bool = False) -> str:
+    """`0.312 ± 0.041`, or `0.312` if the error is unknown."""
+    text = f"{value:+.3f}" if signed else f"{value:.3f}"
+    return f"{text} ± {error:.3f}" if math.isfinite(error) else text
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `2 min 05 s`, `3 h 07 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def clock(seconds: float) -> str:
+    """The time of day so many seconds from now, with the day unless that is within 12 hours."""
+    then = time.localtime(time.time() + seconds)
+    return time.strftime("%H:%M" if seconds < 12 * 3600 else "%a %d %b %H:%M", then)

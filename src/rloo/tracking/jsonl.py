@@ -1,0 +1,76 @@
+"""Strict JSON files for other programs: one row per line, never half a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from rloo import __version__
+from rloo.config.secrets import hide
+from rloo.distributed.atomic_io import sync
+
+METRICS = "metrics.jsonl"
+COMPLETIONS = "completions.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+GROUPS = "groups.jsonl"
+ALARMS = "alarms.jsonl"
+SUMMARY = "summary.json"
+CONFIG = "config.yaml"
+# What the starting policy said on evaluation prompts, where something is to compare with it.
+START = "start_completions.json"
+# The folder of what processes other than the main one print.
+LOGS = "logs"
+# What has become of them, there.
+EVENTS = "launch.jsonl"
+
+
+def strict(value: Any) -> Any:
+    """`value` in JSON types: non-finite numbers become None, unknown objects their text."""
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    return str(value)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write one JSON object, indented and atomically, without secrets (notes quote what others
+    say)."""
+    write_text(path, json.dumps(hide(strict(value)), indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically: even after a power cut it is either the old one, or, once this has
+    returned, the new one."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that determine a result."""
+    libraries = {name: _installed(name) for name in ("torch", "transformers")}
+    return {"python": platform.python_version(), **libraries, "rloo": __version__}
+
+
+@cache
+def _installed(name: str) -> str:
+    return version(name)  # reads and parses a file

@@ -1,0 +1,401 @@
+"""Shows and records a run: console, JSON files, and the callbacks and loggers of transformers.
+
+It does not change training, except that callbacks may set flags on the `TrainerControl` that the
+loop reads. What is shown where is in `screen.py`, the text of the lines in `console.py`,
+`figures.py` and `verdict.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from rloo.addons.report.doctor.doctor_command import closing, findings_of
+from rloo.addons.report.doctor.live_rules import Watch
+from rloo.addons.report.doctor.run_record import Finding
+from rloo.addons.report.html import PAGE, write_page
+from rloo.addons.report.live.screen import Screen
+from rloo.config.batch_sizes import Batches
+from rloo.config.config import RLOOConfig, resolve_interval
+from rloo.config.vllm_options import tolerance_of
+from rloo.distributed.standard_streams import counted
+from rloo.tracking import console as view
+from rloo.tracking.before_after import WINDOW
+from rloo.tracking.completion_tables import log_tables, note_of_unscored, warn_of_unscored
+from rloo.tracking.guarded import attempt
+from rloo.tracking.jsonl import (
+    ALARMS,
+    COMPLETIONS,
+    EVALUATIONS,
+    GROUPS,
+    METRICS,
+    SUMMARY,
+    write_json,
+)
+from rloo.tracking.metrics import window_mean
+from rloo.tracking.run_rows import Journal
+from rloo.tracking.sample_text import completions_table, record_of, spread
+from rloo.tracking.summary_text import DRIFTS, REWARD, is_of_function, training_of, verdict
+from rloo.types import Group
+
+if TYPE_CHECKING:
+    from rloo.tracking.callbacks import Events
+
+NUM_RECORDED_COMPLETIONS = 4
+# Intervals into which the rollouts are divided at which groups are recorded whole.
+MOMENTS = 8
+# Metrics that are logged as the last value of a window, not as its mean.
+LAST_VALUE = ("num_tokens", "learning_rate", "grad_norm")
+
+
+class Monitor:
+    """The console and the files, in `folder`, of one run; it must exist before the first step.
+
+    Steps count finished optimizer steps, from 1. The order of calls is: `load_state_dict` when
+    resuming, then `start`, `attach`, those of the loop, and `finish`. `finish` also restores the
+    terminal, so it must be called when training fails, too. One that is `silent`, of a process
+    that is not the main one, prints and writes nothing, and only sends the callbacks their events.
+    """
+
+    def __init__(
+        self,
+        config: RLOOConfig,
+        folder: Path,
+        *,
+        max_steps: int,
+        console: Console | None = None,
+        silent: bool = False,
+    ) -> None:
+        self.config, self.output_dir, self.max_steps = config, folder, max_steps
+        self.notes: list[str] = []
+        self.last_groups: Sequence[Group] = ()
+        self._silent = silent
+        moves = not config.disable_tqdm
+        self._screen = Screen(console, max_steps=max_steps, silent=silent, moves=moves)
+        self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS))
+        self._watch = Watch(config.to_dict(), self.note)
+        self._every = resolve_interval(config.logging_steps, max_steps)
+        self._scored: list[Mapping[str, float]] = []
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self._refused_steps = 0
+        self._told_of_unscored = self._told_of_mismatch = self._warned_of_unscored = False
+        self._last_table = 0
+        self._epoch, self._epoch_ended = 0, False  # of the last step, and whether it ended one
+        self._steps_per_rollout = 1
+        self.window: list[Mapping[str, float]] = []  # the metrics of steps that no log has yet
+        self._losses: list[float] = []
+        self._events: Events | None = None
+        self._log: Callable[[dict[str, float]], object] = self.log_numbers
+
+    def start(self, info: Mapping[str, Any], batches: Batches) -> None:
+        """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
+        self._steps_per_rollout = batches.steps_per_rollout
+        facts = view.header(info, self.config, batches)
+        self._screen.start(facts, str(info.get("device", "cpu")))
+
+    def _tell_of_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once where an engine in other processes disagrees with the trainer, by the first step
+        on a rollout: later ones have other weights."""
+        limit, found = tolerance_of(self.config), metrics.get("mismatch/mean", 0.0)
+        fresh = metrics.get("staleness/max", 0.0) == 0.0  # older weights disagree by right
+        if "engine/lost" in metrics and fresh and found > limit and not self._told_of_mismatch:
+            self._told_of_mismatch = True
+            self.alarm(
+                f"in step {step} the log-probs of the engine and of the trainer are {found:.3g} "
+                f"apart in the mean (mismatch/mean), more than {limit:g}: what is sampled is not "
+                "the policy that is trained (vllm_tolerance, rollout_dtype)"
+            )
+
+    def note(self, text: str) -> None:
+        """Print a line that the user must see, once, and repeat it in the summary."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self._screen.say(f"note: {text}", "yellow", prose=True)
+
+    def alarm(self, text: str, why: str = "", change: str = "") -> None:
+        """Tell, in red, that something goes wrong: what, in figures; why it matters; and the one
+        change to try, as options. A view keeps the last one in sight, the summary all of them,
+        among its notes."""
+        reasons = (("why", why), ("try", change))
+        self.notes.append("; ".join([text, *(f"{word}: {said}" for word, said in reasons if said)]))
+        self._screen.alarm(text, why, change)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: rows that no file has yet, and where logging stands. Has all the
+        other rows on the disk first, since the checkpoint counts them."""
+        self._journal.sync()
+        rows = {name: list(rows) for name, rows in self._journal.waiting.items()}
+        return {"waiting": rows, "window": len(self.window), "last_table": self._last_table}
+
+    def load_state_dict(self, saved: Mapping[str, Any], *, step: int, evaluated_at: int) -> None:
+        """Go on from `step`: drop what the files have of later steps and evaluations, and torn
+        lines, so that nothing occurs twice or is missing."""
+        if self._silent:
+            return
+        self._journal.waiting |= saved["waiting"]
+        self._last_table = saved["last_table"]
+        keep: dict[str, Callable[[Any], bool]] = {
+            METRICS: lambda row: row["step"] <= step,
+            COMPLETIONS: lambda row: row["step"] <= step,
+            GROUPS: lambda row: row["step"] <= step,
+            ALARMS: lambda row: row["step"] <= step,
+            # The best one is evaluated again at the end of the run.
+            EVALUATIONS: lambda row: row["step"] <= evaluated_at and row.get("name") != "best",
+        }
+        for name, belongs in keep.items():
+            rows, unreadable = self._journal.truncate(name, belongs)
+            if name == METRICS:
+                for metrics in rows:
+                    self._remember(metrics.pop("step"), metrics)
+                self.window = [*rows[max(0, len(rows) - saved["window"]) :]]
+            if name == EVALUATIONS:
+                for metrics in rows:
+                    self._screen.evaluated(metrics["step"], metrics, metrics.get("dataset", ""))
+            if name == COMPLETIONS:
+                self._watch.add_completions(rows)
+            if name == ALARMS:
+                self._watch.told |= {row["finding"]["name"] for row in rows}
+            if unreadable:
+                self.note(f"{name}: {counted(unreadable, 'unreadable line')} dropped")
+
+    def check_written(self) -> None:
+        """Raise the OSError because of which rows are still in no file, at the end of a run."""
+        self._journal.sync()
+        for error in self._journal.errors.values():
+            raise error
+
+    def _record(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._silent:
+            return
+        told = name in self._journal.errors
+        self._journal.append(name, rows)
+        if (error := self._journal.errors.get(name)) and not told:
+            self.note(f"{name} cannot be written: {error}; its rows are kept for later")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a line to metrics.jsonl and show progress: a view on a terminal, and everywhere a
+        line at every log (elsewhere also after 10 s). With `disable_tqdm` there is what Trainer
+        prints then: the lines of logs."""
+        self._record(METRICS, [{"step": step, **metrics}])
+        if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
+            self._told_of_unscored = True
+            self.note(note_of_unscored(step, unscored, metrics, self.config))
+        self._tell_of_mismatch(step, metrics)
+        self._remember(step, metrics)
+        self._alarm(step)
+        first = step == 1 and self.config.logging_first_step
+        due = first or self._log_between(step - 1, step)
+        if due or not self.config.disable_tqdm:
+            due = due or step == self.max_steps
+            self._screen.step(step, scored=self._scored, recent=list(self._recent), due=due)
+
+    def examine(self, facts: Mapping[str, Any]) -> None:
+        """Tell what is wrong by facts that no step tells (see
+        `rloo.addons.report.doctor.dataset_stats`)."""
+        if facts:
+            self._watch.facts = {**self._watch.facts, **facts}
+            self._alarm(0)
+
+    def _alarm(self, step: int) -> None:
+        """Tell what has been found wrong since, and record it."""
+        for finding in () if self._silent else self._watch.news():
+            self._screen.alarm(finding.line)
+            self._record(ALARMS, [{"step": step, "finding": asdict(finding)}])
+
+    def completions(self, step: int, groups: Sequence[Group]) -> None:
+        """Record some completions of a rollout; with `log_completions`, at every log, record all
+        and print some. Above a view one is printed at first, and then at logs, every few
+        steps."""
+        self.last_groups = groups
+        if self._silent:
+            return
+        self._warned_of_unscored = self._warned_of_unscored or warn_of_unscored(groups)
+        first = self.config.logging_first_step and self._last_table == 0
+        due = self.config.log_completions and (first or self._log_between(self._last_table, step))
+        chosen = list(spread(groups))[: None if due else NUM_RECORDED_COMPLETIONS]
+        images = self.output_dir if self.config.log_multimodal else None
+        rows = [record_of(step, *item, images=images) for item in chosen]
+        self._record(COMPLETIONS, rows)
+        self._watch.add_completions(rows)
+        if due:
+            self._last_table = step
+            table = completions_table(
+                step,
+                groups,
+                limit=self.config.num_completions_to_print,
+                encoding=self._screen.console.encoding,
+                unique_prompts=self.config.log_unique_prompts,
+            )
+            self._screen.show(table)
+            log_tables(step, groups, self.config)
+        elif not self.config.disable_tqdm and self._log_between(self._screen.sampled_at, step):
+            self._screen.sample(step, groups[0])
+
+    def groups(self, step: int, detailed: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """Record some groups of a rollout whole, at up to nine rollouts between the first and the
+        last, and with `log_completions` at every log."""
+        number, last = ((n - 1) // self._steps_per_rollout for n in (step, self.max_steps))
+        here, before = (n * MOMENTS // max(last, 1) for n in (number, number - 1))
+        if not self._silent and (here > before or self._last_table == step):
+            rows: Sequence[Mapping[str, Any]] = ()
+            rows = attempt("what its groups were in detail", detailed, rows, self.note)
+            self._record(GROUPS, [{"step": step, **row} for row in rows])
+
+    def evaluation(
+        self, step: int, name: str, metrics: Mapping[str, Any], *, dataset: str = ""
+    ) -> None:
+        """Print and record an evaluation; `dataset` names the set if there are several."""
+        row = {"step": step, "name": name} | ({"dataset": dataset} if dataset else {})
+        self._record(EVALUATIONS, [{**row, **metrics}])
+        self._screen.evaluated(step, metrics, dataset)
+        place = ", ".join(part for part in (name.replace("during", ""), dataset) if part)
+        head = f"evaluation{f' ({place})' if place else ''} at step {step}:"
+        first, *others = view.evaluation_phrases(metrics)
+        self._screen.tell([f"{head} {first}", *others], "green")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json atomically; print the verdict and the names of the result files.
+
+        `summary` has status, steps, start and end (metrics of the evaluations, empty without any),
+        wall_seconds, num_tokens, seed, config and versions. This adds max_steps, notes,
+        refused_steps, training (averages of the first and last steps) and the verdict.
+        """
+        self._screen.stop()
+        findings: Sequence[Finding] = ()
+        if not self._silent:
+            read = partial(findings_of, self.output_dir, self.config, summary)
+            findings = attempt("what was wrong with the run", read, [], self.note)
+        training = partial(training_of, self._scored)
+        whole = {
+            **summary,
+            "max_steps": self.max_steps,
+            "notes": self.notes,
+            "refused_steps": self._refused_steps,
+            "training": attempt("how training went", training, None, self.note),
+            "findings": [asdict(finding) for finding in findings],
+        }
+        judged = partial(verdict, whole)
+        whole["verdict"] = attempt("what the run achieved", judged, "", self.note)
+        advice = closing(findings, self.config.output_dir)
+        if not self._silent:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            write_json(self.output_dir / SUMMARY, whole)
+        for line in ("", *whole["verdict"].split("\n"), *advice):
+            self._screen.say(line, "bold", prose=True)
+        if not self._silent:
+            self._write_page()
+        names = (METRICS, COMPLETIONS, EVALUATIONS, GROUPS)
+        files = [name for name in names if (self.output_dir / name).exists()]
+        results = f"Results in {self.config.output_dir}: {', '.join([SUMMARY, *files])}"
+        self._screen.say(results, prose=True)
+        if self._events is not None:
+            self._flush()
+            self._events.send("on_train_end")
+
+    def require_page(self) -> None:
+        """Write the page of a finished run that was killed before it could."""
+        if not self._silent and not (self.output_dir / PAGE).exists():
+            self._write_page()
+
+    def _write_page(self) -> None:
+        try:
+            write_page([self.output_dir], self.output_dir / PAGE)
+            self.say(f"Report: {Path(self.config.output_dir) / PAGE}")
+        except Exception as error:  # the run is over: what it leaves must not become its error
+            self.say(f"note: {PAGE} cannot be written: {type(error).__name__}: {error}")
+
+    def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._screen.remember(step, metrics)
+        self._watch.add({"step": step, **metrics})
+        self._recent.append(metrics)
+        epoch = int(metrics.get("epoch", 0))
+        self._epoch, self._epoch_ended = epoch, epoch > self._epoch
+        self._refused_steps += bool(metrics.get("update/nonfinite"))
+        loss = metrics.get("loss", 0.0)
+        self._losses += [loss] if math.isfinite(loss) else []
+        if "reward" in metrics:  # only in the first step on a rollout
+            kept = {n: v for n, v in metrics.items() if n in REWARD + DRIFTS or is_of_function(n)}
+            self._scored.append(kept)
+
+    def _log_between(self, last: int, step: int) -> bool:
+        """Whether one of the steps `last` + 1 to `step` is logged."""
+        if self.config.logging_strategy == "steps":
+            return step // self._every > last // self._every
+        return self.config.logging_strategy == "epoch" and self._epoch_ended
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._screen.say(text)
+
+    def attach(
+        self, events: Events, log: Callable[[dict[str, float]], object] | None = None
+    ) -> None:
+        """From now on, send events to these callbacks and log to the history in their state: by
+        `log`, which calls `log_numbers`, or by that."""
+        self._events = events
+        self._log = log or self.log_numbers
+
+    def log(self, metrics: Mapping[str, float] | None) -> None:
+        """Tell the callbacks that a step ended; at a log, also of the means since the last one.
+        None: of a step whose metrics are known from before."""
+        assert self._events is not None
+        self.window += [] if metrics is None else [dict(metrics)]
+        self._events.send("on_step_end")
+        self.log_if_asked()
+
+    def log_if_asked(self) -> None:
+        """Log the means since the last log, if a callback wants that now."""
+        assert self._events is not None
+        if self._events.control.should_log:
+            self._flush()
+
+    def log_evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Log an evaluation's numbers under Trainer's names; loggers accept no intervals."""
+        assert self._events is not None
+        numbers = numbers_of(metrics)
+        self._log(numbers)
+        self._events.send("on_evaluate", metrics=numbers)
+
+    @property
+    def mean_loss(self) -> float:
+        """Of all steps of the run; 0 without any."""
+        return fmean(self._losses) if self._losses else 0.0
+
+    def log_totals(self, totals: dict[str, float]) -> dict[str, float]:
+        """Log what Trainer logs at the end, with the metrics since the last log; return it."""
+        assert self._events is not None
+        self._log({**self._since_last_log(), **totals})
+        return {**totals, "epoch": self._events.state.epoch}
+
+    def _flush(self) -> None:
+        if since := self._since_last_log():
+            self._log(since)
+
+    def _since_last_log(self) -> dict[str, float]:
+        means = window_mean(self.window)
+        last = {name: row[name] for row in self.window for name in LAST_VALUE if name in row}
+        self.window = []
+        return means | last
+
+    def log_numbers(self, logs: Mapping[str, float]) -> None:
+        """Append the finite numbers to `state.log_history` and send them to the callbacks."""
+        assert self._events is not None
+        state = self._events.state
+        finite = {name: value for name, value in logs.items() if math.isfinite(value)}
+        finite["epoch"] = state.epoch
+        state.log_history.append({**finite, "step": state.global_step})
+        self._events.send("on_log", logs=finite)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics that are plain numbers, as loggers require; intervals are left out."""
+    return {name: value for name, value in metrics.items() if isinstance(value, Real)}

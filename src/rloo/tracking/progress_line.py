@@ -1,0 +1,132 @@
+"""Where a run stands, in phrases that a line, or a view on a terminal, is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rloo.tracking.before_after import WINDOW, mean_reward, sides
+from rloo.tracking.console import (
+    FUNCTION_MEAN,
+    Row,
+    clock,
+    counted,
+    duration,
+    plus_minus,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Where a run stands after one step: phrases by subject, each of which stays in one line.
+    `progress` is number, pace and end; `reward` its mean and its change; `rows` the rest, by name;
+    `span` says over how many steps they are averaged."""
+
+    step: int
+    max_steps: int
+    progress: list[str]
+    reward: list[str]
+    rows: dict[str, list[str]]
+    span: str
+
+    def line(self) -> str:
+        """The most of them in one line, for a file or a pipe: without the time of day, where time
+        goes, which metrics.jsonl has, and what a single function gave, which is the reward."""
+        names = {"rewards": ", ".join(self._functions())}
+        names |= {name: "  ".join(self.rows[name]) for name in ("rollout", "policy")}
+        memory = [phrase for phrase in self.rows["time"] if phrase.startswith("memory")]
+        head = "  ".join([*self.progress[:3], *self.reward])
+        return " | ".join(filter(None, [head, *names.values(), *memory, self.span]))
+
+    def brief(self) -> list[str]:
+        """The phrases that stay in the scroll-back of a terminal."""
+        rows = [phrase for name in ("rollout", "policy") for phrase in self.rows[name]]
+        return [self.progress[0], self.reward[0], *self._functions(), *rows, f"({self.span})"]
+
+    def _functions(self) -> list[str]:
+        return self.rows["rewards"] if len(self.rows["rewards"]) > 1 else []
+
+
+def figures(
+    step: int,
+    max_steps: int,
+    *,
+    scored: Sequence[Row],
+    recent: Sequence[Row],
+    waiting: float = 1.0,
+    memory: str = "",
+) -> Figures:
+    """The figures after `step`. `scored` are all steps with rewards, in order; `recent` the last
+    steps, over which metrics are averaged. `waiting` is the time of the whole run, evaluations and
+    checkpoints included, over that of its steps."""
+    speed = _recent_mean(recent, "step_time")
+    progress = [f"step {step}/{max_steps}"]
+    if math.isfinite(speed):
+        left = speed * waiting * (max_steps - step)
+        progress += [f"{speed:.2g} s a step" if speed < 10 else f"{duration(speed)} a step"]
+        progress += [f"{duration(left)} left", f"until {clock(left)}"] if step < max_steps else []
+    reward = [f"reward {plus_minus(*mean_reward(scored[-WINDOW:]))}"]
+    if len(scored) > 1:
+        (first, first_error), (now, error) = map(mean_reward, sides(scored))
+        change = plus_minus(now - first, math.hypot(error, first_error), signed=True)
+        reward.append(f"{change} since the start")
+    names = dict.fromkeys(n for row in recent for n in row if FUNCTION_MEAN.fullmatch(n))
+    shares = {n: _recent_mean(recent, n) for n in dict.fromkeys(n for row in recent for n in row)}
+    rows = {
+        "rewards": [
+            f"{' '.join(name[len('rewards/') : -len('/mean')].split())} {mean:.3g}"
+            for name in names
+            if math.isfinite(mean := shares[name])
+        ],
+        "rollout": _phrases(
+            shares,
+            ("signal in {:.0f} % of groups", "groups/signal", 100.0),
+            ("clipped {:.0f} %", "completions/clipped_ratio", 100.0),
+            ("length {:.3g}", "completions/mean_length", 1.0),
+            ("tool calls {:.2g}", "tools/call_frequency", 1.0),
+            ("of them failed {:.0f} %", "tools/failure_frequency", 100.0),
+        ),
+        "policy": _phrases(
+            shares,
+            ("KL {:.3g}", "kl", 1.0),
+            ("entropy {:.3g}", "entropy", 1.0),
+            # Where sampling is in other processes it is what tells that all is well.
+            *((("mismatch {:.2g}", "mismatch/mean", 1.0),) if "engine/lost" in recent[-1] else ()),
+        ),
+        "time": [*_time_split(recent), *([f"memory {memory}"] if memory else [])],
+    }
+    return Figures(step, max_steps, progress, reward, rows, _span(scored, recent))
+
+
+def _phrases(means: Row, *shown: tuple[str, str, float]) -> list[str]:
+    return [
+        text.format(scale * mean)
+        for text, name, scale in shown
+        if math.isfinite(mean := means.get(name, math.nan))
+    ]
+
+
+def _span(scored: Sequence[Row], recent: Sequence[Row]) -> str:
+    rollouts, steps = min(WINDOW, len(scored)), len(recent)
+    if rollouts in (0, steps):
+        return f"means of {counted(steps, 'step')}" if steps > 1 else "of 1 step"
+    return f"reward: mean of {counted(rollouts, 'rollout')}, others of {counted(steps, 'step')}"
+
+
+def _time_split(recent: Sequence[Row]) -> Iterator[str]:
+    phases = dict.fromkeys(n for row in recent for n in row if n.startswith("time/"))
+    spent = {name: math.fsum(row.get(name, 0.0) for row in recent) for name in phases}
+    total = math.fsum(spent.values())
+    if total > 0:
+        shares = {n.removeprefix("time/"): 100 * s / total for n, s in spent.items()}
+        yield from (f"{name} {share:.0f} %" for name, share in shares.items() if share >= 0.5)
+    rate = _recent_mean(recent, "tokens_per_second/sample")
+    if math.isfinite(rate):
+        yield f"samples {rate:,.0f} tokens/s"
+
+
+def _recent_mean(rows: Sequence[Row], name: str) -> float:
+    values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+    return fmean(values) if values else math.nan

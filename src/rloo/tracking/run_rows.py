@@ -1,0 +1,75 @@
+"""The rows that a run writes, one JSON object a line, through full disks and power cuts."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rloo.distributed.atomic_io import sync
+from rloo.tracking.jsonl import strict, write_text
+from rloo.tracking.run_reader import row_of
+
+
+class Journal:
+    """A run's files of one JSON row per line. A row that cannot be written now (a full disk) waits,
+    in its place, and is written with the next one; what still waits belongs into a checkpoint."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self.folder = folder
+        self.waiting: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        self.errors: dict[str, OSError] = {}
+
+    def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append one line per row; a kill leaves at most one torn line, at the end."""
+        self.waiting[name] += [strict(row) for row in rows]
+        self.write(name)
+
+    def write(self, name: str, *, sync: bool = False) -> None:
+        """Write what waits; in `errors` stands why that is impossible."""
+        path, rows = self.folder / name, self.waiting[name]
+        if not rows and not (sync and path.exists()):
+            return
+        lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        try:
+            with path.open("ab", buffering=0) as file:
+                whole = file.tell()
+                try:
+                    if file.write(lines) != len(lines):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                    if sync:
+                        os.fsync(file.fileno())
+                except OSError:
+                    os.truncate(path, whole)  # or the next row would continue a torn line
+                    raise
+        except OSError as error:
+            self.errors[name] = error
+        else:
+            self.waiting[name] = []
+            self.errors.pop(name, None)
+
+    def sync(self) -> None:
+        """Have everything on the disk, as far as it takes it, before a checkpoint counts it."""
+        for name in self.waiting:
+            self.write(name, sync=True)
+        sync(self.folder)
+
+    def truncate(
+        self, name: str, keep: Callable[[Mapping[str, Any]], bool]
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Rewrite a file with the rows to keep, as they stand there, and those that wait, without
+        unreadable lines. Returns the rows and the number of unreadable lines."""
+        path, lines, unreadable = self.folder / name, [], 0
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        for line in filter(str.strip, text.split("\n")):
+            row = row_of(name, line)
+            unreadable += row is None
+            lines += [line] if row is not None and keep(row) else []
+        lines += [json.dumps(row) for row in self.waiting[name]]
+        if text or lines:
+            write_text(path, "".join(f"{line}\n" for line in lines))
+        self.waiting[name] = []
+        return [row for line in lines if (row := row_of(name, line)) is not None], unreadable

@@ -1,0 +1,398 @@
+"""Making the parts of a run from its options. Everything static is checked before sampling."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any, TypeAlias
+
+import torch
+import transformers
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+
+from rloo.config.batch_sizes import Batches
+from rloo.config.compat.generation_kwargs import stop_tokens
+from rloo.config.config import RLOOConfig, resolve_interval
+from rloo.config.file_checks import context_of
+from rloo.data.dataset_formats import reference_hint, with_conversation, with_reference
+from rloo.data.dataset_loading import Given, load_rows
+from rloo.data.iterable_dataset import Prompts, StreamSource, as_table
+from rloo.data.prompt_dataset import Limit, PromptSource, image_reader, with_prompts
+from rloo.data.tasks import load_task_rows
+from rloo.data.tokenization import encode_prompts, longest_token, note_of_special_tokens
+from rloo.distributed import World, make_world
+from rloo.distributed.sharded_tensor import is_divided, shape_of
+from rloo.distributed.standard_streams import IS, counted
+from rloo.engines import EngineInputs, build_engine
+from rloo.kernels.bf16_rounding import reduced_precision
+from rloo.model.model_loading import num_embedded
+from rloo.model.policy import Policy
+from rloo.model.quantization import quantised_layers
+from rloo.model.token_budget import available_bytes, gigabytes
+from rloo.rewards import RewardSet
+from rloo.rewards.dataset_check import look
+from rloo.rewards.reward_model import RewardModel, as_reward
+from rloo.rewards.running_norm import Normalized
+from rloo.trainer.cpu_settings import let_segments_grow, set_arithmetic, set_threads
+from rloo.types import Engine, Prompt, Sampling
+
+# Characters of a prompt that is tokenised whatever the limit, since that takes a second at most.
+LONG_TEXT = 1_000_000
+Rows: TypeAlias = Given | str
+RowSets: TypeAlias = Rows | Mapping[str, Rows]
+
+# A function, a reward model's module, an object with get_rewards, or the spec of such a reward.
+RewardFunction: TypeAlias = Callable[..., Any] | str | Mapping[str, Any]
+Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+
+
+def make_rewards(
+    given: RewardFunction | Sequence[RewardFunction] | None,
+    args: RLOOConfig,
+    processing_classes: Tokenizers = None,
+    *,
+    device: torch.device,
+) -> RewardSet:
+    """The given rewards, or else those named by `args.reward`, in any form that `as_reward` takes.
+    `processing_classes` are the tokenizers of reward models, one per reward (None: the model's
+    own). Raises ValueError if there are not as many."""
+    specs: Any = args.reward if given is None else given
+    specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
+    tokenizers: Any = [None] * len(specs) if processing_classes is None else processing_classes
+    tokenizers = tokenizers if isinstance(tokenizers, (list, tuple)) else [tokenizers]
+    if len(tokenizers) != len(specs):
+        raise ValueError(
+            f"there are {len(tokenizers)} reward_processing_classes and {len(specs)} rewards; "
+            "their numbers must match, None for a reward that needs no tokenizer"
+        )
+    functions = [
+        as_reward(
+            spec,
+            tokenizer,
+            device=str(device),
+            trust_remote_code=args.trust_remote_code,
+            chat_template_kwargs=args.chat_template_kwargs,
+        )
+        for spec, tokenizer in zip(specs, tokenizers, strict=True)
+    ]
+    return RewardSet(
+        functions,
+        weights=args.reward_weights,
+        timeout=args.reward_timeout,
+        on_error=args.reward_on_error,
+        sources=[_source_of(*both) for both in zip(specs, functions, strict=True)],
+    )
+
+
+def _source_of(spec: Any, function: Any) -> Any:
+    """What makes the function anew in another process, where a name does."""
+    named = isinstance(spec, (str, Mapping)) and not isinstance(function, (Normalized, RewardModel))
+    return spec if named else None
+
+
+def make_source(
+    spec: Rows | None,
+    split: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    rewards: RewardSet,
+    args: RLOOConfig,
+    limit: Limit,
+) -> Prompts:
+    """The prompts of a dataset, tokenised. Raises ValueError for rows that cannot be prompts, for
+    prompts beyond the `limit` (see `prompt_limit`), and for missing columns that a reward needs.
+    """
+    rows = load_given(spec, split, args)
+    options = args.chat_template_kwargs or {}
+    characters = max(LONG_TEXT, limit.max_tokens * longest_token(tokenizer))
+    encode = partial(encode_prompts, processing_class=tokenizer, chat_template_kwargs=options)
+
+    def source_of(rows: Dataset, seed: int) -> PromptSource:
+        rows, notes = as_published(rows, args, rewards)
+        look(rewards, rows, tokenizer)
+        source = PromptSource(
+            rows,
+            encode,
+            seed=seed,
+            shuffle=args.shuffle_dataset,
+            limit=replace(limit, may_be_empty=streaming, max_characters=characters),
+            images=image_reader(rows, tokenizer, chat_template_kwargs=options),
+        )
+        source.notes = notes + note_of_special_tokens(rows[:1]["prompt"], tokenizer)
+        return source
+
+    streaming = isinstance(rows, IterableDataset)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return StreamSource(rows, source_of, seed=seed) if streaming else source_of(rows, seed)
+
+
+def as_published(rows: Dataset, args: RLOOConfig, rewards: RewardSet) -> tuple[Dataset, list[str]]:
+    """Rows with a prompt and what rewards need, and notes of what was found out about them."""
+    found, of_prompts = with_conversation(rows, args.prompt_template)
+    found = found if found is not rows else with_prompts(rows, args.prompt_template)
+    found, of_references = with_reference(found, args.reference, rewards.reads)
+    try:
+        rewards.check([name for name in found.column_names if name != "prompt"])
+    except ValueError as error:
+        raise ValueError(f"{error}{reference_hint(found, rewards.reads)}") from error
+    return found, [note for note in (of_prompts, of_references) if note is not None]
+
+
+def load_given(spec: Rows | None, split: str, args: RLOOConfig) -> Dataset | IterableDataset:
+    """The rows of a dataset in any of its forms."""
+    rows = load_task_rows(spec, split, args) if isinstance(spec, str) else None
+    if rows is not None:
+        return rows
+    # A configuration name belongs to the dataset with which it was given.
+    own = isinstance(spec, str) and spec == (args.dataset or args.eval_dataset)
+    return load_rows(spec, split=split, config_name=args.dataset_config if own else None)
+
+
+def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
+    """The evaluation sets by name; the name of a single one is "". `eval_size` rows of a stream are
+    read. Every split is a set, unless `eval_split` names one."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping) and args.eval_split is None:
+        named = {str(name): rows for name, rows in given.items()}
+    elif isinstance(given, str):
+        named = {"": given}
+    else:
+        named = {"": load_rows(given, split=args.eval_split or "train")}
+    for name, rows in named.items():
+        if isinstance(rows, IterableDataset):
+            named[name] = as_table(list(islice(rows, args.eval_size)), rows)
+    return named
+
+
+def prompts_of_sets(
+    given: RowSets | None, args: RLOOConfig, read: Callable[[Rows, str], Prompts]
+) -> tuple[dict[str, list[Prompt]], list[str]]:
+    """The prompts of all evaluation sets, by their names, and notes about them. `read` makes the
+    prompts of one."""
+    prompts, notes = {}, []
+    for name, rows in eval_sets(given, args).items():
+        split = args.eval_split if isinstance(rows, str) else None
+        where = name or "the evaluation set"
+        try:
+            source = read(rows, split or "train")
+        except ValueError as error:
+            raise ValueError(f"in {where}: {error}") from error
+        notes += length_notes(source, where)
+        assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
+        prompts[name] = source.all_prompts(args.eval_size)
+    return prompts, notes
+
+
+def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False) -> Limit:
+    """The longest prompt that leaves room for the longest completion in the model's context, of
+    tokens that the model embeds."""
+    own = evaluation and args.eval_max_completion_length is not None
+    name = "eval_max_completion_length" if own else "max_completion_length"
+    completion = getattr(args, name)
+    context = context_of(model.config.get_text_config())
+    longest, embedded = args.max_prompt_length or 2**31, num_embedded(model)
+    if beyond := [t for t in stop_tokens(args.generation_kwargs, ()) if t >= embedded]:
+        raise ValueError(
+            f"generation_kwargs.eos_token_id is {beyond[0]} but the model has {embedded} tokens; "
+            "it would end no completion (generation_kwargs)"
+        )
+    limit = Limit(longest, args.overlong_prompts, vocabulary=embedded)
+    if context is None:
+        return limit
+    room = context - completion
+    if room < 1:
+        raise ValueError(
+            f"{name} is {completion} and the model's context has {context} tokens; at least 1 must "
+            f"be left for the prompt ({name})"
+        )
+    return replace(limit, max_tokens=min(limit.max_tokens, room))
+
+
+def world_of(args: RLOOConfig) -> World:
+    """The processes that train together, as `args` want them connected."""
+    world = make_world(
+        use_cpu=args.use_cpu,
+        timeout=args.ddp_timeout,
+        divides=args.parallel != "replicate",
+        gather_limit=args.gather_limit,
+        workers=args.output_dir if args.remote_workers else None,
+    )
+    let_segments_grow(world.device)
+    return world
+
+
+def seed_all(args: RLOOConfig) -> None:
+    """Seed what is random outside of noise; with `full_determinism` torch raises an error where it
+    has no deterministic kernel, also after the run, as with Trainer."""
+    if args.full_determinism:
+        transformers.enable_full_determinism(args.seed)
+    else:
+        transformers.set_seed(args.seed)
+
+
+def length_notes(source: Prompts, where: str) -> list[str]:
+    """Notes about dropped and truncated prompts; `where` names the dataset."""
+    notes = [f"{note} (in {where})" for note in source.notes]
+    if source.dropped:
+        notes.append(f"{counted(source.dropped, 'prompt', IS)} too long and left out (in {where})")
+    if source.truncated:
+        notes.append(f"{counted(source.truncated, 'prompt', IS)} cut on the left (in {where})")
+    return notes
+
+
+def make_state(source: Prompts | None, args: RLOOConfig, batches: Batches) -> TrainerState:
+    """The state of a run at step 0, with the number of steps and all intervals resolved. Raises
+    ValueError if they would depend on the length of a stream."""
+    steps = args.max_steps
+    if isinstance(source, StreamSource) and steps <= 0:
+        raise ValueError(
+            "max_steps is -1 and the dataset is a stream, whose length is unknown; set the number "
+            "of steps (max_steps)"
+        )
+    if isinstance(source, PromptSource) and steps <= 0:
+        rollouts = math.ceil(args.num_train_epochs * len(source) / batches.prompts_per_rollout)
+        steps = rollouts * batches.steps_per_rollout
+    return TrainerState(
+        max_steps=max(steps, 0),
+        num_train_epochs=math.ceil(args.num_train_epochs),
+        logging_steps=resolve_interval(args.logging_steps, steps),
+        eval_steps=resolve_interval(args.eval_steps or args.logging_steps, steps),
+        save_steps=resolve_interval(args.save_steps, steps),
+        train_batch_size=args.per_device_train_batch_size,
+    )
+
+
+def make_sampling(
+    args: RLOOConfig,
+    stop_token_ids: tuple[int, ...],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    evaluation: bool = False,
+) -> Sampling:
+    """The sampling options of training, or of `evaluation`, and everything that ends a completion.
+    `tokenizer` is needed for stop strings."""
+
+    def setting(name: str) -> Any:
+        own = getattr(args, f"eval_{name}") if evaluation else None
+        return getattr(args, name) if own is None else own
+
+    return Sampling(
+        max_tokens=setting("max_completion_length"),
+        stop_token_ids=stop_tokens(args.generation_kwargs, stop_token_ids),
+        temperature=setting("temperature"),
+        top_p=setting("top_p"),
+        top_k=setting("top_k"),
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        stop_strings=tuple(args.stop_strings or ()),
+        decode=tokenizer.batch_decode if args.stop_strings and tokenizer is not None else None,
+    )
+
+
+def bias_of(sampling: Sampling) -> list[str]:
+    """A note where the distribution that is sampled is not the policy's."""
+    note = (
+        "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are drawn from "
+        "another distribution than the one that is trained, which biases the gradient"
+    )
+    return [note] if sampling.filtered else []
+
+
+def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
+    """The engine that samples; a note is added for a slow one. One that uses servers tells the
+    monitor of its `owner`, a trainer, what happens to them, and does not keep it alive. Raises
+    ValueError if it cannot have the copy of the weights, or the dtype, that is asked for
+    (`rollout_copy`, `rollout_dtype`)."""
+    set_arithmetic(policy, args)
+    if args.rollout_engine.startswith("vllm"):
+        from rloo.trainer.remote_engines import exported, settings_of
+
+        source = exported(policy)
+        servers = settings_of(policy, source), source, _telling(owner)
+        if args.num_threads is not None:
+            policy.why_threads = set_threads(policy.model, args)
+        inputs = EngineInputs(policy.model, policy.pad_token_id, servers=servers)
+        return build_engine(args.rollout_engine, inputs)[0]
+    precision = reduced_precision(args)
+    if args.samples_beside:
+        from rloo.trainer.remote_engines import make_apart
+
+        _settle_threads(policy, args)
+        return make_apart(policy, precision)
+    no_copy = None
+    if args.rollout_copy is False:
+        no_copy = "rollout_copy is false"
+    elif args.rollout_copy is None and any(quantised_layers(policy.model)):
+        no_copy = (
+            "a dequantised copy of the base would take several times its memory; rollout_copy true "
+            "makes one, with rollout_dtype bfloat16 at 2 bytes per weight"
+        )
+    inputs = EngineInputs(
+        policy.model,
+        policy.pad_token_id,
+        weights=policy.weights,
+        precision=precision,
+        dtype=getattr(torch, args.rollout_dtype) if args.rollout_dtype else precision,
+        no_copy=no_copy,
+        whole=policy.whole,
+        tell=_telling(owner),
+    )
+    _require_room(policy)
+    _settle_threads(policy, args)
+    with policy.whole(in_turn=True):
+        engine, note = build_engine(args.rollout_engine, inputs)
+    for option in ("rollout_dtype", "rollout_copy"):
+        if getattr(args, option) and not engine.facts.copies_weights:
+            raise ValueError(
+                f"{option} is {getattr(args, option)}; only the native engine's fused decoder has "
+                f"weights of its own, and {type(policy.model).__name__} is not sampled by it "
+                "(rollout_copy, rollout_dtype, rollout_engine)"
+            )
+    policy.notes += [note] if note else []
+    room = engine.facts.cache_bytes
+    if policy.device.type == "cuda" and room is not None:
+        policy.notes.append(
+            f"keys and values of completions sampled at once may take {gigabytes(room)}: what is "
+            "free of the GPU now but for a tenth, and asked again for each rollout"
+        )
+    return engine
+
+
+def _settle_threads(policy: Policy, args: RLOOConfig) -> None:
+    times = args.num_threads is None and policy.device.type == "cpu"
+    with policy.whole() if times else nullcontext():
+        policy.why_threads = set_threads(policy.model, args)
+    torch.set_num_threads(policy.world.from_main(torch.get_num_threads()))
+
+
+def _telling(owner: Any) -> Callable[[str], None]:
+    find = (lambda: None) if owner is None else weakref.ref(owner)
+
+    def say(text: str) -> None:
+        monitor = getattr(find(), "monitor", None)  # not while it is made
+        print(text, flush=True) if monitor is None else monitor.note(text)
+
+    return say
+
+
+def _require_room(policy: Policy) -> None:
+    """Raise ValueError where no process could have all of what is divided, as engines must."""
+    parameters = list(policy.model.parameters())
+    if not any(map(is_divided, parameters)):
+        return
+    needed = sum(shape_of(p).numel() * p.itemsize for p in parameters)
+    room = min(policy.world.gather(available_bytes(policy.device)))
+    if needed > room:
+        raise ValueError(
+            f"parallel is {policy.config.parallel} and an engine here needs all weights, "
+            f"{gigabytes(needed)}, of which {gigabytes(room)} would fit beside this process's "
+            "part; a model of this size needs vLLM on devices of its own (rollout_engine vllm, "
+            "vllm_devices, parallel)"
+        )

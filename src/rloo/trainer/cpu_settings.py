@@ -1,0 +1,161 @@
+"""What a run sets of the machine: CPU threads, what computes on a CPU, and what is kept of freed
+memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rloo import kernels
+from rloo.config.config import RLOOConfig
+from rloo.config.vllm_options import servers_dtype
+from rloo.kernels import cpu_matmul, gpu_kernels, torch_compat
+from rloo.kernels.bf16_rounding import reduced_precision
+from rloo.model.attention import head_size
+from rloo.model.policy import Policy
+from rloo.model.quantization import count_parameters
+from rloo.trainer.preflight import check_threads
+
+# Parameters of glibc's mallopt(3).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# With fewer parameters a run is over before a faster library has repaid its measurement.
+_WORTH_MEASURING = 2**20
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep large freed blocks, since a CPU update allocates and frees the same ones
+    repeatedly, and the system clears every page that it gives out. Peak memory stays the same."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 2**30)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def let_segments_grow(device: torch.device) -> None:
+    """Have torch's memory on a GPU grow in place, not in blocks of fixed size, between which
+    micro-batches and caches of ever other sizes leave what no one can use. What the user has set in
+    the environment stays. Must precede the first tensor there."""
+    given = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if device.type == "cuda" and not given:
+        # Not by the environment, which servers of vLLM would inherit: its pools cannot grow.
+        torch_compat.let_segments_grow()
+
+
+def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
+    """Use `num_threads` CPU threads, or the number with which decoding is fastest in a short test:
+    with small matrices a second one can cost more in waiting than it gains, especially if something
+    else runs on the machine. Returns why there are as many."""
+    if args.num_threads is not None:
+        check_threads(args.num_threads)
+        torch.set_num_threads(args.num_threads)
+        return "num_threads"
+    available = torch.get_num_threads()
+    if available == 1 or model.device.type != "cpu":
+        return "all that torch may use"
+    tokens = torch.zeros(64, 4, dtype=torch.long)
+    seconds = {}
+    for threads in (1, available):
+        torch.set_num_threads(threads)
+        with torch.no_grad():
+            model(tokens, use_cache=False)
+            start = time.perf_counter()
+            for _ in range(3):
+                model(tokens, use_cache=False)
+        seconds[threads] = time.perf_counter() - start
+    chosen, other = sorted(seconds, key=seconds.__getitem__)
+    torch.set_num_threads(chosen)
+    saved = 100 * (1 - seconds[chosen] / seconds[other])
+    return f"decoding took {saved:.0f} % less time than with {other} in a short test; num_threads"
+
+
+def _settle_products(policy: Policy, args: RLOOConfig) -> None:
+    """Have oneDNN compute what `onednn` says, or what a measurement in the main process finds it
+    faster at. Where some process has no oneDNN, or one that computes other numbers, MKL does all,
+    with a note."""
+    chosen = args.onednn
+    if chosen is None and count_parameters(policy.model) < _WORTH_MEASURING:
+        chosen = []
+    fault = cpu_matmul.fault() if chosen != [] else None
+    if policy.world.any(fault is not None):
+        here = fault or "another process cannot use it"
+        policy.notes.append(f"MKL computes all products, not oneDNN: {here} (onednn)")
+        chosen = []
+    if chosen is None:
+        chosen = policy.world.from_main(
+            cpu_matmul.choose(bf16=args.bf16) if policy.world.is_main else []
+        )
+    cpu_matmul.use(chosen)
+
+
+def _settle_compiled(policy: Policy, args: RLOOConfig) -> None:
+    """Have compiled functions compute where `torch_compile` says so, or tell in a note why not."""
+    gpu_kernels.use(False)
+    if args.torch_compile:
+        here = _why_not_compiled(policy, args)
+        reason = next(filter(None, policy.world.gather(here)), None)
+        if reason is not None:
+            policy.notes.append(f"nothing is compiled: {reason} (torch_compile)")
+        gpu_kernels.use(reason is None)
+
+
+def _why_not_compiled(policy: Policy, args: RLOOConfig) -> str | None:
+    if policy.device.type != "cuda":
+        return "the model is not on a GPU"
+    config = policy.model.config.get_text_config()
+    dtype = reduced_precision(args) or torch.float32
+    return gpu_kernels.why_not(policy.device, dtype, config.hidden_size, head_size(config))
+
+
+def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
+    """Settle which library multiplies (`onednn`) and whether kernels in C compute (`cpu_kernels`),
+    the same for all processes; a note tells why they do not. Raises ValueError where they are asked
+    for and a process cannot have them."""
+    on_cpu, reason = policy.device.type == "cpu", None
+    if on_cpu:
+        _settle_products(policy, args)
+    if args.cpu_kernels is not False:
+        here = kernels.why_not() if on_cpu else "the model is not on a CPU"
+        reason = next(filter(None, policy.world.gather(here)), None)
+        if reason and args.cpu_kernels:
+            raise ValueError(f"cpu_kernels is true, but {reason}; leave it out (cpu_kernels)")
+        if reason and on_cpu:
+            policy.notes.append(f"torch computes without kernels in C: {reason} (cpu_kernels)")
+    kernels.use(args.cpu_kernels is not False and reason is None)
+    _settle_compiled(policy, args)
+    by_torch = on_cpu and not kernels.in_use() and servers_dtype(args) == "bfloat16"
+    packs = any(name.startswith("packed") for name in cpu_matmul.in_use())
+    if by_torch and packs and not cpu_matmul.can_pack(torch.bfloat16):
+        policy.notes.append(
+            "oneDNN packs no matrices in bfloat16 on this processor: the sampler multiplies by "
+            "them as they are (onednn, rollout_dtype)"
+        )
+
+
+def arithmetic() -> dict[str, Any]:
+    """The options that say what computes, as it does."""
+    return {
+        "num_threads": torch.get_num_threads(),
+        "onednn": cpu_matmul.in_use(),
+        "cpu_kernels": kernels.in_use(),
+    }
+
+
+def resume_arithmetic(config: RLOOConfig, before: Mapping[str, Any]) -> list[str]:
+    """Go on with what computed in an earlier session, unless the options say otherwise; returns
+    what is another now."""
+    earlier = {"onednn": [], "cpu_kernels": False, **before}  # newer options
+    if config.num_threads is None:
+        torch.set_num_threads(earlier["num_threads"])
+    if config.onednn is None:
+        cpu_matmul.use(earlier["onednn"])
+    if config.cpu_kernels is None and not earlier["cpu_kernels"]:
+        kernels.use(False)
+    now = arithmetic()
+    names = ("onednn", "cpu_kernels")
+    return [f"{n} {earlier[n]} -> {now[n]}" for n in names if now[n] != earlier[n]]

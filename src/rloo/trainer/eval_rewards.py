@@ -1,0 +1,165 @@
+"""Rewards that only judge: measured in evaluations, never trained (`eval_reward_funcs`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rloo.addons.report.doctor.run_record import written
+from rloo.algorithm.rank_rollout import Judge
+from rloo.config.config import RLOOConfig
+from rloo.distributed import World
+from rloo.rewards import RewardSet
+from rloo.rewards.reward_function import name_of
+from rloo.tracking.jsonl import START, write_json
+from rloo.tracking.metrics import deviation, interval, mean_intervals
+from rloo.trainer.build import RewardFunction, make_rewards
+from rloo.types import Group, Prompt, Text
+
+
+@dataclass(slots=True)
+class Judging:
+    """`rewards` score completions as rewards do. `pairwise` are objects whose
+    `judge(prompts, pairs)` returns for each pair of completions 0 if the first is better, 1 if the
+    second is, -1 where it cannot tell, as TRL's do. What the starting policy said and got is kept
+    in `folder`, so that a run that goes on compares with it."""
+
+    rewards: RewardSet | None
+    pairwise: Mapping[str, Any]
+    folder: Path
+    _start: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        given: RewardFunction | Sequence[RewardFunction] | None,
+        args: RLOOConfig,
+        trained: RewardSet,
+        world: World,
+    ) -> Judging:
+        """Of rewards in any form that training takes, or objects with `judge`; else those of
+        `args.eval_reward`. Raises ValueError for a name that is trained, too."""
+        specs: Any = args.eval_reward if given is None else given
+        specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
+        pairwise = {name_of(s): s for s in specs if callable(getattr(s, "judge", None))}
+        others = [s for s in specs if not callable(getattr(s, "judge", None))]
+        rewards = None
+        if others:
+            plain = args.with_values(reward_weights=None)
+            rewards = make_rewards(others, plain, device=world.device)
+        for name in (*(rewards.names if rewards else ()), *pairwise):
+            if name in trained.names:
+                raise ValueError(
+                    f"{name} is trained and is to judge, too; every reward that is trained is "
+                    "measured in evaluations anyway (eval_reward_funcs)"
+                )
+        if pairwise and not args.eval_on_start:
+            raise ValueError(
+                f"{', '.join(pairwise)} compares completions with those of the starting policy, "
+                "which are sampled by an evaluation before the first step (eval_on_start)"
+            )
+        return cls(rewards, pairwise, Path(args.output_dir).absolute())
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError where a reward needs a column that evaluation prompts lack."""
+        if self.rewards is not None and prompts:
+            self.rewards.check(prompts[0].columns)
+
+    def measure(
+        self, name: str, groups: Sequence[Group], judge: Judge, step: int
+    ) -> dict[str, Any]:
+        """The metrics of these groups of the evaluation set `name`: mean, deviation and interval of
+        each reward; and how often completions are better than those of step 0 with the same prompt
+        and number."""
+        if self.rewards is None and not self.pairwise:
+            return {}
+        metrics: dict[str, Any] = {}
+        by_function: dict[str, list[list[float | None]]] = {}
+        if self.rewards is not None:
+            prompts = [group.prompt for group in groups]
+            own = Judge(
+                self.rewards, judge.tokenizer, judge.world, judge.trainer_state, judge.noise
+            )
+            judged, logged = own.score(prompts, [g.completions for g in groups], learn=False)
+            metrics |= logged | {
+                n: v for n, v in mean_intervals(judged).items() if n.startswith("rewards/")
+            }
+            for function in self.rewards.names:
+                by_function[function] = [group.scores[function] for group in judged]
+                flat = [s for some in by_function[function] for s in some if s is not None]
+                metrics[f"rewards/{function}/mean"] = fmean(flat) if flat else float("nan")
+                metrics[f"rewards/{function}/std"] = deviation(flat)
+        now = {"texts": [group.texts for group in groups], "scores": by_function}
+        found = {}
+        if judge.world.is_main:  # it alone has the file, and asks a judge once
+            if step == 0:
+                self._keep(name, now)
+            elif (start := self._kept(name)) is not None:
+                found = self._wins(start, now, [group.prompt for group in groups])
+        return metrics | judge.world.from_main(found)
+
+    def _keep(self, name: str, now: dict[str, Any]) -> None:
+        self._start[name] = now
+        if self.folder.is_dir():
+            write_json(self.folder / START, self._start)
+
+    def _kept(self, name: str) -> dict[str, Any] | None:
+        path = self.folder / START
+        if name not in self._start and path.exists():
+            self._start = dict(json.loads(path.read_text(encoding="utf-8")))
+        return self._start.get(name)
+
+    def _wins(
+        self, start: dict[str, Any], now: dict[str, Any], prompts: Sequence[Prompt]
+    ) -> dict[str, Any]:
+        metrics: dict[str, Any] = {}
+        for function, scores in now["scores"].items():
+            rows = zip(start["scores"].get(function, []), scores, strict=False)
+            wins = [[_win(*both) for both in zip(*row, strict=False)] for row in rows]
+            metrics |= _rate(function, wins)
+        for name, judge in self.pairwise.items():
+            metrics |= _rate(name, _compared(judge, prompts, start["texts"], now["texts"]))
+        return metrics
+
+
+def _win(before: float | None, after: float | None) -> float | None:
+    if before is None or after is None:
+        return None
+    return 0.5 if before == after else float(after > before)
+
+
+def _rate(name: str, wins: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    """The win rate over prompts, each of which is a mean over its completions."""
+    known = [[w for w in some if w is not None] for some in wins]
+    means = [fmean(some) for some in known if some]
+    if not means:
+        return {}
+    rate = f"rewards/{name}/win_rate"
+    return {rate: fmean(means), f"{rate}_interval": interval(means)}
+
+
+def _compared(
+    judge: Any,
+    prompts: Sequence[Prompt],
+    start: Sequence[Sequence[Text]],
+    now: Sequence[Sequence[Text]],
+) -> list[list[float | None]]:
+    pairs = [
+        (number, [written(a), written(b)])
+        for number, (before, after) in enumerate(zip(start, now, strict=True))
+        for a, b in zip(before, after, strict=False)
+    ]
+    said = judge.judge([written(prompts[n].content) for n, _ in pairs], [pair for _, pair in pairs])
+    if len(said) != len(pairs):
+        raise ValueError(
+            f"the judge {name_of(judge)!r} returned {len(said)} judgements for {len(pairs)} pairs; "
+            "each pair needs one (eval_reward_funcs)"
+        )
+    wins: list[list[float | None]] = [[] for _ in prompts]
+    for (number, _), index in zip(pairs, said, strict=True):
+        wins[number].append(float(index) if index in (0, 1) else None)
+    return wins

@@ -1,0 +1,244 @@
+"""Held-out accuracy through the same engine and rewards as training, with confidence intervals.
+
+Every evaluation draws the same noise, which training does not use: training is not affected, and
+two evaluations of a run differ by the policy, not by chance.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+from transformers import TrainerState
+
+from rloo.algorithm.baselines import centred
+from rloo.algorithm.rank_rollout import Judge, sample
+from rloo.config.config import RLOOConfig
+from rloo.engines.counter_rng import noise_key
+from rloo.model.policy import Policy
+from rloo.model.training_state import capture_rng, restore_rng
+from rloo.rewards import RewardSet
+from rloo.rewards.reward_function import read_signature
+from rloo.tracking.metrics import interval, mean_intervals, rollout_metrics, task_metrics
+from rloo.tracking.summary_text import GRADED
+from rloo.trainer.build import make_sampling
+from rloo.trainer.eval_rewards import Judging
+from rloo.types import Completion, Engine, Group, Prompt, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How an evaluation samples and counts. A completion passes if the first reward function gives
+    it at least `pass_threshold`; one that could not be scored does not pass."""
+
+    sampling: Sampling
+    num_samples: int
+    noise: int
+    pass_threshold: float
+    pass_k: Sequence[int] = (1,)
+
+
+def settings_of(policy: Policy) -> Settings:
+    """The settings of a policy's options: the same noise every time."""
+    config = policy.config
+    return Settings(
+        make_sampling(config, policy.stop_token_ids, policy.tokenizer, evaluation=True),
+        config.num_generations_eval or config.num_generations,
+        noise_key(config.seed, "eval", 0),
+        config.pass_threshold,
+        config.eval_pass_k,
+    )
+
+
+def evaluate(
+    engine: Engine, prompts: Sequence[Prompt], judge: Judge, settings: Settings
+) -> tuple[dict[str, Any], list[Group]]:
+    """Sampled and greedy accuracy, pass@k, mean reward and lengths; and the sampled groups.
+    `*_interval` are 95 % intervals over the prompts; `reward_kind` tells whether the first reward
+    is 0 or 1, or `graded`. Raises ValueError for a k larger than the number of samples."""
+    num_samples, threshold = settings.num_samples, settings.pass_threshold
+    if (most := max(settings.pass_k)) > num_samples:
+        raise ValueError(
+            f"pass@{most} needs {most} samples per prompt; there are {num_samples} "
+            "(num_generations_eval, eval_pass_k)"
+        )
+
+    def measure(how: Sampling, count: int) -> tuple[list[Group], dict[str, float]]:
+        sampled = sample(engine, prompts, count, how, settings.noise, judge.world)
+        return judge.score(prompts, sampled, learn=False)
+
+    groups, logged = measure(settings.sampling, num_samples)
+    greedy, _ = measure(replace(settings.sampling, greedy=True), 1)
+    passes = {
+        f"pass@{k}": [pass_at_k(_passed(g, threshold), num_samples, k) for g in groups]
+        for k in settings.pass_k
+    }
+    passes["pass@1_greedy"] = [float(_passed(g, threshold)) for g in greedy]
+    report: dict[str, Any] = {"num_prompts": len(prompts), "num_samples": num_samples}
+    for name, chances in passes.items():
+        report |= {name: fmean(chances), f"{name}_interval": interval(chances)}
+    report["reward_kind"] = kind_of(groups, threshold)
+    report |= task_metrics(groups, threshold)
+    return report | rollout_metrics(groups) | mean_intervals(groups) | logged, groups
+
+
+def kind_of(groups: Sequence[Group], threshold: float) -> str:
+    """What pass@k can be made of: a reward of 0 and 1 (or -1 and 1), or one with a threshold of its
+    own; else it is graded."""
+    given = {score for g in groups for score in next(iter(g.scores.values()))} - {None}
+    binary = given <= {0.0, 1.0} or given <= {-1.0, 1.0}
+    return "0 or 1" if binary or threshold != 1.0 else GRADED
+
+
+def pass_at_k(num_passed: int, num_samples: int, k: int) -> float:
+    """The probability that k of the samples, drawn without replacement, include one that passed:
+    the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1)."""
+    failed = num_samples - num_passed
+    return 1.0 - math.comb(failed, k) / math.comb(num_samples, k)
+
+
+def _passed(group: Group, threshold: float) -> int:
+    first = next(iter(group.scores.values()))
+    return sum(score is not None and score >= threshold for score in first)
+
+
+# Evaluation sets by name; the name of a single set is "".
+Sets = Mapping[str, Sequence[Prompt]]
+Results = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Evaluates the policy during training; leaves RNG and training state untouched."""
+
+    policy: Policy
+    engine: Engine
+    rewards: RewardSet
+    state: TrainerState
+    judging: Judging
+
+    def measure(self, sets: Sets) -> Results:
+        """The metrics of each set; see `evaluate`."""
+        policy, settings = self.policy, settings_of(self.policy)
+        judge = Judge(self.rewards, policy.tokenizer, policy.world, self.state, settings.noise)
+        generators = capture_rng()  # reward functions may draw from them
+        results = {}
+        try:
+            policy.load_into(self.engine)
+            for name, prompts in sets.items():
+                results[name], groups = evaluate(self.engine, prompts, judge, settings)
+                results[name]["loss"] = loss_of(groups)
+                step = self.state.global_step
+                results[name] |= self.judging.measure(name, groups, judge, step)
+        finally:
+            restore_rng(generators)
+        return results
+
+
+def loss_of(groups: Sequence[Group]) -> float:
+    """The loss of completions under the weights that sampled them, which TRL reports: minus the
+    mean of the leave-one-out advantages. Those of a group add up to 0, so that it is 0 but for
+    rounding and tells nothing of the policy."""
+    rewards = [math.nan if r is None else r for group in groups for r in group.rewards]
+    numbers = [number for number, group in enumerate(groups) for _ in group.rewards]
+    return 0.0 - float(centred(torch.tensor(rewards), torch.tensor(numbers)).mean())
+
+
+def flatten(results: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, Any]:
+    """The metrics of all sets in one dict, named prefix_metric or prefix_set_metric."""
+    return {
+        "_".join(part for part in (prefix, name, metric) if part): value
+        for name, metrics in results.items()
+        for metric, value in metrics.items()
+    }
+
+
+def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfig) -> bool:
+    """Whether this evaluation is better than all previous ones; if so, it is stored in `state`. The
+    metric is `metric_for_best_model`, by default `eval_reward`; without the default metric (with
+    several evaluation sets) the result is False. Raises ValueError for one that is missing."""
+    name = "eval_" + (config.metric_for_best_model or "reward").removeprefix("eval_")
+    if name not in metrics:
+        if config.metric_for_best_model is None:
+            return False
+        known = ", ".join(key for key, value in metrics.items() if isinstance(value, float))
+        raise ValueError(
+            f"the evaluation has no metric {name}; it has {known} (metric_for_best_model)"
+        )
+    value, best = float(metrics[name]), state.best_metric
+    sign = -1 if config.greater_is_better is False else 1
+    # NaN (no completion was scored) is not better than anything.
+    if math.isnan(value) or (best is not None and sign * value <= sign * best):
+        return False
+    state.best_metric, state.best_global_step = value, state.global_step
+    return True
+
+
+def check_evaluation(owner: Any, sets: Sets, *, trains: bool) -> list[str]:
+    """A note where the evaluation sets of a trainer, by name, are not used. Raises ValueError where
+    there is nothing to evaluate on, and for a best metric that is none of a set."""
+    args: RLOOConfig = owner.args
+    evaluates = args.eval_on_start or args.eval_strategy != "no"
+    if evaluates and not sets:
+        raise ValueError(
+            "evaluation is asked for (eval_on_start, eval_strategy) and there is nothing to "
+            "evaluate on (eval_dataset, eval_split)"
+        )
+    metric = (args.metric_for_best_model or "").removeprefix("eval_")
+    names = [name for name in sets if name]
+    if metric in ("loss", *(f"{name}_loss" for name in names)):
+        raise ValueError(
+            f"metric_for_best_model is {metric}, which is 0 in every evaluation, since the "
+            "advantages of a group add up to 0; take reward or pass@1 (metric_for_best_model)"
+        )
+    if metric and names and not any(metric.startswith(f"{name}_") for name in names):
+        raise ValueError(
+            f"metric_for_best_model is {metric} and the evaluation sets are "
+            f"{', '.join(names)}; prefix it with one of them, as in {names[0]}_{metric}"
+        )
+    if metric and sets and (known := _known_metrics(owner)) is not None:
+        name = next((n for n in names if metric.startswith(f"{n}_")), "")
+        bare = metric.removeprefix(f"{name}_")
+        if bare not in known and not bare.startswith("gym/"):
+            raise ValueError(
+                f"metric_for_best_model is {args.metric_for_best_model}, which no evaluation has; "
+                f"it has {', '.join(sorted(known))} (metric_for_best_model)"
+            )
+    if sets and trains and not evaluates:
+        return ["the evaluation set is not used while training (eval_on_start, eval_strategy)"]
+    return []
+
+
+def _known_metrics(owner: Any) -> set[str] | None:
+    """The names of what an evaluation of this trainer has; None where more than is known now may
+    come of it: from a reward that logs, a judge, episodes, a subclass."""
+    rewards: RewardSet = owner.rewards
+    judged = owner.judging.rewards is not None or owner.judging.pairwise
+    overridden = type(owner).evaluate.__qualname__ != "RLOOTrainer.evaluate"
+    episodes = owner.turns.tools or owner.turns.own is not None
+    if any(map(_may_log, rewards.functions)) or judged or overridden or episodes:
+        return None
+    one = Completion([0], "stop", [0.0], [0.0])
+    scores: dict[str, list[float | None]] = {name: [0.0, 1.0] for name in rewards.names}
+    group = Group(Prompt(0, [0], ""), [one, one], ["", ""], [0.0, 1.0], scores)
+    passes = [f"pass@{k}" for k in owner.args.eval_pass_k]
+    return {*passes, "pass@1_greedy", *rollout_metrics([group])}
+
+
+def _may_log(function: Callable[..., Any]) -> bool:
+    """Whether a reward function may log a metric: it has the parameter, or takes all and asks for
+    that, hands all on, or cannot be read."""
+    accepts = read_signature(function, "", 1.0).accepts
+    if accepts is not None:
+        return "log_metric" in accepts
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return True
+    used = list(dis.get_instructions(code))
+    return any(i.argval == "log_metric" or i.opname == "CALL_FUNCTION_EX" for i in used)

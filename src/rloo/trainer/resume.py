@@ -1,0 +1,157 @@
+"""Saving and restoring a run's state, and deciding which options a resumed run may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rloo.algorithm.state import InHand, Parts, RunState
+from rloo.config.config import RLOOConfig
+from rloo.model.parallel.sharded_checkpoint import has_parts
+from rloo.model.training_state import (
+    capture_rng,
+    parameter_shapes,
+    require_same_shapes,
+    restore_rng,
+)
+from rloo.trainer.checkpoint import Checkpoint, load_checkpoint
+from rloo.trainer.cpu_settings import resume_arithmetic
+
+# fmt: off
+# A restored optimizer and schedule keep their own values of these; new ones would be ignored.
+FIXED = (
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "fp16",
+)
+# These options do not change what is computed.
+HARMLESS = (
+    "max_steps", "num_train_epochs", "output_dir", "overwrite_output_dir", "resume_from_checkpoint",
+    "model", "save_strategy", "save_steps", "save_total_limit", "logging_steps",
+    "save_only_model", "logging_strategy",
+    "logging_first_step", "log_completions", "num_completions_to_print", "report_to", "run_name",
+    "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
+    "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout", "parallel",
+    "gather_limit", "deepspeed", "offload_params",
+    "state_dict_type", "save_dtype", "sampler_processes", "remote_workers", "reward_workers",
+    "vllm_server_base_url", "vllm_weights_dir", "vllm_devices", "vllm_server_timeout",
+    "vllm_request_timeout", "vllm_restarts", "vllm_gpu_memory_utilization",
+)
+# Chosen automatically in the first session, and kept unless the user sets them now.
+CHOSEN = (
+    "num_threads", "onednn", "cpu_kernels", "max_tokens_per_micro_batch", "packing",
+    "rollout_engine",
+)
+# fmt: on
+
+
+def snapshot(parts: Parts, state: RunState, told: dict[str, Any]) -> Checkpoint:
+    """Everything but the weights. `told`: the resolved options (`config`), and what a resumed run
+    goes on to tell, as JSON values."""
+    policy = parts.policy
+    in_parts = parts.config.state_dict_type == "sharded"
+    optimizer, scheduler, scaler = policy.stepper.state(in_parts=in_parts)
+    trainer_state = {
+        **state.state_dict(),
+        "shapes": parameter_shapes(policy.model),
+        "initial_weights": policy.initial_weights,
+        "batches": asdict(parts.batches),
+        **told,
+        "scaler": scaler,
+        "callbacks": parts.events.state_dict(),
+    }
+    hand = None
+    if state.in_hand is not None:
+        samples = [replace(s, home=None) for s in state.in_hand.samples]
+        hand = replace(state.in_hand, samples=samples).state_dict()
+    return Checkpoint(state.step, optimizer, scheduler, capture_rng(), trainer_state, hand)
+
+
+def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
+    """The options that compute something else than an earlier session's, with both values."""
+    now = config.to_dict()
+    return [
+        f"{name} {before[name]} -> {now[name]}"
+        for name in now  # an option may be newer than the checkpoint
+        if name not in (*HARMLESS, *CHOSEN) and now[name] != before.get(name, now[name])
+    ]
+
+
+def named_since(saved: Mapping[str, Any], config: RLOOConfig) -> frozenset[str]:
+    """The options that were given to a run: in its first session, and now with another value. A
+    session that goes on by config.yaml is given all of them, as they were."""
+    before, values = saved["config"], config.to_dict()
+    now = {n for n in config.named if n not in before or values[n] != before[n]}
+    return frozenset(saved["named"]) | now if "named" in saved else config.named  # a newer entry
+
+
+def restore(
+    parts: Parts, state: RunState, path: Path, *, same_options: bool = False
+) -> dict[str, Any]:
+    """Restore a run from a checkpoint; return the checkpoint's trainer_state. Raises ValueError for
+    one of another model, or that started from other weights, and for changed options that a
+    restored optimizer would ignore. Others are noted, with `same_options` refused too."""
+    checkpoint, policy = load_checkpoint(path), parts.policy
+    saved = checkpoint.trainer_state
+    require_same_shapes(saved["shapes"], parameter_shapes(policy.model))
+    if saved["initial_weights"] != policy.initial_weights:
+        raise ValueError(
+            f"{path} started from other weights than the present model, which is the reference of "
+            "the KL penalty (model, resume_from_checkpoint)"
+        )
+    changed = changed_options(saved["config"], parts.config)
+    batches = asdict(parts.batches)
+    before = saved.get("batches", batches)["completions_per_step"]  # a newer entry
+    if before != batches["completions_per_step"]:
+        now = f"{batches['completions_per_step']} (on {parts.world.size} processes)"
+        changed.append(f"completions of an optimizer step {before} -> {now}")
+    if changed and same_options:
+        raise ValueError(
+            f"{path} is of a run with other options: {', '.join(changed)}; go on with those it "
+            "had, or name another folder (resume_from_checkpoint auto, output_dir)"
+        )
+    _compare(saved, parts, changed)
+    state.load_state_dict(saved)
+    policy.files.load_checkpoint(path)
+    optimizer = checkpoint.optimizer
+    if has_parts(path):
+        optimizer = policy.stepper.read_state(path, optimizer[1])
+    policy.stepper.load_state(optimizer, checkpoint.scheduler, saved["scaler"])
+    restore_rng(checkpoint.rng)
+    first = state.step
+    if checkpoint.rollout is not None:
+        state.in_hand = InHand.of_state(checkpoint.rollout, state.position)
+        first += parts.batches.steps_per_rollout - state.in_hand.done
+    parts.rollouts.load_state_dict(state.position, step=first)
+    state.trainer.epoch = parts.rollouts.epoch
+    best = saved["state"]["best_global_step"]
+    state.trainer.best_metric, state.trainer.best_global_step = saved["state"]["best_metric"], best
+    # By number, since the run's folder may have been moved.
+    folder = path.parent / f"checkpoint-{best}"
+    state.trainer.best_model_checkpoint = str(folder) if folder.is_dir() else None
+    parts.events.load_state_dict(saved["callbacks"])
+    return saved
+
+
+def _compare(saved: dict[str, Any], parts: Parts, changed: list[str]) -> None:
+    before = saved["config"]
+    config, policy = parts.config, parts.policy
+    now = config.to_dict()
+    for name in FIXED:
+        if now[name] != before[name]:
+            raise ValueError(
+                f"{name} is {now[name]} and was {before[name]}; a resumed optimizer keeps its own "
+                f"value: leave it as it was, or start another run ({name})"
+            )
+    changed += resume_arithmetic(config, before)
+    # A budget that did not fit into memory then is not tried again.
+    too_large = [change["from"] for change in saved["budget_changes"]]
+    if config.max_tokens_per_micro_batch in (None, *too_large):
+        policy.max_tokens = before["max_tokens_per_micro_batch"]
+    # Padding is always possible, packing only if this process has installed its attention.
+    if config.packing is None and not before["packing"]:
+        policy.packed = False
+    if policy.packed != before["packing"]:
+        changed.append(f"packing {before['packing']} -> {policy.packed}")
+    if changed:
+        policy.notes.append(f"resumed with other options: {', '.join(changed)}")

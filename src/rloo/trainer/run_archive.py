@@ -1,0 +1,67 @@
+"""What runs have left in an output folder: each is moved to a folder of its own, `earlier/N`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rloo.data.images import FOLDER as IMAGES
+from rloo.distributed.atomic_io import sync
+from rloo.tracking.model_card import FILE as CARD
+from rloo.tracking.model_card import has_other_card
+
+EARLIER = "earlier"
+# What is being moved; it gets its number when all of it is there.
+_MOVING = "moving"
+# The result, as transformers and peft name it, and what scripts save beside it as with Trainer.
+RESULT = (
+    "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
+    "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "chat_template.jinja", "chat_template.json", "additional_chat_templates",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "trainer_state.json", "training_args.bin", "*_results.json", "superseded-checkpoint-*",
+    f"{IMAGES}/{16 * '[0-9a-f]'}.png",
+)  # fmt: skip
+
+
+def move_aside(folder: Path, records: list[Path]) -> Path:
+    """Move `records` and the result of a run to a new folder `earlier/N` in `folder`; returns it.
+    Where that is interrupted, the next call goes on."""
+    (folder / EARLIER / _MOVING).mkdir(parents=True, exist_ok=True)
+    for item in [*_result(folder), *records]:  # by the records a run is known: last
+        place = folder / EARLIER / _MOVING / item.relative_to(folder)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _move(item, place)
+    return _number(folder)
+
+
+def _move(item: Path, place: Path) -> None:
+    if item.is_symlink() and not item.readlink().is_absolute():  # it would lead elsewhere
+        place.unlink(missing_ok=True)
+        place.symlink_to(item.parent / item.readlink())
+        item.unlink()
+    else:
+        item.rename(place)
+
+
+def is_moving(folder: Path) -> bool:
+    """Whether a run there was being moved when the process that moved it was killed."""
+    return (folder / EARLIER / _MOVING).exists()
+
+
+def _number(folder: Path) -> Path:
+    earlier = folder / EARLIER
+    numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdigit()]
+    place = earlier / str(1 + max(numbers, default=0))
+    sync(earlier / _MOVING)
+    (earlier / _MOVING).rename(place)
+    sync(earlier)
+    return place
+
+
+def _result(folder: Path) -> Iterator[Path]:
+    for pattern in RESULT:
+        yield from sorted(folder.glob(pattern))
+    if (folder / CARD).exists() and not has_other_card(folder):
+        yield folder / CARD

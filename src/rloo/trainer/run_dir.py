@@ -1,0 +1,266 @@
+"""The output folder: whose it is, where the run in it goes on, and what becomes of an older one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rloo.addons.launch.local_ranks import OUTPUT, redirect_output
+from rloo.addons.report.html import PAGE
+from rloo.config.config import RLOOConfig
+from rloo.config.parser import parse_command_line
+from rloo.distributed import World
+from rloo.distributed.atomic_io import discard, sync
+from rloo.tracking.jsonl import (
+    ALARMS,
+    COMPLETIONS,
+    CONFIG,
+    EVALUATIONS,
+    GROUPS,
+    LOGS,
+    METRICS,
+    START,
+    SUMMARY,
+)
+from rloo.tracking.profiler import REPORT, TRACE
+from rloo.tracking.run_reader import read_summary
+from rloo.trainer.checkpoint import (
+    MANIFEST,
+    find_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
+from rloo.trainer.heartbeat import MEMBERS, STOP
+from rloo.trainer.preflight import check_folder
+from rloo.trainer.resume import changed_options
+from rloo.trainer.run_archive import EARLIER, is_moving, move_aside
+from rloo.trainer.run_lock import LOCK, locked
+
+MARK = "# The options of this run, as they were resolved; `rloo train` reads them.\n"
+RUN_FILES = (
+    METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS, START, CONFIG, PAGE,
+    f"profile/{TRACE}", f"profile/{REPORT}",
+)  # fmt: skip
+AUTO = "auto"
+# What a run that has finished says of itself, at least.
+RESULT = {"steps", "config", "totals"}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins: at a checkpoint, or without one (None) at step 0. With `same_options`
+    only a run with the same options goes on. `finished` is the summary of a run that has ended."""
+
+    checkpoint: Path | None
+    same_options: bool = False
+    finished: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> Iterator[Start]:
+    """Own `config.output_dir` in this block, and prepare it for a run that starts where it is told:
+    by `resume_from_checkpoint`, or by the option. Raises ValueError for a folder that is the
+    model's, another program's or another run's."""
+    check_folder(config)
+    folder = Path(config.output_dir).absolute()
+    resume = resume_from_checkpoint or config.resume_from_checkpoint
+    if not os.path.exists(folder):  # also where no folder can have that name
+        find_start(folder, resume)  # what is refused leaves no folder
+    try:
+        _make(folder)
+        (folder / LOCK).touch()
+    except OSError as error:
+        raise ValueError(f"output_dir {folder} cannot be written: {error} (output_dir)") from error
+    with locked(folder):
+        for name in (MEMBERS, STOP):  # of one that was killed
+            (folder / name).unlink(missing_ok=True)
+        moved = move_aside(folder, _records(folder)) if is_moving(folder) else None
+        start = find_start(folder, resume)
+        if moved is not None:
+            start.notes.append(f"the run that was in {folder} is now in {moved}")
+        if start.same_options and start.checkpoint is None:
+            _require_same_run(folder, config)
+        if not start.finished:
+            clear(folder, config, start=start, resume=resume)
+        yield start
+
+
+@contextmanager
+def claimed_by_main(
+    world: World, config: RLOOConfig, resume_from_checkpoint: str | bool | None
+) -> Iterator[Start]:
+    """As `claimed`, by the main process for all."""
+    if world.is_main:
+        with ExitStack() as stack:
+            try:
+                start = stack.enter_context(claimed(config, resume_from_checkpoint))
+            except ValueError as error:
+                world.from_main((str(error), None, False, {}))
+                raise
+            found = start.checkpoint and str(start.checkpoint)
+            world.from_main(("", found, start.same_options, start.finished))
+            yield start
+    else:
+        begins: tuple[str, str | None, bool, dict[str, Any]] = ("", None, False, {})
+        refused, found, same_options, finished = world.from_main(begins)
+        if refused:
+            raise ValueError(refused)
+        if OUTPUT in os.environ:
+            redirect_output(Path(config.output_dir) / LOGS / f"rank-{world.rank}.log")
+        yield Start(Path(found) if found else None, same_options, finished)
+
+
+def _require_same_run(folder: Path, config: RLOOConfig) -> None:
+    """Refuse to start again what was begun with other options and has no checkpoint."""
+    path = folder / CONFIG
+    if not (folder / METRICS).exists() or not path.exists():
+        return
+    changed = changed_options(parse_command_line([str(path)]).to_dict(), config)
+    if changed:
+        raise ValueError(
+            f"output_dir {folder} holds a run with other options, which has no checkpoint to go on "
+            f"from: {', '.join(changed)}; start with those it had, replace it with "
+            "--overwrite_output_dir, or name another folder (resume_from_checkpoint auto)"
+        )
+
+
+def _make(folder: Path) -> None:
+    """Make a folder that a power cut does not take away with all checkpoints in it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing or [folder]:  # it may have been made by a run that was killed then
+        with suppress(OSError):  # a parent that may not be read: nobody can do more
+            sync(path.parent)
+
+
+def find_start(folder: Path, resume: str | bool | None) -> Start:
+    """Where to start: at the checkpoint named; for True and "auto" at the newest in `folder`.
+    Raises ValueError if it does not exist, for True also where there was no run at all."""
+    if resume is None or resume is False:
+        return Start(None)
+    if resume is True or resume == AUTO:
+        summary = read_summary(folder)
+        newest, damaged = find_checkpoint(folder)
+        if newest is None and resume is True and summary.get("status") == "finished":
+            raise ValueError(
+                f"{folder} has a finished run and no checkpoint to resume from: auto takes its "
+                "result, and overwrite_output_dir replaces it (resume_from_checkpoint, "
+                "save_strategy)"
+            )
+        if newest is None and resume is True and not (folder / METRICS).exists():
+            raise ValueError(f"{folder} has no checkpoint to resume from (resume_from_checkpoint)")
+        if newest is None and (folder / METRICS).exists():
+            damaged = ["the run here ended before its first checkpoint; it starts again"]
+        ended = resume == AUTO and summary.get("status") == "finished"
+        finished = summary if ended and summary.keys() >= RESULT else {}
+        return Start(newest, resume == AUTO, finished, damaged)
+    path = Path(resume).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"checkpoint {path} does not exist (resume_from_checkpoint)")
+    # One that was moved to another disk and linked back may be named by either place.
+    here = (own for _, own in list_checkpoints(folder) if own.exists() and own.samefile(path))
+    path = next(here, path)
+    verify_checkpoint(path, whole=True)
+    return Start(path)
+
+
+def _go_back_to(start: Start, folder: Path) -> None:
+    """Have nothing in `folder` that tells of a later step than the checkpoint: neither that the run
+    has finished, nor another checkpoint, which a run that is killed now would go on from."""
+    assert start.checkpoint is not None
+    if start.checkpoint.parent.resolve() != folder.resolve():
+        if list_checkpoints(folder) or (folder / METRICS).exists():
+            raise ValueError(
+                f"output_dir {folder} holds another run than {start.checkpoint} is of; name "
+                "another folder (output_dir, resume_from_checkpoint)"
+            )
+        return
+    (folder / SUMMARY).unlink(missing_ok=True)
+    step = verify_checkpoint(start.checkpoint)
+    for _, later in [found for found in list_checkpoints(folder) if found[0] > step]:
+        aside = later.with_name(f"superseded-{later.name}")
+        if aside.exists() or aside.is_symlink():
+            discard(aside)
+        later.rename(aside)
+        start.notes.append(f"going on from step {step}: {later.name} is now {aside.name}")
+
+
+def _records(folder: Path) -> list[Path]:
+    """Its files of a run and its checkpoints."""
+    files = [folder / name for name in RUN_FILES if (folder / name).exists()]
+    files += sorted((folder / LOGS).glob("rank-*.log"))
+    return files + [path for _, path in list_checkpoints(folder)]
+
+
+def _keep(folder: Path, records: list[Path], checkpoints: list[Path]) -> str:
+    """Move a run aside; returns what is to be said of it."""
+    finished = read_summary(folder).get("status") == "finished"
+    place = move_aside(folder, records)
+    said = f"the run that was in {folder} is now in {place}"
+    if finished:
+        return said
+    if not checkpoints:
+        return f"{said}; it ended before its first checkpoint"
+    return (
+        f"{said}; it had not finished, and goes on with --output_dir {place} "
+        "--resume_from_checkpoint auto"
+    )
+
+
+def _require_model_elsewhere(folder: Path, config: RLOOConfig) -> None:
+    """Refuse to move the run whose checkpoint is the model, which would not be found again."""
+    model, earlier = Path(config.model or ""), (folder / EARLIER).resolve()
+    model = Path(os.path.realpath(model.parent)) / model.name  # where it is named, if it is a link
+    inside = config.model is not None and model.is_relative_to(folder.resolve())
+    if inside and model.is_dir() and not model.is_relative_to(earlier):
+        raise ValueError(
+            f"model {config.model} is in output_dir {folder}, whose run would be moved to "
+            f"{EARLIER}/; name another folder (output_dir), or go on with that run "
+            "(resume_from_checkpoint)"
+        )
+
+
+def clear(folder: Path, config: RLOOConfig, *, start: Start, resume: str | bool | None) -> None:
+    """Remove unfinished checkpoints. Where a run begins, move the one that was there to
+    `earlier/N`, or with `overwrite_output_dir` remove all that this program wrote of it and nothing
+    else. Raises ValueError where that would take what is needed, or what others wrote."""
+    overwrite = config.overwrite_output_dir
+    resuming = resume is not None and resume is not False
+    if overwrite and resuming:
+        raise ValueError(
+            "overwrite_output_dir removes what resume_from_checkpoint needs; give only one of the "
+            "two (overwrite_output_dir, resume_from_checkpoint)"
+        )
+    own = folder / CONFIG
+    if own.exists() and not own.read_bytes().startswith(MARK.encode()):
+        raise ValueError(
+            f"output_dir {folder} has a {CONFIG} that this program did not write and would "
+            "overwrite; move it or name another folder (output_dir)"
+        )
+    records = _records(folder)
+    checkpoints = [path for _, path in list_checkpoints(folder)]
+    # A run without a single step has left nothing worth keeping.
+    another = checkpoints or (folder / METRICS).exists()
+    if records and start.checkpoint is None:
+        if foreign := [item.name for item in checkpoints if not (item / MANIFEST).exists()]:
+            raise ValueError(
+                f"output_dir {folder} has {', '.join(foreign)}, which this program did not write "
+                f"or did not finish (no {MANIFEST}); remove it yourself or name another folder "
+                "(output_dir)"
+            )
+        if another and not overwrite and not resuming:
+            _require_model_elsewhere(folder, config)
+            start.notes.append(_keep(folder, records, checkpoints))
+        else:
+            for item in records:
+                discard(item) if item.is_dir() else item.unlink()
+    for path in folder.glob("tmp-checkpoint-*"):
+        discard(path)
+    if start.checkpoint is not None:
+        _go_back_to(start, folder)
+    sync(folder)  # what was removed stays so

@@ -1,0 +1,84 @@
+"""What a run does between its optimizer steps, counted beforehand, and what writing takes."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import DefaultFlowCallback
+
+from rloo.config.batch_sizes import Batches
+from rloo.config.compat.training_arguments import to_training_arguments
+from rloo.config.config import RLOOConfig
+
+# Bytes that are written to tell how fast a disk is.
+_TRIED_BYTES = 2**25
+
+
+def count_due(
+    config: RLOOConfig, state: TrainerState, batches: Batches, num_rows: int
+) -> tuple[int, int]:
+    """The evaluations and the checkpoints of a run from its first step on, as Trainer's own
+    callback asks for them and `Session` makes them: at the end of a rollout. With `save_strategy`
+    best each evaluation may be the best one; callbacks that end a run are not known."""
+    state, control = copy.copy(state), TrainerControl()
+    flow, arguments = DefaultFlowCallback(), to_training_arguments(config)
+    evaluations = checkpoints = drawn = 0
+    evaluated = -1
+
+    def asked(event: str) -> tuple[bool, bool]:
+        control.should_evaluate = control.should_save = False
+        getattr(flow, event)(arguments, state, control)
+        return control.should_evaluate, control.should_save
+
+    while state.global_step < state.max_steps:
+        epoch = drawn // num_rows
+        drawn += batches.prompts_per_rollout
+        state.epoch = drawn / num_rows
+        evaluates = saves = False
+        for _ in range(min(batches.steps_per_rollout, state.max_steps - state.global_step)):
+            state.global_step += 1
+            of_step = asked("on_step_end")
+            evaluates, saves = evaluates or of_step[0], saves or of_step[1]
+        if state.global_step == state.max_steps or drawn // num_rows != epoch:
+            of_epoch = asked("on_epoch_end")
+            evaluates, saves = evaluates or of_epoch[0], saves or of_epoch[1]
+        if evaluates:
+            evaluations, evaluated = evaluations + 1, state.global_step
+        checkpoints += saves or (evaluates and config.save_strategy == "best")
+    if config.eval_on_start or config.eval_strategy != "no":
+        evaluations += config.eval_on_start + (evaluated != state.global_step)
+    return evaluations, checkpoints
+
+
+def never_due(config: RLOOConfig) -> list[str]:
+    """A note for each interval that is given and, by its strategy, of no use."""
+    notes = []
+    for name in ("eval", "save"):
+        steps, strategy = getattr(config, f"{name}_steps"), getattr(config, f"{name}_strategy")
+        if strategy != "steps" and steps not in (None, getattr(RLOOConfig, f"{name}_steps")):
+            notes.append(
+                f"{name}_steps is {steps:g} and counts only where {name}_strategy is steps; it is "
+                f"{strategy}"
+            )
+    return notes
+
+
+def writing_seconds(folder: Path, size: int) -> float:
+    """Seconds that `size` bytes take to get into `folder`, which need not exist, and to be hashed:
+    from fewer in a file without a name, which nobody sees."""
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    tried = os.urandom(min(size, _TRIED_BYTES))
+    with tempfile.TemporaryFile(dir=there) as file:
+        start = time.perf_counter()
+        file.write(tried)
+        file.flush()
+        os.fsync(file.fileno())
+        file.seek(0)
+        hashlib.sha256(file.read())
+        return (time.perf_counter() - start) * size / max(1, len(tried))

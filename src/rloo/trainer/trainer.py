@@ -1,0 +1,402 @@
+"""RLOOTrainer: the parts of a run behind the interface of TRL's trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers.trainer_utils import TrainOutput
+
+from rloo.addons.integrations.reasoning_gym.curriculum import with_curriculum
+from rloo.algorithm.async_rollout import make_rollouts
+from rloo.algorithm.estimator_registry import chosen_estimator
+from rloo.algorithm.kl_controller import Adaptive
+from rloo.algorithm.state import Parts, RunState
+from rloo.algorithm.stop_signals import Stop
+from rloo.config.batch_sizes import batches_of
+from rloo.config.config import RLOOConfig
+from rloo.config.launcher_env import check_launch
+from rloo.config.presets import remarks
+from rloo.data.iterable_dataset import Prompts, StreamSource
+from rloo.model.model_loading import obtain_config, obtain_model
+from rloo.model.optimizers import Given, Scheduler, build_optimizer, build_scheduler, decayed_names
+from rloo.model.policy import Policy
+from rloo.model.token_budget import workload_of
+from rloo.tracking.callbacks import Events, make_loggers
+from rloo.tracking.hub_upload import Hub
+from rloo.tracking.model_card import write_card
+from rloo.tracking.monitor import Monitor
+from rloo.tracking.profiler import Clock
+from rloo.trainer import build, train_again, trl_attributes, trl_overrides
+from rloo.trainer.build import RewardFunction, Rows, RowSets, Tokenizers
+from rloo.trainer.checkpoint import find_checkpoint
+from rloo.trainer.cpu_settings import keep_freed_memory
+from rloo.trainer.eval_rewards import Judging
+from rloo.trainer.evaluate import Evaluator, Results, check_evaluation, flatten
+from rloo.trainer.heartbeat import present
+from rloo.trainer.multi_turn import Factories, RolloutFunc, turns_of
+from rloo.trainer.rank_checks import require_same_start, together
+from rloo.trainer.run_dir import AUTO, claimed_by_main
+from rloo.trainer.schedule import never_due
+from rloo.trainer.training_loop import Session
+from rloo.types import Prompt
+
+Rewards = RewardFunction | Sequence[RewardFunction]
+
+
+class RLOOTrainer(trl_attributes.Shown):
+    """Trains a causal language model with REINFORCE Leave-One-Out.
+
+    The arguments are those of TRL's RLOOTrainer, in its order. `model` is a hub id, a folder, a
+    model with float32 weights or a PeftModel. `reward_funcs` (or `reward_model`) is one reward or a
+    list: functions, reward models, built-in names, `module:function` or `file.py:function`.
+    `eval_dataset` may be a dict of named sets. `eval_reward_funcs`, rewards or TRL's pairwise
+    judges, only judge in evaluations. With `peft_config` (a LoraConfig) a new adapter is trained.
+    The model may call `tools`, functions, and those of environments that `environment_factory`
+    makes, or `rollout_func` makes rollouts, as in TRL's GRPOTrainer (docs/tools.md).
+    Raises ValueError for every error that can be found before sampling.
+    """
+
+    optimizer: Any
+    lr_scheduler: Any
+    on_measured: Callable[[Results], None] | None = None
+    _session: Session | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        trl_overrides.refuse_overrides(cls, _OWN, _SHOWN)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, "evaluator") and value is not vars(self).get(name, self):
+            trl_overrides.refuse_replacement(name)
+        if callable(value):
+            trl_overrides.refuse_assignment(name, _OWN)
+        super().__setattr__(name, value)
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | None = None,
+        reward_funcs: Rewards | None = None,
+        args: RLOOConfig | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: RowSets | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Tokenizers = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        optimizers: Given = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
+        reward_model: Rewards | None = None,
+        eval_reward_funcs: Rewards | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: Factories = None,
+    ) -> None:
+        trl_overrides.refuse_overrides(type(self), _OWN, _SHOWN)  # it may have changed since
+        if reward_funcs is not None and reward_model is not None:
+            raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
+        self.args = obtain_config(args, model)
+        check_launch(self.args)
+        self.world = build.world_of(self.args)
+        with self.world.telling():
+            self.batches = batches_of(self.args, self.world.size)
+            chosen_estimator(self.args)
+            build.seed_all(self.args)
+            loggers = make_loggers(self.args)
+            self.turns = turns_of(tools, environment_factory, rollout_func, self.args)
+            self.tools = self.turns.functions
+            given = reward_model if reward_funcs is None else reward_funcs
+            given, weighed = self.turns.with_rewards(given, self.args)
+            self.rewards = self.turns.offered(
+                build.make_rewards(
+                    given, weighed, reward_processing_classes, device=self.world.device
+                )
+            )
+            self.reward_func_names = self.rewards.names
+            self.reward_funcs = trl_attributes.functions_of(self.rewards)
+            self.reward_processing_classes = trl_attributes.processing_classes(
+                self.rewards, reward_processing_classes
+            )
+            self.judging = Judging.of(eval_reward_funcs, self.args, self.rewards, self.world)
+            self.model, self.processing_class, self.args = obtain_model(
+                model,
+                processing_class,
+                self.args,
+                device=self.world.device,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+            )
+            rows = self.args.dataset if train_dataset is None else train_dataset
+            self.train_dataset = self.turns.dataset(rows, self.args, self.batches)
+            self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
+            self._load_prompts()
+            self._set_up(optimizers, [*loggers, *(callbacks or [])])
+            self.events.send("on_init_end")
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train and write everything to `args.output_dir`. Returns the number of steps, the mean
+        loss and Trainer's figures of the run; summary.json has what was learned. A signal that
+        asks to stop, or an error, saves a checkpoint: then KeyboardInterrupt (Ctrl-C), `Stopped`
+        (other signals, handled in the main thread only) or the error is raised.
+        `resume_from_checkpoint` "auto" goes on with an unfinished run with the same options, loads
+        the result of a finished one, and else starts."""
+        trl_overrides.refuse_overrides(type(self), _OWN, _SHOWN)
+        self.refuse_changed()
+        resume = self._begin_again(resume_from_checkpoint)
+        parts, state = self.make_parts()
+        session = Session(self, parts, state, self.evaluator, self._eval_prompts, self.hub)
+        with together(parts, state), claimed_by_main(self.world, self.args, resume) as start:
+            if start.finished and session.has_finished(start):
+                self.policy.files.load_pretrained(self.args.output_dir)
+                totals = start.finished["totals"]
+                if not start.finished.get("pushed", True):
+                    session.push()
+                return TrainOutput(start.finished["steps"], totals["train_loss"], totals)
+            self._session = session
+            with present(parts), self.args.in_training():
+                totals = session.train(start)
+        session.push()
+        if self.args.dataset is not None:
+            folder = self.args.output_dir
+            self.monitor.say(f"Evaluate it: rloo eval {folder}/config.yaml --model {folder}")
+        return TrainOutput(self.state.global_step, totals["train_loss"], totals)
+
+    def evaluate(
+        self,
+        eval_dataset: RowSets | None = None,
+        ignore_keys: Sequence[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, Any]:
+        """Evaluate on `eval_dataset`, on the trainer's set of that name, or on all of its sets.
+        Metrics have transformers' names (eval_reward, or eval_math_reward for a set `math`). They
+        are logged and sent to the callbacks. Training does not change in any bit."""
+        self.refuse_changed()
+        if ignore_keys:
+            raise ValueError("ignore_keys names outputs of a model; no metric is made of those")
+        sets = self._eval_prompts
+        if isinstance(eval_dataset, str) and eval_dataset in sets:
+            sets = {eval_dataset: sets[eval_dataset]}
+        elif eval_dataset is not None:
+            sets = self._prompts_of_sets(eval_dataset)
+        if not sets:
+            raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
+        with self.world.telling():
+            results = self.evaluator.measure(sets)
+        if eval_dataset is None and self.on_measured is not None:
+            self.on_measured(results)
+        metrics = flatten(results, metric_key_prefix)
+        self.monitor.log_evaluation(metrics)
+        return metrics
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write model and tokenizer in Hugging Face format, to `args.output_dir` by default."""
+        with self.policy.files.collected():
+            if self.world.is_main:
+                self.policy.files.save_pretrained(output_dir or self.args.output_dir)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer of the options. Called before the first step where a subclass overrides it,
+        unless one is given (optimizers)."""
+        return build_optimizer(self.model, self.args, self.get_decay_parameter_names(self.model))
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """The parameters with weight decay. Called where a subclass overrides it."""
+        return decayed_names(model)
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make both, as attributes. Called where a subclass overrides it, unless one is given."""
+        self.optimizer = self.create_optimizer() or self.optimizer
+        self.lr_scheduler = self.create_scheduler(num_training_steps, self.optimizer)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Scheduler:
+        """The schedule of the options. Called where a subclass overrides it or the optimizer."""
+        return build_scheduler(optimizer or self.optimizer, self.args, num_training_steps)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Write model and card to `args.output_dir` and upload the folder, without checkpoints, to
+        `args.hub_model_id`. `card` is passed to `create_model_card`. Returns the commit, or its
+        future if not `blocking`."""
+        with self.policy.files.collected():  # all have a part of what the main one writes
+            if not self.world.is_main:
+                return None
+            self.events.send("on_push_begin")
+            if self.hub.repo_id is None:
+                self.hub.create(token=token, private=private)
+            self.save_model()
+            self.create_model_card(**card)
+        self.hub.finish(self.monitor.note)
+        how: Any = {"wait": blocking, "token": token, "revision": revision}
+        return self.hub.upload(Path(self.args.output_dir), commit_message, **how)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | Sequence[str] | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Write the model card, README.md in `args.output_dir`."""
+        rewards = self.rewards.names
+        if self.world.is_main:
+            write_card(self.policy, rewards, name=model_name, datasets=dataset_name, tags=tags)
+
+    def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
+        """Add numbers to `state.log_history` and send them to the loggers."""
+        self.monitor.log_numbers(logs)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this process writes files and speaks to the user."""
+        return self.world.is_main
+
+    is_local_process_zero = is_world_process_zero
+    is_deepspeed_enabled = is_fsdp_enabled = False
+
+    # -- setting up ------------------------------------------------------------------------------
+
+    def _load_prompts(self) -> None:
+        self._notes: list[str] = remarks(self.args)
+        self._source: Prompts | None = None
+        trains = self.train_dataset is not None
+        if trains:
+            source = self._prompts(self.train_dataset, self.args.dataset_split)
+            self._source = with_curriculum(source, self.args)
+            stream = isinstance(self._source, StreamSource)
+            if stream:
+                self.args = trl_attributes.with_stream(self.args)
+            where = "the stream's first rows" if stream else "training"
+            self._notes += build.length_notes(self._source, where)
+        given = self.eval_dataset
+        if given is None and self.args.eval_split is not None:
+            given = self.train_dataset
+        self._eval_prompts = self._prompts_of_sets(given)
+        if not trains and not self._eval_prompts:
+            raise ValueError(
+                "there is no dataset: `train_dataset` is required, or an eval_dataset to evaluate "
+                "on (train_dataset, dataset)"
+            )
+        self._notes += check_evaluation(self, self._eval_prompts, trains=trains)
+        self._notes += never_due(self.args) if trains else []
+
+    def _set_up(self, given: Given, callbacks: Sequence[TrainerCallback]) -> None:
+        self.state = build.make_state(self._source, self.args, self.batches)
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.control = transformers.TrainerControl()
+        num_steps = max(self.state.max_steps, 1)
+        optimizers = trl_overrides.own_optimizers(self, given, num_steps, _OWN)
+        self.policy = Policy(
+            self.model,
+            self.processing_class,
+            self.args,
+            world=self.world,
+            num_training_steps=num_steps,
+            optimizers=optimizers,
+        )
+        stepper = self.policy.stepper
+        self.optimizer, self.lr_scheduler = stepper.optimizer, stepper.scheduler
+        # None without `beta`, and with an adapter, whose model it shares.
+        self.ref_model = self.policy.reference.model
+        if self.policy.device.type == "cpu":
+            keep_freed_memory()
+        engine = build.make_engine(self.policy, self.args, self)
+        self.engine = self.turns.around(engine, self.policy, self)
+        self.policy.notes += self._notes
+        self.events = Events(
+            callbacks, self.args, policy=self.policy, state=self.state, control=self.control
+        )
+        self._schedule = train_again.Schedule(
+            self.lr_scheduler, trl_overrides.schedule_of(self, given, _OWN)
+        )
+        self._folder = Path(self.args.output_dir).absolute()  # a reward may change the current one
+        self._make_monitor()
+        self.callback_handler = self.events.handler
+        self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state, self.judging)
+        self.hub = Hub(self.args)
+        called, data = self.turns.called(self.rewards), self._source and self._source.state_dict()
+        require_same_start(self.world, self.args, self.policy, called, data)
+
+    def _make_monitor(self) -> None:
+        silent = not self.world.is_main
+        steps = self.state.max_steps
+        self.monitor = Monitor(self.args, self._folder, max_steps=steps, silent=silent)
+        self.monitor.attach(self.events, lambda logs: self.log(logs))
+
+    def _begin_again(self, resume: str | bool | None) -> str | bool | None:
+        """Where `train` has been called before, count from step 0 again, in files of its own: with
+        the weights, the moments and the place in the data that there are, as with Trainer. What was
+        not finished goes on from its checkpoint. Returns what to resume from."""
+        resume = resume or self.args.resume_from_checkpoint
+        before, longer = self._session, self.args.with_asked()
+        finished = before is not None and before.status == "finished"
+        if longer is not None:
+            train_again.lengthen(self, longer, build.make_state(self._source, longer, self.batches))
+        elif before is None or (resume == AUTO and finished):
+            return resume
+        if before is not None and not resume and not finished:
+            newest = self.world.is_main and find_checkpoint(self._folder)[0] is not None
+            resume = self.world.from_main(bool(newest))
+        train_again.forget(
+            self.state, self.control, build.make_state(self._source, self.args, self.batches)
+        )
+        self._schedule.restart()
+        self._make_monitor()
+        return resume
+
+    def _prompts(self, rows: Rows, split: str, *, evaluation: bool = False) -> Prompts:
+        source = build.make_source(
+            self.turns.rows(rows, self.args),
+            split,
+            tokenizer=self.processing_class,
+            rewards=self.rewards,
+            args=self.turns.shown(self.args),
+            limit=build.prompt_limit(self.model, self.args, evaluation=evaluation),
+        )
+        return self.turns.checked(source)
+
+    def _prompts_of_sets(self, given: RowSets | None) -> dict[str, list[Prompt]]:
+        read = partial(self._prompts, evaluation=True)
+        sets, notes = build.prompts_of_sets(given, self.args, read)
+        self._notes += notes
+        for prompts in sets.values():
+            self.judging.check(prompts)
+        return sets
+
+    def make_parts(self) -> tuple[Parts, RunState]:
+        """What `rloo.algorithm.train.train_on_rollout` works with, before the first step."""
+        source, args, batches, engine = self._source, self.args, self.batches, self.engine
+        if source is None:
+            raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
+        world, policy, events, clock = self.world, self.policy, self.events, Clock()
+        tokenizer, workload = policy.tokenizer, workload_of(source, args, batches)
+        sampling = build.make_sampling(args, policy.stop_token_ids, tokenizer)
+        policy.notes += build.bias_of(sampling)
+        rollouts = make_rollouts(
+            args, world, batches, engine, source, self.rewards, sampling, tokenizer, self.state,
+            clock,
+        )  # fmt: skip
+        parts = Parts(
+            args, world, batches, workload, policy, engine, rollouts, self.monitor, events, clock,
+            Stop(usr1_saves=args.on_sigusr1 == "save"),
+        )  # fmt: skip
+        state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
+        return parts, state
+
+
+# As they were made: assigning to the class cannot change what counts as overridden.
+_SHOWN = dict(vars(trl_attributes.Shown))
+_OWN = {n: v for n, v in _SHOWN.items() if n not in trl_attributes.LOADERS} | dict(
+    vars(RLOOTrainer)
+)

@@ -1,0 +1,276 @@
+"""What TRL's trainer offers to scripts beyond what a run here calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_pt_utils import AcceleratorConfig, log_metrics, save_metrics, save_state
+
+from rloo.config.batch_sizes import Batches
+from rloo.config.compat.accelerator_config import read_accelerator_config
+from rloo.config.config import RLOOConfig
+from rloo.data.images import images_of
+from rloo.distributed import World
+from rloo.model.policy import Policy
+from rloo.rewards import RewardSet
+from rloo.rewards.reward_model import RewardModel
+from rloo.tracking.callbacks import Callback
+from rloo.tracking.hub_upload import Hub
+from rloo.tracking.jsonl import strict
+from rloo.tracking.monitor import Monitor, numbers_of
+from rloo.trainer.build import load_given
+from rloo.trainer.subclass_checks import SEAM_OF
+
+# Options that TRL's trainer has as attributes of the same name.
+OPTIONS = (
+    "beta", "cache_implementation", "chat_template_kwargs", "log_completions", "log_multimodal",
+    "log_unique_prompts", "mask_truncated_completions", "max_completion_length", "min_p",
+    "normalize_advantages", "num_completions_to_print", "num_generations", "num_iterations",
+    "pad_to_multiple_of", "repetition_penalty", "reward_clip_range", "shuffle_dataset",
+    "temperature", "top_k", "top_p", "use_vllm", "vllm_gpu_memory_utilization", "vllm_mode",
+    "vllm_tensor_parallel_size",
+)  # fmt: skip
+# The others, of which a script that sets one expects something to follow.
+OTHERS = (
+    "aux_loss_enabled", "epsilon_high", "epsilon_low", "eos_token_ids", "generation_config",
+    "generation_kwargs", "model_wrapped", "num_generations_eval", "reward_weights",
+    "router_aux_loss_coef",
+)  # fmt: skip
+
+
+# What would never be called if it were overridden.
+LOADERS = ("get_eval_dataloader", "get_train_dataloader", "num_examples")
+
+
+def with_stream(args: RLOOConfig) -> RLOOConfig:
+    """`args` as TRL has them, for scripts that ask, where the rows to train on are a stream: it is
+    read in order, by every process. Raises ValueError if one was to read it for all."""
+    given = read_accelerator_config(getattr(args, "accelerator_config"))  # noqa: B009 - idle
+    if given["dispatch_batches"]:
+        raise ValueError(
+            "accelerator_config has dispatch_batches true and train_dataset is a stream, which "
+            "every process reads here. Iterable datasets require `dispatch_batches=False` "
+            "(accelerator_config)"
+        )
+    read = AcceleratorConfig(**given | {"dispatch_batches": False})
+    return args.with_values(dataloader_num_workers=0, accelerator_config=read)
+
+
+class Shown:
+    """Attributes of a trainer that scripts and callbacks read, and methods that they call."""
+
+    args: RLOOConfig
+    batches: Batches
+    callback_handler: CallbackHandler
+    eval_dataset: Any
+    hub: Hub
+    model: Any
+    monitor: Monitor
+    policy: Policy
+    rewards: RewardSet
+    train_dataset: Any
+    world: World
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OPTIONS and "args" in vars(self):
+            value = getattr(self.args, name)
+            return {} if name == "chat_template_kwargs" and value is None else value
+        hint = f"; use {SEAM_OF[name]}" if name in SEAM_OF else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    @cached_property
+    def accelerator(self) -> Accelerator:
+        """accelerate's view of the processes: `print`, `is_main_process`, `gather`,
+        `gather_for_metrics`, `unwrap_model`, ... Training does not go through it."""
+        return Accelerator(cpu=self.world.device.type == "cpu")
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The hub repository, once it exists."""
+        return self.hub.repo_id
+
+    @property
+    def model_wrapped(self) -> Any:
+        """The model: what divides it works inside of it."""
+        return self.model
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether a loss that balances the experts is added."""
+        return self.policy.aux_loss_weight != 0
+
+    @property
+    def router_aux_loss_coef(self) -> float:
+        """The weight of that loss, 0 without experts."""
+        return self.policy.aux_loss_weight
+
+    @property
+    def num_generations_eval(self) -> int:
+        """Completions per prompt in an evaluation."""
+        return self.args.num_generations_eval or self.args.num_generations
+
+    @property
+    def epsilon_low(self) -> float:
+        """By how much a ratio may fall below 1."""
+        return self.args.epsilon
+
+    @property
+    def epsilon_high(self) -> float:
+        """By how much a ratio may exceed 1."""
+        high = self.args.epsilon_high
+        return self.args.epsilon if high is None else high
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end a completion."""
+        return list(self.policy.stop_token_ids)
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """One weight per reward."""
+        weights = self.args.reward_weights or [1.0] * len(self.rewards.names)
+        return torch.tensor(weights, dtype=torch.float32)
+
+    @property
+    def generation_kwargs(self) -> dict[str, Any]:
+        """The options of sampling under the names that `generate` has for them."""
+        args, tokenizer = self.args, self.policy.tokenizer
+        return {
+            "max_new_tokens": args.max_completion_length,
+            "do_sample": True,
+            "pad_token_id": self.policy.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": self.eos_token_ids,
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "top_k": args.top_k,
+            "min_p": args.min_p,
+            "repetition_penalty": args.repetition_penalty,
+            **(args.generation_kwargs or {}),
+        }
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """The same, for a `generate` of one's own."""
+        return GenerationConfig(**self.generation_kwargs, disable_compile=True)
+
+    def refuse_changed(self) -> None:
+        """Raise ValueError for options that were changed where they were given, and TypeError for a
+        `generation_config` that was changed: nothing reads either any more."""
+        self.args.require_unchanged()
+        held = vars(self).get("generation_config")
+        meant = {**self.generation_kwargs, "disable_compile": True}
+        given = {} if held is None else held.to_dict()
+        changed = [n for n, v in meant.items() if held is not None and given.get(n) != v]
+        if changed:
+            raise TypeError(
+                f"generation_config was changed ({', '.join(changed)}), where nothing reads it; "
+                "use the options of sampling (RLOOConfig) of another trainer"
+            )
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The rows of a rollout at a time, each `num_generations` times, in the dataset's order. A
+        run does not read them from there: it has an order of its own (`shuffle_dataset`)."""
+        if self.train_dataset is None:
+            raise ValueError("`train_dataset` is required (train_dataset, dataset)")
+        size = self.batches.completions_per_rollout // self.world.size
+        rows = load_given(self.train_dataset, self.args.dataset_split, self.args)
+        return self._loader(rows, size, self.args.num_generations)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """The same of `eval_dataset`, of the set of that name, or of the trainer's own."""
+        named = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        rows = self.eval_dataset if named is None else named
+        if rows is None:
+            raise ValueError("there is nothing to evaluate on (eval_dataset)")
+        loaded = load_given(rows, self.args.eval_split or "train", self.args)
+        copies = self.num_generations_eval
+        return self._loader(loaded, copies, copies)
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """The rows that a loader of one of these has, each as often as it is sampled."""
+        return len(dataloader.dataset)  # type: ignore[arg-type]
+
+    def _loader(self, rows: Any, size: int, copies: int) -> DataLoader[Any]:
+        workers = 0  # a stream is read once, and in order
+        if isinstance(rows, Dataset):
+            workers = getattr(self.args, "dataloader_num_workers", 0)
+            rows = rows.select([number for number in range(len(rows)) for _ in range(copies)])
+        else:
+            rows = rows.map(partial(_repeated, copies=copies), batched=True)
+        return DataLoader(rows, batch_size=size, num_workers=workers, collate_fn=list)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics, without intervals."""
+        log_metrics(self, split, numbers_of(metrics))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write `<split>_results.json` in `args.output_dir`, and add to all_results.json."""
+        save_metrics(self, split, strict(metrics), combined)
+
+    def save_state(self) -> None:
+        """Write trainer_state.json in `args.output_dir`."""
+        save_state(self)
+
+    def add_callback(self, callback: Callback) -> None:
+        """Send events to a callback, an object or a class, from now on."""
+        self.callback_handler.add_callback(callback)
+
+    def remove_callback(self, callback: Callback) -> None:
+        """Remove a callback; a class means the first callback of that class."""
+        self.callback_handler.remove_callback(callback)
+
+    def pop_callback(self, callback: Callback) -> TrainerCallback | None:
+        """Remove a callback as `remove_callback` does, and return it."""
+        return self.callback_handler.pop_callback(callback)
+
+    def end(self) -> None:
+        """Close what rewards keep open."""
+        self.rewards.close()
+
+    @property
+    def _logs(self) -> dict[str, Any]:
+        """The last rollout, as TRL keeps it for its table of completions, but for advantages."""
+        groups = self.monitor.last_groups
+        several = [
+            content for group in groups for content in [group.prompt.content] * len(group.texts)
+        ]
+        return {
+            "prompt": several,
+            "completion": [text for group in groups for text in group.texts],
+            "images": [i for i in map(images_of, several) if i and self.args.log_multimodal],
+            "rewards": _joined([group.scores for group in groups]),
+            "extra": _joined([group.extras for group in groups]),
+        }
+
+
+def _joined(columns: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for group in columns for name in group)
+    return {name: [value for group in columns for value in group.get(name, ())] for name in names}
+
+
+def _repeated(columns: Mapping[str, Sequence[Any]], copies: int) -> dict[str, list[Any]]:
+    return {name: [v for v in values for _ in range(copies)] for name, values in columns.items()}
+
+
+def functions_of(rewards: RewardSet) -> list[Any]:
+    """The rewards as TRL has them: functions, and of a reward model its module."""
+    return [f.model if isinstance(f, RewardModel) else f for f in rewards.functions]
+
+
+def processing_classes(rewards: RewardSet, given: Any) -> list[PreTrainedTokenizerBase | None]:
+    """One tokenizer per reward: a reward model's own, or what was given for it."""
+    functions = rewards.functions
+    named = list(given) if isinstance(given, (list, tuple)) else [given] * len(functions)
+    return [
+        function.tokenizer if isinstance(function, RewardModel) else tokenizer
+        for function, tokenizer in zip(functions, named, strict=True)
+    ]
